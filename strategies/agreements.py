@@ -1,0 +1,81 @@
+"""The two things replicas must agree on in a step: the sum of their gradients, and the verdict."""
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def sum_gradients(gradients: Any) -> Any:
+    """Returns the sum over all replicas, on every replica. One all-reduce for the whole structure.
+
+    Call it in replica context (inside `strategy.run`), on every replica, and outside any
+    branch that a replica could take alone.
+
+    Args:
+        gradients: any structure of float or int32 tensors; None and `tf.IndexedSlices`
+            survive, the latter with the rows of all replicas, so an index may occur
+            several times.
+
+    Returns:
+        The same structure, shapes and dtypes.
+
+    Raises:
+        RuntimeError: if called in cross-replica context.
+
+    Example:
+        >>> @tf.function
+        ... def total(strategy):
+        ...     def replica():
+        ...         index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        ...         return sum_gradients([tf.cast(index, tf.float32) + 1.0, None])[0]
+        ...     return strategy.experimental_local_results(strategy.run(replica))
+        >>> mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"],
+        ...     cross_device_ops=tf.distribute.ReductionToOneDevice())
+        >>> [float(result) for result in total(mirrored)]
+        [3.0, 3.0]
+    """
+    context = _replica_context("sum_gradients")
+    if context.num_replicas_in_sync == 1:
+        return gradients
+    flat = tf.nest.flatten(gradients)
+    present = [leaf for leaf in flat if leaf is not None]
+    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
+    return tf.nest.pack_sequence_as(
+        gradients, [None if leaf is None else next(sums) for leaf in flat]
+    )
+
+
+def agree(flag: tf.Tensor | bool) -> tf.Tensor:
+    """Returns, on every replica, whether `flag` is true on all of them.
+
+    Call it in replica context (inside `strategy.run`), on every replica, and outside any
+    branch that a replica could take alone. It costs an all-reduce of one number; to spare
+    it, send the count of replicas that say no along with `sum_gradients`.
+
+    Args:
+        flag: shape (), bool: for instance `scaling.all_finite(gradients)`.
+
+    Returns:
+        Shape (), bool: the same on every replica.
+
+    Raises:
+        RuntimeError: if called in cross-replica context.
+
+    Example:
+        >>> bool(agree(tf.constant(True)))
+        True
+    """
+    against = sum_gradients(tf.cast(~tf.convert_to_tensor(flag), tf.float32))
+    # The count is compared with 0, never with 1: two replicas may say no at once.
+    return tf.equal(against, 0.0)
+
+
+def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise RuntimeError(
+            f"`strategies.{caller}` must be called in replica context; got cross-replica context. "
+            "Each replica brings its own value. Call it inside the function given to "
+            "strategy.run()."
+        )
+    return context

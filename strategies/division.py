@@ -1,0 +1,86 @@
+"""How a global batch is divided over replicas and microbatches. No other file divides one.
+
+A global batch of B examples is cut into `parts` contiguous shares whose sizes differ by at
+most one, the larger ones first; each replica's share is cut into microbatches the same way.
+Nothing is padded and nothing dropped: a short last batch gives shorter shares. Only a share
+that would be empty is given one example, the batch's last, which its taker counts as none.
+"""
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Share(NamedTuple):
+    """One part of a batch."""
+
+    batch: Any  # the batch's structure; first dimension: max(examples, 1)
+    weights: tf.Tensor  # shape=(max(examples, 1),), float32: all 0 in an empty share
+    examples: tf.Tensor  # shape=(), int32: how many of the rows count
+
+
+def whole(batch: Any, weights: tf.Tensor) -> Share:
+    """Returns the global batch as one share.
+
+    Args:
+        batch: any structure of tensors whose first dimension is the example.
+        weights: shape (global_batch,), float32: the weight of each example's loss.
+
+    Example:
+        >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
+        5
+    """
+    return Share(batch, weights, tf.shape(weights)[0])
+
+
+def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
+    """Returns part `index` of `parts` of a share.
+
+    Args:
+        share: what to divide.
+        index: which part, from 0 to parts - 1; an int or an int32 tensor, shape ().
+        parts: into how many parts; with 1, the share comes back as it is.
+
+    Returns:
+        The rows from ceil(index * examples / parts) up to ceil((index + 1) * examples /
+        parts). If there are none, one row that repeats a real example with weight 0.
+
+    Example:
+        >>> share = whole(tf.range(7), tf.ones([7]))
+        >>> [take(share, index, 3).batch.numpy().tolist() for index in range(3)]
+        [[0, 1, 2], [3, 4], [5, 6]]
+        >>> last = take(whole(tf.range(2), tf.ones([2])), 2, 3)
+        >>> last.batch.numpy().tolist(), last.weights.numpy().tolist(), int(last.examples)
+        ([1], [0.0], 0)
+    """
+    if parts == 1:
+        return share
+    start = -(-index * share.examples // parts)
+    stop = -(-(index + 1) * share.examples // parts)
+    examples = stop - start
+    # Zeros in place of a missing example can turn into NaN gradients; a real one cannot.
+    rows = tf.shape(share.weights)[0]
+    start = tf.minimum(start, rows - 1)
+    stop = tf.maximum(stop, start + 1)
+    return Share(
+        batch=tf.nest.map_structure(lambda tensor: tensor[start:stop], share.batch),
+        weights=tf.where(examples > 0, share.weights[start:stop], 0.0),
+        examples=examples,
+    )
+
+
+def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int) -> None:
+    """Refuses a nominal global batch that leaves a microbatch without an example.
+
+    Raises:
+        ValueError: if there are fewer examples than replicas x microbatches.
+
+    Example:
+        >>> check_divisible(64, num_replicas=2, num_microbatches=4)
+    """
+    if global_batch < num_replicas * num_microbatches:
+        raise ValueError(
+            f"`global_batch` must be at least replicas x microbatches = {num_replicas} x "
+            f"{num_microbatches}; got {global_batch}. Some microbatch would be empty on every "
+            "step. Use a larger batch, or fewer replicas or microbatches."
+        )

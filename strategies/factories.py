@@ -1,0 +1,81 @@
+"""How each strategy of ours is made. A new one is a function here and a line in `registry.py`."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
+    """TensorFlow's default: no distribution, and TensorFlow places each operation."""
+    if devices is not None:
+        raise ValueError(
+            f"`devices` must be None for the default strategy; got {devices!r}. It leaves the "
+            'placing to TensorFlow. Use "one_device" or "mirrored" to choose devices.'
+        )
+    return tf.distribute.get_strategy()
+
+
+def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
+    """Everything on one device: the one named, or else the first GPU, or else the CPU."""
+    chosen = list(devices) if devices is not None else _available()[:1]
+    if len(chosen) != 1:
+        raise ValueError(
+            f"`devices` must name one device for one_device; got {devices!r}. Every variable and "
+            'operation is placed on it. Name one, or use "mirrored" for several.'
+        )
+    return tf.distribute.OneDeviceStrategy(chosen[0])
+
+
+def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
+    """A copy of the model on each device of this machine, kept in step.
+
+    On CPU devices the sums are taken on one of them: TensorFlow's own choice there, a
+    collective under one group key, fails as soon as a second number of replicas is used in
+    the same process, and its hierarchical copy returned 2 for the sum of three ones.
+    """
+    chosen = list(devices) if devices is not None else _available()
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(
+            f"`devices` must name each device once, and at least one; got {devices!r}. Each "
+            'replica needs a device of its own. Name for instance ["GPU:0", "GPU:1"].'
+        )
+    on_cpu = all("CPU" in device.upper() for device in chosen)
+    return tf.distribute.MirroredStrategy(
+        chosen, cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None
+    )
+
+
+def split_cpu(count: int) -> None:
+    """Divides the CPU into logical devices, on which replicas can be tried without a GPU.
+
+    Args:
+        count: how many logical CPU devices there shall be.
+
+    Raises:
+        RuntimeError: if TensorFlow has started already with another number; it cannot be
+            changed then.
+
+    Example:
+        >>> split_cpu(4)
+        >>> [device.name for device in tf.config.list_logical_devices("CPU")][-1]
+        '/device:CPU:3'
+    """
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+    except RuntimeError as error:
+        found = len(tf.config.list_logical_devices("CPU"))
+        if found != count:
+            raise RuntimeError(
+                f"`count` must be {found} by now; got {count}. TensorFlow has started with {found} "
+                "logical CPU devices and cannot change that. Call split_cpu() before anything "
+                "touches a device."
+            ) from error
+
+
+def _available() -> list[str]:
+    """Returns every GPU, or else every logical CPU device, by its short name."""
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return [device.name.removeprefix("/device:") for device in devices]

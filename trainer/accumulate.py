@@ -1,0 +1,110 @@
+"""One replica's share of a step: its microbatches in turn, their contributions summed in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+import strategies
+from trainer.differentiate import Contribution, Microbatch, Values, Whole
+
+
+def accumulate(
+    differentiate: Callable[..., Microbatch],
+    share: strategies.Share,
+    whole: Whole,
+    state: Any,
+    values: Values,
+    num_microbatches: int,
+) -> Microbatch:
+    """Differentiates a replica's share, one microbatch at a time.
+
+    The microbatches run in a loop in the graph, so that memory holds the activations of one
+    only. What the forward pass would write goes from each to the next; an empty microbatch
+    writes nothing.
+
+    Args:
+        differentiate: a `tf.function` of (share, whole, state, values).
+        share: this replica's part of the global batch.
+        whole: the global batch's weight and size.
+        state: the loss-scale rule's state.
+        values: the variables' values before the step.
+        num_microbatches: how many parts to cut the share into.
+
+    Returns:
+        The summed contribution, what the last microbatch wrote, and aux of the whole share.
+    """
+    first = strategies.take(share, 0, num_microbatches)
+    if num_microbatches == 1:
+        result = differentiate(first, whole, state, values)
+        return result._replace(written=unless_empty(share, result.written, values))
+
+    # Tracing once beforehand says which gradients are None, what is written, what aux is like.
+    expected = differentiate.get_concrete_function(first, whole, state, values).structured_outputs
+    aux_parts = tf.nest.map_structure(
+        lambda spec: tf.TensorArray(
+            spec.dtype, num_microbatches, infer_shape=False, element_shape=spec.shape
+        ),
+        expected.aux,
+    )
+
+    def body(index: tf.Tensor, total: Contribution, written: Any, aux: Any) -> tuple:
+        part = strategies.take(share, index, num_microbatches)
+        now = with_written(values, written)
+        result = differentiate(part, whole, state, now)
+        rows = real_rows(result.aux, part)
+        return (
+            index + 1,
+            tf.nest.map_structure(plus, total, result.contribution),
+            unless_empty(part, result.written, now),
+            tf.nest.map_structure(lambda array, row: array.write(index, row), aux, rows),
+        )
+
+    start = (
+        tf.constant(0),
+        tf.nest.map_structure(zeros_like_spec, expected.contribution),
+        {position: values.held_back[int(position)] for position in expected.written},
+        aux_parts,
+    )
+    _, total, written, aux_parts = tf.while_loop(
+        lambda index, *_: index < num_microbatches, body, start, parallel_iterations=1
+    )
+    aux = tf.nest.map_structure(
+        lambda array, spec: tf.ensure_shape(array.concat(), spec.shape), aux_parts, expected.aux
+    )
+    return Microbatch(total, written, aux)
+
+
+def with_written(values: Values, written: dict[str, tf.Tensor]) -> Values:
+    """Returns the values a forward pass sees after an earlier one has written."""
+    held_back = list(values.held_back)
+    for position, value in written.items():
+        held_back[int(position)] = value
+    return values._replace(held_back=held_back)
+
+
+def unless_empty(
+    share: strategies.Share, written: dict[str, tf.Tensor], before: Values
+) -> dict[str, tf.Tensor]:
+    """Returns what a forward pass wrote, or what was there before if it saw no real example."""
+    return {
+        position: tf.where(share.examples > 0, value, before.held_back[int(position)])
+        for position, value in written.items()
+    }
+
+
+def real_rows(tree: Any, share: strategies.Share) -> Any:
+    """Cuts a share's rows down to its real examples: to none where one stands in for none."""
+    return tf.nest.map_structure(
+        lambda tensor: None if tensor is None else tensor[: share.examples], tree
+    )
+
+
+def plus(total: Any, part: Any) -> Any:
+    """Returns the sum; None, for a variable without a gradient, stays None."""
+    return None if part is None else total + part
+
+
+def zeros_like_spec(spec: Any) -> Any:
+    """Returns zeros of a traced output's shape and dtype; None stays None."""
+    return None if spec is None else tf.zeros(spec.shape, spec.dtype)

@@ -1,0 +1,54 @@
+"""Saving a run and taking it up again, on `tf.train.Checkpoint`."""
+
+import pathlib
+
+import tensorflow as tf
+
+
+class Checkpoints:
+    """The checkpoints of a run: `model_dir/ckpt-<step>`. Without a directory it does nothing.
+
+    Args:
+        model_dir: where they are kept, or None.
+        max_to_keep: how many of the newest stay.
+        **items: what a checkpoint holds, by name; every variable must exist by now.
+    """
+
+    def __init__(
+        self, model_dir: pathlib.Path | None, max_to_keep: int, **items: tf.Module
+    ) -> None:
+        """Looks for checkpoints; restores none yet."""
+        self._manager = None
+        if model_dir is not None:
+            self._manager = tf.train.CheckpointManager(
+                tf.train.Checkpoint(**items), str(model_dir), max_to_keep, checkpoint_name="ckpt"
+            )
+
+    @property
+    def latest(self) -> str | None:
+        """The path of the newest checkpoint, or None."""
+        return self._manager.latest_checkpoint if self._manager else None
+
+    def restore(self) -> str | None:
+        """Restores the latest checkpoint, if there is one. Call it in the strategy's scope.
+
+        Returns:
+            Its path, or None.
+
+        Raises:
+            AssertionError: if it lacks a variable of this run.
+        """
+        latest = self.latest
+        if self._manager and latest:
+            self._manager.checkpoint.restore(latest).assert_existing_objects_matched()
+        return latest
+
+    def save(self, step: int) -> str | None:
+        """Saves everything; waits until it is written.
+
+        Returns:
+            The path of the checkpoint, or None without a directory.
+        """
+        if self._manager is None:
+            return None
+        return self._manager.save(checkpoint_number=step)

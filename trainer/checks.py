@@ -1,0 +1,138 @@
+"""What a trainer refuses before its first step, each with what to do instead."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import scaling
+from trainer.keras_private import all_layers
+
+
+def check_model(model: Any, precision: scaling.Precision, strategy: tf.distribute.Strategy) -> None:
+    """Raises TypeError or ValueError unless the step can train this model."""
+    if not isinstance(model, (keras.Model, tf.Module)):
+        raise TypeError(
+            f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. The step "
+            "needs to find its variables. Return one from build_model(), or pass model=."
+        )
+    if isinstance(model, keras.Model):
+        check_not_its_own_trainer(model)
+        check_policies(model, precision)
+    if not model.trainable_variables:
+        raise ValueError(
+            "`model` must have trainable variables; got none. There is nothing to update. Create "
+            "them in build_model() or when the model is first called."
+        )
+    check_variables(model, strategy)
+
+
+def check_not_its_own_trainer(model: keras.Model) -> None:
+    """Refuses models that have been told to train themselves."""
+    if model.compiled:
+        raise ValueError(
+            f"`model` must not be compiled; got {model.name!r}, on which compile() was called. Its "
+            "own optimizer and loss would be ignored, and under mixed_float16 it wraps the "
+            "optimizer in a second loss scaling. Leave compile() out."
+        )
+    if type(model).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"`model` must not have its own train_step; got {type(model).__name__}. It would never "
+            "be called. Override Trainer.compute_loss instead."
+        )
+
+
+def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
+    """Refuses models built for another precision than the one asked for."""
+    layers = [layer for layer in all_layers(model) if layer.trainable_variables]
+    computes = {layer.compute_dtype for layer in layers}
+    strangers = [
+        layer for layer in layers if layer.compute_dtype not in ("float32", precision.compute_dtype)
+    ]
+    if strangers or (layers and precision.compute_dtype not in computes):
+        layer = strangers[0] if strangers else layers[0]
+        raise ValueError(
+            f"`model` must be built under the policy {precision.name!r}; got layer {layer.name!r} "
+            f"under {layer.dtype_policy.name!r}. The precision is chosen when layers are made. "
+            "Build it in build_model() or pass a function as model=, and leave dtype= out, or give "
+            "the trainer the precision the model has."
+        )
+
+
+def check_input_rounding(model: Any, precision: scaling.Precision) -> None:
+    """Refuses a Sequential that would round its inputs to half because it does not know them yet."""
+    unaware = isinstance(model, keras.Sequential) and not model.built
+    if unaware and precision.compute_dtype != "float32":
+        raise ValueError(
+            f"`model` must know its input before it runs under {precision.name!r}; got Sequential "
+            f"{model.name!r} without one. Keras would give it a half-precision input, which rounds "
+            "token ids above 256 or 2048. Put keras.Input(shape, dtype=...) first."
+        )
+
+
+def check_variables(model: Any, strategy: tf.distribute.Strategy) -> None:
+    """Refuses weights in half precision, and weights that belong to another strategy."""
+    for variable in model.trainable_variables:
+        name = getattr(variable, "path", variable.name)
+        dtype = tf.as_dtype(variable.dtype)
+        if dtype in (tf.float16, tf.bfloat16):
+            raise ValueError(
+                f"`model` must keep its weights in float32; got {name!r} in {dtype.name}. Half "
+                "precision loses every update smaller than 2^-11 of a weight. Use a mixed_ policy, "
+                "which computes in half and keeps float32 master weights."
+            )
+        inner = variable.value if isinstance(variable, keras.Variable) else variable
+        if not strategy.extended.variable_created_in_scope(inner):
+            raise ValueError(
+                f"`model` must be made in the scope of the trainer's strategy; got {name!r}, made "
+                "outside it. Each replica needs its own copy. Build it in build_model(), or pass a "
+                "function as model=."
+            )
+
+
+def check_optimizer(optimizer: Any, global_clipnorm: float | None) -> None:
+    """Raises TypeError or ValueError unless the step can apply this optimizer."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step scales "
+            "and unscales, and two scalings would overflow. Pass its .inner_optimizer."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"`optimizer` must be a keras.optimizers.Optimizer; got {type(optimizer).__name__}. The "
+            "step calls its apply(). Return one from build_optimizer(), or pass optimizer=."
+        )
+    if optimizer.loss_scale_factor is not None:
+        raise ValueError(
+            f"`optimizer` must have no loss_scale_factor; got {optimizer.loss_scale_factor!r}. It "
+            "would divide gradients that are unscaled already. Leave it out, and give the trainer "
+            "loss_scale=."
+        )
+    if optimizer.gradient_accumulation_steps is not None:
+        raise ValueError(
+            "`optimizer` must have no gradient_accumulation_steps; got "
+            f"{optimizer.gradient_accumulation_steps!r}. It accumulates over batches, so that the "
+            "schedule runs on parts of a step. Leave it out, and give the trainer "
+            "num_microbatches=."
+        )
+    own = {name: getattr(optimizer, name) for name in ("clipnorm", "clipvalue", "global_clipnorm")}
+    for name, value in own.items():
+        if value is not None and global_clipnorm is not None:
+            raise ValueError(
+                f"`global_clipnorm` must be None if the optimizer clips too; got {global_clipnorm!r} "
+                f"beside the optimizer's {name}={value!r}. Clipping twice is never meant. Set one "
+                "of the two."
+            )
+
+
+def check_weights(weights: Any, batch: Any) -> tf.Tensor:
+    """Returns example weights as float32, shape (global_batch,), or raises ValueError."""
+    weights = tf.convert_to_tensor(weights)
+    rows = tf.nest.flatten(batch)[0].shape[0]
+    if weights.shape.rank != 1 or (rows and weights.shape[0] not in (None, rows)):
+        raise ValueError(
+            f"`example_weights` must return one weight per example, shape ({rows or 'examples'},); "
+            f"got shape {weights.shape}. Each multiplies one loss. Sum or average over any other "
+            "dimension."
+        )
+    return tf.cast(weights, tf.float32)

@@ -1,0 +1,178 @@
+"""What a user may hand in as data, turned into one `tf.data.Dataset` of global batches.
+
+Every replica draws from the same pipeline and takes its own share of each batch (see
+`strategies/division.py`), so one plain iterator serves all of them.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.settings import check_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """A dataset of global batches, and what is known of it before the first step."""
+
+    dataset: tf.data.Dataset
+    first: Any  # the first batch, read once: it proves that there is one, and builds models
+    global_batch: int  # the number of examples in it: the nominal global batch
+    steps_per_epoch: int | None  # None if the dataset cannot tell
+
+
+def batches(
+    data: Any,
+    argument: str,
+    strategy: tf.distribute.Strategy,
+    global_batch: int | None = None,
+    shuffle_seed: int | None = None,
+) -> Batches:
+    """Reads the data contract.
+
+    Args:
+        data: a `tf.data.Dataset` batched to the global batch; or a function of a
+            `tf.distribute.InputContext` that returns one batched to
+            `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
+            first dimension is the example.
+        argument: what the caller's user calls it, for errors.
+        strategy: whose replicas will share each batch.
+        global_batch: the batch size for arrays; None for anything else.
+        shuffle_seed: with arrays, shuffle the examples anew in every epoch; None keeps
+            their order.
+
+    Raises:
+        TypeError, ValueError: if the data is none of these, is empty or is not batched.
+    """
+    if isinstance(data, tf.data.Dataset):
+        dataset = data
+    elif callable(data):
+        dataset = _from_function(data, argument, strategy)
+    else:
+        dataset = _from_arrays(data, argument, global_batch, shuffle_seed)
+        global_batch = None
+    if global_batch is not None:
+        raise ValueError(
+            f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}. A "
+            "dataset is batched already. Leave it out, or set it where the dataset is made."
+        )
+    first = _first(dataset, argument)
+    cardinality = int(dataset.cardinality())
+    return Batches(
+        dataset=dataset,
+        first=first,
+        global_batch=_examples(first, argument),
+        steps_per_epoch=cardinality if cardinality >= 0 else None,
+    )
+
+
+def without_end(found: Batches) -> tf.data.Dataset:
+    """Returns the dataset repeated for ever, with the next batches fetched ahead."""
+    dataset = found.dataset
+    if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
+        dataset = dataset.repeat()
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def steps_to_take(steps: int | None, epochs: int | None, found: Batches) -> int:
+    """Returns the step a run is to reach.
+
+    Raises:
+        ValueError: unless exactly one of the two is given, at least 1, and epochs can be counted.
+    """
+    if (steps is None) == (epochs is None):
+        raise ValueError(
+            f"`steps` must be given if `epochs` is not; got steps={steps!r}, epochs={epochs!r}. One "
+            "of the two says where the run ends. Pass exactly one."
+        )
+    name, value = ("steps", steps) if epochs is None else ("epochs", epochs)
+    check_count(name, value)
+    if steps is not None:
+        return steps
+    if found.steps_per_epoch is None:
+        raise ValueError(
+            f"`epochs` must be None if the data cannot tell its length; got {epochs}. An epoch is "
+            "one pass over it. Pass steps=, or call dataset.apply(tf.data.experimental."
+            "assert_cardinality(n))."
+        )
+    return epochs * found.steps_per_epoch
+
+
+def _from_function(data: Any, argument: str, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
+    replicas = strategy.num_replicas_in_sync
+    dataset = data(tf.distribute.InputContext(num_replicas_in_sync=replicas))
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"`{argument}` must return a tf.data.Dataset when it is a function; got "
+            f"{type(dataset).__name__}. It is called with a tf.distribute.InputContext. Return a "
+            "dataset batched to context.get_per_replica_batch_size(global_batch)."
+        )
+    if replicas == 1:
+        return dataset
+    replica_batch = _examples(_first(dataset, argument), argument)
+    return dataset.rebatch(replica_batch * replicas)
+
+
+def _from_arrays(
+    data: Any, argument: str, global_batch: int | None, shuffle_seed: int | None
+) -> tf.data.Dataset:
+    leaves = tf.nest.flatten(data)
+    if not leaves or not all(hasattr(leaf, "shape") or np.ndim(leaf) for leaf in leaves):
+        raise TypeError(
+            f"`{argument}` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
+            f"or arrays; got {type(data).__name__}. Nothing else can be batched. Pass for instance "
+            "(x, y) with global_batch=64."
+        )
+    if global_batch is None or global_batch < 1:
+        raise ValueError(
+            f"`global_batch` must be at least 1 when `{argument}` is arrays; got {global_batch!r}. "
+            "Arrays do not say how to batch them. Pass for instance global_batch=64."
+        )
+    arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
+    lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in tf.nest.flatten(arrays)]
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"`{argument}` must have as many examples in every array; got {lengths}. The first "
+            "dimension is the example. Cut them to the same length."
+        )
+    if lengths[0] == 0:
+        raise _empty(argument)
+    # Shuffling indices and not examples keeps the shuffle buffer small.
+    indices = tf.data.Dataset.range(lengths[0])
+    if shuffle_seed is not None:
+        indices = indices.shuffle(lengths[0], seed=shuffle_seed)
+    return indices.batch(global_batch).map(
+        lambda rows: tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
+    )
+
+
+def _first(dataset: tf.data.Dataset, argument: str) -> Any:
+    for batch in dataset.take(1):
+        return batch
+    raise _empty(argument)
+
+
+def _empty(argument: str) -> ValueError:
+    return ValueError(
+        f"`{argument}` must hold at least one batch; got an empty dataset. There is nothing to "
+        "take a step on. Look at its source, at filters, and at batch(..., drop_remainder=True)."
+    )
+
+
+def _examples(batch: Any, argument: str) -> int:
+    shapes = [leaf.shape for leaf in tf.nest.flatten(batch)]
+    if not shapes or not all(shape.rank for shape in shapes):
+        raise ValueError(
+            f"`{argument}` must be batched; got elements of shapes "
+            f"{[tuple(shape) for shape in shapes]}. The first dimension of every tensor is the "
+            "example. Call .batch(global_batch) on the dataset."
+        )
+    sizes = sorted({int(shape[0]) for shape in shapes})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"`{argument}` must have as many examples in every tensor of a batch; got {sizes}. The "
+            "first dimension is the example. Batch all of them alike."
+        )
+    return sizes[0]

@@ -1,0 +1,50 @@
+"""The names of Keras we use that it does not promise; `tests/trainer/test_keras_private.py` watches them.
+
+Everything else in this project goes through Keras's and TensorFlow's public API.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+
+
+@contextlib.contextmanager
+def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Within, `optimizer.apply` takes gradients as they are, and does not sum them over replicas.
+
+    In replica context `apply` always all-reduces, and has no argument that says otherwise.
+    Ours are summed before they are judged and clipped; a second sum would make them
+    num_replicas times too large. The public override point, `update_step`, would mean
+    writing all of `apply` again: iterations, schedules, weight decay, EMA, constraints.
+    """
+    optimizer._all_reduce_sum_gradients = list
+    try:
+        yield
+    finally:
+        del optimizer._all_reduce_sum_gradients
+
+
+def all_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns a model and all layers inside it, however deep; `model.layers` has the first level."""
+    return list(model._flatten_layers())
+
+
+@contextlib.contextmanager
+def computing_in_float32(model: keras.Model) -> Iterator[None]:
+    """Within, the model's half-precision layers compute in float32, on the same variables.
+
+    Trace a function inside it; the trace keeps float32 afterwards. Setting a layer's
+    `dtype_policy` is public; finding all layers is not.
+    """
+    half = [
+        layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")
+    ]
+    policies = [layer.dtype_policy for layer in half]
+    for layer in half:
+        layer.dtype_policy = keras.DTypePolicy("float32")
+    try:
+        yield
+    finally:
+        for layer, policy in zip(half, policies, strict=True):
+            layer.dtype_policy = policy

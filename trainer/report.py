@@ -1,0 +1,157 @@
+"""What a step tells of itself, and the lines that people read."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+import scaling
+
+
+class StepReport(NamedTuple):
+    """One attempted step. The inner loop returns many at once: then each field is (steps,)."""
+
+    step: tf.Tensor  # shape=(), int64: attempted steps so far, this one included
+    loss: tf.Tensor  # shape=(), float32: weighted mean over the global batch, unscaled
+    regularization_loss: tf.Tensor  # shape=(), float32: the sum of `model.losses`, unscaled
+    gradient_norm: tf.Tensor  # shape=(), float32: global, unscaled, before clipping
+    loss_scale: tf.Tensor  # shape=(), float32: the scale this step used
+    grads_finite: tf.Tensor  # shape=(), bool: whether the update was applied
+    cause: tf.Tensor  # shape=(), int32: a `scaling.Cause`
+    examples: tf.Tensor  # shape=(), int64: in the global batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """How a run's steps ended: attempted = applied + skipped, always."""
+
+    applied: int
+    skipped_by_cause: dict[str, int]  # "backward": 8; causes that never came up are left out
+
+    @classmethod
+    def from_outcomes(cls, outcomes: np.ndarray) -> "Totals":
+        """Reads the counts of `TrainState.outcomes`: shape (causes,), int64."""
+        skipped = {
+            cause.name.lower(): int(outcomes[cause])
+            for cause in scaling.Cause
+            if cause is not scaling.Cause.NONE and outcomes[cause]
+        }
+        return cls(int(outcomes[scaling.Cause.NONE]), skipped)
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose update was not applied."""
+        return sum(self.skipped_by_cause.values())
+
+    @property
+    def attempted(self) -> int:
+        """All steps."""
+        return self.applied + self.skipped
+
+    def __str__(self) -> str:
+        """For instance "8 skipped (8 backward)"."""
+        causes = ", ".join(f"{count} {name}" for name, count in self.skipped_by_cause.items())
+        return f"{self.skipped} skipped" + (f" ({causes})" if causes else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The steps between two log lines, as numbers a file can hold."""
+
+    step: int
+    loss: float  # the mean over the applied steps; NaN if there were none
+    regularization_loss: float
+    gradient_norm: float
+    loss_scale: float  # of the last step
+    applied: int  # updates since the run began
+    skipped: int  # skipped steps since the run began
+    examples_per_second: float  # NaN if only steps that also compiled came in between
+    metrics: dict[str, float]
+
+    def scalars(self) -> dict[str, float]:
+        """Returns every number but the step, by name."""
+        fields = dataclasses.asdict(self)
+        metrics = fields.pop("metrics")
+        del fields["step"]
+        return fields | metrics
+
+
+def summarize(
+    steps: StepReport, totals: Totals, metrics: dict[str, float], examples_per_second: float
+) -> Interval:
+    """Condenses the reports of some steps.
+
+    Args:
+        steps: each field a NumPy array of shape (steps,).
+        totals: of the whole run, up to the last of these steps.
+        metrics: the values of the training metrics over these steps.
+        examples_per_second: NaN if it was not measured.
+    """
+    applied = np.asarray(steps.grads_finite)
+
+    def mean(values: np.ndarray) -> float:
+        return float(np.mean(values[applied])) if applied.any() else math.nan
+
+    return Interval(
+        step=int(steps.step[-1]),
+        loss=mean(steps.loss),
+        regularization_loss=mean(steps.regularization_loss),
+        gradient_norm=mean(steps.gradient_norm),
+        loss_scale=float(steps.loss_scale[-1]),
+        applied=totals.applied,
+        skipped=totals.skipped,
+        examples_per_second=examples_per_second,
+        metrics=metrics,
+    )
+
+
+def progress_line(interval: Interval, target: int, totals: Totals) -> str:
+    """Returns the line that a person watches.
+
+    Example:
+        >>> interval = Interval(20, 0.25, 0.0, 1.0, 2.0**21, 17, 3, 5120.0, {"accuracy": 0.5})
+        >>> progress_line(interval, 600, Totals(17, {"backward": 3}))
+        'step  20/600  loss 0.2500  accuracy 0.5000  loss_scale 2^21  3 skipped (3 backward)  5,120 examples/s'
+    """
+    width = len(str(target))
+    speed = interval.examples_per_second
+    loss = "-     " if math.isnan(interval.loss) else f"{interval.loss:.4f}"
+    metrics = "".join(f"  {name} {value:.4f}" for name, value in interval.metrics.items())
+    return (
+        f"step {interval.step:>{width + 1}}/{target}  loss {loss}{metrics}"
+        f"  loss_scale {power_of_two(interval.loss_scale)}  {totals}"
+        + ("" if math.isnan(speed) else f"  {speed:,.0f} examples/s")
+    )
+
+
+def power_of_two(scale: float) -> str:
+    """Returns a loss scale the way people say it.
+
+    Example:
+        >>> power_of_two(1024.0)
+        '2^10'
+    """
+    return f"2^{round(math.log2(scale))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSummary:
+    """How a call of `Trainer.train` ended."""
+
+    step: int  # the step the run has reached, over all calls
+    steps_run: int  # the steps of this call
+    totals: Totals  # over all calls
+    loss_scale: float
+    seconds: float  # of this call, tracing and compiling included
+    checkpoint: str | None  # where the run can be taken up again
+
+    def __str__(self) -> str:
+        """The last line a person reads."""
+        where = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
+        return (
+            f"at step {self.step} after {self.steps_run} steps in {self.seconds:.1f} s: "
+            f"{self.totals.applied} applied, {self.totals}, "
+            f"loss_scale {power_of_two(self.loss_scale)}{where}"
+        )

@@ -1,0 +1,139 @@
+"""What a user says about a training run: the methods to override, and what they do if left alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class Task:
+    """Model, optimizer, loss and metrics. `Trainer` is a `Task` that knows how to run.
+
+    A subclass overrides `build_model`, `build_optimizer` and `compute_loss`. Without a
+    subclass, `Trainer(model=..., optimizer=..., loss_fn=...)` says the same for batches of
+    the form (x, y) or (x, y, sample_weight).
+    """
+
+    model: Any
+    metrics: dict[str, keras.metrics.Metric]
+
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        loss_fn: Any = None,
+        metrics: Callable[[], dict[str, keras.metrics.Metric]] | None = None,
+    ) -> None:
+        """Keeps what the defaults below return."""
+        self._given_model = model
+        self._given_optimizer = optimizer
+        self._given_metrics = metrics
+        self._loss_fn = keras.losses.get(loss_fn) if isinstance(loss_fn, str) else loss_fn
+
+    def build_model(self) -> Any:
+        """Returns a new `keras.Model` or `tf.Module`.
+
+        Called once, in the strategy's scope and under the precision's dtype policy: layers
+        need no dtype of their own. A `tf.Module` casts for itself, with
+        `self.precision.cast_to_compute`.
+        """
+        if self._given_model is None:
+            raise _missing("model", "build_model")
+        is_model = isinstance(self._given_model, (keras.Model, tf.Module))
+        return self._given_model if is_model else self._given_model()
+
+    def build_optimizer(self) -> keras.optimizers.Optimizer:
+        """Returns a new Keras optimizer. Called once, in the strategy's scope."""
+        if self._given_optimizer is None:
+            raise _missing("optimizer", "build_optimizer")
+        if isinstance(self._given_optimizer, str):
+            return keras.optimizers.get(self._given_optimizer)
+        is_optimizer = isinstance(self._given_optimizer, keras.optimizers.Optimizer)
+        return self._given_optimizer if is_optimizer else self._given_optimizer()
+
+    def compute_loss(self, batch: Any, training: bool) -> Any:
+        """Returns one loss per example. Called in replica context, on this replica's examples.
+
+        `model.losses` (regularizers, `add_loss`) are added by the trainer; leave them out.
+
+        Args:
+            batch: examples in the structure of the data; any number of them.
+            training: whether to run the model as in training.
+
+        Returns:
+            losses: shape (examples,), float32, not reduced and not scaled; or (losses, aux),
+            where aux is any structure of tensors whose first dimension is the example. It is
+            handed to `update_metrics`.
+        """
+        if self._loss_fn is None:
+            raise _missing("loss_fn", "compute_loss")
+        x, y, _ = _unpack(batch)
+        predictions = self._call_model(x, training)
+        predictions = tf.nest.map_structure(lambda p: tf.cast(p, tf.float32), predictions)
+        if not isinstance(self._loss_fn, keras.losses.Loss):
+            return self._loss_fn(y, predictions), predictions
+        # `call` is the loss without its reduction, which would average over this share only.
+        losses = self._loss_fn.call(y, predictions)
+        return tf.reduce_mean(losses, axis=list(range(1, losses.shape.rank))), predictions
+
+    def example_weights(self, batch: Any) -> tf.Tensor:
+        """Returns the weight of each example's loss in the mean over the global batch.
+
+        Called on the global batch. The default is ones, or the third of (x, y, sample_weight).
+        A language model returns token counts; padding has weight 0.
+
+        Returns:
+            Shape (examples,), float32, at least 0.
+        """
+        if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) == 3:
+            return batch[2]
+        return tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])
+
+    def build_metrics(self) -> dict[str, keras.metrics.Metric]:
+        """Returns new Keras metrics by name. Called twice: training and evaluation have their own."""
+        return self._given_metrics() if self._given_metrics else {}
+
+    def update_metrics(self, batch: Any, aux: Any) -> None:
+        """Updates `self.metrics`. Called in replica context, on applied steps only.
+
+        Args:
+            batch: this replica's examples; there may be none.
+            aux: what `compute_loss` returned for them beside the losses.
+        """
+        if self.metrics and self._loss_fn is not None:
+            _, y, sample_weight = _unpack(batch)
+            for metric in self.metrics.values():
+                metric.update_state(y, aux, sample_weight=sample_weight)
+
+    def predict_batch(self, batch: Any) -> Any:
+        """Returns the model's outputs for a batch. Called in replica context.
+
+        The default hands the model the batch, or the first item of it if it is a tuple.
+
+        Returns:
+            Any structure of tensors whose first dimension is the example.
+        """
+        return self._call_model(batch[0] if isinstance(batch, tuple) else batch, training=False)
+
+    def _call_model(self, x: Any, training: bool) -> Any:
+        if isinstance(self.model, keras.Model):
+            return self.model(x, training=training)
+        return self.model(x)
+
+
+def _unpack(batch: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
+        raise ValueError(
+            "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
+            f"got {type(batch).__name__}. It cannot tell inputs from labels. Override "
+            "compute_loss(batch, training), or map the dataset to tuples."
+        )
+    return batch if len(batch) == 3 else (*batch, None)
+
+
+def _missing(argument: str, method: str) -> ValueError:
+    return ValueError(
+        f"`{argument}` must be given unless {method}() is overridden; got None. The trainer needs "
+        f"one or the other. Pass {argument}= or override {method}()."
+    )
