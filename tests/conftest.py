@@ -1,0 +1,54 @@
+"""Stricter than the user: four CPU devices, warnings are errors, one seed, nothing left behind."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+import tensorflow as tf
+from hypothesis import settings
+
+import strategies
+
+strategies.split_cpu(4)
+# Tracing makes the first example of a test slow; nothing here is about time.
+settings.register_profile("halfstep", deadline=None, derandomize=True, max_examples=60, print_blob=False)
+settings.load_profile("halfstep")
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Every test starts from the same seed and the float32 policy, and must leave that policy."""
+    keras.utils.set_random_seed(0)
+    assert keras.config.dtype_policy().name == "float32"
+    yield
+    assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.fixture(scope="session")
+def mirrored():
+    """Mirrored strategies by their number of replicas, each made once."""
+    made = {}
+
+    def of(replicas):
+        if replicas not in made:
+            devices = [f"CPU:{index}" for index in range(replicas)]
+            made[replicas] = strategies.create("mirrored", devices)
+        return made[replicas]
+
+    return of
+
+
+@pytest.fixture
+def on_replicas():
+    """Runs a replica function on a strategy, in a graph; returns each replica's result."""
+
+    def run(strategy, function, *args):
+        @tf.function
+        def step():
+            return strategy.run(function, args)
+
+        return tf.nest.map_structure(strategy.experimental_local_results, step())
+
+    return run

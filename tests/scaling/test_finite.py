@@ -1,0 +1,53 @@
+"""The finite check."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+
+import scaling
+
+FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_one_bad_element_is_enough(dtype, bad, shape):
+    """An inf or NaN in any place, of any float dtype and rank, is found."""
+    good = np.ones(shape)
+    for place in np.ndindex(*shape):
+        values = good.copy()
+        values[place] = bad
+
+        assert not scaling.all_finite([tf.ones([2]), tf.cast(values, dtype)])
+    assert scaling.all_finite([tf.cast(good, dtype)])
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 6e4, np.inf, np.nan])), st.integers(0, 3))
+def test_agrees_with_numpy(values, nesting):
+    """For any values at any depth of a structure, the answer is NumPy's."""
+    structure = tf.constant(values, tf.float32)
+    for _ in range(nesting):
+        structure = {"a": [structure, None]}
+
+    assert bool(np.isfinite(values).all()) == bool(scaling.all_finite(structure))
+
+
+def test_what_counts_as_finite():
+    """None, integers, the empty tensor and the empty structure are finite; sparse rows count."""
+    assert scaling.all_finite([None, tf.constant([2**31 - 1]), tf.zeros([0]), "text"])
+    assert scaling.all_finite([])
+    assert not scaling.all_finite([tf.IndexedSlices(tf.constant([np.nan]), tf.constant([0]))])
+
+
+def test_nan_that_arises_in_the_graph():
+    """A NaN born inside a compiled graph is found there."""
+
+    @tf.function(jit_compile=True)
+    def check(x):
+        return scaling.all_finite([x / x])
+
+    assert check(tf.constant(1.0))
+    assert not check(tf.constant(0.0))

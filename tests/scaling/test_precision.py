@@ -1,0 +1,51 @@
+"""Precision by name."""
+
+import pytest
+import tensorflow as tf
+
+from scaling import Precision
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "needs"),
+    [
+        ("float32", "float32", False),
+        ("mixed_float16", "float16", True),
+        ("mixed_bfloat16", "bfloat16", False),
+    ],
+)
+def test_the_three_precisions(name, compute, needs):
+    """L13: each computes in its dtype, and all keep float32 variables."""
+    precision = Precision(name)
+
+    assert (precision.compute_dtype, precision.needs_loss_scale) == (compute, needs)
+    assert precision.variable_dtype == "float32"
+
+
+def test_casts_touch_floats_only():
+    """Integers, bools, strings and None pass through; sparse rows are cast."""
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    tree = {"x": tf.ones([], tf.float64), "id": 3, "flag": True, "name": "a", "no": None, "s": slices}
+    half = Precision("mixed_float16").cast_to_compute(tree)
+
+    assert half["x"].dtype == tf.float16
+    assert half["s"].values.dtype == tf.float16
+    assert (half["id"].dtype, half["flag"].dtype, half["name"].dtype) == (
+        tf.int32,
+        tf.bool,
+        tf.string,
+    )
+    assert half["no"] is None
+    assert Precision("mixed_float16").cast_to_variable(half)["x"].dtype == tf.float32
+
+
+def test_an_unknown_precision_is_refused():
+    """Pure half precision is not offered, and the error says what is."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        Precision("float16")
+
+    assert str(error.value) == (
+        "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'float16'. The "
+        "weights always stay in float32, so that small updates are not lost. Use "
+        '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
+    )
