@@ -42,8 +42,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         parts: into how many parts; with 1, the share comes back as it is.
 
     Returns:
-        The rows from ceil(index * examples / parts) up to ceil((index + 1) * examples /
-        parts). If there are none, one row that repeats a real example with weight 0.
+        The part's rows. If there are none, one row that repeats a real example with weight 0.
 
     Example:
         >>> share = whole(tf.range(7), tf.ones([7]))
@@ -55,13 +54,13 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     """
     if parts == 1:
         return share
-    start = -(-index * share.examples // parts)
-    stop = -(-(index + 1) * share.examples // parts)
-    examples = stop - start
+    size, larger = share.examples // parts, share.examples % parts
+    start = index * size + tf.minimum(index, larger)
+    examples = size + tf.cast(index < larger, tf.int32)
     # Zeros in place of a missing example can turn into NaN gradients; a real one cannot.
     rows = tf.shape(share.weights)[0]
     start = tf.minimum(start, rows - 1)
-    stop = tf.maximum(stop, start + 1)
+    stop = start + tf.maximum(examples, 1)
     return Share(
         batch=tf.nest.map_structure(lambda tensor: tensor[start:stop], share.batch),
         weights=tf.where(examples > 0, share.weights[start:stop], 0.0),

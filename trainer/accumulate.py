@@ -95,9 +95,7 @@ def unless_empty(
 
 def real_rows(tree: Any, share: strategies.Share) -> Any:
     """Cuts a share's rows down to its real examples: to none where one stands in for none."""
-    return tf.nest.map_structure(
-        lambda tensor: None if tensor is None else tensor[: share.examples], tree
-    )
+    return tf.nest.map_structure(lambda tensor: tensor[: share.examples], tree)
 
 
 def plus(total: Any, part: Any) -> Any:

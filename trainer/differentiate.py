@@ -99,7 +99,7 @@ def forward(
 
     Returns:
         losses: shape (examples,), float32.
-        aux: what `compute_loss` returned beside them, or None.
+        aux: what `compute_loss` returned beside them; () if nothing.
         added: shape (), float32: the sum of `model.losses`.
         written: what the model would have written, by position in `Values.held_back`.
     """
@@ -131,13 +131,17 @@ def weighted_mean(losses: tf.Tensor, share: strategies.Share, whole: Whole) -> t
 
 
 def losses_and_aux(result: Any, batch: Any) -> tuple[tf.Tensor, Any]:
-    """Returns what `compute_loss` returned as a pair, after a look at shape and dtype.
+    """Returns what `compute_loss` returned as a pair, after a look at shapes and dtype.
+
+    Returns:
+        losses: shape (examples,), float32.
+        aux: what came beside them; () if nothing did.
 
     Raises:
         TypeError: if the losses are not float32.
-        ValueError: if they are not one number per example.
+        ValueError: if they are not one number per example, or aux has no rows to match.
     """
-    losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
     losses = tf.convert_to_tensor(losses)
     if losses.dtype != tf.float32:
         raise TypeError(
@@ -152,12 +156,13 @@ def losses_and_aux(result: Any, batch: Any) -> tuple[tf.Tensor, Any]:
             f"shape {losses.shape}. The trainer weighs and averages them over the global batch "
             "itself. Leave out the mean over examples, and average over any other dimension."
         )
-    if not all(tensor is None or tensor.shape.rank for tensor in tf.nest.flatten(aux)):
-        raise ValueError(
-            "`compute_loss` must return aux whose first dimension is the example; got a scalar. It "
-            "is cut to each replica's real examples before the metrics see it. Return one value "
-            "per example."
-        )
+    for leaf in tf.nest.flatten(aux):
+        if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
+            raise ValueError(
+                "`compute_loss` must return aux of tensors whose first dimension is the example; "
+                f"got {leaf!r}. It is cut to each replica's real examples before the metrics see "
+                "it. Return one value per example."
+            )
     return losses, aux
 
 

@@ -99,7 +99,7 @@ class Task:
 
         Args:
             batch: this replica's examples; there may be none.
-            aux: what `compute_loss` returned for them beside the losses.
+            aux: what `compute_loss` returned for them beside the losses; () if nothing.
         """
         if self.metrics and self._loss_fn is not None:
             _, y, sample_weight = _unpack(batch)

@@ -1,0 +1,77 @@
+"""Small trainers for tests, and ways to look at what they did."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer import Trainer
+
+
+def linear_model(units=1, inputs=1):
+    """One dense layer without a bias, all weights 1."""
+    layer = keras.layers.Dense(units, use_bias=False, kernel_initializer="ones")
+    return keras.Sequential([keras.Input([inputs]), layer])
+
+
+class Linear(Trainer):
+    """The loss of an example is its prediction times its slope, so the gradient is known: for
+    inputs of 1, the weighted mean of the slopes."""
+
+    def build_model(self):
+        """One weight, 1 at first."""
+        return linear_model()
+
+    def build_optimizer(self):
+        """Plain SGD: a factor in the gradient is a factor in the update."""
+        return keras.optimizers.SGD(1.0)
+
+    def compute_loss(self, batch, training):
+        """Linear in the weight."""
+        predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)
+        return predictions[:, 0] * batch["slope"]
+
+    @property
+    def weight(self):
+        """The weight, on the first replica."""
+        return float(self.model.trainable_variables[0].numpy()[0, 0])
+
+
+def slopes(*values):
+    """A batch for `Linear`."""
+    return {"x": np.ones([len(values), 1], np.float32), "slope": np.array(values, np.float32)}
+
+
+def attempt(trainer, batches):
+    """Runs one step on each batch, in turn; yields the step's report as plain numbers."""
+    structure = tf.nest.map_structure(lambda leaf: tf.constant(leaf).dtype, batches[0])
+    specs = tf.nest.map_structure(
+        lambda leaf, dtype: tf.TensorSpec([None, *np.shape(leaf)[1:]], dtype), batches[0], structure
+    )
+    dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
+    trainer._start(next(iter(dataset)))
+    iterator = iter(dataset)
+    for _ in batches:
+        report = trainer._run_steps(iterator, tf.constant(1))
+        yield report.__class__(*(field.numpy()[0].item() for field in report))
+
+
+def copies(variable):
+    """Every replica's copy of a variable, as NumPy arrays."""
+    inner = variable.value if isinstance(variable, keras.Variable) else variable
+    return [copy.numpy() for copy in getattr(inner, "values", [inner])]
+
+
+def all_copies(trainer):
+    """Every copy of every weight, model state and optimizer variable, by name."""
+    variables = [*trainer.model.variables, *trainer.optimizer.variables]
+    return {
+        f"{index} {variable.path}": copies(variable) for index, variable in enumerate(variables)
+    }
+
+
+def assert_same_bits(before, after):
+    """Raises unless two results of `all_copies` agree to the last bit."""
+    assert before.keys() == after.keys()
+    for name, expected in before.items():
+        for copy, (old, new) in enumerate(zip(expected, after[name], strict=True)):
+            assert old.tobytes() == new.tobytes(), f"{name} moved on replica {copy}"

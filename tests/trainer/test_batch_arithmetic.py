@@ -1,0 +1,149 @@
+"""L8: however a batch is divided, the step is the same."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import Linear, attempt
+
+
+class AddMean(keras.layers.Layer):
+    """Adds a tenth of its inputs' mean square to the losses."""
+
+    def call(self, inputs):
+        """Passes its inputs through."""
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+class Everything(Linear):
+    """An embedding with repeated ids, kernel L2, an activity regularizer, `add_loss`, weights."""
+
+    def build_model(self):
+        """Ids and features in, one number out."""
+        ids = keras.Input([3], dtype="int32", name="ids")
+        features = keras.Input([4], name="features")
+        embedded = keras.layers.Embedding(5, 4)(ids)
+        joined = keras.layers.Concatenate()([keras.layers.Flatten()(embedded), features])
+        hidden = keras.layers.Dense(
+            6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)
+        )(joined)
+        hidden = AddMean()(hidden)
+        outputs = keras.layers.Dense(1, activity_regularizer=keras.regularizers.L2(0.01))(hidden)
+        return keras.Model({"ids": ids, "features": features}, outputs)
+
+    def build_optimizer(self):
+        """SGD: Adam would hide a factor."""
+        return keras.optimizers.SGD(0.1)
+
+    def compute_loss(self, batch, training):
+        """Squared error, and nothing about `model.losses`."""
+        inputs = {"ids": batch["ids"], "features": batch["features"]}
+        return (self.model(inputs, training=training)[:, 0] - batch["target"]) ** 2
+
+    def example_weights(self, batch):
+        """As the batch says, zeros included."""
+        return batch["weight"]
+
+
+def batches(sizes):
+    """Random batches of the given sizes."""
+    random = np.random.default_rng(1)
+    return [
+        {
+            "ids": random.integers(0, 5, [size, 3]).astype(np.int32),
+            "features": random.standard_normal([size, 4]).astype(np.float32),
+            "target": random.standard_normal(size).astype(np.float32),
+            "weight": random.choice([0.0, 0.5, 1.0, 3.0], size).astype(np.float32) + (np.arange(size) == 0),
+        }
+        for size in sizes
+    ]
+
+
+# A whole batch, one with a ragged last share, one with empty last shares, and one example alone.
+SIZES = [24, 23, 13, 3, 1]
+
+
+def trained(**arguments):
+    """The reports of a step on each batch, and the weights after each."""
+    trainer = Everything(seed=3, **arguments)
+    told = []
+    for report in attempt(trainer, batches(SIZES)):
+        weights = [variable.numpy() for variable in trainer.model.trainable_variables]
+        told.append((report, weights))
+    return told
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One device, the whole batch at once."""
+    return trained()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_division_changes_nothing(mirrored, whole, replicas, num_microbatches):
+    """L8: R replicas x M microbatches x ragged, empty and single-example batches, with example
+    weights, kernel L2, an activity regularizer, `add_loss` and repeated ids, take SGD to the same
+    weights as one device with the whole batch, to 1e-6 of the largest weight, at every step."""
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    divided = trained(strategy=strategy, num_microbatches=num_microbatches)
+    for size, (expected, weights), (actual, ours) in zip(SIZES, whole, divided, strict=True):
+        assert expected.examples == actual.examples == size
+        for name in ("loss", "regularization_loss", "gradient_norm"):
+            assert getattr(actual, name) == pytest.approx(getattr(expected, name), rel=1e-6), (
+                f"{name} of the batch of {size}"
+            )
+        theirs, mine = (np.concatenate([w.ravel() for w in ws]) for ws in (weights, ours))
+        tolerance = 1e-6 * np.abs(theirs).max()
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance, err_msg=f"batch {size}")
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_whole_batch_agrees_with_keras(whole, jit_compile):
+    """L8: on one device, the reports are those of Keras's own arithmetic, written out."""
+    trainer = Everything(seed=3, jit_compile=jit_compile)
+    [batch] = batches(SIZES[:1])
+    report, *_ = attempt(trainer, [batch])
+    fresh = Everything(seed=3)
+    inputs = {"ids": batch["ids"], "features": batch["features"]}
+    predictions = fresh.model(inputs).numpy()[:, 0]
+    expected = np.average((predictions - batch["target"]) ** 2, weights=batch["weight"])
+
+    assert report.loss == pytest.approx(expected, rel=1e-5)
+    assert report.regularization_loss == pytest.approx(float(sum(fresh.model.losses)), rel=1e-5)
+    assert report.loss == pytest.approx(whole[0][0].loss, rel=1e-6)
+
+
+def test_an_example_of_weight_0_has_no_part():
+    """A loss that is NaN at weight 0 neither enters the mean nor stops the step."""
+
+    class Masked(Linear):
+        def compute_loss(self, batch, training):
+            return super().compute_loss(batch, training) + batch["offset"]
+
+        def example_weights(self, batch):
+            return batch["weight"]
+
+    trainer = Masked()
+    batch = {
+        "x": np.ones([2, 1], np.float32),
+        "slope": np.float32([2.0, 1.0]),
+        "offset": np.float32([0.0, np.nan]),
+        "weight": np.float32([1.0, 0.0]),
+    }
+    [report] = attempt(trainer, [batch])
+
+    assert (report.loss, report.grads_finite) == (2.0, True)
+
+
+def test_a_batch_of_no_weight_moves_nothing():
+    """If all weights are 0, the mean over none is 0, and so is the gradient."""
+
+    class Unweighted(Linear):
+        def example_weights(self, batch):
+            return 0.0 * batch["slope"]
+
+    trainer = Unweighted()
+    [report] = attempt(trainer, [{"x": np.ones([2, 1], np.float32), "slope": np.ones(2, np.float32)}])
+
+    assert (report.loss, report.gradient_norm, trainer.weight) == (0.0, 0.0, 1.0)

@@ -1,0 +1,341 @@
+"""The step and its laws."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies, assert_same_bits, attempt, copies, slopes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scaling
+from scaling import Cause
+
+HALF = {"precision": "mixed_float16", "jit_compile": False}
+
+
+class Poisoned(Linear):
+    """Float16, with BatchNorm and momentum; a batch says which examples go wrong, and where."""
+
+    def build_model(self):
+        """A dense layer, BatchNorm, and a dense layer."""
+        return keras.Sequential(
+            [
+                keras.Input([1]),
+                keras.layers.Dense(3),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+            ]
+        )
+
+    def build_optimizer(self):
+        """Momentum, so that there are slots."""
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def compute_loss(self, batch, training):
+        """A slope of 1e5 overflows float16 on the way back, one of inf is a bad example."""
+        predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)[:, 0]
+        return predictions * batch["slope"]
+
+
+def batch_with(slope, replica, replicas):
+    """Two examples a replica; the first of one replica's has the given slope, all others 1."""
+    values = np.ones(2 * replicas, np.float32)
+    values[2 * replica] = slope
+    return {"x": np.linspace(0, 1, 2 * replicas, dtype=np.float32)[:, None], "slope": values}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
+    """L5: a non-finite value on any one replica alone, born in the forward or the backward pass,
+    leaves every copy of weights, slots, statistics and `iterations` as it was. Born backward it
+    halves the scale once; born forward it leaves the scale where it is (L17)."""
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Poisoned(strategy=strategy, loss_scale="dynamic", **HALF)
+    [report] = attempt(trainer, [batch_with(1.0, 0, replicas)])
+    assert report.grads_finite
+    for replica in range(replicas):
+        for slope, cause in [(1e6, Cause.BACKWARD), (np.inf, Cause.FORWARD), (np.nan, Cause.FORWARD)]:
+            before, scale = all_copies(trainer), trainer.loss_scale
+            [report] = attempt(trainer, [batch_with(slope, replica, replicas)])
+
+            assert not report.grads_finite
+            assert cause == report.cause
+            assert_same_bits(before, all_copies(trainer))
+            assert trainer.loss_scale == (scale / 2 if cause is Cause.BACKWARD else scale)
+    before = all_copies(trainer)
+    [report] = attempt(trainer, [batch_with(1.0, 0, replicas)])
+
+    assert report.grads_finite
+    assert any((before[name][0] != copy[0]).any() for name, copy in all_copies(trainer).items())
+    assert trainer.totals.skipped_by_cause == {"forward": 2 * replicas, "backward": replicas}
+
+
+def test_a_sum_that_overflows_is_found(mirrored):
+    """L5: every replica's gradient is finite, their sum is not: reduction, and the scale halves."""
+    trainer = Linear(strategy=mirrored(3), loss_scale=scaling.DynamicLossScale())
+    [report] = attempt(trainer, [slopes(*[3e38 * 3 / 2**15] * 3)])
+
+    assert (report.grads_finite, report.cause) == (False, Cause.REDUCTION)
+    assert (trainer.weight, trainer.loss_scale) == (1.0, 2.0**14)
+
+
+def test_unscaling_that_overflows_is_found():
+    """L5: a scaled gradient of 6e34 at scale 2^-14 is finite, the gradient is not; nothing moves."""
+
+    class Steep(Linear):
+        def compute_loss(self, batch, training):
+            # The loss is 0: only the gradient, input times slope, goes beyond float32.
+            predictions = self.model(batch["x"], training=training)[:, 0]
+            return (predictions - tf.stop_gradient(predictions)) * batch["slope"]
+
+    trainer = Steep(loss_scale=scaling.DynamicLossScale(initial_scale=2.0**-14))
+    [report] = attempt(trainer, [{"x": np.float32([[1e4]]), "slope": np.float32([1e35])}])
+
+    assert (report.grads_finite, report.cause) == (False, Cause.UNSCALING)
+    assert (trainer.weight, trainer.loss_scale) == (1.0, 2.0**-14)
+
+
+def test_a_norm_beyond_float32_stops_the_update():
+    """L5: in bfloat16 a gradient of 1e30 is finite, but its square is not: Adam would be ruined."""
+    trainer = Linear(precision="mixed_bfloat16")
+    [report] = attempt(trainer, [slopes(1e30)])
+
+    assert (report.grads_finite, report.cause) == (False, Cause.UNSCALING)
+    assert trainer.weight == 1.0
+
+
+@pytest.fixture(scope="module")
+def restless():
+    """A trainer whose scale moves on every step, and a way to put it back to its start."""
+    rule = scaling.DynamicLossScale(initial_scale=2.0**10, growth_interval=1, max_scale=2.0**16)
+    trainer = Linear(loss_scale=rule, **HALF)
+    list(attempt(trainer, [slopes(1.0)]))
+
+    def reset():
+        trainer.model.trainable_variables[0].assign([[0.0]])
+        trainer._state.loss_scaler.assign(rule.initial_state())
+        return trainer
+
+    return reset
+
+
+@settings(max_examples=15)
+@given(history=st.lists(st.sampled_from([1.0, -2.0, 3.0, 2.0**12]), min_size=1, max_size=12))
+def test_gradients_are_divided_by_the_scale_of_their_loss(restless, history):
+    """L2: over any history in which the scale grows on every finite step and halves on every
+    overflow, an applied step moves the weight by exactly its slope. Dividing by the next scale
+    would halve it. 2^12 overflows float16 from a scale of 2^4 up, that is always."""
+    trainer = restless()
+    weight, scale = 0.0, 2.0**10
+    reports = attempt(trainer, [slopes(slope) for slope in history])
+    for slope, report in zip(history, reports, strict=True):
+        finite = slope * scale <= 65504
+        assert (scale, finite) == (report.loss_scale, report.grads_finite)
+        weight -= slope if finite else 0.0
+        scale = min(scale * 2, 2.0**16) if finite else scale / 2
+
+        assert (weight, scale) == (trainer.weight, trainer.loss_scale)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer_is_sgd", [True, False])
+def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypatch):
+    """L7: R replicas whose part of the gradient is 1 move SGD by R, never by R squared, and each
+    replica asks for one all-reduce in the whole step, whatever the optimizer."""
+    asked = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def counting(self, *args, **kwargs):
+        asked.append(self.replica_id_in_sync_group)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counting)
+    optimizer = keras.optimizers.SGD if optimizer_is_sgd else keras.optimizers.AdamW
+
+    class Summing(Linear):
+        def build_optimizer(self):
+            return optimizer(1.0)
+
+        def example_weights(self, batch):
+            # Each replica has one example; a weight of 1 / R makes each part of the mean 1.
+            return tf.ones_like(batch["slope"]) / replicas
+
+    trainer = Summing(strategy=mirrored(replicas) if replicas > 1 else "default")
+    [report] = attempt(trainer, [slopes(*[float(replicas)] * replicas)])
+
+    assert len(asked) == (replicas if replicas > 1 else 0)
+    assert report.gradient_norm == replicas
+    if optimizer_is_sgd:
+        assert trainer.weight == 1.0 - replicas
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("owner", ["trainer", "optimizer"])
+def test_clipping_comes_last(mirrored, replicas, owner):
+    """L9: the bound holds for the gradient that is summed over replicas and unscaled, whether the
+    trainer clips or the optimizer: a gradient of 10 clipped to 1 moves SGD by 1, not by R."""
+
+    class Clipping(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(1.0, global_clipnorm=1.0 if owner == "optimizer" else None)
+
+    trainer = Clipping(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        loss_scale=1024.0,
+        global_clipnorm=1.0 if owner == "trainer" else None,
+    )
+    [report] = attempt(trainer, [slopes(*[10.0] * replicas)])
+
+    assert report.gradient_norm == 10.0
+    assert trainer.weight == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
+    """L9: rows 3 and 4 of one embedding entry are a gradient of norm 7, not 5."""
+
+    class Embedded(Linear):
+        def build_model(self):
+            return keras.Sequential(
+                [keras.Input([1], dtype="int32"), keras.layers.Embedding(4, 1), keras.layers.Flatten()]
+            )
+
+    trainer = Embedded(strategy=mirrored(replicas) if replicas > 1 else "default", global_clipnorm=7.0)
+    batch = {"x": np.array([[2], [2]]), "slope": np.array([6.0, 8.0], np.float32)}
+    trainer._start(tf.nest.map_structure(tf.constant, batch))
+    before = copies(trainer.model.trainable_variables[0])[0]
+    [report] = attempt(trainer, [batch])
+    moved = before - copies(trainer.model.trainable_variables[0])[0]
+
+    assert report.gradient_norm == 7.0
+    np.testing.assert_allclose(moved[:, 0], [0, 0, 7.0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_small_updates_survive(mirrored, precision, replicas):
+    """L13: an update of 2^-20 relative to the weight moves it, on every replica, in every precision;
+    weights and slots are float32."""
+
+    class Small(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(2.0**-20, momentum=0.5)
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Small(strategy=strategy, precision=precision, jit_compile=False)
+    list(attempt(trainer, [slopes(*[1.0] * replicas)]))
+    variables = [*trainer.model.trainable_variables, *trainer.optimizer.variables]
+
+    for copy in copies(trainer.model.trainable_variables[0]):
+        assert copy[0, 0] == 1.0 - 2.0**-20
+    assert {"float32"} == {v.dtype for v in variables if "int" not in v.dtype}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_statistics_become_their_mean(mirrored, replicas):
+    """Step 10: after an applied step every replica holds the mean of what the replicas' BatchNorms
+    would have written; a frozen one is not touched at all."""
+
+    class Normed(Linear):
+        def build_model(self):
+            frozen = keras.layers.BatchNormalization(
+                trainable=False, moving_mean_initializer=keras.initializers.Constant(0.1)
+            )
+            norm = keras.layers.BatchNormalization(momentum=0.0)
+            dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+            return keras.Sequential([keras.Input([1]), norm, frozen, dense])
+
+    trainer = Normed(strategy=mirrored(replicas))
+    batch = slopes(*[1.0] * (2 * replicas))
+    batch["x"] = np.arange(2 * replicas, dtype=np.float32)[:, None] * 8
+    list(attempt(trainer, [batch]))
+    norm, frozen = trainer.model.layers[:2]
+
+    # Replica r sees 16 r and 16 r + 8, whose mean is 16 r + 4.
+    expected = np.mean([16 * replica + 4 for replica in range(replicas)], dtype=np.float32)
+    assert [expected] * replicas == [copy.item() for copy in copies(norm.moving_mean)]
+    assert [np.float32(0.1)] * replicas == [copy.item() for copy in copies(frozen.moving_mean)]
+
+
+def test_a_rule_that_asks_is_told_the_magnitude():
+    """`needs_magnitude` brings the largest absolute value of the unscaled gradient."""
+    told = []
+
+    class Asking(scaling.FixedLossScale):
+        needs_magnitude = True
+
+        def advance(self, state, verdict):
+            told.append(verdict.max_magnitude)
+            return state._replace(loss_scale=verdict.max_magnitude)
+
+    trainer = Linear(loss_scale=Asking(8.0))
+    list(attempt(trainer, [slopes(-3.0)]))
+
+    assert len(told) == 1
+    assert trainer.loss_scale == 3.0
+
+
+class Module(tf.Module):
+    """A linear model of plain TensorFlow, which casts for itself."""
+
+    def __init__(self, precision):
+        """One weight, 1 at first."""
+        super().__init__()
+        self.precision = precision
+        self.weight = tf.Variable([[1.0]])
+
+    def __call__(self, x):
+        """Multiplies in the compute dtype."""
+        x, weight = self.precision.cast_to_compute((x, self.weight))
+        return tf.matmul(x, weight)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_plain_module_is_a_model(mirrored, replicas, precision, num_microbatches):
+    """A `tf.Module` takes the same step as a Keras model, compiled or not."""
+
+    class Plain(Linear):
+        def build_model(self):
+            return Module(self.precision)
+
+        def compute_loss(self, batch, training):
+            del training
+            return tf.cast(self.model(batch["x"]), tf.float32)[:, 0] * batch["slope"]
+
+    trainer = Plain(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        precision=precision,
+        loss_scale=1024.0,
+        num_microbatches=num_microbatches,
+    )
+    good, bad = attempt(trainer, [slopes(1.0, 3.0, 1.0, 3.0), slopes(1.0, 1.0, 1.0, np.inf)])
+
+    assert good.grads_finite
+    assert (bad.grads_finite, bad.cause) == (False, Cause.FORWARD)
+    assert [np.float32(-1.0)] * replicas == [copy.item() for copy in copies(trainer.model.weight)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"]
+    + ["Adafactor", "Lamb"],
+)
+def test_any_keras_optimizer_applies(mirrored, name):
+    """Every Keras optimizer takes a step on two replicas, and holds still on a skipped one."""
+
+    class Optimized(Linear):
+        def build_optimizer(self):
+            return getattr(keras.optimizers, name)(0.5)
+
+    trainer = Optimized(strategy=mirrored(2))
+    reports = attempt(trainer, [slopes(1.0, 1.0), slopes(1.0, np.nan)])
+
+    assert next(reports).grads_finite
+    before = all_copies(trainer)
+    assert trainer.weight != 1.0
+    assert not next(reports).grads_finite
+    assert_same_bits(before, all_copies(trainer))
+    assert int(trainer.optimizer.iterations.numpy()) == 1
