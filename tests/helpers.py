@@ -62,10 +62,11 @@ def copies(variable):
 
 
 def all_copies(trainer):
-    """Every copy of every weight, model state and optimizer variable, by name."""
+    """Every copy of every weight, model state and optimizer variable, by place and short name."""
     variables = [*trainer.model.variables, *trainer.optimizer.variables]
     return {
-        f"{index} {variable.path}": copies(variable) for index, variable in enumerate(variables)
+        f"{place} {variable.path.split('/')[-1]}": copies(variable)
+        for place, variable in enumerate(variables)
     }
 
 

@@ -14,6 +14,12 @@ import tensorflow as tf
 
 from trainer.report import StepReport, Totals, progress_line, summarize
 
+# What makes TensorBoard draw a number as a curve. `tf.summary.scalar` would write the same, but
+# needs the tensorboard package, which only those who look need to have.
+SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
+)
+
 
 class RunLog:
     """Holds the reports that nobody has read yet. Only `flush` waits for the device.
@@ -86,7 +92,7 @@ class RunLog:
             self._events[split] = tf.summary.create_file_writer(str(self._model_dir / split))
         with self._events[split].as_default(step):
             for name, value in scalars.items():
-                tf.summary.scalar(name, value)
+                tf.summary.write(name, np.float32(value), metadata=SCALAR)
         self._events[split].flush()
         numbers = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         with (self._model_dir / "metrics.jsonl").open("a") as lines:
