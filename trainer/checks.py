@@ -9,8 +9,8 @@ import scaling
 from trainer.keras_private import all_layers
 
 
-def check_model(model: Any, precision: scaling.Precision, strategy: tf.distribute.Strategy) -> None:
-    """Raises TypeError or ValueError unless the step can train this model."""
+def check_model(model: Any, precision: scaling.Precision) -> None:
+    """Raises TypeError or ValueError unless the step can run this model; it may have no variables yet."""
     if not isinstance(model, (keras.Model, tf.Module)):
         raise TypeError(
             f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. The step "
@@ -18,12 +18,20 @@ def check_model(model: Any, precision: scaling.Precision, strategy: tf.distribut
         )
     if isinstance(model, keras.Model):
         check_not_its_own_trainer(model)
-        check_policies(model, precision)
+        check_input_rounding(model, precision)
+
+
+def check_built_model(
+    model: Any, precision: scaling.Precision, strategy: tf.distribute.Strategy
+) -> None:
+    """Raises ValueError unless the step can train the variables this model has made."""
     if not model.trainable_variables:
         raise ValueError(
             "`model` must have trainable variables; got none. There is nothing to update. Create "
             "them in build_model() or when the model is first called."
         )
+    if isinstance(model, keras.Model):
+        check_policies(model, precision)
     check_variables(model, strategy)
 
 
@@ -44,13 +52,16 @@ def check_not_its_own_trainer(model: keras.Model) -> None:
 
 def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
     """Refuses models built for another precision than the one asked for."""
-    layers = [layer for layer in all_layers(model) if layer.trainable_variables]
-    computes = {layer.compute_dtype for layer in layers}
+    # Layers come from the outside in, so the last one to hold a variable is its owner.
+    owners = {
+        id(variable): layer for layer in all_layers(model) for variable in layer.trainable_variables
+    }
+    layers = list(owners.values())
     strangers = [
         layer for layer in layers if layer.compute_dtype not in ("float32", precision.compute_dtype)
     ]
-    if strangers or (layers and precision.compute_dtype not in computes):
-        layer = strangers[0] if strangers else layers[0]
+    if strangers or precision.compute_dtype not in {layer.compute_dtype for layer in layers}:
+        layer = (strangers or layers)[0]
         raise ValueError(
             f"`model` must be built under the policy {precision.name!r}; got layer {layer.name!r} "
             f"under {layer.dtype_policy.name!r}. The precision is chosen when layers are made. "
@@ -59,7 +70,7 @@ def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
         )
 
 
-def check_input_rounding(model: Any, precision: scaling.Precision) -> None:
+def check_input_rounding(model: keras.Model, precision: scaling.Precision) -> None:
     """Refuses a Sequential that would round its inputs to half because it does not know them yet."""
     unaware = isinstance(model, keras.Sequential) and not model.built
     if unaware and precision.compute_dtype != "float32":

@@ -150,12 +150,21 @@ def losses_and_aux(result: Any, batch: Any) -> tuple[tf.Tensor, Any]:
             "the loss."
         )
     rows = tf.nest.flatten(batch)[0].shape[0]
+    wanted = (
+        f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
+    )
+    remedy = (
+        "The trainer weighs and averages them over the global batch itself. Leave out the mean over "
+        "examples, and average over any other dimension."
+    )
     if losses.shape.rank != 1 or losses.shape[0] not in (None, rows):
-        raise ValueError(
-            f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got "
-            f"shape {losses.shape}. The trainer weighs and averages them over the global batch "
-            "itself. Leave out the mean over examples, and average over any other dimension."
-        )
+        raise ValueError(f"{wanted} {losses.shape}. {remedy}")
+    if rows is None:
+        count = tf.shape(tf.nest.flatten(batch)[0])[:1]
+        same = tf.reduce_all(tf.shape(losses) == count)
+        told = [wanted, tf.shape(losses), "for", count, "examples.", remedy]
+        with tf.control_dependencies([tf.debugging.Assert(same, told)]):
+            losses = tf.identity(losses)
     for leaf in tf.nest.flatten(aux):
         if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
             raise ValueError(

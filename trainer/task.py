@@ -124,9 +124,10 @@ class Task:
 
 def _unpack(batch: Any) -> tuple[Any, Any, Any]:
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
+        found = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
         raise ValueError(
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            f"got {type(batch).__name__}. It cannot tell inputs from labels. Override "
+            f"got {found}. It cannot tell inputs from labels. Override "
             "compute_loss(batch, training), or map the dataset to tuples."
         )
     return batch if len(batch) == 3 else (*batch, None)

@@ -315,13 +315,13 @@ class Trainer(Task):
         if self._plan is not None:
             return
         model, strategy = self.model, self.strategy
-        checks.check_input_rounding(model, self.precision)
+        checks.check_model(model, self.precision)
         with strategy.scope():
             if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
                 # One example through the model makes the variables that it makes when called.
                 one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
                 self.compute_loss(one, training=False)
-            checks.check_model(model, self.precision, strategy)
+            checks.check_built_model(model, self.precision, strategy)
             checks.check_optimizer(self.optimizer, self.global_clipnorm)
             self.optimizer.build(model.trainable_variables)
             self._state = TrainState(self.rule)

@@ -1,0 +1,423 @@
+"""Bad input: one clear error that names the argument, the value and what to do, before any step."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, linear_model, slopes
+
+import scaling
+from trainer import Trainer, TrainingStuckError
+
+X = np.ones([8, 1], np.float32)
+
+
+def make(**arguments):
+    """A trainer of (x, y) batches, and whatever a test makes wrong about it."""
+    good = {"model": linear_model, "optimizer": keras.optimizers.SGD, "loss_fn": "mse"}
+    return Trainer(**good | {"verbose": False} | arguments)
+
+
+def train(trainer, data=(X, X), **arguments):
+    """One step on arrays."""
+    return trainer.train(data, **{"steps": 1, "global_batch": 4} | arguments)
+
+
+def half(**arguments):
+    """A model built under mixed_float16."""
+    return keras.Sequential(
+        [keras.Input([1]), keras.layers.Dense(1, dtype="mixed_float16", **arguments)]
+    )
+
+
+def compiled():
+    """A model that has been compiled."""
+    model = linear_model()
+    model.compile("sgd", "mse")
+    return model
+
+
+class OwnStep(keras.Model):
+    """A model that would train itself."""
+
+    def train_step(self, data):
+        """Never called by us."""
+        return data
+
+
+def weightless():
+    """A model with nothing to train."""
+    return keras.Sequential([keras.Input([1]), keras.layers.Flatten()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"strategy": "miror"},
+            "`strategy` must be one of default, one_device, mirrored.*; got 'miror'. No other is "
+            "registered. Did you mean 'mirrored'?",
+        ),
+        (
+            {"precision": "fp16"},
+            "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'fp16'. The "
+            "weights always stay in float32, so that small updates are not lost. Use "
+            '"mixed_float16" or "mixed_bfloat16" to compute in half precision.',
+        ),
+        (
+            {"loss_scale": 1000},
+            "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only "
+            "multiplying by a power of two, and dividing again, returns the same bits. Use 1024.0.",
+        ),
+        (
+            {"loss_scale": "dynamite"},
+            '`loss_scale` must be "auto", "dynamic", a number, None or a rule; got \'dynamite\'. No '
+            "rule has that name. Use for instance scaling.DynamicLossScale(growth_interval=500).",
+        ),
+        (
+            {"loss_scale": [1]},
+            "`loss_scale` must be a rule if it is an object; got list. A rule has initial_state() "
+            "and advance(). Use for instance scaling.DynamicLossScale(growth_interval=500).",
+        ),
+        (
+            {"jit_compile": "yes"},
+            '`jit_compile` must be True, False or "auto"; got \'yes\'. It says whether XLA compiles '
+            'each replica\'s forward and backward pass. Leave it at "auto".',
+        ),
+        (
+            {"num_microbatches": 0},
+            "`num_microbatches` must be an int of at least 1; got 0. It counts steps, examples or "
+            "parts of a batch. Use 1 or more.",
+        ),
+        (
+            {"global_clipnorm": -1.0},
+            "`global_clipnorm` must be None or positive and finite; got -1.0. It is the largest "
+            "global norm that the gradients may have. 1.0 is usual.",
+        ),
+    ],
+)
+def test_arguments_are_refused_when_given(arguments, message):
+    """What the argument alone can tell is said by the constructor."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        make(**arguments)
+
+    text = str(error.value)
+    start, _, end = message.partition(".*")
+    assert text == message or (end and text.startswith(start) and text.endswith(end))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"model": None},
+            "`model` must be given unless build_model() is overridden; got None. The trainer needs "
+            "one or the other. Pass model= or override build_model().",
+        ),
+        (
+            {"model": lambda: 3},
+            "`model` must be a keras.Model or a tf.Module; got int. The step needs to find its "
+            "variables. Return one from build_model(), or pass model=.",
+        ),
+        (
+            {"model": half},
+            "`model` must be built under the policy 'float32'; got layer 'dense' under "
+            "'mixed_float16'. The precision is chosen when layers are made. Build it in "
+            "build_model() or pass a function as model=, and leave dtype= out, or give the trainer "
+            "the precision the model has.",
+        ),
+        (
+            {"model": lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1, dtype="float32")]),
+             "precision": "mixed_float16"},
+            "`model` must be built under the policy 'mixed_float16'; got layer 'dense' under "
+            "'float32'. The precision is chosen when layers are made. Build it in build_model() or "
+            "pass a function as model=, and leave dtype= out, or give the trainer the precision the "
+            "model has.",
+        ),
+        (
+            {"model": lambda: keras.Sequential([keras.layers.Dense(1)], name="blind"),
+             "precision": "mixed_float16"},
+            "`model` must know its input before it runs under 'mixed_float16'; got Sequential "
+            "'blind' without one. Keras would give it a half-precision input, which rounds token "
+            "ids above 256 or 2048. Put keras.Input(shape, dtype=...) first.",
+        ),
+        (
+            {"model": lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1, dtype="float16")]),
+             "precision": "mixed_float16"},
+            "`model` must keep its weights in float32; got 'sequential/dense/kernel' in float16. "
+            "Half precision loses every update smaller than 2^-11 of a weight. Use a mixed_ policy, "
+            "which computes in half and keeps float32 master weights.",
+        ),
+        (
+            {"model": compiled},
+            "`model` must not be compiled; got 'sequential', on which compile() was called. Its own "
+            "optimizer and loss would be ignored, and under mixed_float16 it wraps the optimizer in "
+            "a second loss scaling. Leave compile() out.",
+        ),
+        (
+            {"model": OwnStep},
+            "`model` must not have its own train_step; got OwnStep. It would never be called. "
+            "Override Trainer.compute_loss instead.",
+        ),
+        (
+            {"model": weightless},
+            "`model` must have trainable variables; got none. There is nothing to update. Create "
+            "them in build_model() or when the model is first called.",
+        ),
+        (
+            {"optimizer": lambda: 3},
+            "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls its apply(). "
+            "Return one from build_optimizer(), or pass optimizer=.",
+        ),
+        (
+            {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
+            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step scales "
+            "and unscales, and two scalings would overflow. Pass its .inner_optimizer.",
+        ),
+        (
+            {"optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=8.0)},
+            "`optimizer` must have no loss_scale_factor; got 8.0. It would divide gradients that "
+            "are unscaled already. Leave it out, and give the trainer loss_scale=.",
+        ),
+        (
+            {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)},
+            "`optimizer` must have no gradient_accumulation_steps; got 2. It accumulates over "
+            "batches, so that the schedule runs on parts of a step. Leave it out, and give the "
+            "trainer num_microbatches=.",
+        ),
+        (
+            {"optimizer": lambda: keras.optimizers.SGD(clipvalue=2.0), "global_clipnorm": 1.0},
+            "`global_clipnorm` must be None if the optimizer clips too; got 1.0 beside the "
+            "optimizer's clipvalue=2.0. Clipping twice is never meant. Set one of the two.",
+        ),
+        (
+            {"loss_fn": None},
+            "`loss_fn` must be given unless compute_loss() is overridden; got None. The trainer "
+            "needs one or the other. Pass loss_fn= or override compute_loss().",
+        ),
+    ],
+)
+def test_models_and_optimizers_are_refused_before_the_first_step(arguments, message):
+    """What only the built model or optimizer can tell is said before anything is trained."""
+    keras.backend.clear_session()  # so that layer names start from the beginning
+    with pytest.raises((ValueError, TypeError)) as error:
+        train(make(**arguments))
+
+    assert message in str(error.value)
+
+
+def test_variables_of_another_strategy_are_refused(mirrored):
+    """A model made outside the scope has one copy of its weights."""
+    with pytest.raises(ValueError, match="`model` must be made in the scope of the trainer's strategy"):
+        train(make(model=linear_model(), strategy=mirrored(2)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (
+            lambda p: tf.reduce_mean(p),
+            ValueError,
+            "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
+            "trainer weighs and averages them over the global batch itself. Leave out the mean over "
+            "examples, and average over any other dimension.",
+        ),
+        (
+            lambda p: p[:, None],
+            ValueError,
+            "`compute_loss` must return one loss per example, shape (examples,); got shape (None, "
+            "1). The trainer weighs and averages them over the global batch itself. Leave out the "
+            "mean over examples, and average over any other dimension.",
+        ),
+        (
+            lambda p: tf.concat([p, p], 0),
+            tf.errors.InvalidArgumentError,
+            "`compute_loss` must return one loss per example",
+        ),
+        (
+            lambda p: tf.cast(p, tf.float16),
+            TypeError,
+            "`compute_loss` must return float32 losses; got float16. In half precision a sum over "
+            "the batch overflows or rounds. Cast the model's output to float32 before the loss.",
+        ),
+        (
+            lambda p: tf.stop_gradient(p),
+            ValueError,
+            "`compute_loss` must depend on a trainable variable; got 1 gradients that are all None. "
+            "There is nothing to update. Compute the losses from self.model's output, without "
+            "tf.stop_gradient or numpy on the way.",
+        ),
+        (
+            lambda p: (p, tf.reduce_mean(p)),
+            ValueError,
+            "`compute_loss` must return aux of tensors whose first dimension is the example; got",
+        ),
+    ],
+)
+def test_losses_of_another_form_are_refused(loss, error, message):
+    """Shape and dtype of the losses are checked while the step is traced, or as soon as sizes are known."""
+
+    class Wrong(Linear):
+        def compute_loss(self, batch, training):
+            return loss(super().compute_loss(batch, training))
+
+    data = tf.data.Dataset.from_tensor_slices(slopes(1.0, 1.0, 1.0)).batch(2)
+    trainer = Wrong(verbose=False)
+    with pytest.raises(error) as raised:
+        trainer.train(data, steps=1)
+
+    assert message in str(raised.value)
+    assert trainer.weight == 1.0
+
+
+def test_weights_of_another_form_are_refused():
+    """One weight per example."""
+
+    class Wrong(Linear):
+        def example_weights(self, batch):
+            return tf.ones([3, 1])
+
+    with pytest.raises(ValueError, match=r"`example_weights` must return one weight per example"):
+        Wrong(verbose=False).train(slopes(1.0, 1.0), steps=1, global_batch=2)
+
+
+DATASET = tf.data.Dataset.from_tensor_slices((X, X))
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        (
+            DATASET.batch(4).take(0),
+            {"global_batch": None},
+            "`train_data` must hold at least one batch; got an empty dataset. There is nothing to "
+            "take a step on. Look at its source, at filters, and at batch(..., drop_remainder=True).",
+        ),
+        (
+            DATASET.batch(4).filter(lambda x, y: False),  # noqa: ARG005
+            {"global_batch": None},
+            "`train_data` must hold at least one batch; got an empty dataset.",
+        ),
+        (
+            (X[:0], X[:0]),
+            {},
+            "`train_data` must hold at least one batch; got an empty dataset.",
+        ),
+        (
+            tf.data.Dataset.from_tensor_slices((X[:, 0], X[:, 0])),
+            {"global_batch": None},
+            "`train_data` must be batched; got elements of shapes [(), ()]. The first dimension of "
+            "every tensor is the example. Call .batch(global_batch) on the dataset.",
+        ),
+        (
+            DATASET.batch(4),
+            {},
+            "`global_batch` must be None unless `train_data` is arrays; got 4. A dataset is batched "
+            "already. Leave it out, or set it where the dataset is made.",
+        ),
+        (
+            (X, X),
+            {"global_batch": None},
+            "`global_batch` must be at least 1 when `train_data` is arrays; got None. Arrays do not "
+            "say how to batch them. Pass for instance global_batch=64.",
+        ),
+        (
+            (X, X[:5]),
+            {},
+            "`train_data` must have as many examples in every array; got [8, 5]. The first dimension "
+            "is the example. Cut them to the same length.",
+        ),
+        (
+            "digits",
+            {},
+            "`train_data` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, or "
+            "arrays; got str. Nothing else can be batched. Pass for instance (x, y) with "
+            "global_batch=64.",
+        ),
+        (
+            lambda context: context,
+            {"global_batch": None},
+            "`train_data` must return a tf.data.Dataset when it is a function; got InputContext.",
+        ),
+        (
+            X,
+            {},
+            "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
+            "got a single tensor. It cannot tell inputs from labels. Override compute_loss(batch, training), "
+            "or map the dataset to tuples.",
+        ),
+        (
+            (X, X),
+            {"steps": None},
+            "`steps` must be given if `epochs` is not; got steps=None, epochs=None. One of the two "
+            "says where the run ends. Pass exactly one.",
+        ),
+        (
+            DATASET.batch(4).filter(lambda x, y: True),  # noqa: ARG005
+            {"steps": None, "epochs": 2, "global_batch": None},
+            "`epochs` must be None if the data cannot tell its length; got 2. An epoch is one pass "
+            "over it. Pass steps=, or call dataset.apply(tf.data.experimental."
+            "assert_cardinality(n)).",
+        ),
+    ],
+)
+def test_data_of_another_form_is_refused(data, arguments, message):
+    """What the data alone can tell is said before the first step, and an empty dataset never hangs."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        train(make(), data, **arguments)
+
+    assert message in str(error.value)
+
+
+def test_a_batch_smaller_than_its_parts_is_refused(mirrored):
+    """The nominal batch must do for replicas x microbatches; a short last batch is no error."""
+    trainer = make(strategy=mirrored(2), num_microbatches=2)
+    with pytest.raises(ValueError, match="must be at least replicas x microbatches = 2 x 2; got 3"):
+        train(trainer, global_batch=3)
+
+    assert train(trainer, (X[:5], X[:5]), steps=2).totals.applied == 2
+
+
+def labelled(labels, **arguments):
+    """A classifier of three classes, trained on the given labels."""
+    trainer = make(
+        model=lambda: linear_model(units=3),
+        loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        max_consecutive_skips=4,
+        log_interval=5,
+        steps_per_loop=5,
+        **arguments,
+    )
+    return train(trainer, (X, np.array(labels)), steps=20)
+
+
+def test_a_label_out_of_range_is_tensorflows_error_on_cpu():
+    """Without XLA, TensorFlow names the label."""
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 7"):
+        labelled([0, 1, 2, 0, 1, 2, 0, 7])
+
+
+def test_a_label_out_of_range_is_a_forward_cause_under_xla():
+    """Under XLA the loss is NaN: steps are skipped, the scale stays, and the error hints at labels."""
+    with pytest.raises(TrainingStuckError) as error:
+        labelled([7] * 8, precision="mixed_float16")
+
+    assert str(error.value) == (
+        "`max_consecutive_skips` must not be reached; got 5 skipped steps in a row by step 5, the "
+        "last at loss scale 32768, cause forward. The loss itself was not finite before it was "
+        "scaled, so no loss scale can help. Look at the data and the model: inf or NaN in the "
+        "inputs, a log or a division of 0, activations beyond 65504 in float16. Under XLA a label "
+        "outside the model's classes gives a NaN loss, where TensorFlow would raise."
+    )
+
+
+def test_evaluation_precision_is_checked():
+    """Evaluation computes in float32 or as in training."""
+    with pytest.raises(ValueError, match=r'`precision` must be "float32" or "train" here; got \'half\''):
+        make().evaluate((X, X), global_batch=4, precision="half")
+
+
+def test_refused_rules_never_reach_a_step():
+    """L3: the constants of a rule are checked before a trainer can be given it."""
+    with pytest.raises(ValueError, match="`growth_factor` must be greater than 1"):
+        make(loss_scale=scaling.DynamicLossScale(growth_factor=0.5))
