@@ -40,38 +40,46 @@ MODES = ["train_and_eval", "train", "eval"]
 TrainerType = TypeVar("TrainerType", bound=Trainer)
 
 
-def define_flags(**defaults: Any) -> None:
+def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None:
     """Defines the flags of a training script; call it before `app.run`.
 
     Args:
+        flag_values: where they are defined; a test has its own.
         **defaults: the script's own defaults, by flag name.
 
     Raises:
         ValueError: if there is no flag of such a name.
     """
-    before = set(FLAGS)
-    flags.DEFINE_string("model_dir", None, "Where checkpoints, logs and flags.cfg go.")
-    flags.DEFINE_enum("mode", "train_and_eval", MODES, "What to do.")
-    flags.DEFINE_string("distribution_strategy", "default", "One of strategies.names().")
-    flags.DEFINE_integer(
-        "logical_cpus", 2, "Replicas of mirrored where there is no GPU.", lower_bound=1
-    )
-    flags.DEFINE_enum("precision", "float32", list(scaling.precision.COMPUTE_DTYPES), "Policy.")
-    flags.DEFINE_string("loss_scale", "auto", "auto, dynamic, none, or a power of two.")
-    flags.DEFINE_float("initial_loss_scale", 2.0**15, "Where a dynamic loss scale starts.")
-    flags.DEFINE_integer("batch_size", 64, "Examples in a global batch.", lower_bound=1)
-    flags.DEFINE_integer("num_microbatches", 1, "Parts of each replica's share.", lower_bound=1)
-    flags.DEFINE_float("global_clipnorm", None, "Bound on the global gradient norm.")
-    flags.DEFINE_integer("train_steps", 1000, "The step to reach.", lower_bound=1)
-    flags.DEFINE_integer("steps_per_loop", 10, "Steps in one graph call.", lower_bound=1)
-    flags.DEFINE_integer("log_steps", 100, "Steps between log lines.", lower_bound=1)
-    flags.DEFINE_integer("validation_interval", None, "Steps between evaluations.", lower_bound=1)
-    flags.DEFINE_integer("checkpoint_interval", None, "Steps between checkpoints.", lower_bound=1)
-    flags.DEFINE_enum("jit_compile", "auto", ["auto", "true", "false"], "XLA for each replica.")
-    flags.DEFINE_integer("seed", 0, "For initial weights and shuffling.")
+    before = set(flag_values)
+    where = {"flag_values": flag_values}
+    count = {"lower_bound": 1, **where}
+    string, enum = flags.DEFINE_string, flags.DEFINE_enum
+    number, integer = flags.DEFINE_float, flags.DEFINE_integer
+    policies = list(scaling.precision.COMPUTE_DTYPES)
+
+    string("model_dir", None, "Where checkpoints, logs and flags.cfg go.", **where)
+    enum("mode", "train_and_eval", MODES, "What to do.", **where)
+    string("distribution_strategy", "default", "One of strategies.names().", **where)
+    integer("logical_cpus", 2, "Replicas of mirrored where there is no GPU.", **count)
+    enum("precision", "float32", policies, "The Keras dtype policy.", **where)
+    string("loss_scale", "auto", "auto, dynamic, none, or a power of two.", **where)
+    number("initial_loss_scale", 2.0**15, "Where a dynamic loss scale starts.", **where)
+    integer("batch_size", 64, "Examples in a global batch.", **count)
+    integer("num_microbatches", 1, "Parts of each replica's share.", **count)
+    number("global_clipnorm", None, "Bound on the gradients' global norm.", **where)
+    integer("train_steps", 1000, "The step to reach.", **count)
+    integer("steps_per_loop", 10, "Steps in one graph call.", **count)
+    integer("log_steps", 100, "Steps between log lines.", **count)
+    integer("validation_interval", None, "Steps between evaluations.", **count)
+    integer("checkpoint_interval", None, "Steps between checkpoints.", **count)
+    enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
+    integer("seed", 0, "For initial weights and shuffling.", **where)
+
     # TensorFlow's own remarks would drown the progress lines; --verbosity=0 brings them back.
-    FLAGS.set_default("verbosity", logging.WARNING)
-    ours = sorted(set(FLAGS) - before)
+    # As a value: app.run raises a default of absl's to 0.
+    flag_values["verbosity"].value = logging.WARNING
+    flag_values["verbosity"].using_default_value = False
+    ours = sorted(set(flag_values) - before)
     for name, value in defaults.items():
         if name not in ours:
             near = difflib.get_close_matches(name, ours, n=1)
@@ -79,10 +87,12 @@ def define_flags(**defaults: Any) -> None:
                 f"`define_flags` must be given names of its flags; got {name!r}. It defines "
                 f"{', '.join(ours)}. {f'Did you mean {near[0]!r}?' if near else 'Choose one.'}"
             )
-        FLAGS.set_default(name, value)
+        flag_values.set_default(name, value)
 
 
-def make_trainer(trainer_class: type[TrainerType], **arguments: Any) -> TrainerType:
+def make_trainer(
+    trainer_class: type[TrainerType], flag_values: flags.FlagValues = FLAGS, **arguments: Any
+) -> TrainerType:
     """Makes the trainer that the flags describe, and leaves them in `model_dir/flags.cfg`.
 
     `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. Where mirrored finds no GPU, the
@@ -90,40 +100,42 @@ def make_trainer(trainer_class: type[TrainerType], **arguments: Any) -> TrainerT
 
     Args:
         trainer_class: `Trainer` or a subclass that takes the same arguments.
+        flag_values: the parsed flags.
         **arguments: what the flags do not say, or what shall not follow them.
     """
     no_gpu = not tf.config.list_physical_devices("GPU")
-    if FLAGS.distribution_strategy == "mirrored" and no_gpu:
-        strategies.split_cpu(FLAGS.logical_cpus)
-    if FLAGS.model_dir:
-        save_flags(pathlib.Path(FLAGS.model_dir))
+    if flag_values.distribution_strategy == "mirrored" and no_gpu:
+        strategies.split_cpu(flag_values.logical_cpus)
+    if flag_values.model_dir:
+        save_flags(pathlib.Path(flag_values.model_dir), flag_values)
     from_flags = {
-        "model_dir": FLAGS.model_dir,
-        "strategy": FLAGS.distribution_strategy,
-        "precision": FLAGS.precision,
-        "loss_scale": parse_loss_scale(FLAGS.loss_scale),
-        "num_microbatches": FLAGS.num_microbatches,
-        "global_clipnorm": FLAGS.global_clipnorm,
-        "steps_per_loop": FLAGS.steps_per_loop,
-        "log_interval": FLAGS.log_steps,
-        "checkpoint_interval": FLAGS.checkpoint_interval,
-        "jit_compile": {"auto": "auto", "true": True, "false": False}[FLAGS.jit_compile],
-        "seed": FLAGS.seed,
+        "model_dir": flag_values.model_dir,
+        "strategy": flag_values.distribution_strategy,
+        "precision": flag_values.precision,
+        "loss_scale": parse_loss_scale(flag_values),
+        "num_microbatches": flag_values.num_microbatches,
+        "global_clipnorm": flag_values.global_clipnorm,
+        "steps_per_loop": flag_values.steps_per_loop,
+        "log_interval": flag_values.log_steps,
+        "checkpoint_interval": flag_values.checkpoint_interval,
+        "jit_compile": {"auto": "auto", "true": True, "false": False}[flag_values.jit_compile],
+        "seed": flag_values.seed,
     }
     return trainer_class(**from_flags | arguments)
 
 
-def parse_loss_scale(text: str) -> Any:
-    """Returns what `Trainer` takes as `loss_scale` for what a user types.
+def parse_loss_scale(flag_values: flags.FlagValues) -> Any:
+    """Returns what `Trainer` takes as `loss_scale` for what the user typed.
 
     Raises:
         ValueError: if it is neither a word it knows nor a power of two.
     """
-    needs_scale = scaling.Precision(FLAGS.precision).needs_loss_scale
+    text = flag_values.loss_scale
+    needs_scale = scaling.Precision(flag_values.precision).needs_loss_scale
     if text == "none" or (text == "auto" and not needs_scale):
         return None
     if text in ("auto", "dynamic"):
-        scale = FLAGS.initial_loss_scale
+        scale = flag_values.initial_loss_scale
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
         return scaling.DynamicLossScale(initial_scale=scale, max_scale=ceiling)
     try:
@@ -135,12 +147,12 @@ def parse_loss_scale(text: str) -> Any:
         ) from error
 
 
-def save_flags(model_dir: pathlib.Path) -> None:
+def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:
     """Writes the script's flags, one a line, into `model_dir/flags.cfg`."""
     model_dir.mkdir(parents=True, exist_ok=True)
     lines = [
         flag.serialize()
-        for flag in FLAGS.get_key_flags_for_module(sys.argv[0])
+        for flag in flag_values.get_key_flags_for_module(sys.argv[0])
         if flag.value is not None
     ]
     # Written beside and then renamed: whoever reads it finds all of it or none.

@@ -1,0 +1,65 @@
+"""What is public, how it is documented, and whether its examples run."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import scaling
+import strategies
+import trainer
+
+ROOMS = [scaling, strategies, trainer]
+MODULES = [
+    importlib.import_module(f"{room.__name__}.{found.name}")
+    for room in ROOMS
+    for found in pkgutil.iter_modules(room.__path__)
+]
+PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
+
+# Names whose use is another name's example.
+WITHOUT_EXAMPLE = {
+    "DynamicLossScaleState": "DynamicLossScale",
+    "FixedLossScaleState": "FixedLossScale",
+    "NoLossScaleState": "NoLossScale",
+    "LossScaleRule": "DynamicLossScale",
+    "Cause": "Verdict",
+    "Share": "take",
+    "StepReport": "Trainer",
+    "Totals": "Trainer",
+    "TrainSummary": "Trainer",
+    "TrainingStuckError": "Trainer",
+}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_all_lists_what_a_room_offers(room):
+    """Every name in `__all__` exists, in order, and no other public name of ours is importable."""
+    offered = {
+        name
+        for name, value in vars(room).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+    assert sorted(room.__all__) == room.__all__
+    assert set(room.__all__) == offered
+
+
+@pytest.mark.parametrize(("room", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value))
+def test_public_names_are_documented(room, name):
+    """Every public name has a docstring, and an example of its own or a reason why not."""
+    value = getattr(room, name)
+    has_example = ">>>" in (inspect.getdoc(value) or "")
+
+    assert inspect.getdoc(value)
+    assert has_example != (name in WITHOUT_EXAMPLE), f"{name}: example {has_example}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_examples_in_docstrings_run(module):
+    """Every example prints what it says."""
+    failures, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+
+    assert failures == 0

@@ -1,0 +1,89 @@
+"""The examples, run as a user runs them: as programs."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(script, *arguments, seconds=300):
+    """Runs an example; returns its output lines."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def accuracy(lines):
+    """The held-out accuracy in the last line, in percent."""
+    return float(re.match(r"held-out accuracy ([\d.]+)%", lines[-1])[1])
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+def test_digits_learns_in_float16(strategy):
+    """The main job: at least 98% in float16, within a point of float32 on the same seed, with skipped
+    steps visible and counted."""
+    arguments = [f"--distribution_strategy={strategy}"]
+    half = run("digits.py", *arguments)
+    full = run("digits.py", *arguments, "--precision=float32")
+    skipped = int(re.search(r"(\d+) skipped \(\d+ backward\)", half[0])[1])
+    summary = re.search(r"600 steps in ([\d.]+) s: (\d+) applied, (\d+) skipped", half[-2])
+
+    assert accuracy(half) >= 98.0
+    assert abs(accuracy(half) - accuracy(full)) <= 1.0
+    assert skipped > 0
+    assert int(summary[2]) + int(summary[3]) == 600
+    assert int(summary[3]) >= skipped
+
+
+def test_vanishing_comes_back():
+    """At a loss scale of 1 every gradient is 0 and nothing is learned; with `dynamic` the first scales
+    overflow, and then the weight is found."""
+    lost, found = run("vanishing.py", "--loss_scale=1"), run("vanishing.py")
+
+    assert all(re.search(r"gradient -?0\.0e\+00 .*weight 0\.000$", line) for line in lost)
+    assert [line.split()[-3] for line in found[:4]] == ["skipped"] * 3 + ["applied"]
+    assert float(found[-1].split()[-1]) == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_run_is_repeated_from_its_flags(tmp_path):
+    """flags.cfg brings the same run to the same step; the same command with a later one goes on."""
+    first = run("digits.py", f"--model_dir={tmp_path}", "--train_steps=20", "--seed=7", "--log_steps=20")
+    again = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
+    longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", "--train_steps=30")
+
+    assert first[-1] == again[-1]
+    assert "at step 20 after 0 steps" in again[-2]
+    assert "at step 30 after 10 steps" in longer[-2]
+
+
+def test_help_fits_a_screen():
+    """--helpshort shows the script's own flags and no others."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "digits.py"), "--helpshort"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert "--train_steps" in result.stdout
+    assert "--verbosity" not in result.stdout
+    assert len(result.stdout.splitlines()) < 80
+
+
+@pytest.mark.parametrize(("script", "most"), [("vanishing.py", 29), ("digits.py", 100)])
+def test_examples_are_short(script, most):
+    """An example is read in one go."""
+    assert len((ROOT / "examples" / script).read_text().splitlines()) <= most

@@ -1,0 +1,43 @@
+"""README and cards: what they show runs, and prints what they say."""
+
+import doctest
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAPERS = ["README.md", "scaling/README.md", "strategies/README.md", "trainer/README.md"]
+
+
+def blocks(paper):
+    """The Python code blocks of a paper, and the line each begins in."""
+    text = (ROOT / paper).read_text()
+    for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        yield text[: match.start()].count("\n") + 2, match[1]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_python_in_papers_runs(paper):
+    """Every block runs, each after those before it; with >>>, it prints what it says."""
+    names = {}
+    found = list(blocks(paper))
+    for line, code in found:
+        if code.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(code, names, paper, paper, line)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+            runner.run(test, clear_globs=False)
+            names.update(test.globs)
+
+            assert runner.summarize(verbose=False).failed == 0
+        else:
+            exec(compile("\n" * (line - 1) + code, paper, "exec"), names)  # noqa: S102
+    assert found
+
+
+@pytest.mark.parametrize("paper", [*PAPERS, "CONTRIBUTING.md", "examples/README.md"])
+def test_links_between_papers_lead_somewhere(paper):
+    """A relative link names a file that exists."""
+    text = (ROOT / paper).read_text()
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)\)", text):
+        assert ((ROOT / paper).parent / target).exists(), target

@@ -1,0 +1,96 @@
+"""Flags, and the trainer they describe."""
+
+import keras
+import pytest
+from absl import flags
+from helpers import Linear
+
+import scaling
+from trainer.flags import define_flags, make_trainer
+
+
+def parse(*arguments, **defaults):
+    """Defines the flags afresh, as a script of its own would, and parses a command line."""
+    values = flags.FlagValues()
+    flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=values)
+    define_flags(values, **defaults)
+    values(["script.py", *arguments])
+    return values
+
+
+def test_every_flag_reaches_the_trainer():
+    """What is typed is what the trainer gets."""
+    values = parse(
+        "--precision=mixed_bfloat16",
+        "--loss_scale=1024",
+        "--num_microbatches=2",
+        "--global_clipnorm=0.5",
+        "--steps_per_loop=7",
+        "--log_steps=14",
+        "--checkpoint_interval=21",
+        "--jit_compile=false",
+        "--seed=3",
+    )
+    made = make_trainer(Linear, values, max_to_keep=2)
+
+    assert made.precision == scaling.Precision("mixed_bfloat16")
+    assert made.rule == scaling.FixedLossScale(1024.0)
+    assert (made.num_microbatches, made.global_clipnorm, made.steps_per_loop) == (2, 0.5, 7)
+    assert (made.log_interval, made.checkpoint_interval, made.max_to_keep) == (14, 21, 2)
+    assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)
+
+
+def test_mirrored_runs_on_the_logical_cpus():
+    """Where there is no GPU, the CPU is split; the tests have split it into four."""
+    values = parse("--distribution_strategy=mirrored", "--logical_cpus=4")
+
+    assert make_trainer(Linear, values).strategy.num_replicas_in_sync == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ([], scaling.NoLossScale()),
+        (["--precision=mixed_float16"], scaling.DynamicLossScale()),
+        (["--precision=mixed_float16", "--loss_scale=none"], scaling.NoLossScale()),
+        (["--loss_scale=dynamic", "--initial_loss_scale=64"], scaling.DynamicLossScale(64.0)),
+        (
+            ["--loss_scale=dynamic", "--initial_loss_scale=1073741824"],
+            scaling.DynamicLossScale(2.0**30, max_scale=2.0**30),
+        ),
+    ],
+)
+def test_what_loss_scale_means(arguments, rule):
+    """auto is dynamic for float16 only; a start above the ceiling lifts it."""
+    values = parse(*arguments)
+
+    assert make_trainer(Linear, values).rule == rule
+
+
+def test_a_loss_scale_that_is_no_word_and_no_number():
+    """The error names the flag."""
+    values = parse("--loss_scale=dynamo")
+    with pytest.raises(ValueError, match="`--loss_scale` must be auto, dynamic, none or a power of two; got 'dynamo'"):
+        make_trainer(Linear, values)
+
+
+def test_a_script_has_its_own_defaults():
+    """A default of the script's holds unless typed otherwise; an unknown name is refused."""
+    assert parse(train_steps=7).train_steps == 7
+    assert parse("--train_steps=9", train_steps=7).train_steps == 9
+    with pytest.raises(ValueError, match="got 'train_step'.* Did you mean 'train_steps'?"):
+        parse(train_step=7)
+
+
+def test_the_policy_is_left_alone():
+    """Building under a mixed policy does not leave it behind, also when building fails."""
+    values = parse("--precision=mixed_float16")
+
+    class Failing(Linear):
+        def build_model(self):
+            assert keras.config.dtype_policy().name == "mixed_float16"
+            raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011
+        make_trainer(Failing, values).model
+    assert keras.config.dtype_policy().name == "float32"

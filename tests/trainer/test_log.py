@@ -1,0 +1,130 @@
+"""What a run tells people and programs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear
+from hypothesis import given
+from hypothesis import strategies as st
+
+import scaling
+from trainer import TrainingStuckError, Totals
+from trainer.liveness import skips_in_a_row
+
+
+def run(tmp_path, **arguments):
+    """Twelve steps, the first three of which overflow; a line after every four."""
+    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
+    trainer = Linear(
+        precision="mixed_float16",
+        loss_scale=rule,
+        model_dir=tmp_path,
+        steps_per_loop=2,
+        log_interval=4,
+        jit_compile=False,
+        **arguments,
+    )
+    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
+    return trainer, trainer.train(arrays, steps=12, global_batch=4)
+
+
+def test_the_progress_lines(tmp_path, capsys):
+    """Step, loss, loss scale, skipped steps by cause and examples per second; the weight falls by 3
+    with every update, so the mean loss of an interval is known."""
+    _, summary = run(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+
+    assert [line.rsplit("  ", 1)[0] for line in lines[:3]] == [
+        "step   4/12  loss 3.0000  loss_scale 2^14  3 skipped (3 backward)",
+        "step   8/12  loss -19.5000  loss_scale 2^14  3 skipped (3 backward)",
+        "step  12/12  loss -55.5000  loss_scale 2^14  3 skipped (3 backward)",
+    ]
+    assert all(line.endswith(" examples/s") for line in lines[:3])
+    assert lines[3] == str(summary)
+    assert lines[3].startswith("at step 12 after 12 steps in ")
+    assert "9 applied, 3 skipped (3 backward), loss_scale 2^14; checkpoint" in lines[3]
+
+
+def test_the_files(tmp_path):
+    """metrics.jsonl and TensorBoard hold the same numbers, under the same names and steps."""
+    run(tmp_path, verbose=False)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    [events] = (tmp_path / "train").glob("events.*")
+    curves = {}
+    for record in tf.data.TFRecordDataset(str(events)):
+        event = tf.compat.v1.Event.FromString(record.numpy())
+        for value in event.summary.value:
+            assert value.metadata.plugin_data.plugin_name in ("scalars", "")
+            curves.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    assert [line["skipped"] for line in lines] == [3, 3, 3]
+    assert [line["applied"] for line in lines] == [1, 5, 9]
+    for name, curve in curves.items():
+        assert curve == {line["step"]: pytest.approx(line[name], rel=1e-6) for line in lines}
+    assert set(lines[0]) - set(curves) == {"step", "split"}
+
+
+def test_a_quiet_run_prints_nothing_and_without_a_directory_writes_nothing(tmp_path, capsys, monkeypatch):
+    """verbose=False is silent; model_dir=None leaves no file."""
+    monkeypatch.chdir(tmp_path)
+    trainer = Linear(verbose=False)
+    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.ones(4, np.float32)}
+    summary = trainer.train(arrays, steps=2, global_batch=4)
+
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert summary.checkpoint is None
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=8), max_size=6))
+def test_skips_in_a_row_are_counted_across_loops(loops):
+    """However a history is cut into loops, the longest run of skips is found."""
+    run = longest = 0
+    for loop in loops:
+        found, run = skips_in_a_row(run, np.array(loop))
+        longest = max(longest, found)
+    history = "".join("." if finite else "x" for loop in loops for finite in loop)
+
+    assert longest == max(map(len, history.split(".")), default=0)
+
+
+def test_a_run_that_is_stuck_ends(tmp_path):
+    """L11: gradients that overflow at every scale end the run, with the cause and what to try; what
+    was logged by then is on disk."""
+
+    class Rooted(Linear):
+        def compute_loss(self, batch, training):
+            # The root of 0 is 0, its derivative infinite.
+            return tf.sqrt(0.0 * super().compute_loss(batch, training))
+
+    trainer = Rooted(
+        loss_scale="dynamic",
+        model_dir=tmp_path,
+        max_consecutive_skips=40,
+        log_interval=50,
+        steps_per_loop=50,
+        verbose=False,
+    )
+    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.ones(4, np.float32)}
+    with pytest.raises(TrainingStuckError, match="cause backward") as error:
+        trainer.train(arrays, steps=200, global_batch=4)
+
+    assert "got 50 skipped steps in a row by step 50" in str(error.value)
+    assert "infinite where the function is not" in str(error.value)
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] is None
+    assert trainer.loss_scale == 2.0**-14
+    assert trainer.weight == 1.0
+
+
+def test_totals_add_up():
+    """L10: attempted = applied + skipped, by construction."""
+    totals = Totals.from_outcomes(np.array([5, 1, 0, 2, 0]))
+
+    assert (totals.attempted, totals.applied, totals.skipped) == (8, 5, 3)
+    assert str(totals) == "3 skipped (1 forward, 2 reduction)"
+    assert math.isclose(totals.applied / totals.attempted, 0.625)
