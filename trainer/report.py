@@ -120,7 +120,7 @@ def progress_line(interval: Interval, target: int, totals: Totals) -> str:
     loss = "-     " if math.isnan(interval.loss) else f"{interval.loss:.4f}"
     metrics = "".join(f"  {name} {value:.4f}" for name, value in interval.metrics.items())
     return (
-        f"step {interval.step:>{width + 1}}/{target}  loss {loss}{metrics}"
+        f"step {interval.step:>{width}}/{target}  loss {loss}{metrics}"
         f"  loss_scale {power_of_two(interval.loss_scale)}  {totals}"
         + ("" if math.isnan(speed) else f"  {speed:,.0f} examples/s")
     )

@@ -38,9 +38,9 @@ def test_the_progress_lines(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
 
     assert [line.rsplit("  ", 1)[0] for line in lines[:3]] == [
-        "step   4/12  loss 3.0000  loss_scale 2^14  3 skipped (3 backward)",
-        "step   8/12  loss -19.5000  loss_scale 2^14  3 skipped (3 backward)",
-        "step  12/12  loss -55.5000  loss_scale 2^14  3 skipped (3 backward)",
+        "step  4/12  loss 3.0000  loss_scale 2^14  3 skipped (3 backward)",
+        "step  8/12  loss -19.5000  loss_scale 2^14  3 skipped (3 backward)",
+        "step 12/12  loss -55.5000  loss_scale 2^14  3 skipped (3 backward)",
     ]
     assert all(line.endswith(" examples/s") for line in lines[:3])
     assert lines[3] == str(summary)
