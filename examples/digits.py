@@ -53,7 +53,9 @@ class Digits(Trainer):
         """One loss per scan, in float32."""
         images, labels = batch
         logits = tf.cast(self.model(images, training=training), tf.float32)
-        return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True), logits
+        return keras.losses.sparse_categorical_crossentropy(
+            labels, logits, from_logits=True
+        ), logits
 
     def build_metrics(self):
         """Accuracy."""

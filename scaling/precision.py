@@ -58,7 +58,7 @@ class Precision:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """True for float16, whose smallest positive number is 2^-24; bfloat16 has float32's range."""
+        """True for float16, which ends at 2^-24; bfloat16 has the range of float32."""
         return self.compute_dtype == "float16"
 
     def cast_to_compute(self, tree: Any) -> Any:

@@ -166,7 +166,10 @@ class DynamicLossScale:
             ),
         )
         return DynamicLossScaleState(
-            *(tf.where(verdict.moves_scale, new, old) for new, old in zip(moved, state, strict=True))
+            *(
+                tf.where(verdict.moves_scale, new, old)
+                for new, old in zip(moved, state, strict=True)
+            )
         )
 
 

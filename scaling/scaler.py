@@ -1,4 +1,4 @@
-"""`LossScaler`: a rule whose state lives in variables. The one file here in which anything changes."""
+"""`LossScaler`: a state in variables. The one file in this room in which anything changes."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ class LossScaler(tf.Module):
         return scale_loss(loss, token), token
 
     def unscale(self, gradients: Any, token: Any) -> Any:
-        """Divides gradients by the very scale their loss was multiplied by; see `unscale_gradients`."""
+        """Divides gradients by the scale of their loss; see `unscale_gradients`."""
         return unscale_gradients(gradients, token)
 
     def update(self, verdict: VerdictLike) -> None:

@@ -13,7 +13,9 @@ import strategies
 
 strategies.split_cpu(4)
 # Tracing makes the first example of a test slow; nothing here is about time.
-settings.register_profile("halfstep", deadline=None, derandomize=True, max_examples=60, print_blob=False)
+settings.register_profile(
+    "halfstep", deadline=None, derandomize=True, max_examples=60, print_blob=False
+)
 settings.load_profile("halfstep")
 
 

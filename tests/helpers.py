@@ -15,7 +15,8 @@ def linear_model(units=1, inputs=1):
 
 class Linear(Trainer):
     """The loss of an example is its prediction times its slope, so the gradient is known: for
-    inputs of 1, the weighted mean of the slopes."""
+    inputs of 1, the weighted mean of the slopes.
+    """
 
     def build_model(self):
         """One weight, 1 at first."""

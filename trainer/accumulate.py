@@ -1,6 +1,5 @@
-"""One replica's share of a step: its microbatches in turn, their contributions summed in float32."""
+"""One replica's share of a step: its microbatches in turn, what they contribute summed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +9,7 @@ from trainer.differentiate import Contribution, Microbatch, Values, Whole
 
 
 def accumulate(
-    differentiate: Callable[..., Microbatch],
+    differentiate: Any,
     share: strategies.Share,
     whole: Whole,
     state: Any,
@@ -24,7 +23,7 @@ def accumulate(
     writes nothing.
 
     Args:
-        differentiate: a `tf.function` of (share, whole, state, values).
+        differentiate: a `tf.function` of (share, whole, state, values), returning a `Microbatch`.
         share: this replica's part of the global batch.
         whole: the global batch's weight and size.
         state: the loss-scale rule's state.

@@ -10,7 +10,7 @@ from trainer.keras_private import all_layers
 
 
 def check_model(model: Any, precision: scaling.Precision) -> None:
-    """Raises TypeError or ValueError unless the step can run this model; it may have no variables yet."""
+    """Raises TypeError or ValueError unless the step can run this model, built or not."""
     if not isinstance(model, (keras.Model, tf.Module)):
         raise TypeError(
             f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. The step "
@@ -71,7 +71,7 @@ def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
 
 
 def check_input_rounding(model: keras.Model, precision: scaling.Precision) -> None:
-    """Refuses a Sequential that would round its inputs to half because it does not know them yet."""
+    """Refuses a Sequential that would round its inputs to half, not knowing them yet."""
     unaware = isinstance(model, keras.Sequential) and not model.built
     if unaware and precision.compute_dtype != "float32":
         raise ValueError(
@@ -110,8 +110,8 @@ def check_optimizer(optimizer: Any, global_clipnorm: float | None) -> None:
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
-            f"`optimizer` must be a keras.optimizers.Optimizer; got {type(optimizer).__name__}. The "
-            "step calls its apply(). Return one from build_optimizer(), or pass optimizer=."
+            f"`optimizer` must be a keras.optimizers.Optimizer; got {type(optimizer).__name__}. "
+            "The step calls its apply(). Return one from build_optimizer(), or pass optimizer=."
         )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
@@ -130,9 +130,9 @@ def check_optimizer(optimizer: Any, global_clipnorm: float | None) -> None:
     for name, value in own.items():
         if value is not None and global_clipnorm is not None:
             raise ValueError(
-                f"`global_clipnorm` must be None if the optimizer clips too; got {global_clipnorm!r} "
-                f"beside the optimizer's {name}={value!r}. Clipping twice is never meant. Set one "
-                "of the two."
+                "`global_clipnorm` must be None if the optimizer clips too; got "
+                f"{global_clipnorm!r} beside the optimizer's {name}={value!r}. Clipping twice is "
+                "never meant. Set one of the two."
             )
 
 

@@ -76,21 +76,26 @@ def without_end(found: Batches) -> tf.data.Dataset:
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
-def steps_to_take(steps: int | None, epochs: int | None, found: Batches) -> int:
+def steps_to_take(steps: Any, epochs: int | None, found: Batches) -> int:
     """Returns the step a run is to reach.
+
+    Args:
+        steps: that step itself, or None.
+        epochs: the same in passes over the data, or None.
+        found: the data.
 
     Raises:
         ValueError: unless exactly one of the two is given, at least 1, and epochs can be counted.
     """
     if (steps is None) == (epochs is None):
         raise ValueError(
-            f"`steps` must be given if `epochs` is not; got steps={steps!r}, epochs={epochs!r}. One "
-            "of the two says where the run ends. Pass exactly one."
+            f"`steps` must be given if `epochs` is not; got steps={steps!r}, epochs={epochs!r}. "
+            "One of the two says where the run ends. Pass exactly one."
         )
-    name, value = ("steps", steps) if epochs is None else ("epochs", epochs)
-    check_count(name, value)
-    if steps is not None:
+    if epochs is None:
+        check_count("steps", steps)
         return steps
+    check_count("epochs", epochs)
     if found.steps_per_epoch is None:
         raise ValueError(
             f"`epochs` must be None if the data cannot tell its length; got {epochs}. An epoch is "

@@ -15,7 +15,7 @@ import strategies
 
 
 class Values(NamedTuple):
-    """The numbers a model computes with. Both empty for a `tf.Module`, which reads its own variables."""
+    """The numbers a Keras model computes with; none for a `tf.Module`, which reads its own."""
 
     trainable: list[tf.Tensor]
     held_back: list[tf.Tensor]  # of the variables that the forward pass may write
@@ -29,7 +29,7 @@ class Whole(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What one microbatch adds to a step. Contributions add up: over microbatches, then over replicas."""
+    """What one microbatch adds to a step. They add up: over microbatches, then over replicas."""
 
     gradients: list[Any]  # of the scaled objective; at least float32; None where there is none
     loss: tf.Tensor  # shape=(), float32: this part of the global weighted mean, unscaled
@@ -42,7 +42,9 @@ class Microbatch(NamedTuple):
     """Everything that comes out of one forward and backward pass."""
 
     contribution: Contribution
-    written: dict[str, tf.Tensor]  # what the pass would write: position in `Values.held_back` -> value
+    written: dict[
+        str, tf.Tensor
+    ]  # what the pass would write: position in `Values.held_back` -> value
     aux: Any  # what `compute_loss` returned beside the losses; first dimension: the example
 
 
@@ -145,17 +147,17 @@ def losses_and_aux(result: Any, batch: Any) -> tuple[tf.Tensor, Any]:
     losses = tf.convert_to_tensor(losses)
     if losses.dtype != tf.float32:
         raise TypeError(
-            f"`compute_loss` must return float32 losses; got {losses.dtype.name}. In half precision "
-            "a sum over the batch overflows or rounds. Cast the model's output to float32 before "
-            "the loss."
+            f"`compute_loss` must return float32 losses; got {losses.dtype.name}. In half "
+            "precision a sum over the batch overflows or rounds. Cast the model's output to "
+            "float32 before the loss."
         )
     rows = tf.nest.flatten(batch)[0].shape[0]
     wanted = (
         f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
     )
     remedy = (
-        "The trainer weighs and averages them over the global batch itself. Leave out the mean over "
-        "examples, and average over any other dimension."
+        "The trainer weighs and averages them over the global batch itself. Leave out the mean "
+        "over examples, and average over any other dimension."
     )
     if losses.shape.rank != 1 or losses.shape[0] not in (None, rows):
         raise ValueError(f"{wanted} {losses.shape}. {remedy}")

@@ -54,7 +54,7 @@ def replica_evaluate(
 
 
 def replica_predict(batch: Any, predict_batch: Callable[[Any], Any]) -> Any:
-    """Returns the model's outputs for one replica's share of a batch. Call it in replica context."""
+    """Returns the outputs for one replica's share of a batch. Call it in replica context."""
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     share = my_share(batch, tf.ones([rows]))
     return real_rows(predict_batch(share.batch), share)

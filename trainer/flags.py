@@ -18,7 +18,6 @@ The names are those of TensorFlow's own models (`--model_dir`, `--train_steps`,
 """
 
 import difflib
-import os
 import pathlib
 import sys
 from typing import Any, TypeVar
@@ -158,4 +157,4 @@ def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:
     # Written beside and then renamed: whoever reads it finds all of it or none.
     unfinished = model_dir / "flags.cfg.tmp"
     unfinished.write_text("\n".join(lines) + "\n")
-    os.replace(unfinished, model_dir / "flags.cfg")
+    unfinished.replace(model_dir / "flags.cfg")

@@ -1,4 +1,4 @@
-"""The names of Keras we use that it does not promise; `tests/trainer/test_keras_private.py` watches them.
+"""The names of Keras we use that it does not promise; a test of this file watches them.
 
 Everything else in this project goes through Keras's and TensorFlow's public API.
 """
@@ -26,7 +26,7 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
 
 
 def all_layers(model: keras.Model) -> list[keras.Layer]:
-    """Returns a model and all layers inside it, however deep; `model.layers` has the first level."""
+    """Returns a model and all layers in it, however deep; `model.layers` has the first level."""
     return list(model._flatten_layers())
 
 
@@ -37,9 +37,7 @@ def computing_in_float32(model: keras.Model) -> Iterator[None]:
     Trace a function inside it; the trace keeps float32 afterwards. Setting a layer's
     `dtype_policy` is public; finding all layers is not.
     """
-    half = [
-        layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")
-    ]
+    half = [layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")]
     policies = [layer.dtype_policy for layer in half]
     for layer in half:
         layer.dtype_policy = keras.DTypePolicy("float32")

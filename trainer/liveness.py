@@ -66,7 +66,11 @@ def check_alive(steps: StepReport, before: int, bound: int) -> int:
         How many steps have been skipped in a row now.
     """
     longest, now = skips_in_a_row(before, steps.grads_finite)
-    cause = scaling.Cause(int(steps.cause[np.flatnonzero(~steps.grads_finite)[-1]])) if longest else None
+    cause = (
+        scaling.Cause(int(steps.cause[np.flatnonzero(~steps.grads_finite)[-1]]))
+        if longest
+        else None
+    )
     if cause is scaling.Cause.FORWARD and before == 0:
         logging.warning("A step was skipped, cause forward. %s", HINTS[cause])
     if cause and longest >= bound:

@@ -56,8 +56,8 @@ class RunLog:
             self._untimed = len(self._reports)
             self._began = time.perf_counter()
 
-    def flush(self, target: int, totals: Totals, metrics: dict[str, float]) -> StepReport | None:
-        """Reads, prints and writes what has come in since the last time.
+    def flush(self, target: int, totals: Totals, metrics: dict[str, float]) -> StepReport:
+        """Reads, prints and writes what has come in since the last time; something must have.
 
         Args:
             target: the step the run is to reach.
@@ -65,10 +65,8 @@ class RunLog:
             metrics: the values of the training metrics since the last time.
 
         Returns:
-            The steps' reports, each field a NumPy array of shape (steps,), or None.
+            The steps' reports, each field a NumPy array of shape (steps,).
         """
-        if not self._reports:
-            return None
         steps = StepReport(*(np.concatenate(field) for field in zip(*self._reports, strict=True)))
         timed = sum(int(np.sum(report.examples)) for report in self._reports[self._untimed :])
         seconds = time.perf_counter() - self._began

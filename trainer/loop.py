@@ -37,9 +37,7 @@ def run_steps(
 
     def body(index: tf.Tensor, fields: list[tf.TensorArray]) -> tuple:
         report = train_step(next(iterator))
-        written = [
-            field.write(index, value) for field, value in zip(fields, report, strict=True)
-        ]
+        written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
         return index + 1, written
 
     _, fields = tf.while_loop(
@@ -48,9 +46,7 @@ def run_steps(
     return StepReport(*(field.stack() for field in fields))
 
 
-def next_stop(
-    step: int, target: int, steps_per_loop: int, intervals: Iterable[int | None]
-) -> int:
+def next_stop(step: int, target: int, steps_per_loop: int, intervals: Iterable[int | None]) -> int:
     """Returns the step at which the next inner loop ends.
 
     Args:
@@ -74,4 +70,4 @@ def crossed(interval: int | None, before: int, step: int) -> bool:
         >>> crossed(25, 20, 30), crossed(25, 30, 40), crossed(None, 0, 100)
         (True, False, False)
     """
-    return bool(interval) and step // interval > before // interval
+    return interval is not None and step // interval > before // interval

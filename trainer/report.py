@@ -111,9 +111,9 @@ def progress_line(interval: Interval, target: int, totals: Totals) -> str:
     """Returns the line that a person watches.
 
     Example:
-        >>> interval = Interval(20, 0.25, 0.0, 1.0, 2.0**21, 17, 3, 5120.0, {"accuracy": 0.5})
+        >>> interval = Interval(20, 0.25, 0.0, 1.0, 2.0**21, 17, 3, 5120.0, {})
         >>> progress_line(interval, 600, Totals(17, {"backward": 3}))
-        'step  20/600  loss 0.2500  accuracy 0.5000  loss_scale 2^21  3 skipped (3 backward)  5,120 examples/s'
+        'step  20/600  loss 0.2500  loss_scale 2^21  3 skipped (3 backward)  5,120 examples/s'
     """
     width = len(str(target))
     speed = interval.examples_per_second

@@ -66,8 +66,8 @@ def resolve_jit_compile(
         return bool(jit_compile)
     if jit_compile != "auto":
         raise ValueError(
-            f'`jit_compile` must be True, False or "auto"; got {jit_compile!r}. It says whether XLA '
-            'compiles each replica\'s forward and backward pass. Leave it at "auto".'
+            f'`jit_compile` must be True, False or "auto"; got {jit_compile!r}. It says whether '
+            'XLA compiles each replica\'s forward and backward pass. Leave it at "auto".'
         )
     return precision.compute_dtype == "float16" and runs_on_cpu(strategy)
 
@@ -94,8 +94,8 @@ def check_clipnorm(global_clipnorm: float | None) -> None:
     """Raises ValueError unless the bound on the norm is None or a positive, finite number."""
     if global_clipnorm is not None and not 0 < global_clipnorm < math.inf:
         raise ValueError(
-            f"`global_clipnorm` must be None or positive and finite; got {global_clipnorm!r}. It is "
-            "the largest global norm that the gradients may have. 1.0 is usual."
+            f"`global_clipnorm` must be None or positive and finite; got {global_clipnorm!r}. It "
+            "is the largest global norm that the gradients may have. 1.0 is usual."
         )
 
 

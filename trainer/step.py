@@ -1,4 +1,4 @@
-"""The step: scale, differentiate, sum, unscale, judge, clip. What follows the verdict is `Trainer.train_step`'s.
+"""The step: scale, differentiate, sum, unscale, judge, clip. `Trainer.train_step` does the rest.
 
 `replica_step` is the sentence above in its order. It runs in replica context, changes
 nothing, and ends in a verdict that is the same on every replica, because it is computed
@@ -133,7 +133,9 @@ def global_norm(gradients: list[Any]) -> tf.Tensor:
 def largest_magnitude(gradients: list[Any]) -> tf.Tensor:
     """Returns the largest absolute value in any gradient: shape (), float32."""
     leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in gradients]
-    largest = [tf.reduce_max(tf.abs(tf.cast(leaf, tf.float32))) for leaf in leaves if leaf is not None]
+    largest = [
+        tf.reduce_max(tf.abs(tf.cast(leaf, tf.float32))) for leaf in leaves if leaf is not None
+    ]
     return tf.reduce_max(tf.stack(largest))
 
 

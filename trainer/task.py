@@ -1,4 +1,4 @@
-"""What a user says about a training run: the methods to override, and what they do if left alone."""
+"""What a user says about a training run: methods to override, and what they do if left alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,11 @@ class Task:
     """
 
     model: Any
-    metrics: dict[str, keras.metrics.Metric]
+
+    @property
+    def metrics(self) -> dict[str, keras.metrics.Metric]:
+        """The metrics in use, by name; `Trainer` has them."""
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class Task:
         return tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])
 
     def build_metrics(self) -> dict[str, keras.metrics.Metric]:
-        """Returns new Keras metrics by name. Called twice: training and evaluation have their own."""
+        """Returns new Keras metrics by name. Called twice: evaluation has its own."""
         return self._given_metrics() if self._given_metrics else {}
 
     def update_metrics(self, batch: Any, aux: Any) -> None:

@@ -47,7 +47,9 @@ def test_all_lists_what_a_room_offers(room):
     assert set(room.__all__) == offered
 
 
-@pytest.mark.parametrize(("room", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("room", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_public_names_are_documented(room, name):
     """Every public name has a docstring, and an example of its own or a reason why not."""
     value = getattr(room, name)

@@ -33,7 +33,8 @@ def accuracy(lines):
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_digits_learns_in_float16(strategy):
     """The main job: at least 98% in float16, within a point of float32 on the same seed, with skipped
-    steps visible and counted."""
+    steps visible and counted.
+    """
     arguments = [f"--distribution_strategy={strategy}"]
     half = run("digits.py", *arguments)
     full = run("digits.py", *arguments, "--precision=float32")
@@ -49,7 +50,8 @@ def test_digits_learns_in_float16(strategy):
 
 def test_vanishing_comes_back():
     """At a loss scale of 1 every gradient is 0 and nothing is learned; with `dynamic` the first scales
-    overflow, and then the weight is found."""
+    overflow, and then the weight is found.
+    """
     lost, found = run("vanishing.py", "--loss_scale=1"), run("vanishing.py")
 
     assert all(re.search(r"gradient -?0\.0e\+00 .*weight 0\.000$", line) for line in lost)
@@ -59,7 +61,9 @@ def test_vanishing_comes_back():
 
 def test_a_run_is_repeated_from_its_flags(tmp_path):
     """flags.cfg brings the same run to the same step; the same command with a later one goes on."""
-    first = run("digits.py", f"--model_dir={tmp_path}", "--train_steps=20", "--seed=7", "--log_steps=20")
+    first = run(
+        "digits.py", f"--model_dir={tmp_path}", "--train_steps=20", "--seed=7", "--log_steps=20"
+    )
     again = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
     longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", "--train_steps=30")
 

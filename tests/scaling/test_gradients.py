@@ -24,7 +24,9 @@ def test_unscaling_returns_the_bits(gradient, scale):
     """L1: whatever neither overflows nor underflows on the way comes back with its bits."""
     with np.errstate(over="ignore"):
         scaled = gradient * np.float32(scale)
-    survives = np.isfinite(scaled) & ((np.abs(scaled) >= np.finfo(np.float32).tiny) | (gradient == 0))
+    survives = np.isfinite(scaled) & (
+        (np.abs(scaled) >= np.finfo(np.float32).tiny) | (gradient == 0)
+    )
     state = fixed(scale)
     actual = scaling.unscale_gradients(scaling.scale_loss(gradient, state), state).numpy()
 
@@ -69,9 +71,9 @@ def test_none_and_sparse_gradients_survive():
     assert nothing is None
     assert isinstance(sparse, tf.IndexedSlices)
     # 80,000 would be infinite in float16.
-    assert {2: 10000.0, 0: 0.125} == dict(
+    assert dict(
         zip(sparse.indices.numpy().tolist(), sparse.values.numpy()[:, 0].tolist(), strict=True)
-    )
+    ) == {2: 10000.0, 0: 0.125}
     assert list(sparse.dense_shape) == [4, 1]
 
 

@@ -25,7 +25,14 @@ def test_the_three_precisions(name, compute, needs):
 def test_casts_touch_floats_only():
     """Integers, bools, strings and None pass through; sparse rows are cast."""
     slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
-    tree = {"x": tf.ones([], tf.float64), "id": 3, "flag": True, "name": "a", "no": None, "s": slices}
+    tree = {
+        "x": tf.ones([], tf.float64),
+        "id": 3,
+        "flag": True,
+        "name": "a",
+        "no": None,
+        "s": slices,
+    }
     half = Precision("mixed_float16").cast_to_compute(tree)
 
     assert half["x"].dtype == tf.float16

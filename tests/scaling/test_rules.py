@@ -26,7 +26,8 @@ def numbers(state):
 @given(generators.rules(), generators.histories())
 def test_advance_agrees_with_the_plain_python_rule(rule, history):
     """L4: for any rule and any history, every state matches the oracle's, and
-    L3: every scale is a power of two within the bounds."""
+    L3: every scale is a power of two within the bounds.
+    """
     state = rule.initial_state()
     expected = oracle.start(rule)
     for step, finite in enumerate(history):

@@ -59,7 +59,7 @@ def test_an_incurable_cause_on_one_replica_keeps_the_scale(mirrored, on_replicas
         scaler.update(Verdict(tf.constant(False), cause))
         return scaler.loss_scale
 
-    assert [8.0, 8.0] == [float(scale) for scale in on_replicas(strategy, replica)]
+    assert [float(scale) for scale in on_replicas(strategy, replica)] == [8.0, 8.0]
 
 
 def test_a_checkpoint_keeps_every_field(tmp_path):

@@ -14,7 +14,8 @@ import strategies
 @given(st.integers(1, 50), st.integers(1, 8), st.integers(1, 4))
 def test_every_example_counts_once(examples, replicas, microbatches):
     """L8: for any sizes, each example is in one microbatch of one replica, in order, and sizes
-    differ by at most one within each cut."""
+    differ by at most one within each cut.
+    """
     weights = np.arange(1, examples + 1, dtype=np.float32)
     share = strategies.whole({"x": tf.range(examples)}, tf.constant(weights))
     seen, sizes = [], []

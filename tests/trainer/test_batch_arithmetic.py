@@ -53,7 +53,8 @@ def batches(sizes):
             "ids": random.integers(0, 5, [size, 3]).astype(np.int32),
             "features": random.standard_normal([size, 4]).astype(np.float32),
             "target": random.standard_normal(size).astype(np.float32),
-            "weight": random.choice([0.0, 0.5, 1.0, 3.0], size).astype(np.float32) + (np.arange(size) == 0),
+            "weight": random.choice([0.0, 0.5, 1.0, 3.0], size).astype(np.float32)
+            + (np.arange(size) == 0),
         }
         for size in sizes
     ]
@@ -84,7 +85,8 @@ def whole():
 def test_division_changes_nothing(mirrored, whole, replicas, num_microbatches):
     """L8: R replicas x M microbatches x ragged, empty and single-example batches, with example
     weights, kernel L2, an activity regularizer, `add_loss` and repeated ids, take SGD to the same
-    weights as one device with the whole batch, to 1e-6 of the largest weight, at every step."""
+    weights as one device with the whole batch, to 1e-6 of the largest weight, at every step.
+    """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     divided = trained(strategy=strategy, num_microbatches=num_microbatches)
     for size, (expected, weights), (actual, ours) in zip(SIZES, whole, divided, strict=True):
@@ -144,6 +146,8 @@ def test_a_batch_of_no_weight_moves_nothing():
             return 0.0 * batch["slope"]
 
     trainer = Unweighted()
-    [report] = attempt(trainer, [{"x": np.ones([2, 1], np.float32), "slope": np.ones(2, np.float32)}])
+    [report] = attempt(
+        trainer, [{"x": np.ones([2, 1], np.float32), "slope": np.ones(2, np.float32)}]
+    )
 
     assert (report.loss, report.gradient_norm, trainer.weight) == (0.0, 0.0, 1.0)

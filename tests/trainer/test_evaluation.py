@@ -69,7 +69,13 @@ def test_a_half_model_is_evaluated_in_float32(precision):
 def test_training_and_evaluation_have_metrics_of_their_own(capsys):
     """Evaluating in the middle of training leaves the training metrics as they were."""
     trainer = classifier(log_interval=6, verbose=True)
-    trainer.train((X, Y), steps=6, global_batch=11, eval_data=tf.data.Dataset.from_tensors((X[:2], Y[:2])), eval_interval=3)
+    trainer.train(
+        (X, Y),
+        steps=6,
+        global_batch=11,
+        eval_data=tf.data.Dataset.from_tensors((X[:2], Y[:2])),
+        eval_interval=3,
+    )
     out = capsys.readouterr().out
 
     # 66 examples were trained on, a multiple of 1/66; 2 were evaluated.
@@ -91,11 +97,15 @@ def test_metrics_are_updated_on_applied_steps_only():
     assert float(trainer.metrics["accuracy"].count.numpy()) == 22.0
 
 
-@pytest.mark.parametrize("loss", ["mse", keras.losses.MeanSquaredError(), lambda y, p: (y - p)[:, 0] ** 2])
+@pytest.mark.parametrize(
+    "loss", ["mse", keras.losses.MeanSquaredError(), lambda y, p: (y - p)[:, 0] ** 2]
+)
 def test_losses_in_any_form(loss):
     """A name, a Keras loss without its reduction, or a function."""
     y = np.random.default_rng(3).standard_normal([11, 1]).astype(np.float32)
-    trainer = Trainer(model=lambda: linear_model(inputs=5), optimizer="sgd", loss_fn=loss, verbose=False)
+    trainer = Trainer(
+        model=lambda: linear_model(inputs=5), optimizer="sgd", loss_fn=loss, verbose=False
+    )
     expected = np.mean((X.sum(1, keepdims=True) - y) ** 2)
 
     assert trainer.evaluate((X, y), global_batch=4)["loss"] == pytest.approx(expected, rel=1e-5)
@@ -126,6 +136,8 @@ def test_a_module_predicts_as_it_trains():
         def __call__(self, x):
             return {"twice": self.factor * x}
 
-    trainer = Trainer(model=Doubling, optimizer="sgd", loss_fn=lambda y, p: (p["twice"] - y)[:, 0], verbose=False)
+    trainer = Trainer(
+        model=Doubling, optimizer="sgd", loss_fn=lambda y, p: (p["twice"] - y)[:, 0], verbose=False
+    )
 
     np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)

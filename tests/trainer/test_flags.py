@@ -61,7 +61,7 @@ def test_mirrored_runs_on_the_logical_cpus():
     ],
 )
 def test_what_loss_scale_means(arguments, rule):
-    """auto is dynamic for float16 only; a start above the ceiling lifts it."""
+    """Auto is dynamic for float16 only; a start above the ceiling lifts it."""
     values = parse(*arguments)
 
     assert make_trainer(Linear, values).rule == rule
@@ -70,7 +70,10 @@ def test_what_loss_scale_means(arguments, rule):
 def test_a_loss_scale_that_is_no_word_and_no_number():
     """The error names the flag."""
     values = parse("--loss_scale=dynamo")
-    with pytest.raises(ValueError, match="`--loss_scale` must be auto, dynamic, none or a power of two; got 'dynamo'"):
+    with pytest.raises(
+        ValueError,
+        match="`--loss_scale` must be auto, dynamic, none or a power of two; got 'dynamo'",
+    ):
         make_trainer(Linear, values)
 
 
@@ -78,7 +81,7 @@ def test_a_script_has_its_own_defaults():
     """A default of the script's holds unless typed otherwise; an unknown name is refused."""
     assert parse(train_steps=7).train_steps == 7
     assert parse("--train_steps=9", train_steps=7).train_steps == 9
-    with pytest.raises(ValueError, match="got 'train_step'.* Did you mean 'train_steps'?"):
+    with pytest.raises(ValueError, match=r"got 'train_step'.* Did you mean 'train_steps'\?"):
         parse(train_step=7)
 
 
@@ -92,5 +95,5 @@ def test_the_policy_is_left_alone():
             raise OSError
 
     with pytest.raises(OSError):  # noqa: PT011
-        make_trainer(Failing, values).model
+        _ = make_trainer(Failing, values).model
     assert keras.config.dtype_policy().name == "float32"

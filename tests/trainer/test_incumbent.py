@@ -11,7 +11,8 @@ from helpers import Linear, attempt, copies, linear_model, slopes
 def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
     """L5: Keras's LossScaleOptimizer looks at replica 0's own gradients only. An infinity on replica 1
     goes into the weights of both replicas, and its scale does not even move. Ours skips, whichever
-    replica it is."""
+    replica it is.
+    """
     strategy = mirrored(2)
     values = np.ones(2, np.float32)
     values[bad_replica] = 1e38

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import scaling
-from trainer import TrainingStuckError, Totals
+from trainer import Totals, TrainingStuckError
 from trainer.liveness import skips_in_a_row
 
 
@@ -33,7 +33,8 @@ def run(tmp_path, **arguments):
 
 def test_the_progress_lines(tmp_path, capsys):
     """Step, loss, loss scale, skipped steps by cause and examples per second; the weight falls by 3
-    with every update, so the mean loss of an interval is known."""
+    with every update, so the mean loss of an interval is known.
+    """
     _, summary = run(tmp_path)
     lines = capsys.readouterr().out.splitlines()
 
@@ -68,7 +69,9 @@ def test_the_files(tmp_path):
     assert set(lines[0]) - set(curves) == {"step", "split"}
 
 
-def test_a_quiet_run_prints_nothing_and_without_a_directory_writes_nothing(tmp_path, capsys, monkeypatch):
+def test_a_quiet_run_prints_nothing_and_without_a_directory_writes_nothing(
+    tmp_path, capsys, monkeypatch
+):
     """verbose=False is silent; model_dir=None leaves no file."""
     monkeypatch.chdir(tmp_path)
     trainer = Linear(verbose=False)
@@ -94,7 +97,8 @@ def test_skips_in_a_row_are_counted_across_loops(loops):
 
 def test_a_run_that_is_stuck_ends(tmp_path):
     """L11: gradients that overflow at every scale end the run, with the cause and what to try; what
-    was logged by then is on disk."""
+    was logged by then is on disk.
+    """
 
     class Rooted(Linear):
         def compute_loss(self, batch, training):

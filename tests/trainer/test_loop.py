@@ -30,7 +30,8 @@ def operations(concrete):
 def test_a_run_is_traced_once(mirrored, replicas, num_microbatches):
     """L15: through ragged batches, a short last loop and a second call of train, the step is traced
     once, and the user's loss once on each replica. L14: 23 steps at 5 a loop are 5 calls, 7 more are
-    2, all of one concrete function."""
+    2, all of one concrete function.
+    """
     traces, calls = [], []
 
     class Counting(Linear):
@@ -163,7 +164,9 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
     assert_same_bits(dict(enumerate(expected)), dict(enumerate(actual)))
     assert before.totals == after.totals
     assert before.totals.skipped_by_cause == {"forward": 2}
-    for old, new in zip(before._state.loss_scaler.state, after._state.loss_scaler.state, strict=True):
+    for old, new in zip(
+        before._state.loss_scaler.state, after._state.loss_scaler.state, strict=True
+    ):
         assert old.numpy() == new.numpy()
 
 

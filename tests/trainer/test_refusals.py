@@ -81,7 +81,7 @@ def weightless():
         ),
         (
             {"jit_compile": "yes"},
-            '`jit_compile` must be True, False or "auto"; got \'yes\'. It says whether XLA compiles '
+            "`jit_compile` must be True, False or \"auto\"; got 'yes'. It says whether XLA compiles "
             'each replica\'s forward and backward pass. Leave it at "auto".',
         ),
         (
@@ -127,23 +127,33 @@ def test_arguments_are_refused_when_given(arguments, message):
             "the precision the model has.",
         ),
         (
-            {"model": lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1, dtype="float32")]),
-             "precision": "mixed_float16"},
+            {
+                "model": lambda: keras.Sequential(
+                    [keras.Input([1]), keras.layers.Dense(1, dtype="float32")]
+                ),
+                "precision": "mixed_float16",
+            },
             "`model` must be built under the policy 'mixed_float16'; got layer 'dense' under "
             "'float32'. The precision is chosen when layers are made. Build it in build_model() or "
             "pass a function as model=, and leave dtype= out, or give the trainer the precision the "
             "model has.",
         ),
         (
-            {"model": lambda: keras.Sequential([keras.layers.Dense(1)], name="blind"),
-             "precision": "mixed_float16"},
+            {
+                "model": lambda: keras.Sequential([keras.layers.Dense(1)], name="blind"),
+                "precision": "mixed_float16",
+            },
             "`model` must know its input before it runs under 'mixed_float16'; got Sequential "
             "'blind' without one. Keras would give it a half-precision input, which rounds token "
             "ids above 256 or 2048. Put keras.Input(shape, dtype=...) first.",
         ),
         (
-            {"model": lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1, dtype="float16")]),
-             "precision": "mixed_float16"},
+            {
+                "model": lambda: keras.Sequential(
+                    [keras.Input([1]), keras.layers.Dense(1, dtype="float16")]
+                ),
+                "precision": "mixed_float16",
+            },
             "`model` must keep its weights in float32; got 'sequential/dense/kernel' in float16. "
             "Half precision loses every update smaller than 2^-11 of a weight. Use a mixed_ policy, "
             "which computes in half and keeps float32 master weights.",
@@ -208,7 +218,9 @@ def test_models_and_optimizers_are_refused_before_the_first_step(arguments, mess
 
 def test_variables_of_another_strategy_are_refused(mirrored):
     """A model made outside the scope has one copy of its weights."""
-    with pytest.raises(ValueError, match="`model` must be made in the scope of the trainer's strategy"):
+    with pytest.raises(
+        ValueError, match="`model` must be made in the scope of the trainer's strategy"
+    ):
         train(make(model=linear_model(), strategy=mirrored(2)))
 
 
@@ -216,7 +228,7 @@ def test_variables_of_another_strategy_are_refused(mirrored):
     ("loss", "error", "message"),
     [
         (
-            lambda p: tf.reduce_mean(p),
+            tf.reduce_mean,
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
             "trainer weighs and averages them over the global batch itself. Leave out the mean over "
@@ -241,7 +253,7 @@ def test_variables_of_another_strategy_are_refused(mirrored):
             "the batch overflows or rounds. Cast the model's output to float32 before the loss.",
         ),
         (
-            lambda p: tf.stop_gradient(p),
+            tf.stop_gradient,
             ValueError,
             "`compute_loss` must depend on a trainable variable; got 1 gradients that are all None. "
             "There is nothing to update. Compute the losses from self.model's output, without "
@@ -413,7 +425,9 @@ def test_a_label_out_of_range_is_a_forward_cause_under_xla():
 
 def test_evaluation_precision_is_checked():
     """Evaluation computes in float32 or as in training."""
-    with pytest.raises(ValueError, match=r'`precision` must be "float32" or "train" here; got \'half\''):
+    with pytest.raises(
+        ValueError, match=r'`precision` must be "float32" or "train" here; got \'half\''
+    ):
         make().evaluate((X, X), global_batch=4, precision="half")
 
 

@@ -49,13 +49,18 @@ def batch_with(slope, replica, replicas):
 def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
     """L5: a non-finite value on any one replica alone, born in the forward or the backward pass,
     leaves every copy of weights, slots, statistics and `iterations` as it was. Born backward it
-    halves the scale once; born forward it leaves the scale where it is (L17)."""
+    halves the scale once; born forward it leaves the scale where it is (L17).
+    """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     trainer = Poisoned(strategy=strategy, loss_scale="dynamic", **HALF)
     [report] = attempt(trainer, [batch_with(1.0, 0, replicas)])
     assert report.grads_finite
     for replica in range(replicas):
-        for slope, cause in [(1e6, Cause.BACKWARD), (np.inf, Cause.FORWARD), (np.nan, Cause.FORWARD)]:
+        for slope, cause in [
+            (1e6, Cause.BACKWARD),
+            (np.inf, Cause.FORWARD),
+            (np.nan, Cause.FORWARD),
+        ]:
             before, scale = all_copies(trainer), trainer.loss_scale
             [report] = attempt(trainer, [batch_with(slope, replica, replicas)])
 
@@ -125,7 +130,8 @@ def restless():
 def test_gradients_are_divided_by_the_scale_of_their_loss(restless, history):
     """L2: over any history in which the scale grows on every finite step and halves on every
     overflow, an applied step moves the weight by exactly its slope. Dividing by the next scale
-    would halve it. 2^12 overflows float16 from a scale of 2^4 up, that is always."""
+    would halve it. 2^12 overflows float16 from a scale of 2^4 up, that is always.
+    """
     trainer = restless()
     weight, scale = 0.0, 2.0**10
     reports = attempt(trainer, [slopes(slope) for slope in history])
@@ -142,7 +148,8 @@ def test_gradients_are_divided_by_the_scale_of_their_loss(restless, history):
 @pytest.mark.parametrize("optimizer_is_sgd", [True, False])
 def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypatch):
     """L7: R replicas whose part of the gradient is 1 move SGD by R, never by R squared, and each
-    replica asks for one all-reduce in the whole step, whatever the optimizer."""
+    replica asks for one all-reduce in the whole step, whatever the optimizer.
+    """
     asked = []
     original = tf.distribute.ReplicaContext.all_reduce
 
@@ -174,7 +181,8 @@ def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypa
 @pytest.mark.parametrize("owner", ["trainer", "optimizer"])
 def test_clipping_comes_last(mirrored, replicas, owner):
     """L9: the bound holds for the gradient that is summed over replicas and unscaled, whether the
-    trainer clips or the optimizer: a gradient of 10 clipped to 1 moves SGD by 1, not by R."""
+    trainer clips or the optimizer: a gradient of 10 clipped to 1 moves SGD by 1, not by R.
+    """
 
     class Clipping(Linear):
         def build_optimizer(self):
@@ -198,10 +206,16 @@ def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
     class Embedded(Linear):
         def build_model(self):
             return keras.Sequential(
-                [keras.Input([1], dtype="int32"), keras.layers.Embedding(4, 1), keras.layers.Flatten()]
+                [
+                    keras.Input([1], dtype="int32"),
+                    keras.layers.Embedding(4, 1),
+                    keras.layers.Flatten(),
+                ]
             )
 
-    trainer = Embedded(strategy=mirrored(replicas) if replicas > 1 else "default", global_clipnorm=7.0)
+    trainer = Embedded(
+        strategy=mirrored(replicas) if replicas > 1 else "default", global_clipnorm=7.0
+    )
     batch = {"x": np.array([[2], [2]]), "slope": np.array([6.0, 8.0], np.float32)}
     trainer._start(tf.nest.map_structure(tf.constant, batch))
     before = copies(trainer.model.trainable_variables[0])[0]
@@ -216,7 +230,8 @@ def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_small_updates_survive(mirrored, precision, replicas):
     """L13: an update of 2^-20 relative to the weight moves it, on every replica, in every precision;
-    weights and slots are float32."""
+    weights and slots are float32.
+    """
 
     class Small(Linear):
         def build_optimizer(self):
@@ -235,7 +250,8 @@ def test_small_updates_survive(mirrored, precision, replicas):
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_statistics_become_their_mean(mirrored, replicas):
     """Step 10: after an applied step every replica holds the mean of what the replicas' BatchNorms
-    would have written; a frozen one is not touched at all."""
+    would have written; a frozen one is not touched at all.
+    """
 
     class Normed(Linear):
         def build_model(self):
@@ -320,8 +336,20 @@ def test_a_plain_module_is_a_model(mirrored, replicas, precision, num_microbatch
 
 @pytest.mark.parametrize(
     "name",
-    ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"]
-    + ["Adafactor", "Lamb"],
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "Nadam",
+        "Ftrl",
+        "Lion",
+        "Adafactor",
+        "Lamb",
+    ],
 )
 def test_any_keras_optimizer_applies(mirrored, name):
     """Every Keras optimizer takes a step on two replicas, and holds still on a skipped one."""
