@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 import numpy as np
+import tensorflow as tf
 
 import scaling
 
@@ -42,3 +43,14 @@ def float32_arrays():
     return st.lists(float32s(), min_size=1, max_size=20).map(
         lambda values: np.array(values, np.float32)
     )
+
+
+@st.composite
+def gradients(draw):
+    """Dense vectors, or sparse ones whose indices may repeat, of numbers whose squares are normal."""
+    numbers = st.floats(-(2.0**10), 2.0**10, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-20)
+    values = np.array(draw(st.lists(numbers, min_size=1, max_size=6)), np.float32)
+    if draw(st.booleans()):
+        return tf.constant(values)
+    indices = draw(st.lists(st.integers(0, 2), min_size=len(values), max_size=len(values)))
+    return tf.IndexedSlices(tf.constant(values), tf.constant(indices), tf.constant([3]))

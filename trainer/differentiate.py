@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from trainer.keras_private import penalties_in_float32
 
 
 class Values(NamedTuple):
@@ -110,9 +111,8 @@ def forward(
         return losses, aux, tf.constant(0.0), {}
     pairs = list(zip(model.trainable_variables, values.trainable, strict=True))
     pairs += zip(model.non_trainable_variables, values.held_back, strict=True)
-    with keras.StatelessScope(pairs, collect_losses=True) as scope:
+    with penalties_in_float32(model), keras.StatelessScope(pairs, collect_losses=True) as scope:
         losses, aux = losses_and_aux(compute_loss(batch, training=True), batch)
-        # Each in float32 before the sum: a penalty in float16 overflows at 65504.
         added = tf.add_n([tf.constant(0.0), *(tf.cast(loss, tf.float32) for loss in model.losses)])
     after = [scope.get_current_value(variable) for variable in model.non_trainable_variables]
     written = {

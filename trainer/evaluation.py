@@ -1,15 +1,91 @@
 """Evaluation and prediction: a forward pass over each replica's share, and what is left of it."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from trainer.accumulate import real_rows
 from trainer.checks import check_weights
 from trainer.differentiate import losses_and_aux
+from trainer.keras_private import computing_in_float32
 from trainer.step import my_share
 from trainer.task import Task
+
+PRECISIONS = ("float32", "train")
+
+
+class Evaluator:
+    """Runs a task's model forward, in float32 or as in training; keeps what it has traced.
+
+    Args:
+        task: the model, the loss and the metrics.
+        strategy: where the replicas run.
+        jit_compile: whether training is compiled, and so whatever computes as in training.
+    """
+
+    def __init__(self, task: Task, strategy: tf.distribute.Strategy, *, jit_compile: bool) -> None:
+        """Traces nothing yet."""
+        self._task = task
+        self._is_keras = isinstance(task.model, keras.Model)
+
+        def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
+            as_in_training = precision == "train" or not self._is_keras
+            return (
+                tf.function(method, jit_compile=True) if jit_compile and as_in_training else method
+            )
+
+        self._evaluate = {
+            precision: tf.function(
+                functools.partial(
+                    evaluate_all,
+                    strategy=strategy,
+                    task=task,
+                    compute_loss=forward(task.compute_loss, precision),
+                )
+            )
+            for precision in PRECISIONS
+        }
+        self._predict = {
+            precision: tf.function(
+                functools.partial(
+                    predict_batch,
+                    strategy=strategy,
+                    method=forward(task.predict_batch, precision),
+                )
+            )
+            for precision in PRECISIONS
+        }
+
+    def evaluate(self, dataset: tf.data.Dataset, precision: str) -> dict[str, float]:
+        """Returns the weighted mean loss and the task's metrics over a data set."""
+        for metric in self._task.metrics.values():
+            metric.reset_state()
+        with self._computing_in(precision):
+            total, weight = self._evaluate[precision](iter(dataset))
+        metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
+        return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
+
+    def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
+        """Returns the model's outputs over a data set, as NumPy arrays."""
+        with self._computing_in(precision):
+            outputs = [self._predict[precision](batch) for batch in dataset]
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
+        """Checks `precision`, and holds a Keras model's layers in float32 while it is traced."""
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f'`precision` must be "float32" or "train" here; got {precision!r}. Evaluation '
+                "computes in float32, or in whatever the model is trained in. Use one of the two."
+            )
+        if precision == "float32" and self._is_keras:
+            return computing_in_float32(self._task.model)
+        return contextlib.nullcontext()
 
 
 def evaluate_all(
@@ -53,8 +129,18 @@ def replica_evaluate(
     return total, tf.reduce_sum(share.weights)
 
 
-def replica_predict(batch: Any, predict_batch: Callable[[Any], Any]) -> Any:
+def predict_batch(
+    batch: Any, strategy: tf.distribute.Strategy, method: Callable[[Any], Any]
+) -> Any:
+    """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`."""
+    shares = strategy.run(replica_predict, args=(batch, method))
+    return tf.nest.map_structure(
+        lambda share: tf.concat(strategy.experimental_local_results(share), 0), shares
+    )
+
+
+def replica_predict(batch: Any, method: Callable[[Any], Any]) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     share = my_share(batch, tf.ones([rows]))
-    return real_rows(predict_batch(share.batch), share)
+    return real_rows(method(share.batch), share)

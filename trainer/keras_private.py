@@ -4,9 +4,11 @@ Everything else in this project goes through Keras's and TensorFlow's public API
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 
 @contextlib.contextmanager
@@ -28,6 +30,28 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns a model and all layers in it, however deep; `model.layers` has the first level."""
     return list(model._flatten_layers())
+
+
+@contextlib.contextmanager
+def penalties_in_float32(model: keras.Model) -> Iterator[None]:
+    """Within, activity regularizers see float32 activations, also those of half-precision layers.
+
+    A sum of squares overflows float16 at 65504: a hundred activations of 30 are enough.
+    Setting a layer's `activity_regularizer` is public; finding all layers is not.
+    """
+    layers = [layer for layer in all_layers(model) if layer.activity_regularizer is not None]
+    regularizers = [layer.activity_regularizer for layer in layers]
+
+    def widened(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda activation: regularizer(tf.cast(activation, tf.float32))
+
+    for layer, regularizer in zip(layers, regularizers, strict=True):
+        layer.activity_regularizer = widened(regularizer)
+    try:
+        yield
+    finally:
+        for layer, regularizer in zip(layers, regularizers, strict=True):
+            layer.activity_regularizer = regularizer
 
 
 @contextlib.contextmanager

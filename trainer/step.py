@@ -1,11 +1,12 @@
-"""The step: scale, differentiate, sum, unscale, judge, clip. `Trainer.train_step` does the rest.
+"""The step, from a global batch to a report: read `attempt_step`, then `replica_step`.
 
-`replica_step` is the sentence above in its order. It runs in replica context, changes
-nothing, and ends in a verdict that is the same on every replica, because it is computed
-from nothing but sums over all of them.
+Weigh, cast, run forward, scale, run backward, sum over replicas, unscale, judge, clip; then
+apply on every replica or on none, and move the loss scale. Up to the verdict nothing changes,
+and the verdict is computed from nothing but sums over all replicas: none can decide alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,18 +16,27 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.accumulate import accumulate, real_rows
+from trainer.checks import check_weights
 from trainer.differentiate import Contribution, Microbatch, Values, Whole
+from trainer.judge import clip, global_norm, judge, largest_magnitude
+from trainer.keras_private import gradients_already_reduced
+from trainer.report import StepReport
+from trainer.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """What is the same in every step of a run."""
 
+    strategy: tf.distribute.Strategy
     model: Any  # a keras.Model or a tf.Module
-    differentiate: Callable[..., Microbatch]  # a tf.function of (share, whole, state, values)
+    optimizer: keras.optimizers.Optimizer
+    rule: scaling.LossScaleRule
+    example_weights: Callable[[Any], tf.Tensor]  # of a global batch
+    update_metrics: Callable[[Any, Any], None]  # with a replica's (batch, aux)
+    differentiate: Any  # a tf.function of (share, whole, state, values), returning a Microbatch
     num_microbatches: int
     global_clipnorm: float | None
-    needs_magnitude: bool  # whether the loss-scale rule asks for the largest magnitude
 
 
 class StepResult(NamedTuple):
@@ -42,8 +52,44 @@ class StepResult(NamedTuple):
     aux: Any  # what `compute_loss` returned for them beside the losses
 
 
+def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
+    """Attempts one update. Call it in cross-replica context, in a graph.
+
+    Args:
+        batch: the global batch; each replica takes its share.
+        plan: the run's constants.
+        run: the run's loss scale and counts, which move.
+
+    Returns:
+        The step's report, each field of shape ().
+    """
+    weights = check_weights(plan.example_weights(batch), batch)
+    state = run.loss_scaler.state  # the one scale of this step: it multiplies, and it divides
+    replica = functools.partial(replica_step, plan=plan)
+    result = plan.strategy.run(replica, args=(batch, weights, state))
+    agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
+    # The condition stands outside the replicas: what is behind it may be a collective.
+    tf.cond(
+        agreed.verdict.grads_finite,
+        lambda: apply_update(result, agreed.written, plan),
+        lambda: False,  # a skip moves nothing
+    )
+    run.loss_scaler.assign(plan.rule.advance(state, agreed.verdict))
+    run.count(agreed.verdict)
+    return StepReport(
+        step=run.step,
+        loss=agreed.loss,
+        regularization_loss=agreed.regularization_loss,
+        gradient_norm=agreed.gradient_norm,
+        loss_scale=state.loss_scale,
+        grads_finite=agreed.verdict.grads_finite,
+        cause=agreed.verdict.cause,
+        examples=tf.shape(weights, tf.int64)[0],
+    )
+
+
 def replica_step(batch: Any, weights: tf.Tensor, state: Any, plan: StepPlan) -> StepResult:
-    """Takes one replica through a step, up to the point where it would be applied.
+    """Takes one replica up to the point where the update would be applied. Changes nothing.
 
     Args:
         batch: the global batch.
@@ -60,7 +106,7 @@ def replica_step(batch: Any, weights: tf.Tensor, state: Any, plan: StepPlan) -> 
     gradients = scaling.unscale_gradients(total.gradients, state)
     gradient_norm = global_norm(gradients)
     verdict = judge(total, gradient_norm)
-    if plan.needs_magnitude:
+    if plan.rule.needs_magnitude:
         verdict = verdict._replace(max_magnitude=largest_magnitude(gradients))
     return StepResult(
         gradients=clip(gradients, gradient_norm, plan.global_clipnorm),
@@ -119,74 +165,30 @@ def sum_over_replicas(
     return total, local.written | means
 
 
-def global_norm(gradients: list[Any]) -> tf.Tensor:
-    """Returns the 2-norm of all gradients together, in float32: shape ().
-
-    It is finite only if every element is. In bfloat16, elements of 1e30 are finite while
-    their squares, which Adam would keep, are not: then it is infinite.
-    """
-    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in gradients]
-    squares = [tf.nn.l2_loss(tf.cast(leaf, tf.float32)) for leaf in leaves if leaf is not None]
-    return tf.sqrt(2.0 * tf.add_n(squares))
-
-
-def largest_magnitude(gradients: list[Any]) -> tf.Tensor:
-    """Returns the largest absolute value in any gradient: shape (), float32."""
-    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in gradients]
-    largest = [
-        tf.reduce_max(tf.abs(tf.cast(leaf, tf.float32))) for leaf in leaves if leaf is not None
-    ]
-    return tf.reduce_max(tf.stack(largest))
-
-
-def judge(total: Contribution, gradient_norm: tf.Tensor) -> scaling.Verdict:
-    """Returns the verdict on a step, from sums over all replicas.
+def apply_update(result: StepResult, written: dict[str, tf.Tensor], plan: StepPlan) -> bool:
+    """Applies a step on every replica. Call it in cross-replica context; returns True.
 
     Args:
-        total: the summed `Contribution`: flags count replicas, gradients are still scaled.
-        gradient_norm: of the unscaled gradients.
+        result: of each replica.
+        written: what the model's forward pass would have written: the same on all replicas.
+        plan: the run's constants.
     """
-    bad_forward = total.bad_forward > 0
-    bad_backward = total.bad_backward > 0
-    grads_finite = ~bad_forward & ~bad_backward & tf.math.is_finite(gradient_norm)
 
-    def cause_of_skip() -> tf.Tensor:
-        # Only a step that went wrong pays for another pass over its gradients.
-        after_sum = tf.where(
-            scaling.all_finite(total.gradients),
-            int(scaling.Cause.UNSCALING),
-            int(scaling.Cause.REDUCTION),
-        )
-        after_forward = tf.where(bad_backward, int(scaling.Cause.BACKWARD), after_sum)
-        return tf.where(bad_forward, int(scaling.Cause.FORWARD), after_forward)
+    def replica_apply(gradients: list[Any], batch: Any, aux: Any) -> None:
+        pairs = zip(gradients, plan.model.trainable_variables, strict=True)
+        reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        plan.optimizer.apply(*zip(*reached, strict=True))
+        plan.update_metrics(batch, aux)
 
-    cause = tf.cond(grads_finite, lambda: tf.constant(int(scaling.Cause.NONE)), cause_of_skip)
-    return scaling.Verdict(grads_finite, cause)
+    with gradients_already_reduced(plan.optimizer):
+        plan.strategy.run(replica_apply, args=(result.gradients, result.batch, result.aux))
+    for position, value in written.items():
+        plan.model.non_trainable_variables[int(position)].assign(value)
+    return True
 
 
-def clip(gradients: list[Any], gradient_norm: tf.Tensor, clipnorm: float | None) -> list[Any]:
-    """Scales all gradients down together so that their global norm is at most `clipnorm`.
-
-    Args:
-        gradients: summed and unscaled; None survives.
-        gradient_norm: their global norm.
-        clipnorm: the bound; None leaves the gradients as they are.
-
-    Source:
-        Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
-        2013, section 3.2, https://arxiv.org/abs/1211.5063.
-    """
-    if clipnorm is None:
-        return gradients
-    factor = clipnorm / tf.maximum(gradient_norm, clipnorm)
-
-    def scaled(gradient: Any) -> Any:
-        if gradient is None:
-            return None
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                gradient.values * factor, gradient.indices, gradient.dense_shape
-            )
-        return gradient * tf.cast(factor, gradient.dtype)
-
-    return [scaled(gradient) for gradient in gradients]
+def on_first_replica(structure: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns the first replica's values of what `strategy.run` returned."""
+    return tf.nest.map_structure(
+        lambda value: strategy.experimental_local_results(value)[0], structure
+    )

@@ -30,6 +30,13 @@ class Task:
         metrics: Callable[[], dict[str, keras.metrics.Metric]] | None = None,
     ) -> None:
         """Keeps what the defaults below return."""
+        if metrics is not None and not callable(metrics):
+            raise TypeError(
+                f"`metrics` must be a function that returns metrics by name; got "
+                f"{type(metrics).__name__}. They are made in the strategy's scope, once for "
+                "training and once for evaluation. Pass for instance "
+                'lambda: {"accuracy": keras.metrics.Accuracy()}.'
+            )
         self._given_model = model
         self._given_optimizer = optimizer
         self._given_metrics = metrics

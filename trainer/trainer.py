@@ -1,6 +1,5 @@
 """`Trainer`: the stateful shell around the step. It builds, loops, logs, saves and evaluates."""
 
-import contextlib
 import functools
 import pathlib
 import time
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import scaling
@@ -17,13 +15,12 @@ from trainer import checks, liveness, settings
 from trainer.checkpoint import Checkpoints
 from trainer.data import batches, steps_to_take, without_end
 from trainer.differentiate import differentiate
-from trainer.evaluation import evaluate_all, replica_predict
-from trainer.keras_private import computing_in_float32, gradients_already_reduced
+from trainer.evaluation import Evaluator
 from trainer.log import RunLog
 from trainer.loop import crossed, next_stop, run_steps
 from trainer.report import StepReport, Totals, TrainSummary
 from trainer.state import TrainState
-from trainer.step import StepPlan, StepResult, replica_step
+from trainer.step import StepPlan, attempt_step
 from trainer.task import Task
 
 
@@ -76,6 +73,13 @@ class Trainer(Task):
         3.0
     """
 
+    # Made by `_start`, when data has come.
+    _plan: StepPlan
+    _state: TrainState
+    _run_steps: Any
+    _evaluator: Evaluator
+    _checkpoints: Checkpoints
+
     def __init__(
         self,
         *,
@@ -122,7 +126,7 @@ class Trainer(Task):
         self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
         self.seed = seed
         self.max_consecutive_skips = max_consecutive_skips
-        self._plan: StepPlan | None = None
+        self._started = False
         self._metrics_of: dict[bool, dict[str, keras.metrics.Metric]] = {False: {}, True: {}}
         self._evaluating = False
         self._skips_in_a_row = 0
@@ -168,39 +172,7 @@ class Trainer(Task):
         Returns:
             The step's report, each field of shape ().
         """
-        scaler = self._state.loss_scaler
-        state = scaler.state  # the one scale of this step: it multiplies, and it divides
-        weights = checks.check_weights(self.example_weights(batch), batch)
-        result = self.strategy.run(self._replica_step, args=(batch, weights, state))
-        first = self._on_first_replica(result._replace(gradients=[], batch=None, aux=None))
-        tf.cond(first.verdict.grads_finite, lambda: self._apply(result, first), lambda: False)
-        scaler.assign(self.rule.advance(state, first.verdict))
-        self._state.count(first.verdict)
-        return StepReport(
-            step=self._state.step,
-            loss=first.loss,
-            regularization_loss=first.regularization_loss,
-            gradient_norm=first.gradient_norm,
-            loss_scale=state.loss_scale,
-            grads_finite=first.verdict.grads_finite,
-            cause=first.verdict.cause,
-            examples=tf.shape(weights, tf.int64)[0],
-        )
-
-    def _apply(self, result: StepResult, first: StepResult) -> bool:
-        with gradients_already_reduced(self.optimizer):
-            self.strategy.run(
-                self._replica_apply, args=(result.gradients, result.batch, result.aux)
-            )
-        for position, value in first.written.items():
-            self.model.non_trainable_variables[int(position)].assign(value)
-        return True
-
-    def _replica_apply(self, gradients: list[Any], batch: Any, aux: Any) -> None:
-        pairs = zip(gradients, self.model.trainable_variables, strict=True)
-        reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        self.optimizer.apply(*zip(*reached, strict=True))
-        self.update_metrics(batch, aux)
+        return attempt_step(batch, self._plan, self._state)
 
     def train(
         self,
@@ -241,6 +213,8 @@ class Trainer(Task):
         log = RunLog(self.model_dir, self.verbose)
         iterator = iter(without_end(data))
         start = step = self.totals.attempted
+        if start:
+            log.say(f"going on from step {start}")
         saved = None
         while step < target:
             intervals = [eval_interval, self.checkpoint_interval]
@@ -282,14 +256,9 @@ class Trainer(Task):
         self._start(found.first)
         self._evaluating = True
         try:
-            for metric in self.metrics.values():
-                metric.reset_state()
-            with self._computing_in(precision):
-                total, weight = self._evaluate[precision](iter(found.dataset))
-            results = {name: float(metric.result()) for name, metric in self.metrics.items()}
+            return self._evaluator.evaluate(found.dataset, precision)
         finally:
             self._evaluating = False
-        return {"loss": float(tf.math.divide_no_nan(total, weight)), **results}
 
     def predict(
         self, data: Any, *, global_batch: int | None = None, precision: str = "float32"
@@ -306,13 +275,11 @@ class Trainer(Task):
         """
         found = batches(data, "data", self.strategy, global_batch)
         self._start(found.first)
-        with self._computing_in(precision):
-            outputs = [self._predict[precision](batch) for batch in found.dataset]
-        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+        return self._evaluator.predict(found.dataset, precision)
 
     def _start(self, batch: Any) -> None:
         """Builds what is not built yet, checks it, and takes up an earlier run if there is one."""
-        if self._plan is not None:
+        if self._started:
             return
         model, strategy = self.model, self.strategy
         checks.check_model(model, self.precision)
@@ -335,7 +302,12 @@ class Trainer(Task):
             )
             self._checkpoints.restore()
         self._plan = StepPlan(
+            strategy=strategy,
             model=model,
+            optimizer=self.optimizer,
+            rule=self.rule,
+            example_weights=self.example_weights,
+            update_metrics=self.update_metrics,
             differentiate=tf.function(
                 functools.partial(
                     differentiate,
@@ -347,12 +319,10 @@ class Trainer(Task):
             ),
             num_microbatches=self.num_microbatches,
             global_clipnorm=self.global_clipnorm,
-            needs_magnitude=self.rule.needs_magnitude,
         )
-        self._replica_step = functools.partial(replica_step, plan=self._plan)
         self._run_steps = tf.function(functools.partial(run_steps, self.train_step))
-        self._evaluate = {name: self._evaluation_in(name) for name in ("float32", "train")}
-        self._predict = {name: self._prediction_in(name) for name in ("float32", "train")}
+        self._evaluator = Evaluator(self, strategy, jit_compile=self.jit_compile)
+        self._started = True
 
     def _read_log(self, log: RunLog, target: int) -> None:
         """Prints and writes what has happened since the last time; ends a run that is stuck."""
@@ -363,47 +333,3 @@ class Trainer(Task):
         self._skips_in_a_row = liveness.check_alive(
             steps, self._skips_in_a_row, self.max_consecutive_skips
         )
-
-    def _on_first_replica(self, structure: Any) -> Any:
-        """Returns the first replica's values of what `strategy.run` returned."""
-        return tf.nest.map_structure(
-            lambda value: self.strategy.experimental_local_results(value)[0], structure
-        )
-
-    def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Checks `precision`, and holds a Keras model's layers in float32 while it is traced."""
-        if precision not in ("float32", "train"):
-            raise ValueError(
-                f'`precision` must be "float32" or "train" here; got {precision!r}. Evaluation '
-                "computes in float32, or in whatever the model is trained in. Use one of the two."
-            )
-        if precision == "float32" and isinstance(self.model, keras.Model):
-            return computing_in_float32(self.model)
-        return contextlib.nullcontext()
-
-    def _forward_in(self, precision: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a forward pass, compiled if training compiles and it computes as in training."""
-        as_in_training = precision == "train" or not isinstance(self.model, keras.Model)
-        compiled = self.jit_compile and as_in_training
-        return tf.function(method, jit_compile=True) if compiled else method
-
-    def _evaluation_in(self, precision: str) -> Callable[..., Any]:
-        compute_loss = self._forward_in(precision, self.compute_loss)
-
-        @tf.function
-        def evaluate(iterator: Any) -> tuple[tf.Tensor, tf.Tensor]:
-            return evaluate_all(iterator, self.strategy, self, compute_loss)
-
-        return evaluate
-
-    def _prediction_in(self, precision: str) -> Callable[..., Any]:
-        predict_batch = self._forward_in(precision, self.predict_batch)
-
-        @tf.function
-        def predict(batch: Any) -> Any:
-            shares = self.strategy.run(replica_predict, args=(batch, predict_batch))
-            return tf.nest.map_structure(
-                lambda share: tf.concat(self.strategy.experimental_local_results(share), 0), shares
-            )
-
-        return predict

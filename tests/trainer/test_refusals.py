@@ -85,6 +85,12 @@ def weightless():
             'each replica\'s forward and backward pass. Leave it at "auto".',
         ),
         (
+            {"metrics": ["accuracy"]},
+            "`metrics` must be a function that returns metrics by name; got list. They are made in "
+            "the strategy's scope, once for training and once for evaluation. Pass for instance lambda: "
+            '{"accuracy": keras.metrics.Accuracy()}.',
+        ),
+        (
             {"num_microbatches": 0},
             "`num_microbatches` must be an int of at least 1; got 0. It counts steps, examples or "
             "parts of a batch. Use 1 or more.",

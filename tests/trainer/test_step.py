@@ -1,5 +1,6 @@
 """The step and its laws."""
 
+import generators
 import keras
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
+from trainer.judge import clip, global_norm
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
@@ -74,6 +76,68 @@ def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
     assert report.grads_finite
     assert any((before[name][0] != copy[0]).any() for name, copy in all_copies(trainer).items())
     assert trainer.totals.skipped_by_cause == {"forward": 2 * replicas, "backward": replicas}
+
+
+class Three(Linear):
+    """Three weights of a plain module; a batch poisons the gradient or the loss of any one of them."""
+
+    def build_model(self):
+        """A module of three float32 weights."""
+        model = tf.Module()
+        model.weights = [tf.Variable(1.0) for _ in range(3)]
+        return model
+
+    def build_optimizer(self):
+        """Momentum, so that there are slots."""
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def compute_loss(self, batch, training):
+        """Each weight passes through float16 on its way to its own column of slopes."""
+        del training
+        half = tf.stack([tf.cast(weight, tf.float16) for weight in self.model.weights])
+        return tf.reduce_sum(tf.cast(half, tf.float32) * batch["slopes"], axis=1)
+
+
+@pytest.fixture(scope="module")
+def three(mirrored):
+    """A trainer of `Three` for each number of replicas, each traced once."""
+    made = {}
+
+    def of(replicas):
+        if replicas not in made:
+            made[replicas] = Three(strategy=mirrored(replicas), loss_scale=2.0**15)
+            list(attempt(made[replicas], [{"slopes": np.ones([replicas, 3], np.float32)}]))
+        return made[replicas]
+
+    return of
+
+
+@settings(max_examples=40)
+@given(data=st.data(), replicas=st.sampled_from([2, 3, 4]))
+def test_any_value_in_any_variable_on_any_replica_stops_the_update(three, data, replicas):
+    """L5: for every replica, every variable and every non-finite value, born forward (the loss is inf
+    or NaN) or backward (the loss is finite, its scaled gradient in float16 is not), alone or several
+    at once, nothing moves on any replica.
+    """
+    trainer = three(replicas)
+    slopes_of = np.ones([replicas, 3], np.float32)
+    places = st.tuples(st.integers(0, replicas - 1), st.integers(0, 2))
+    bad = data.draw(st.lists(places, min_size=1, max_size=3, unique=True))
+    values = [data.draw(st.sampled_from([np.inf, -np.inf, np.nan, 1e6, -1e6])) for _ in bad]
+    for place, value in zip(bad, values, strict=True):
+        slopes_of[place] = value
+    before = module_copies(trainer)
+    [report] = attempt(trainer, [{"slopes": slopes_of}])
+    cause = Cause.BACKWARD if np.isfinite(values).all() else Cause.FORWARD
+
+    assert (report.grads_finite, report.cause) == (False, cause)
+    assert before == module_copies(trainer)
+
+
+def module_copies(trainer):
+    """The bits of every copy of a module's weights and its optimizer's variables."""
+    variables = [*trainer.model.weights, *trainer.optimizer.variables]
+    return [[copy.tobytes() for copy in copies(variable)] for variable in variables]
 
 
 def test_a_sum_that_overflows_is_found(mirrored):
@@ -197,6 +261,32 @@ def test_clipping_comes_last(mirrored, replicas, owner):
 
     assert report.gradient_norm == 10.0
     assert trainer.weight == pytest.approx(0.0, abs=1e-6)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.one_of(st.none(), generators.gradients()), min_size=1, max_size=4),
+    st.sampled_from([0.01, 1.0, 100.0]),
+)
+def test_clipping_bounds_the_norm_and_keeps_the_direction(gradients, clipnorm):
+    """L9: for any list of dense, sparse and missing gradients, the norm is that of the dense gradient,
+    at most the bound after clipping, and untouched below it. Norms agree to n rounding errors.
+    """
+    gradients = [gradient for gradient in gradients if gradient is not None] or [tf.constant([1.0])]
+    gradients = scaling.unscale_gradients([*gradients, None], scaling.NoLossScale().initial_state())
+    dense = np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in gradients[:-1]])
+    norm = global_norm(gradients)
+    *clipped, missing = clip(gradients, norm, clipnorm)
+    ours = np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in clipped])
+    expected = np.linalg.norm(dense.astype(np.float64))
+    tolerance = 2 * len(dense) * float(np.finfo(np.float32).eps)
+
+    assert missing is None
+    assert float(norm) == pytest.approx(expected, rel=tolerance, abs=1e-30)
+    if float(norm) <= clipnorm:
+        np.testing.assert_array_equal(ours, dense)
+    else:
+        np.testing.assert_allclose(ours, dense * (clipnorm / expected), rtol=tolerance)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -367,3 +457,82 @@ def test_any_keras_optimizer_applies(mirrored, name):
     assert not next(reports).grads_finite
     assert_same_bits(before, all_copies(trainer))
     assert int(trainer.optimizer.iterations.numpy()) == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_average_follows_updates(mirrored, replicas):
+    """L10: the optimizer's own EMA and schedule count updates: a skipped step moves neither."""
+
+    class Averaged(Linear):
+        def build_optimizer(self):
+            rate = keras.optimizers.schedules.PiecewiseConstantDecay([2], [1.0, 0.5])
+            return keras.optimizers.SGD(rate, use_ema=True, ema_momentum=0.5)
+
+    trainer = Averaged(strategy=mirrored(replicas) if replicas > 1 else "default")
+    history = [1.0, np.inf, 1.0, np.nan, np.inf, 1.0, 1.0]
+    reports = list(attempt(trainer, [slopes(*[slope] * replicas) for slope in history]))
+    weight, average = 1.0, None
+    for update in range(4):
+        weight -= 1.0 if update <= 2 else 0.5
+        average = weight if average is None else 0.5 * average + 0.5 * weight
+
+    assert [report.grads_finite for report in reports] == [bool(np.isfinite(s)) for s in history]
+    assert trainer.weight == weight
+    [ema] = [v for v in trainer.optimizer.variables if "average" in v.path]
+    assert [average] * replicas == [copy.item() for copy in copies(ema)]
+    assert int(trainer.optimizer.iterations.numpy()) == 4
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_penalties_are_summed_in_float32(jit_compile):
+    """An activity penalty whose sum of squares is beyond 65504 does not stop a float16 step, and the
+    regularizer is the layer's own again afterwards.
+    """
+    regularizer = keras.regularizers.L2(1e-3)
+
+    class Penalized(Linear):
+        def build_model(self):
+            layer = keras.layers.Dense(
+                1, use_bias=False, kernel_initializer="ones", activity_regularizer=regularizer
+            )
+            return keras.Sequential([keras.Input([1]), layer])
+
+    trainer = Penalized(precision="mixed_float16", loss_scale=1.0, jit_compile=jit_compile)
+    batch = slopes(*[1.0] * 4)
+    batch["x"] *= 300
+    [report] = attempt(trainer, [batch])
+
+    assert report.grads_finite
+    assert report.regularization_loss == pytest.approx(1e-3 * 300**2)
+    assert trainer.model.layers[0].activity_regularizer is regularizer
+
+
+class Late(keras.Model):
+    """A subclassed model that makes its layers' variables when it is first called."""
+
+    def __init__(self):
+        """Two layers, not built."""
+        super().__init__()
+        self.hidden = keras.layers.Dense(4)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        """Both in turn."""
+        return self.last(self.hidden(inputs))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_that_is_built_when_called(mirrored, replicas):
+    """It is built on one example, in the strategy's scope, before the first step."""
+
+    class Lately(Linear):
+        def build_model(self):
+            return Late()
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Lately(strategy=strategy, precision="mixed_float16", jit_compile=False)
+    [report] = attempt(trainer, [slopes(1.0, 1.0)])
+
+    assert report.grads_finite
+    assert {"float32"} == {variable.dtype for variable in trainer.model.variables}
+    assert [replicas] * 4 == [len(copies(variable)) for variable in trainer.model.variables]
