@@ -35,8 +35,7 @@ def accumulate(
     """
     first = strategies.take(share, 0, num_microbatches)
     if num_microbatches == 1:
-        result = differentiate(first, whole, state, values)
-        return result._replace(written=unless_empty(share, result.written, values))
+        return differentiate(first, whole, state, values)
 
     # Tracing once beforehand says which gradients are None, what is written, what aux is like.
     expected = differentiate.get_concrete_function(first, whole, state, values).structured_outputs

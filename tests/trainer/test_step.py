@@ -337,31 +337,52 @@ def test_small_updates_survive(mirrored, precision, replicas):
     assert {"float32"} == {v.dtype for v in variables if "int" not in v.dtype}
 
 
+class Normed(Linear):
+    """A BatchNorm whose mean moves half way to what it sees, and a frozen one."""
+
+    # Three of these added up and divided by 3 are not quite this any more.
+    frozen_mean = np.float32(0.9)
+
+    def build_model(self):
+        """Both, and a dense layer."""
+        frozen = keras.layers.BatchNormalization(
+            trainable=False,
+            moving_mean_initializer=keras.initializers.Constant(self.frozen_mean),
+        )
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        return keras.Sequential([keras.Input([1]), norm, frozen, dense])
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_statistics_become_their_mean(mirrored, replicas):
     """Step 10: after an applied step every replica holds the mean of what the replicas' BatchNorms
     would have written; a frozen one is not touched at all.
     """
-
-    class Normed(Linear):
-        def build_model(self):
-            frozen = keras.layers.BatchNormalization(
-                trainable=False, moving_mean_initializer=keras.initializers.Constant(0.1)
-            )
-            norm = keras.layers.BatchNormalization(momentum=0.0)
-            dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-            return keras.Sequential([keras.Input([1]), norm, frozen, dense])
-
     trainer = Normed(strategy=mirrored(replicas))
     batch = slopes(*[1.0] * (2 * replicas))
     batch["x"] = np.arange(2 * replicas, dtype=np.float32)[:, None] * 8
     list(attempt(trainer, [batch]))
     norm, frozen = trainer.model.layers[:2]
 
-    # Replica r sees 16 r and 16 r + 8, whose mean is 16 r + 4.
-    expected = np.mean([16 * replica + 4 for replica in range(replicas)], dtype=np.float32)
+    # Replica r sees 16 r and 16 r + 8, whose mean is 16 r + 4, and goes half way there from 0.
+    expected = np.mean([8 * replica + 2 for replica in range(replicas)], dtype=np.float32)
     assert [expected] * replicas == [copy.item() for copy in copies(norm.moving_mean)]
-    assert [np.float32(0.1)] * replicas == [copy.item() for copy in copies(frozen.moving_mean)]
+    assert [Normed.frozen_mean] * replicas == [copy.item() for copy in copies(frozen.moving_mean)]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
+    """Of 3 replicas x M microbatches, those that saw no real example have no part in the mean: with
+    examples of 8 and 24, it is half way from 0 to the mean of the two.
+    """
+    trainer = Normed(strategy=mirrored(3), num_microbatches=num_microbatches)
+    batch = slopes(1.0, 1.0)
+    batch["x"] = np.float32([[8.0], [24.0]])
+    [report] = attempt(trainer, [batch])
+
+    assert report.grads_finite
+    assert [8.0] * 3 == [copy.item() for copy in copies(trainer.model.layers[0].moving_mean)]
 
 
 def test_a_rule_that_asks_is_told_the_magnitude():
