@@ -66,14 +66,13 @@ def check_alive(steps: StepReport, before: int, bound: int) -> int:
         How many steps have been skipped in a row now.
     """
     longest, now = skips_in_a_row(before, steps.grads_finite)
-    cause = (
-        scaling.Cause(int(steps.cause[np.flatnonzero(~steps.grads_finite)[-1]]))
-        if longest
-        else None
-    )
+    skipped = np.flatnonzero(~steps.grads_finite)
+    if not skipped.size:
+        return now
+    cause = scaling.Cause(int(steps.cause[skipped[-1]]))
     if cause is scaling.Cause.FORWARD and before == 0:
         logging.warning("A step was skipped, cause forward. %s", HINTS[cause])
-    if cause and longest >= bound:
+    if longest >= bound:
         raise TrainingStuckError(
             f"`max_consecutive_skips` must not be reached; got {longest} skipped steps in a row by "
             f"step {steps.step[-1]}, the last at loss scale {steps.loss_scale[-1]:g}, cause "

@@ -95,6 +95,26 @@ def test_skips_in_a_row_are_counted_across_loops(loops):
     assert longest == max(map(len, history.split(".")), default=0)
 
 
+def test_skips_and_updates_read_one_at_a_time(tmp_path):
+    """A step that was applied after skipped ones is no skip, however often the log is read."""
+    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
+    trainer = Linear(
+        precision="mixed_float16",
+        loss_scale=rule,
+        jit_compile=False,
+        model_dir=tmp_path / "a" / "b",
+        steps_per_loop=1,
+        log_interval=1,
+        max_consecutive_skips=4,
+        verbose=False,
+    )
+    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
+    trainer.train(arrays, steps=6, global_batch=4)
+    lines = (tmp_path / "a" / "b" / "metrics.jsonl").read_text().splitlines()
+
+    assert [json.loads(line)["skipped"] for line in lines] == [1, 2, 3, 3, 3, 3]
+
+
 def test_a_run_that_is_stuck_ends(tmp_path):
     """L11: gradients that overflow at every scale end the run, with the cause and what to try; what
     was logged by then is on disk.
