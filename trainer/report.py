@@ -68,7 +68,7 @@ class Interval:
     applied: int  # updates since the run began
     skipped: int  # skipped steps since the run began
     examples_per_second: float  # NaN if only steps that also compiled came in between
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # over the applied steps; NaN if there were none
 
     def scalars(self) -> dict[str, float]:
         """Returns every number but the step, by name."""
@@ -103,7 +103,7 @@ def summarize(
         applied=totals.applied,
         skipped=totals.skipped,
         examples_per_second=examples_per_second,
-        metrics=metrics,
+        metrics={name: value if applied.any() else math.nan for name, value in metrics.items()},
     )
 
 
@@ -117,10 +117,13 @@ def progress_line(interval: Interval, target: int, totals: Totals) -> str:
     """
     width = len(str(target))
     speed = interval.examples_per_second
-    loss = "-     " if math.isnan(interval.loss) else f"{interval.loss:.4f}"
-    metrics = "".join(f"  {name} {value:.4f}" for name, value in interval.metrics.items())
+    shown = {"loss": interval.loss, **interval.metrics}
+    values = "  ".join(
+        f"{name} -     " if math.isnan(value) else f"{name} {value:.4f}"
+        for name, value in shown.items()
+    )
     return (
-        f"step {interval.step:>{width}}/{target}  loss {loss}{metrics}"
+        f"step {interval.step:>{width}}/{target}  {values}"
         f"  loss_scale {power_of_two(interval.loss_scale)}  {totals}"
         + ("" if math.isnan(speed) else f"  {speed:,.0f} examples/s")
     )

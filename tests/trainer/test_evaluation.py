@@ -84,6 +84,14 @@ def test_training_and_evaluation_have_metrics_of_their_own(capsys):
     assert out.count("validation at step") == 2
 
 
+def test_metrics_of_no_applied_step_are_not_shown_as_0(capsys):
+    """Where every step was skipped there is neither a loss nor an accuracy."""
+    trainer = classifier(verbose=True)
+    trainer.train((X * np.inf, Y), steps=1, global_batch=11)
+
+    assert "step 1/1  loss -       accuracy -       loss_scale 2^0" in capsys.readouterr().out
+
+
 def test_metrics_are_updated_on_applied_steps_only():
     """A skipped step's examples are not counted."""
     trainer = classifier(log_interval=100)

@@ -382,7 +382,7 @@ def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
     [report] = attempt(trainer, [batch])
 
     assert report.grads_finite
-    assert [8.0] * 3 == [copy.item() for copy in copies(trainer.model.layers[0].moving_mean)]
+    assert [copy.item() for copy in copies(trainer.model.layers[0].moving_mean)] == [8.0] * 3
 
 
 def test_a_rule_that_asks_is_told_the_magnitude():
