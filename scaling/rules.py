@@ -8,6 +8,7 @@ whose first field is always `loss_scale`: shape (), float32, a power of two.
 
 import dataclasses
 import math
+import numbers
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -92,8 +93,10 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         """Refuses constants under which the scale could leave its bounds or never move."""
-        for name in ("min_scale", "max_scale", "initial_scale", "growth_factor", "backoff_factor"):
+        for name in ("min_scale", "max_scale", "initial_scale"):
             check_power_of_two(name, getattr(self, name))
+        check_power_of_two("growth_factor", self.growth_factor, suggestion=2.0)
+        check_power_of_two("backoff_factor", self.backoff_factor, suggestion=0.5)
         if self.min_scale > self.max_scale:
             raise ValueError(
                 f"`min_scale` must be at most `max_scale`; got {self.min_scale!r} and "
@@ -241,25 +244,32 @@ class NoLossScale:
         return state
 
 
-def check_power_of_two(name: str, value: float) -> None:
-    """Raises ValueError, naming the argument, unless `value` is a power of two in range."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not SMALLEST_SCALE <= value <= LARGEST_SCALE or math.frexp(value)[0] != 0.5:
+def check_power_of_two(name: str, value: float, suggestion: float | None = None) -> None:
+    """Raises ValueError, naming the argument, unless `value` is a power of two in range.
+
+    Args:
+        name: the argument.
+        value: what was given.
+        suggestion: what to use instead; None suggests the nearest power of two.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    in_range = is_number and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
+    if not in_range or math.frexp(value)[0] != 0.5:
         raise ValueError(
             f"`{name}` must be a power of two between 2^-126 and 2^126; got {value!r}. Only "
             "multiplying by a power of two, and dividing again, returns the same bits. "
-            f"Use {nearest_power_of_two(value)!r}."
+            f"Use {suggestion or nearest_power_of_two(value)!r}."
         )
 
 
 def check_at_least_one(name: str, value: int, why: str, remedy: str) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"`{name}` must be an int of at least 1; got {value!r}. {why} {remedy}.")
 
 
 def nearest_power_of_two(value: Any) -> float:
     """Returns the power of two to suggest in place of `value`."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
         return 2.0**15
     return 2.0 ** min(max(round(math.log2(value)), -126), 126)

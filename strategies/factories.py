@@ -17,7 +17,7 @@ def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
 
 def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """Everything on one device: the one named, or else the first GPU, or else the CPU."""
-    chosen = list(devices) if devices is not None else _available()[:1]
+    chosen = _named(devices) if devices is not None else _available()[:1]
     if len(chosen) != 1:
         raise ValueError(
             f"`devices` must name one device for one_device; got {devices!r}. Every variable and "
@@ -33,7 +33,7 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     collective under one group key, fails as soon as a second number of replicas is used in
     the same process, and its hierarchical copy returned 2 for the sum of three ones.
     """
-    chosen = list(devices) if devices is not None else _available()
+    chosen = _named(devices) if devices is not None else _available()
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(
             f"`devices` must name each device once, and at least one; got {devices!r}. Each "
@@ -73,6 +73,16 @@ def split_cpu(count: int) -> None:
                 "logical CPU devices and cannot change that. Call split_cpu() before anything "
                 "touches a device."
             ) from error
+
+
+def _named(devices: Sequence[str]) -> list[str]:
+    """Returns the devices a caller named; one name alone would be taken for its letters."""
+    if isinstance(devices, str):
+        raise TypeError(
+            f"`devices` must be a list of names; got the string {devices!r}. Each item is a "
+            f"device. Pass [{devices!r}]."
+        )
+    return list(devices)
 
 
 def _available() -> list[str]:

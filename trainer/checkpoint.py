@@ -36,11 +36,18 @@ class Checkpoints:
             Its path, or None.
 
         Raises:
-            AssertionError: if it lacks a variable of this run.
+            ValueError: if it lacks a variable of this run, or holds one of another shape.
         """
         latest = self.latest
         if self._manager and latest:
-            self._manager.checkpoint.restore(latest).assert_existing_objects_matched()
+            try:
+                self._manager.checkpoint.restore(latest).assert_existing_objects_matched()
+            except (AssertionError, ValueError) as error:
+                raise ValueError(
+                    "`model_dir` must be new, or that of a run with the same model, optimizer and "
+                    f"loss-scale rule; got {latest}, which does not fit: "
+                    f"{str(error).splitlines()[0]} Use another model_dir."
+                ) from error
         return latest
 
     def save(self, step: int) -> str | None:

@@ -1,5 +1,6 @@
 """What a trainer refuses before its first step, each with what to do instead."""
 
+import math
 from typing import Any
 
 import keras
@@ -32,6 +33,7 @@ def check_built_model(
         )
     if isinstance(model, keras.Model):
         check_policies(model, precision)
+        check_synchronized(model, strategy)
     check_variables(model, strategy)
 
 
@@ -53,9 +55,7 @@ def check_not_its_own_trainer(model: keras.Model) -> None:
 def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
     """Refuses models built for another precision than the one asked for."""
     # Layers come from the outside in, so the last one to hold a variable is its owner.
-    owners = {
-        id(variable): layer for layer in all_layers(model) for variable in layer.trainable_variables
-    }
+    owners = {id(variable): layer for layer in all_layers(model) for variable in layer.weights}
     layers = list(owners.values())
     strangers = [
         layer for layer in layers if layer.compute_dtype not in ("float32", precision.compute_dtype)
@@ -71,14 +71,28 @@ def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
 
 
 def check_input_rounding(model: keras.Model, precision: scaling.Precision) -> None:
-    """Refuses a Sequential that would round its inputs to half, not knowing them yet."""
-    unaware = isinstance(model, keras.Sequential) and not model.built
-    if unaware and precision.compute_dtype != "float32":
-        raise ValueError(
-            f"`model` must know its input before it runs under {precision.name!r}; got Sequential "
-            f"{model.name!r} without one. Keras would give it a half-precision input, which rounds "
-            "token ids above 256 or 2048. Put keras.Input(shape, dtype=...) first."
-        )
+    """Refuses a Sequential, however deep, that would round its inputs, not knowing them yet."""
+    if precision.compute_dtype == "float32":
+        return
+    for layer in all_layers(model):
+        if isinstance(layer, keras.Sequential) and not layer.built:
+            raise ValueError(
+                f"`model` must know its input before it runs under {precision.name!r}; got "
+                f"Sequential {layer.name!r} without one. Keras would give it a half-precision "
+                "input, which rounds token ids above 256 or 2048. Put keras.Input(shape, "
+                "dtype=...) first."
+            )
+
+
+def check_synchronized(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Refuses layers that would talk to other replicas in the middle of the forward pass."""
+    for layer in all_layers(model):
+        if getattr(layer, "synchronized", False) and strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                "`model` must have no synchronized layers on several replicas; got "
+                f"{layer.name!r}. The step has one reduction, after the backward pass. Leave "
+                "synchronized=True out; the moving statistics become their mean all the same."
+            )
 
 
 def check_variables(model: Any, strategy: tf.distribute.Strategy) -> None:
@@ -101,7 +115,9 @@ def check_variables(model: Any, strategy: tf.distribute.Strategy) -> None:
             )
 
 
-def check_optimizer(optimizer: Any, global_clipnorm: float | None) -> None:
+def check_optimizer(
+    optimizer: Any, global_clipnorm: float | None, strategy: tf.distribute.Strategy
+) -> None:
     """Raises TypeError or ValueError unless the step can apply this optimizer."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
@@ -113,6 +129,14 @@ def check_optimizer(optimizer: Any, global_clipnorm: float | None) -> None:
             f"`optimizer` must be a keras.optimizers.Optimizer; got {type(optimizer).__name__}. "
             "The step calls its apply(). Return one from build_optimizer(), or pass optimizer=."
         )
+    # Its first variables, `iterations` among them, are as old as itself.
+    for variable in optimizer.variables:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            raise ValueError(
+                "`optimizer` must be made in the scope of the trainer's strategy; got "
+                f"{variable.path!r}, made outside it. Replicas would count their updates one by "
+                "one. Make it in build_optimizer(), or pass a function as optimizer=."
+            )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
             f"`optimizer` must have no loss_scale_factor; got {optimizer.loss_scale_factor!r}. It "
@@ -134,6 +158,21 @@ def check_optimizer(optimizer: Any, global_clipnorm: float | None) -> None:
                 f"{global_clipnorm!r} beside the optimizer's {name}={value!r}. Clipping twice is "
                 "never meant. Set one of the two."
             )
+
+
+def check_restored_scale(rule: scaling.LossScaleRule, loss_scale: float, path: str) -> None:
+    """Raises ValueError if a checkpoint's loss scale is one that the rule could not have."""
+    low, high = 0.0, math.inf
+    if isinstance(rule, scaling.DynamicLossScale):
+        low, high = rule.min_scale, rule.max_scale
+    elif isinstance(rule, (scaling.FixedLossScale, scaling.NoLossScale)):
+        low = high = float(rule.initial_state().loss_scale)
+    if not low <= loss_scale <= high:
+        raise ValueError(
+            f"`loss_scale` must be the rule that the run began with; got {rule!r} for a run whose "
+            f"loss scale is {loss_scale:g} in {path}. A rule goes on from the saved scale. Use the "
+            "rule of that run, or another model_dir."
+        )
 
 
 def check_weights(weights: Any, batch: Any) -> tf.Tensor:

@@ -36,7 +36,8 @@ def batches(
         data: a `tf.data.Dataset` batched to the global batch; or a function of a
             `tf.distribute.InputContext` that returns one batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
-            first dimension is the example.
+            first dimension is the example. Its first batch is read once beforehand, so a
+            source that can be read only once loses it.
         argument: what the caller's user calls it, for errors.
         strategy: whose replicas will share each batch.
         global_batch: the batch size for arrays; None for anything else.
@@ -66,6 +67,20 @@ def batches(
         global_batch=_examples(first, argument),
         steps_per_epoch=cardinality if cardinality >= 0 else None,
     )
+
+
+def are_arrays(data: Any) -> bool:
+    """Returns whether data is arrays: neither a dataset nor a function."""
+    return not isinstance(data, tf.data.Dataset) and not callable(data)
+
+
+def check_ends(found: Batches, argument: str) -> None:
+    """Raises ValueError if a data set to evaluate on never ends."""
+    if int(found.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"`{argument}` must end; got a dataset that repeats for ever. The whole of it is "
+            "evaluated. Leave .repeat() out, or call .take(n)."
+        )
 
 
 def without_end(found: Batches) -> tf.data.Dataset:
@@ -124,6 +139,13 @@ def _from_arrays(
     data: Any, argument: str, global_batch: int | None, shuffle_seed: int | None
 ) -> tf.data.Dataset:
     leaves = tf.nest.flatten(data)
+    if isinstance(data, list) or (
+        isinstance(data, tuple) and any(isinstance(d, list) for d in data)
+    ):
+        raise TypeError(
+            f"`{argument}` must have no lists in it; got one. tf.data would stack them into one "
+            "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers."
+        )
     if not leaves or not all(hasattr(leaf, "shape") or np.ndim(leaf) for leaf in leaves):
         raise TypeError(
             f"`{argument}` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "

@@ -74,6 +74,7 @@ def differentiate(
         tape.watch(values.trainable)
         losses, aux, added, written = forward(share.batch, values, model, compute_loss)
         loss = weighted_mean(losses, share, whole)
+        # By examples and not by their weights: the losses of a model are means over its examples.
         regularization_loss = added * tf.cast(share.examples / whole.examples, tf.float32)
         scaled = scaling.scale_loss(loss + regularization_loss, state)
     sources = values.trainable if isinstance(model, keras.Model) else model.trainable_variables
@@ -113,7 +114,8 @@ def forward(
     pairs += zip(model.non_trainable_variables, values.held_back, strict=True)
     with penalties_in_float32(model), keras.StatelessScope(pairs, collect_losses=True) as scope:
         losses, aux = losses_and_aux(compute_loss(batch, training=True), batch)
-        added = tf.add_n([tf.constant(0.0), *(tf.cast(loss, tf.float32) for loss in model.losses)])
+        added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses)
+    check_weights_unwritten(scope, model, values)
     after = [scope.get_current_value(variable) for variable in model.non_trainable_variables]
     written = {
         str(position): new
@@ -121,6 +123,18 @@ def forward(
         if new is not old
     }
     return losses, aux, added, written
+
+
+def check_weights_unwritten(scope: keras.StatelessScope, model: Any, values: Values) -> None:
+    """Raises ValueError if the forward pass has assigned a trainable variable."""
+    for variable, value in zip(model.trainable_variables, values.trainable, strict=True):
+        if scope.get_current_value(variable) is not value:
+            raise ValueError(
+                f"`model` must not assign its trainable variables in the forward pass; got "
+                f"{variable.path!r}, assigned. Its gradient would be of another value than the "
+                "update's, and under half precision the weight would be rounded. Take out the "
+                "layer that does so, such as SpectralNormalization."
+            )
 
 
 def weighted_mean(losses: tf.Tensor, share: strategies.Share, whole: Whole) -> tf.Tensor:

@@ -74,7 +74,9 @@ def clip(gradients: list[Any], gradient_norm: tf.Tensor, clipnorm: float | None)
             return None
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(
-                gradient.values * factor, gradient.indices, gradient.dense_shape
+                gradient.values * tf.cast(factor, gradient.dtype),
+                gradient.indices,
+                gradient.dense_shape,
             )
         return gradient * tf.cast(factor, gradient.dtype)
 

@@ -35,7 +35,7 @@ class RunLog:
         self._verbose = verbose
         self._events: dict[str, tf.summary.SummaryWriter] = {}
         self._reports: list[StepReport] = []
-        self._untimed = 0  # reports at the front that fall before the clock was started
+        self._untimed = 0  # reports at the front from before the clock was started
         self._began = time.perf_counter()
 
     def say(self, line: str) -> None:
@@ -80,7 +80,7 @@ class RunLog:
         """Prints and writes the results of an evaluation during training."""
         self.say(f"validation at step {step}: {describe(results)}")
         self.write("validation", step, results)
-        self._began = time.perf_counter()
+        self._untimed, self._began = len(self._reports), time.perf_counter()
 
     def write(self, split: str, step: int, scalars: dict[str, float]) -> None:
         """Writes the scalars of one step to the files of "train" or "validation"."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,8 +38,8 @@ def resolve_rule(loss_scale: Any, precision: scaling.Precision) -> scaling.LossS
         return scaling.NoLossScale()
     if loss_scale == "dynamic":
         return scaling.DynamicLossScale()
-    if isinstance(loss_scale, (int, float)):
-        return scaling.FixedLossScale(loss_scale)
+    if isinstance(loss_scale, numbers.Real):
+        return scaling.FixedLossScale(loss_scale)  # type: ignore[arg-type]  # NumPy's numbers too
     if isinstance(loss_scale, str):
         raise ValueError(
             f'`loss_scale` must be "auto", "dynamic", a number, None or a rule; got '
@@ -83,7 +84,7 @@ def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
 
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"`{name}` must be an int of at least 1; got {value!r}. It counts steps, examples or "
             "parts of a batch. Use 1 or more."

@@ -148,8 +148,8 @@ def sum_over_replicas(
     """Sums the contributions, and takes the mean of what the replicas' forward passes wrote.
 
     One all-reduce carries all of it. A replica whose share was empty has written nothing and
-    has no part in the mean. Integers (random seeds, counters) have no mean: they stay each
-    replica's own.
+    has no part in the mean. Integers (random seeds, counters) have no mean: all replicas will
+    take the first one's, whose share is never empty.
 
     Returns:
         The total contribution, and the values to write if the step is applied.
@@ -161,6 +161,8 @@ def sum_over_replicas(
         if value.dtype.is_floating
     }
     total, replicas, sums = strategies.sum_gradients((local.contribution, took_part, statistics))
+    # Rows of several replicas may share an index, and overflow only when they are added.
+    total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
     means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
     return total, local.written | means
 

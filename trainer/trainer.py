@@ -8,12 +8,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 import scaling
 import strategies
 from trainer import checks, liveness, settings
 from trainer.checkpoint import Checkpoints
-from trainer.data import batches, steps_to_take, without_end
+from trainer.data import Batches, are_arrays, batches, check_ends, steps_to_take, without_end
 from trainer.differentiate import differentiate
 from trainer.evaluation import Evaluator
 from trainer.log import RunLog
@@ -33,8 +34,9 @@ class Trainer(Task):
     Args:
         model: a `keras.Model` or `tf.Module`, or a function that makes one; it must be a
             function under any strategy but the default.
-        optimizer: a Keras optimizer, its name, or a function that makes one. Its own clipping
-            and EMA act on the summed, unscaled gradients of applied steps.
+        optimizer: a Keras optimizer, its name, or a function that makes one; it must be a name
+            or a function under any strategy but the default. Its own clipping and EMA act on
+            the summed, unscaled gradients of applied steps.
         loss_fn: a `keras.losses.Loss`, a function of (y_true, y_pred) that returns one loss
             per example, or the name of one.
         metrics: a function that returns new Keras metrics by name.
@@ -194,7 +196,8 @@ class Trainer(Task):
                 checkpoint was left.
             epochs: the same in passes over `train_data`; give one of the two.
             global_batch: the batch size, if `train_data` is arrays.
-            eval_data: what to evaluate on while training; None does not.
+            eval_data: what to evaluate on while training; None does not. Arrays are batched
+                like the training data.
             eval_interval: steps between evaluations; None evaluates at the end only.
 
         Returns:
@@ -209,6 +212,7 @@ class Trainer(Task):
         target = steps_to_take(steps, epochs, data)
         replicas = self.strategy.num_replicas_in_sync
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+        evaluated = self._evaluation_data(eval_data, eval_interval, data.global_batch)
         self._start(data.first)
         log = RunLog(self.model_dir, self.verbose)
         iterator = iter(without_end(data))
@@ -223,8 +227,8 @@ class Trainer(Task):
             log.add(report, compiling=before == start)
             if step == target or crossed(self.log_interval, before, step):
                 self._read_log(log, target)
-            if eval_data is not None and (step == target or crossed(eval_interval, before, step)):
-                log.evaluation(step, self.evaluate(eval_data))
+            if evaluated and (step == target or crossed(eval_interval, before, step)):
+                log.evaluation(step, self._evaluate(evaluated, "float32"))
             if step == target or crossed(self.checkpoint_interval, before, step):
                 saved = self._checkpoints.save(step)
         summary = TrainSummary(
@@ -253,12 +257,11 @@ class Trainer(Task):
             "loss" and every metric by name. `model.losses` are not in it.
         """
         found = batches(data, "data", self.strategy, global_batch)
+        check_ends(found, "data")
         self._start(found.first)
-        self._evaluating = True
-        try:
-            return self._evaluator.evaluate(found.dataset, precision)
-        finally:
-            self._evaluating = False
+        if self.model_dir and not self.totals.attempted:
+            logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
+        return self._evaluate(found, precision)
 
     def predict(
         self, data: Any, *, global_batch: int | None = None, precision: str = "float32"
@@ -274,22 +277,56 @@ class Trainer(Task):
             NumPy arrays in the structure of `predict_batch`; first dimension: the example.
         """
         found = batches(data, "data", self.strategy, global_batch)
-        self._start(found.first)
+        check_ends(found, "data")
+        self._start(found.first, lambda batch, training: self.predict_batch(batch))  # noqa: ARG005
         return self._evaluator.predict(found.dataset, precision)
 
-    def _start(self, batch: Any) -> None:
-        """Builds what is not built yet, checks it, and takes up an earlier run if there is one."""
+    def _evaluation_data(
+        self, eval_data: Any, eval_interval: int | None, global_batch: int
+    ) -> Batches | None:
+        """Reads what to evaluate on while training, before the first step."""
+        if eval_interval is not None:
+            settings.check_count("eval_interval", eval_interval)
+        if eval_data is None:
+            if eval_interval is not None:
+                raise ValueError(
+                    f"`eval_interval` must be None without `eval_data`; got {eval_interval}. There "
+                    "is nothing to evaluate on. Pass eval_data=."
+                )
+            return None
+        of_arrays = global_batch if are_arrays(eval_data) else None
+        found = batches(eval_data, "eval_data", self.strategy, of_arrays)
+        check_ends(found, "eval_data")
+        return found
+
+    def _evaluate(self, found: Batches, precision: str) -> dict[str, float]:
+        self._evaluating = True
+        try:
+            return self._evaluator.evaluate(found.dataset, precision)
+        finally:
+            self._evaluating = False
+
+    def _start(self, batch: Any, forward: Callable[..., Any] | None = None) -> None:
+        """Builds what is not built yet, checks it, and takes up an earlier run if there is one.
+
+        Args:
+            batch: the first one.
+            forward: (batch, training) -> anything: calls the model, if that is needed to build
+                it; None is `compute_loss`.
+        """
         if self._started:
             return
         model, strategy = self.model, self.strategy
         checks.check_model(model, self.precision)
         with strategy.scope():
             if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
-                # One example through the model makes the variables that it makes when called.
+                # One example through the model makes the variables that it makes when called. In
+                # a stateless scope, so that it makes them and writes none.
                 one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
-                self.compute_loss(one, training=False)
+                with settings.dtype_policy(self.precision), keras.StatelessScope():
+                    (forward or self.compute_loss)(one, training=False)
             checks.check_built_model(model, self.precision, strategy)
-            checks.check_optimizer(self.optimizer, self.global_clipnorm)
+            checks.check_optimizer(self.optimizer, self.global_clipnorm, strategy)
             self.optimizer.build(model.trainable_variables)
             self._state = TrainState(self.rule)
             self._metrics_of = {False: self.build_metrics(), True: self.build_metrics()}
@@ -300,7 +337,8 @@ class Trainer(Task):
                 optimizer=self.optimizer,
                 state=self._state,
             )
-            self._checkpoints.restore()
+            if path := self._checkpoints.restore():
+                checks.check_restored_scale(self.rule, self.loss_scale, path)
         self._plan = StepPlan(
             strategy=strategy,
             model=model,

@@ -1,6 +1,7 @@
 """The rules, against plain Python, at their bounds, and their refusals."""
 
 import generators
+import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
@@ -128,7 +129,7 @@ POWER = (
         ({"initial_scale": -8.0}, POWER.format("initial_scale", -8.0, 32768.0)),
         ({"initial_scale": float("nan")}, POWER.format("initial_scale", "nan", 32768.0)),
         ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, 2.0**126)),
-        ({"growth_factor": 3.0}, POWER.format("growth_factor", 3.0, 4.0)),
+        ({"growth_factor": 3.0}, POWER.format("growth_factor", 3.0, 2.0)),
         (
             {"growth_factor": 1.0},
             "`growth_factor` must be greater than 1; got 1.0. A factor of 1 or less never raises "
@@ -174,6 +175,14 @@ def test_a_fixed_scale_must_be_a_power_of_two():
     """L3: also of a fixed scale."""
     with pytest.raises(ValueError, match=r"`loss_scale` must be a power of two.*got 1000"):
         FixedLossScale(1000.0)
+
+
+def test_numpy_numbers_are_numbers():
+    """A power of two is one, whatever type it comes in."""
+    rule = DynamicLossScale(np.float32(8.0), growth_interval=np.int64(3))
+
+    assert float(rule.initial_state().loss_scale) == 8.0
+    assert float(FixedLossScale(np.float16(4.0)).initial_state().loss_scale) == 4.0
 
 
 def test_a_verdict_must_be_one_bool():

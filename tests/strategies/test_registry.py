@@ -64,6 +64,13 @@ def test_devices_that_do_not_suit(name, devices, message):
         strategies.create(name, devices)
 
 
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_devices_are_a_list(name):
+    """One name alone would be taken for its letters."""
+    with pytest.raises(TypeError, match=r"got the string 'CPU:0'.* Pass \['CPU:0'\]"):
+        strategies.create(name, "CPU:0")
+
+
 def test_the_cpu_cannot_be_split_twice():
     """Asking again for the same number is fine; for another it says why not."""
     strategies.split_cpu(4)

@@ -84,6 +84,15 @@ def test_training_and_evaluation_have_metrics_of_their_own(capsys):
     assert out.count("validation at step") == 2
 
 
+def test_arrays_are_evaluated_on_while_training(capsys):
+    """They are batched like the training data."""
+    trainer = classifier(verbose=True)
+    trainer.train((X, Y), steps=2, global_batch=4, eval_data=(X, Y))
+    results = trainer.evaluate((X, Y), global_batch=4)
+
+    assert f"validation at step 2: loss {results['loss']:.4f}" in capsys.readouterr().out
+
+
 def test_metrics_of_no_applied_step_are_not_shown_as_0(capsys):
     """Where every step was skipped there is neither a loss nor an accuracy."""
     trainer = classifier(verbose=True)

@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, attempt, copies, linear_model, slopes
 
+import scaling
+
 
 @pytest.mark.parametrize("bad_replica", [0, 1])
 def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
@@ -31,8 +33,8 @@ def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
     tf.function(lambda: strategy.run(replica, (tf.constant(values),)))()
     poisoned = [copy.item() for copy in copies(model.trainable_variables[0])]
 
-    ours = Linear(strategy=strategy, loss_scale="dynamic")
-    [report] = attempt(ours, [slopes(*values * 1e-4)])
+    ours = Linear(strategy=strategy, loss_scale=scaling.DynamicLossScale(initial_scale=8.0))
+    [report] = attempt(ours, [slopes(*values)])
     good = [copy.item() for copy in copies(ours.model.trainable_variables[0])]
 
     if bad_replica == 1:
@@ -40,5 +42,7 @@ def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
         assert float(theirs.dynamic_scale.numpy()) == 8.0
     else:
         assert poisoned == [1.0, 1.0]
-    assert not report.grads_finite
+    assert (report.grads_finite, report.cause) == (False, scaling.Cause.BACKWARD)
+    assert np.isfinite(report.loss)
+    assert ours.loss_scale == 4.0
     assert good == [1.0, 1.0]

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import scaling
-from trainer import Totals, TrainingStuckError
+from trainer import StepReport, Totals, TrainingStuckError
 from trainer.liveness import skips_in_a_row
+from trainer.log import RunLog
 
 
 def run(tmp_path, **arguments):
@@ -67,6 +68,25 @@ def test_the_files(tmp_path):
     for name, curve in curves.items():
         assert curve == {line["step"]: pytest.approx(line[name], rel=1e-6) for line in lines}
     assert set(lines[0]) - set(curves) == {"step", "split"}
+
+
+def test_the_clock_leaves_evaluations_out(monkeypatch, tmp_path):
+    """Steps from before an evaluation have no part in the speed of those after it."""
+    now = [0.0]
+    monkeypatch.setattr("trainer.log.time.perf_counter", lambda: now[0])
+    log = RunLog(tmp_path, verbose=False)
+    values = {"step": 1, "examples": 100, "grads_finite": True}
+    for loop in range(1, 5):
+        now[0] += 0.1
+        report = StepReport(*(np.array([values.get(name, 1.0)]) for name in StepReport._fields))
+        log.add(report, compiling=False)
+        if loop == 3:
+            now[0] += 50.0
+            log.evaluation(3, {})
+    log.flush(4, Totals(4, {}), {})
+    [_, line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    assert json.loads(line)["examples_per_second"] == pytest.approx(1000)
 
 
 def test_a_quiet_run_prints_nothing_and_without_a_directory_writes_nothing(

@@ -230,6 +230,115 @@ def test_variables_of_another_strategy_are_refused(mirrored):
         train(make(model=linear_model(), strategy=mirrored(2)))
 
 
+def test_an_optimizer_of_another_strategy_is_refused(mirrored):
+    """L10: made outside the scope, it would count each replica's update as one."""
+    with pytest.raises(ValueError, match="`optimizer` must be made in the scope of the trainer's"):
+        train(make(optimizer=keras.optimizers.Adam(), strategy=mirrored(2)))
+
+
+class Blind(keras.Model):
+    """Holds a Sequential that does not know its input."""
+
+    def __init__(self):
+        """Ids to one number."""
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Embedding(4096, 1)], name="inner")
+
+    def call(self, ids):
+        """Looks ids up."""
+        return self.inner(ids)[:, 0]
+
+
+def test_a_sequential_inside_a_model_must_know_its_input():
+    """Else it would look up id 2048 for 2049 in float16."""
+    with pytest.raises(ValueError, match="got Sequential 'inner' without one"):
+        train(make(model=Blind, precision="mixed_float16"))
+
+
+def test_weights_written_in_the_forward_pass_are_refused():
+    """L13: SpectralNormalization assigns its kernel, under half precision a rounded one."""
+
+    def spectral():
+        layer = keras.layers.SpectralNormalization(keras.layers.Dense(1))
+        return keras.Sequential([keras.Input([1]), layer])
+
+    trainer = make(model=spectral, precision="mixed_bfloat16")
+    with pytest.raises(ValueError, match=r"`model` must not assign .* got '.*kernel', assigned"):
+        train(trainer)
+    assert trainer.totals.attempted == 0
+
+
+def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
+    """A step has one reduction, after the backward pass."""
+
+    def synchronized():
+        norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
+        return keras.Sequential([keras.Input([1]), norm, keras.layers.Dense(1)])
+
+    assert train(make(model=synchronized)).totals.applied == 1
+    with pytest.raises(ValueError, match="no synchronized layers on several replicas; got 'norm'"):
+        train(make(model=synchronized, strategy=mirrored(2)))
+
+
+def test_a_frozen_half_backbone_with_a_float32_head_is_no_stranger():
+    """The precision is that of all layers with weights, trainable or not."""
+
+    def transfer():
+        frozen = keras.layers.Dense(3, trainable=False)
+        head = keras.layers.Dense(1, dtype="float32")
+        return keras.Sequential([keras.Input([1]), frozen, head])
+
+    assert train(make(model=transfer, precision="mixed_float16")).totals.applied == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            {"loss_scale": 2.0**20},
+            {"loss_scale": 1024.0},
+            "`loss_scale` must be the rule that the run",
+        ),
+        (
+            {"loss_scale": scaling.DynamicLossScale(2.0**20)},
+            {"loss_scale": scaling.DynamicLossScale(max_scale=2.0**16)},
+            "`loss_scale` must be the rule that the run began with",
+        ),
+        ({"loss_scale": None}, {"loss_scale": "dynamic"}, "`model_dir` must be new, or that of"),
+        ({}, {"model": lambda: linear_model(units=2)}, "`model_dir` must be new, or that of"),
+        ({}, {"optimizer": keras.optimizers.Adam}, "`model_dir` must be new, or that of"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_began(tmp_path, first, second, message):
+    """L3, L12: another rule, model or optimizer in the same directory is refused."""
+    train(make(model_dir=tmp_path, **first))
+    with pytest.raises(ValueError, match=message):
+        train(make(model_dir=tmp_path, **second), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eval_interval": 2}, "`eval_interval` must be None without `eval_data`; got 2."),
+        (
+            {"eval_interval": 0, "eval_data": (X, X)},
+            "`eval_interval` must be an int of at least 1; got 0.",
+        ),
+        (
+            {"eval_data": tf.data.Dataset.from_tensors((X, X)).repeat()},
+            "`eval_data` must end; got a dataset that repeats for ever.",
+        ),
+        ({"eval_data": (X[:0], X[:0])}, "`eval_data` must hold at least one batch;"),
+    ],
+)
+def test_what_to_evaluate_on_is_checked_before_the_first_step(arguments, message):
+    """Not after the steps up to the first evaluation."""
+    trainer = make()
+    with pytest.raises(ValueError, match=message):
+        train(trainer, steps=4, **arguments)
+    assert not trainer._started
+
+
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
@@ -344,6 +453,12 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             {},
             "`train_data` must have as many examples in every array; got [8, 5]. The first dimension "
             "is the example. Cut them to the same length.",
+        ),
+        (
+            ([X, X], X),
+            {},
+            "`train_data` must have no lists in it; got one. tf.data would stack them into one tensor. "
+            "Use tuples or dicts for several inputs, and NumPy arrays for numbers.",
         ),
         (
             "digits",

@@ -149,6 +149,26 @@ def test_a_sum_that_overflows_is_found(mirrored):
     assert (trainer.weight, trainer.loss_scale) == (1.0, 2.0**14)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_sparse_sum_that_overflows_is_found(mirrored, jit_compile):
+    """L5: also where the replicas' rows of one embedding entry overflow only when they are added."""
+
+    class Looked(Linear):
+        def build_model(self):
+            embedding = keras.layers.Embedding(4, 1)
+            return keras.Sequential(
+                [keras.Input([1], dtype="int32"), embedding, keras.layers.Flatten()]
+            )
+
+    trainer = Looked(
+        strategy=mirrored(3), loss_scale=scaling.DynamicLossScale(), jit_compile=jit_compile
+    )
+    slope = np.full(3, 3e38 * 3 / 2**15, np.float32)
+    [report] = attempt(trainer, [{"x": np.ones([3, 1], np.int32), "slope": slope}])
+
+    assert (report.grads_finite, report.cause) == (False, Cause.REDUCTION)
+
+
 def test_unscaling_that_overflows_is_found():
     """L5: a scaled gradient of 6e34 at scale 2^-14 is finite, the gradient is not; nothing moves."""
 
@@ -529,22 +549,30 @@ def test_penalties_are_summed_in_float32(jit_compile):
 
 
 class Late(keras.Model):
-    """A subclassed model that makes its layers' variables when it is first called."""
+    """A subclassed model that makes a layer and all variables when it is first called."""
 
     def __init__(self):
-        """Two layers, not built."""
+        """A layer and a counter, not built."""
         super().__init__()
-        self.hidden = keras.layers.Dense(4)
         self.last = keras.layers.Dense(1)
 
+    def build(self, shape):
+        """Another layer, made late."""
+        self.hidden = keras.layers.Dense(4)
+        self.hidden.build(shape)
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
     def call(self, inputs):
-        """Both in turn."""
+        """Both in turn, counted."""
+        self.calls.assign(self.calls + 1)
         return self.last(self.hidden(inputs))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_model_that_is_built_when_called(mirrored, replicas):
-    """It is built on one example, in the strategy's scope, before the first step."""
+    """It is built on one example, in the strategy's scope and under the policy, and nothing that
+    its forward pass writes moves before the first step.
+    """
 
     class Lately(Linear):
         def build_model(self):
@@ -555,5 +583,7 @@ def test_a_model_that_is_built_when_called(mirrored, replicas):
     [report] = attempt(trainer, [slopes(1.0, 1.0)])
 
     assert report.grads_finite
-    assert {"float32"} == {variable.dtype for variable in trainer.model.variables}
-    assert [replicas] * 4 == [len(copies(variable)) for variable in trainer.model.variables]
+    assert {layer.compute_dtype for layer in trainer.model.layers} == {"float16"}
+    assert {variable.dtype for variable in trainer.model.trainable_variables} == {"float32"}
+    assert [len(copies(variable)) for variable in trainer.model.variables] == [replicas] * 5
+    assert [copy.item() for copy in copies(trainer.model.calls)] == [1] * replicas
