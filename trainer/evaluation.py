@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -89,7 +89,7 @@ class Evaluator:
 
 
 def evaluate_all(
-    iterator: Iterator[Any],
+    iterator: Any,
     strategy: tf.distribute.Strategy,
     task: Task,
     compute_loss: Callable[..., Any],
@@ -99,12 +99,22 @@ def evaluate_all(
     Returns:
         The weighted sum of losses and the sum of weights, over all replicas: shape (), float32.
     """
-    total = weight = tf.constant(0.0)
-    for batch in iterator:
+
+    def body(following: Any, total: tf.Tensor, weight: tf.Tensor) -> tuple:
+        batch = following.get_value()
         weights = check_weights(task.example_weights(batch), batch)
         sums = strategy.run(replica_evaluate, args=(batch, weights, task, compute_loss))
         total += strategy.reduce(tf.distribute.ReduceOp.SUM, sums[0], axis=None)
         weight += strategy.reduce(tf.distribute.ReduceOp.SUM, sums[1], axis=None)
+        return iterator.get_next_as_optional(), total, weight
+
+    # Written out, not left to AutoGraph: where that gives up, a `for` would never end.
+    _, total, weight = tf.while_loop(
+        lambda following, *_: following.has_value(),
+        body,
+        (iterator.get_next_as_optional(), tf.constant(0.0), tf.constant(0.0)),
+        parallel_iterations=1,
+    )
     return total, weight
 
 
