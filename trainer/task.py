@@ -95,7 +95,7 @@ class Task:
         A language model returns token counts; padding has weight 0.
 
         Returns:
-            Shape (examples,), float32, at least 0.
+            Shape (examples,), float32; meant to be at least 0, which is not checked.
         """
         if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) == 3:
             return batch[2]
