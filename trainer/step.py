@@ -40,10 +40,10 @@ class StepPlan:
 
 
 class StepResult(NamedTuple):
-    """What a step has found out; the same on every replica but for the last two fields."""
+    """What a step has found out; the same on every replica, but for integers written, and rows."""
 
     gradients: list[Any]  # summed, unscaled, clipped: ready to apply
-    written: dict[str, tf.Tensor]  # the model's own writes, held back; the mean over replicas
+    written: dict[str, tf.Tensor]  # the model's own writes, held back; floats: mean over replicas
     verdict: scaling.Verdict
     loss: tf.Tensor  # shape=(), float32: the weighted mean over the global batch
     regularization_loss: tf.Tensor  # shape=(), float32
