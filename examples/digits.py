@@ -47,9 +47,8 @@ class Digits(Trainer):
 
     def build_optimizer(self):
         """Adam; its schedule counts updates, so a skipped step does not move it."""
-        return keras.optimizers.Adam(
-            keras.optimizers.schedules.CosineDecay(2e-3, FLAGS.train_steps)
-        )
+        decay = keras.optimizers.schedules.CosineDecay(2e-3, FLAGS.train_steps)
+        return keras.optimizers.Adam(decay)
 
     def compute_loss(self, batch, training):
         """One loss per scan, in float32."""
@@ -84,13 +83,9 @@ def main(_):
     train_data, test_data = load_digits()
     digits = make_trainer(Digits)
     if FLAGS.mode != "eval":
-        digits.train(
-            train_data,
-            steps=FLAGS.train_steps,
-            global_batch=FLAGS.batch_size,
-            eval_data=test_data if FLAGS.validation_interval else None,
-            eval_interval=FLAGS.validation_interval,
-        )
+        every = FLAGS.validation_interval
+        evaluation = {"eval_data": test_data, "eval_interval": every} if every else {}
+        digits.train(train_data, FLAGS.train_steps, global_batch=FLAGS.batch_size, **evaluation)
     if FLAGS.mode != "train":
         results = digits.evaluate(test_data, global_batch=FLAGS.batch_size)
         print(f"held-out accuracy {results['accuracy']:.2%}, loss {results['loss']:.4f}")
