@@ -58,8 +58,7 @@ class DynamicLossScale:
         growth_factor: what growth multiplies by; a power of two above 1.
         backoff_factor: what backoff multiplies by; a power of two between 0 and 1.
         min_scale: the floor; a power of two, at least 2^-126.
-        max_scale: the ceiling; a power of two, at most 2^126. The default, 2^24, is the
-            largest at which a loss of 1 still fits float32 with its last bit worth 1.
+        max_scale: the ceiling; a power of two, at most 2^126. The default is Apex's.
         hysteresis: overflows it takes to back off for the first time after a growth; 1
             backs off at once.
 

@@ -47,18 +47,16 @@ def batches(
     Raises:
         TypeError, ValueError: if the data is none of these, is empty or is not batched.
     """
-    if isinstance(data, tf.data.Dataset):
-        dataset = data
-    elif callable(data):
-        dataset = _from_function(data, argument, strategy)
-    else:
+    if are_arrays(data):
         dataset = _from_arrays(data, argument, global_batch, shuffle_seed)
-        global_batch = None
-    if global_batch is not None:
+    elif global_batch is not None:
         raise ValueError(
             f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}. A "
             "dataset is batched already. Leave it out, or set it where the dataset is made."
         )
+    else:
+        is_dataset = isinstance(data, tf.data.Dataset)
+        dataset = data if is_dataset else _from_function(data, argument, strategy)
     first = _first(dataset, argument)
     cardinality = int(dataset.cardinality())
     return Batches(

@@ -43,9 +43,7 @@ class Microbatch(NamedTuple):
     """Everything that comes out of one forward and backward pass."""
 
     contribution: Contribution
-    written: dict[
-        str, tf.Tensor
-    ]  # what the pass would write: position in `Values.held_back` -> value
+    written: dict[str, tf.Tensor]  # what the pass would write, by position in `Values.held_back`
     aux: Any  # what `compute_loss` returned beside the losses; first dimension: the example
 
 
@@ -138,12 +136,16 @@ def check_weights_unwritten(scope: keras.StatelessScope, model: Any, values: Val
 
 
 def weighted_mean(losses: tf.Tensor, share: strategies.Share, whole: Whole) -> tf.Tensor:
-    """Returns a share's part of the weighted mean over the global batch: shape (), float32.
+    """Returns a share's part of the weighted mean over the global batch: shape (), float32."""
+    return tf.math.divide_no_nan(weighted_sum(losses, share), whole.weight)
+
+
+def weighted_sum(losses: tf.Tensor, share: strategies.Share) -> tf.Tensor:
+    """Returns the sum of a share's losses times their weights: shape (), float32.
 
     An example of weight 0 has no part in it, even if its loss is inf or NaN.
     """
-    total = tf.reduce_sum(tf.math.multiply_no_nan(losses, share.weights))
-    return tf.math.divide_no_nan(total, whole.weight)
+    return tf.reduce_sum(tf.math.multiply_no_nan(losses, share.weights))
 
 
 def losses_and_aux(result: Any, batch: Any) -> tuple[tf.Tensor, Any]:

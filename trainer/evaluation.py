@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from trainer.accumulate import real_rows
 from trainer.checks import check_weights
-from trainer.differentiate import losses_and_aux
+from trainer.differentiate import losses_and_aux, weighted_sum
 from trainer.keras_private import computing_in_float32
 from trainer.step import my_share
 from trainer.task import Task
@@ -104,8 +104,8 @@ def evaluate_all(
         batch = following.get_value()
         weights = check_weights(task.example_weights(batch), batch)
         sums = strategy.run(replica_evaluate, args=(batch, weights, task, compute_loss))
-        total += strategy.reduce(tf.distribute.ReduceOp.SUM, sums[0], axis=None)
-        weight += strategy.reduce(tf.distribute.ReduceOp.SUM, sums[1], axis=None)
+        total += strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
+        weight += tf.reduce_sum(weights)
         return iterator.get_next_as_optional(), total, weight
 
     # Written out, not left to AutoGraph: where that gives up, a `for` would never end.
@@ -120,7 +120,7 @@ def evaluate_all(
 
 def replica_evaluate(
     batch: Any, weights: tf.Tensor, task: Task, compute_loss: Callable[..., Any]
-) -> tuple[tf.Tensor, tf.Tensor]:
+) -> tf.Tensor:
     """Evaluates one replica's share of a batch. Call it in replica context.
 
     Args:
@@ -130,13 +130,12 @@ def replica_evaluate(
         compute_loss: the task's, compiled or not.
 
     Returns:
-        This replica's weighted sum of losses and its sum of weights: shape (), float32.
+        This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
     losses, aux = losses_and_aux(compute_loss(share.batch, training=False), share.batch)
     task.update_metrics(real_rows(share.batch, share), real_rows(aux, share))
-    total = tf.reduce_sum(tf.math.multiply_no_nan(losses, share.weights))
-    return total, tf.reduce_sum(share.weights)
+    return weighted_sum(losses, share)
 
 
 def predict_batch(

@@ -14,18 +14,19 @@ def global_norm(gradients: list[Any]) -> tf.Tensor:
     It is finite only if every element is. In bfloat16, elements of 1e30 are finite while
     their squares, which Adam would keep, are not: then it is infinite.
     """
-    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in gradients]
-    squares = [tf.nn.l2_loss(tf.cast(leaf, tf.float32)) for leaf in leaves if leaf is not None]
-    return tf.sqrt(2.0 * tf.add_n(squares))
+    return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(values) for values in values_of(gradients)]))
 
 
 def largest_magnitude(gradients: list[Any]) -> tf.Tensor:
     """Returns the largest absolute value in any gradient: shape (), float32."""
-    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in gradients]
-    largest = [
-        tf.reduce_max(tf.abs(tf.cast(leaf, tf.float32))) for leaf in leaves if leaf is not None
-    ]
+    largest = [tf.reduce_max(tf.abs(values)) for values in values_of(gradients)]
     return tf.reduce_max(tf.stack(largest))
+
+
+def values_of(gradients: list[Any]) -> list[tf.Tensor]:
+    """Returns the numbers in coalesced gradients, in float32; a missing gradient has none."""
+    leaves = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in gradients]
+    return [tf.cast(leaf, tf.float32) for leaf in leaves if leaf is not None]
 
 
 def judge(total: Contribution, gradient_norm: tf.Tensor) -> scaling.Verdict:

@@ -19,8 +19,8 @@ HINTS = {
         "at 0), or lower `min_scale`."
     ),
     scaling.Cause.REDUCTION: (
-        "Each replica's gradients were finite, their sum was not. Lower the learning rate's cause "
-        "of such gradients, or start at a smaller loss scale."
+        "Each replica's gradients were finite, their sum was not, at the lowest scale tried too. "
+        "The model is diverging: lower the learning rate, or lower `min_scale`."
     ),
     scaling.Cause.UNSCALING: (
         "The gradients were finite until they were divided by the loss scale, or their norm is "
