@@ -1,19 +1,17 @@
-"""Loss scaling for half-precision training: rules as values, the casts, and the finite check."""
+"""Loss scaling for half-precision training: rules as values, the casts, checks and diagnosis."""
 
+from scaling.constant import FixedLossScale, FixedLossScaleState, NoLossScale, NoLossScaleState
+from scaling.dynamic import DynamicLossScale, DynamicLossScaleState
 from scaling.finite import all_finite
 from scaling.gradients import coalesce, scale_loss, unscale_gradients
+from scaling.headroom import HeadroomLossScale, HeadroomLossScaleState
+from scaling.logmax import LogMaxLossScale, LogMaxLossScaleState
 from scaling.precision import Precision
-from scaling.rules import (
-    DynamicLossScale,
-    DynamicLossScaleState,
-    FixedLossScale,
-    FixedLossScaleState,
-    LossScaleRule,
-    NoLossScale,
-    NoLossScaleState,
-)
+from scaling.presets import preset
+from scaling.rule import LossScaleRule
 from scaling.scaler import LossScaler
-from scaling.verdict import Cause, Verdict
+from scaling.tolerant import TolerantLossScale, TolerantLossScaleState
+from scaling.verdict import Cause, Verdict, find_cause
 
 __all__ = [
     "Cause",
@@ -21,14 +19,22 @@ __all__ = [
     "DynamicLossScaleState",
     "FixedLossScale",
     "FixedLossScaleState",
+    "HeadroomLossScale",
+    "HeadroomLossScaleState",
+    "LogMaxLossScale",
+    "LogMaxLossScaleState",
     "LossScaleRule",
     "LossScaler",
     "NoLossScale",
     "NoLossScaleState",
     "Precision",
+    "TolerantLossScale",
+    "TolerantLossScaleState",
     "Verdict",
     "all_finite",
     "coalesce",
+    "find_cause",
+    "preset",
     "scale_loss",
     "unscale_gradients",
 ]

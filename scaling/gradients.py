@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.rules import NoLossScaleState
+from scaling.constant import NoLossScaleState
 
 
 def scale_loss(loss: Any, state: Any) -> tf.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from scaling.gradients import scale_loss, unscale_gradients
-from scaling.rules import LossScaleRule
+from scaling.rule import LossScaleRule
 from scaling.verdict import Cause, Verdict, VerdictLike, as_verdict
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 class Cause(enum.IntEnum):
-    """Where a step first met an inf or a NaN. A step that met none has `NONE`.
+    """Where a step first met an inf or a NaN, in the order in which it looks. `NONE`: nowhere.
 
     Only `BACKWARD` and `REDUCTION` say something about the loss scale: at a smaller
     scale the same numbers might have fitted. A loss that was infinite before it was
@@ -16,10 +16,59 @@ class Cause(enum.IntEnum):
     """
 
     NONE = 0
-    FORWARD = 1  # the unscaled loss was not finite: the data or the model
-    BACKWARD = 2  # the loss was finite, a scaled gradient on some replica was not
-    REDUCTION = 3  # every replica's gradients were finite, their sum was not
-    UNSCALING = 4  # the sum was finite, the unscaled gradient or its global norm was not
+    WEIGHTS = 1  # the weights were not finite before the step began
+    FORWARD = 2  # the unscaled loss was not finite: the data or the model
+    BACKWARD = 3  # the loss was finite, a scaled gradient on some replica was not: the scale
+    REDUCTION = 4  # every replica's gradients were finite, their sum was not
+    UNSCALING = 5  # the sum was finite, the unscaled gradient or its global norm was not
+    MODEL = 6  # as BACKWARD or REDUCTION, but at the smallest scale: no scale can help
+
+
+def find_cause(
+    *,
+    weights_finite: tf.Tensor | bool = True,
+    loss_finite: tf.Tensor | bool,
+    local_gradients_finite: tf.Tensor | bool,
+    summed_gradients_finite: tf.Tensor | bool,
+    unscaled_gradients_finite: tf.Tensor | bool,
+    at_min_scale: tf.Tensor | bool = False,
+) -> tf.Tensor:
+    """Returns the cause of a step from what was finite in it: the first place that was not.
+
+    Pure, and the same on every replica if its arguments are.
+
+    Args:
+        weights_finite: shape (), bool, as all others: before the step.
+        loss_finite: the unscaled loss, on every replica.
+        local_gradients_finite: each replica's own scaled gradients, before any sum.
+        summed_gradients_finite: the sum over replicas, still scaled.
+        unscaled_gradients_finite: the gradients to apply, their global norm included.
+        at_min_scale: whether the step ran at the rule's smallest scale, so that no backoff
+            is left: overflows are then the model's.
+
+    Returns:
+        A `Cause`: shape (), int32.
+
+    Example:
+        >>> cause = find_cause(loss_finite=True, local_gradients_finite=False,
+        ...     summed_gradients_finite=False, unscaled_gradients_finite=False)
+        >>> Cause(int(cause)).name
+        'BACKWARD'
+    """
+    for_want_of_range = tf.where(
+        at_min_scale, [int(Cause.MODEL)] * 2, [int(Cause.BACKWARD), int(Cause.REDUCTION)]
+    )
+    places = [
+        (unscaled_gradients_finite, int(Cause.UNSCALING)),
+        (summed_gradients_finite, for_want_of_range[1]),
+        (local_gradients_finite, for_want_of_range[0]),
+        (loss_finite, int(Cause.FORWARD)),
+        (weights_finite, int(Cause.WEIGHTS)),
+    ]
+    cause = tf.constant(int(Cause.NONE))
+    for finite, place in places:  # from the last place to the first, which wins
+        cause = tf.where(finite, cause, place)
+    return cause
 
 
 class Verdict(NamedTuple):
@@ -34,7 +83,7 @@ class Verdict(NamedTuple):
 
     grads_finite: tf.Tensor  # shape=(), bool: the same on every replica
     cause: tf.Tensor | Cause = Cause.BACKWARD  # shape=(), int32: read only when not finite
-    max_magnitude: tf.Tensor | None = None  # shape=(), float32: for rules that need it
+    max_magnitude: tf.Tensor | None = None  # shape=(), float32: unscaled, for rules that need it
 
     @property
     def overflowed(self) -> tf.Tensor:

@@ -19,6 +19,17 @@ settings.register_profile(
 settings.load_profile("halfstep")
 
 
+def pytest_addoption(parser):
+    """`--full`: the random searches to their full length, as CI runs them."""
+    parser.addoption("--full", action="store_true", help="random searches to their full length")
+
+
+@pytest.fixture(scope="session")
+def full(request):
+    """Whether this is the full run."""
+    return request.config.getoption("--full")
+
+
 @pytest.fixture(autouse=True)
 def same_start():
     """Every test starts from the same seed and the float32 policy, and must leave that policy."""

@@ -37,7 +37,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
         assert expected == numbers(state), f"diverged at step {step}"
         assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
-        scaling.rules.check_power_of_two("loss_scale", float(state.loss_scale))
+        scaling.half.check_power_of_two("loss_scale", float(state.loss_scale))
 
 
 @pytest.mark.parametrize("start", [2.0**-126, 2.0**126])

@@ -1,0 +1,85 @@
+"""The two rules that never move: a fixed loss scale, and none."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import tensorflow as tf
+
+from scaling.half import check_power_of_two
+from scaling.verdict import VerdictLike, as_verdict
+
+
+class FixedLossScaleState(NamedTuple):
+    """What `FixedLossScale` remembers: the scale that never moves."""
+
+    loss_scale: tf.Tensor  # shape=(), float32
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale:
+    """Keeps one loss scale for the whole run; steps that overflow are skipped all the same.
+
+    Attributes:
+        loss_scale: a power of two in [2^-126, 2^126].
+
+    Raises:
+        ValueError: if the scale is not a power of two in that range.
+
+    Source:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740: "a constant scaling factor".
+
+    Example:
+        >>> rule = FixedLossScale(1024.0)
+        >>> float(rule.advance(rule.initial_state(), False).loss_scale)
+        1024.0
+    """
+
+    loss_scale: float
+
+    needs_magnitude: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses a scale that would round the gradients."""
+        check_power_of_two("loss_scale", self.loss_scale)
+
+    def initial_state(self) -> FixedLossScaleState:
+        """Returns the one state there is."""
+        return FixedLossScaleState(tf.constant(self.loss_scale, tf.float32))
+
+    def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
+        """Returns `state`, whatever the verdict."""
+        as_verdict(verdict)
+        return state
+
+
+class NoLossScaleState(NamedTuple):
+    """What `NoLossScale` remembers: a scale of 1, which nobody multiplies by."""
+
+    loss_scale: tf.Tensor  # shape=(), float32: always 1
+
+
+@dataclasses.dataclass(frozen=True)
+class NoLossScale:
+    """No loss scaling: what float32 and bfloat16 want. Steps that are not finite are skipped.
+
+    Source:
+        Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019,
+        https://arxiv.org/abs/1905.12322: bfloat16 needs no loss scaling.
+
+    Example:
+        >>> state = NoLossScale().initial_state()
+        >>> float(state.loss_scale)
+        1.0
+    """
+
+    needs_magnitude: ClassVar[bool] = False
+
+    def initial_state(self) -> NoLossScaleState:
+        """Returns the one state there is."""
+        return NoLossScaleState(tf.constant(1.0, tf.float32))
+
+    def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
+        """Returns `state`, whatever the verdict."""
+        as_verdict(verdict)
+        return state

@@ -1,0 +1,103 @@
+"""What every rule is: frozen constants, a first state, and one pure transition.
+
+A rule answers three questions: where the scale starts (`initial_state`), how a step's
+verdict moves it (`advance`), and whether it wants to know the largest gradient magnitude
+(`needs_magnitude`). It holds no variables; what it must remember is its own NamedTuple,
+whose first field is always `loss_scale`: shape (), float32, a power of two.
+"""
+
+import numbers
+from typing import Any, Protocol, TypeVar
+
+import tensorflow as tf
+
+from scaling.half import check_power_of_two
+from scaling.verdict import Verdict, VerdictLike
+
+State = TypeVar("State", bound=tuple)
+
+
+class LossScaleRule(Protocol):
+    """What a rule must offer. A rule of one's own needs nothing else."""
+
+    @property
+    def needs_magnitude(self) -> bool:
+        """Whether `advance` reads `Verdict.max_magnitude`; it costs a pass over the gradients."""
+
+    def initial_state(self) -> Any:
+        """Returns the state before the first step: a NamedTuple of tensors."""
+
+    def advance(self, state: Any, verdict: VerdictLike) -> Any:
+        """Returns the state after a step; same type, shapes and dtypes as `state`."""
+
+
+def keep_unless(moves: tf.Tensor, moved: State, state: State) -> State:
+    """Returns `moved` where the verdict may move the scale, and else `state`, field by field."""
+    pairs = zip(moved, state, strict=True)
+    return type(state)(*(tf.where(moves, new, old) for new, old in pairs))
+
+
+def magnitude_of(verdict: Verdict, rule: str) -> tf.Tensor:
+    """Returns the verdict's largest magnitude: shape (), float32.
+
+    Raises:
+        ValueError: if nobody has measured it.
+    """
+    if verdict.max_magnitude is None:
+        raise ValueError(
+            f"`verdict.max_magnitude` must be given to {rule}; got None. The rule moves by the "
+            "largest gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
+            "max_magnitude), unscaled."
+        )
+    return tf.cast(verdict.max_magnitude, tf.float32)
+
+
+def check_bounds(rule: Any) -> None:
+    """Refuses an `initial_scale`, `min_scale` or `max_scale` with which the scale could go astray.
+
+    Raises:
+        ValueError: if one is no power of two, or they are not in order.
+    """
+    for name in ("min_scale", "max_scale", "initial_scale"):
+        check_power_of_two(name, getattr(rule, name))
+    if rule.min_scale > rule.max_scale:
+        raise ValueError(
+            f"`min_scale` must be at most `max_scale`; got {rule.min_scale!r} and "
+            f"{rule.max_scale!r}. No scale lies between them. Lower `min_scale` or raise "
+            "`max_scale`."
+        )
+    if not rule.min_scale <= rule.initial_scale <= rule.max_scale:
+        raise ValueError(
+            f"`initial_scale` must lie in [min_scale, max_scale] = [{rule.min_scale!r}, "
+            f"{rule.max_scale!r}]; got {rule.initial_scale!r}. The scale never leaves its "
+            "bounds, so it cannot start outside. Move `initial_scale` or widen the bounds."
+        )
+
+
+def check_factors(growth_factor: float, backoff_factor: float) -> None:
+    """Refuses factors that are no powers of two, or would never grow or never back off.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    check_power_of_two("growth_factor", growth_factor, suggestion=2.0)
+    check_power_of_two("backoff_factor", backoff_factor, suggestion=0.5)
+    if growth_factor <= 1:
+        raise ValueError(
+            f"`growth_factor` must be greater than 1; got {growth_factor!r}. A factor of "
+            "1 or less never raises the scale again after a backoff. Use 2.0 for the usual "
+            "doubling."
+        )
+    if backoff_factor >= 1:
+        raise ValueError(
+            f"`backoff_factor` must be less than 1; got {backoff_factor!r}. A factor of 1 "
+            "or more never gets out of an overflow. Use 0.5 for the usual halving."
+        )
+
+
+def check_count(name: str, value: int, why: str, remedy: str, least: int = 1) -> None:
+    """Raises ValueError, naming the argument, unless `value` is an int of at least `least`."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"`{name}` must be an int of at least {least}; got {value!r}. {why} {remedy}."
+        )
