@@ -11,7 +11,7 @@ from scaling.presets import preset
 from scaling.rule import LossScaleRule
 from scaling.scaler import LossScaler
 from scaling.tolerant import TolerantLossScale, TolerantLossScaleState
-from scaling.verdict import Cause, Verdict, find_cause
+from scaling.verdict import Cause, Verdict, as_verdict, find_cause
 
 __all__ = [
     "Cause",
@@ -32,6 +32,7 @@ __all__ = [
     "TolerantLossScaleState",
     "Verdict",
     "all_finite",
+    "as_verdict",
     "coalesce",
     "find_cause",
     "preset",

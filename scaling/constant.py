@@ -10,7 +10,12 @@ from scaling.verdict import VerdictLike, as_verdict
 
 
 class FixedLossScaleState(NamedTuple):
-    """What `FixedLossScale` remembers: the scale that never moves."""
+    """What `FixedLossScale` remembers: the scale that never moves.
+
+    Example:
+        >>> float(FixedLossScale(8.0).initial_state().loss_scale)
+        8.0
+    """
 
     loss_scale: tf.Tensor  # shape=(), float32
 
@@ -54,7 +59,12 @@ class FixedLossScale:
 
 
 class NoLossScaleState(NamedTuple):
-    """What `NoLossScale` remembers: a scale of 1, which nobody multiplies by."""
+    """What `NoLossScale` remembers: a scale of 1, which nobody multiplies by.
+
+    Example:
+        >>> float(NoLossScale().initial_state().loss_scale)
+        1.0
+    """
 
     loss_scale: tf.Tensor  # shape=(), float32: always 1
 

@@ -11,7 +11,13 @@ from scaling.verdict import VerdictLike, as_verdict
 
 
 class DynamicLossScaleState(NamedTuple):
-    """What `DynamicLossScale` remembers."""
+    """What `DynamicLossScale` remembers.
+
+    Example:
+        >>> state = DynamicLossScale(hysteresis=2, grace_steps=1).initial_state()
+        >>> float(state.loss_scale), int(state.finite_steps), int(state.overflows_left)
+        (32768.0, -1, 2)
+    """
 
     loss_scale: tf.Tensor  # shape=(), float32
     finite_steps: tf.Tensor  # shape=(), int32: finite steps in a row; starts at -grace_steps

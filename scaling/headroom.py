@@ -14,7 +14,12 @@ SEARCH_FACTOR = 2.0 ** (HALF_BITS // 2)
 
 
 class HeadroomLossScaleState(NamedTuple):
-    """What `HeadroomLossScale` remembers."""
+    """What `HeadroomLossScale` remembers.
+
+    Example:
+        >>> bool(HeadroomLossScale().initial_state().found)
+        False
+    """
 
     loss_scale: tf.Tensor  # shape=(), float32
     finite_steps: tf.Tensor  # shape=(), int32: finite steps since the scale was last considered

@@ -16,7 +16,12 @@ LOG2_OVERFLOW = 16.0
 
 
 class LogMaxLossScaleState(NamedTuple):
-    """What `LogMaxLossScale` remembers: running sums over log2 of the largest magnitudes."""
+    """What `LogMaxLossScale` remembers: running sums over log2 of the largest magnitudes.
+
+    Example:
+        >>> int(LogMaxLossScale().initial_state().steps)
+        0
+    """
 
     loss_scale: tf.Tensor  # shape=(), float32
     steps: tf.Tensor  # shape=(), int32: steps that entered the sums

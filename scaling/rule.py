@@ -18,7 +18,23 @@ State = TypeVar("State", bound=tuple)
 
 
 class LossScaleRule(Protocol):
-    """What a rule must offer. A rule of one's own needs nothing else."""
+    """What a rule must offer. A rule of one's own needs nothing else.
+
+    Example:
+        A scale that halves at every overflow and never grows, for a `LossScaler` or a Trainer:
+
+        >>> import scaling
+        >>> class OnlyDown:
+        ...     needs_magnitude = False
+        ...     def initial_state(self):
+        ...         return scaling.FixedLossScaleState(tf.constant(2.0**15))
+        ...     def advance(self, state, verdict):
+        ...         factor = tf.where(scaling.as_verdict(verdict).overflowed, 0.5, 1.0)
+        ...         return state._replace(loss_scale=state.loss_scale * factor)
+        >>> rule = OnlyDown()
+        >>> float(rule.advance(rule.initial_state(), False).loss_scale)
+        16384.0
+    """
 
     @property
     def needs_magnitude(self) -> bool:

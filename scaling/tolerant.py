@@ -14,7 +14,13 @@ LONGEST_INTERVAL = 2**30
 
 
 class TolerantLossScaleState(NamedTuple):
-    """What `TolerantLossScale` remembers."""
+    """What `TolerantLossScale` remembers.
+
+    Example:
+        >>> state = TolerantLossScale(growth_interval=256).initial_state()
+        >>> float(state.loss_scale), int(state.growth_interval)
+        (32768.0, 256)
+    """
 
     loss_scale: tf.Tensor  # shape=(), float32
     finite_steps: tf.Tensor  # shape=(), int32: finite steps since the last overflow

@@ -13,6 +13,10 @@ class Cause(enum.IntEnum):
     scale the same numbers might have fitted. A loss that was infinite before it was
     scaled, or a gradient that overflows when it is divided by a small scale, would not
     be cured by backing off, so the other causes leave a rule's state as it is.
+
+    Example:
+        >>> Cause(3).name
+        'BACKWARD'
     """
 
     NONE = 0
@@ -112,6 +116,10 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
     Raises:
         ValueError: if grads_finite is not a scalar.
         TypeError: if grads_finite is not a bool.
+
+    Example:
+        >>> bool(as_verdict(False).overflowed)
+        True
     """
     verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict)
     grads_finite = tf.convert_to_tensor(verdict.grads_finite)

@@ -21,11 +21,6 @@ PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
 
 # Names whose use is another name's example.
 WITHOUT_EXAMPLE = {
-    "DynamicLossScaleState": "DynamicLossScale",
-    "FixedLossScaleState": "FixedLossScale",
-    "NoLossScaleState": "NoLossScale",
-    "LossScaleRule": "DynamicLossScale",
-    "Cause": "Verdict",
     "Share": "take",
     "StepReport": "Trainer",
     "Totals": "Trainer",
