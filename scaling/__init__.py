@@ -6,10 +6,14 @@ from scaling.finite import all_finite
 from scaling.gradients import coalesce, scale_loss, unscale_gradients
 from scaling.headroom import HeadroomLossScale, HeadroomLossScaleState
 from scaling.logmax import LogMaxLossScale, LogMaxLossScaleState
+from scaling.named import parse_rule
+from scaling.order import Token
 from scaling.precision import Precision
 from scaling.presets import preset
+from scaling.recommend import Recommendation, recommend
 from scaling.rule import LossScaleRule
-from scaling.scaler import LossScaler
+from scaling.scaler import LossScaler, update_together
+from scaling.stats import GradientStats, gradient_stats
 from scaling.tolerant import TolerantLossScale, TolerantLossScaleState
 from scaling.verdict import Cause, Verdict, as_verdict, find_cause
 
@@ -19,6 +23,7 @@ __all__ = [
     "DynamicLossScaleState",
     "FixedLossScale",
     "FixedLossScaleState",
+    "GradientStats",
     "HeadroomLossScale",
     "HeadroomLossScaleState",
     "LogMaxLossScale",
@@ -28,6 +33,8 @@ __all__ = [
     "NoLossScale",
     "NoLossScaleState",
     "Precision",
+    "Recommendation",
+    "Token",
     "TolerantLossScale",
     "TolerantLossScaleState",
     "Verdict",
@@ -35,7 +42,11 @@ __all__ = [
     "as_verdict",
     "coalesce",
     "find_cause",
+    "gradient_stats",
+    "parse_rule",
     "preset",
+    "recommend",
     "scale_loss",
     "unscale_gradients",
+    "update_together",
 ]

@@ -1,10 +1,12 @@
 """`LossScaler`: a state in variables. The one file in this room in which anything changes."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from scaling.gradients import scale_loss, unscale_gradients
+from scaling.order import CallOrder, Token
 from scaling.rule import LossScaleRule
 from scaling.verdict import Cause, Verdict, VerdictLike, as_verdict
 
@@ -12,11 +14,16 @@ from scaling.verdict import Cause, Verdict, VerdictLike, as_verdict
 class LossScaler(tf.Module):
     """Keeps a rule's state in variables, for a loop of one's own.
 
+    Each step calls `scale`, `unscale` and `update`, in this order and in one function: the
+    first two once for each loss, `update` once. Several optimizers share one scaler by
+    sharing that one `update`. Calls out of order are errors that say which comes first;
+    they are found while the function is traced, separately for each replica.
+
     Make it inside the strategy's scope, so that every replica has a copy, and put it into
-    the `tf.train.Checkpoint` beside model and optimizer.
+    the `tf.train.Checkpoint` beside model and optimizer; or keep `state_dict()`.
 
     Args:
-        rule: a `DynamicLossScale`, `FixedLossScale`, `NoLossScale` or a rule of your own.
+        rule: a `DynamicLossScale`, any other rule of this room, or one of your own.
 
     Example:
         >>> import scaling
@@ -27,15 +34,16 @@ class LossScaler(tf.Module):
         >>> [gradient] = scaler.unscale(tape.gradient(scaled, [weight]), token)
         >>> float(gradient)
         6.0
-        >>> scaler.update(scaling.all_finite(gradient))
-        >>> float(scaler.loss_scale)
-        4.0
+        >>> if scaler.update(scaling.all_finite(gradient)):
+        ...     print(weight.assign_sub(gradient / 6).numpy(), float(scaler.loss_scale))
+        2.0 4.0
     """
 
     def __init__(self, rule: LossScaleRule) -> None:
         """Makes one variable for each field of the rule's state."""
         super().__init__(name="loss_scaler")
         self.rule = rule
+        self._order = CallOrder()
         initial = rule.initial_state()
         self._state_type = type(initial)
         # NONE: each replica assigns its own copy, and all assign the same value. Any other
@@ -59,47 +67,153 @@ class LossScaler(tf.Module):
         """The loss scale now: shape (), float32."""
         return self.state.loss_scale
 
-    def scale(self, loss: Any) -> tuple[tf.Tensor, Any]:
+    def scale(self, loss: Any) -> tuple[tf.Tensor, Token]:
         """Multiplies a loss by the loss scale.
 
+        Args:
+            loss: any shape, any float dtype.
+
         Returns:
-            The scaled loss, and the token that `unscale` needs: this step's state.
+            The scaled loss, float32 (see `scale_loss`); and the token that `unscale` needs. It
+            is good once, in the function and on the replica that made it.
         """
-        token = self.state
-        return scale_loss(loss, token), token
+        token = self._order.opened(self.state)
+        return scale_loss(loss, token.state), token
 
-    def unscale(self, gradients: Any, token: Any) -> Any:
-        """Divides gradients by the scale of their loss; see `unscale_gradients`."""
-        return unscale_gradients(gradients, token)
-
-    def update(self, verdict: VerdictLike) -> None:
-        """Moves the scale after a step.
-
-        Inside `strategy.run` the replicas agree first: the step counts as finite only if it
-        was on every replica. Call it once per step, whether the update was applied or not,
-        and outside any branch that a replica could take alone.
+    def unscale(self, gradients: Any, token: Token) -> Any:
+        """Divides gradients by the scale of their loss, which may have moved since.
 
         Args:
-            verdict: this replica's: a bool tensor, shape (), or a `Verdict`.
+            gradients: any structure; see `unscale_gradients`.
+            token: what `scale` returned with their loss.
+
+        Returns:
+            The same structure, float32.
+
+        Raises:
+            TypeError, ValueError: if it is no token, or used before, or not this scaler's, or
+                from another graph or replica.
+        """
+        return unscale_gradients(gradients, self._order.closed(token))
+
+    def update(self, verdict: VerdictLike) -> tf.Tensor:
+        """Moves the scale after a step, and returns whether the step may be applied.
+
+        Inside `strategy.run` the replicas agree first, in one all-reduce: the step counts as
+        finite only if it was on every replica. Call it once per step, whether the update is
+        applied or not, and outside any branch that a replica could take alone.
+
+        Args:
+            verdict: this replica's: shape (), bool, or a `Verdict`.
+
+        Returns:
+            Shape (), bool: whether every gradient was finite on every replica.
+
+        Raises:
+            RuntimeError: if a scaled loss was not unscaled, or there was none.
         """
         verdict = as_verdict(verdict)
+        self._order.finished()
         context = tf.distribute.get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
-            verdict = _agreed(verdict, context)
+            verdict = agreed(verdict, context)
         self.assign(self.rule.advance(self.state, verdict))
+        return verdict.grads_finite
 
     def assign(self, state: Any) -> None:
         """Replaces the state, as the caller has computed it; the same on every replica."""
         for field, value in state._asdict().items():
             self._variables[field].assign(value)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns every field of the state as a Python number. Waits for the device.
 
-def _agreed(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:
-    """Returns the verdict of all replicas together: one veto is enough, the worst cause counts."""
-    bad = tf.cast(~verdict.grads_finite, tf.float32)
-    incurable = tf.cast(~verdict.moves_scale, tf.float32)
-    bad, incurable = context.all_reduce(tf.distribute.ReduceOp.SUM, [bad, incurable])
-    return verdict._replace(
-        grads_finite=tf.equal(bad, 0.0),
-        cause=tf.where(incurable > 0, int(Cause.FORWARD), int(Cause.BACKWARD)),
+        Example:
+            >>> import scaling
+            >>> scaler = LossScaler(scaling.DynamicLossScale())
+            >>> scaler.state_dict()
+            {'loss_scale': 32768.0, 'finite_steps': 0, 'overflows_left': 1}
+        """
+        return {field: value.numpy().item() for field, value in self.state._asdict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state that `state_dict` returned, of a rule with the same fields.
+
+        The constants may differ: a scale outside the new bounds finds into them with the
+        next step.
+
+        Raises:
+            ValueError: if a field is missing or there is one too many; nothing is changed then.
+        """
+        if set(state) != set(self._variables):
+            raise ValueError(
+                f"`state` must hold {', '.join(self._variables)}; got "
+                f"{', '.join(state) or 'nothing'}. These are the fields that "
+                f"{type(self.rule).__name__} remembers. Load it into a scaler of the rule that it "
+                "was saved from."
+            )
+        for field, variable in self._variables.items():
+            variable.assign(tf.cast(state[field], variable.dtype))
+
+
+def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLike]) -> tf.Tensor:
+    """Moves one scaler for each of several losses, under one joint verdict: the GAN case.
+
+    Each scale follows its own loss; the step is applied for all of them or for none.
+
+    Args:
+        scalers: one for each loss.
+        verdicts: each loss's own, in the same order; on several replicas, this replica's.
+
+    Returns:
+        Shape (), bool: whether all gradients of all losses were finite on every replica.
+
+    Raises:
+        ValueError: if there are not as many verdicts as scalers.
+        RuntimeError: if a scaler's loss was not unscaled.
+
+    Example:
+        >>> import scaling
+        >>> scalers = [LossScaler(scaling.DynamicLossScale(initial_scale=8.0)) for _ in "dg"]
+        >>> for scaler in scalers:
+        ...     scaled, token = scaler.scale(tf.constant(1.0))
+        ...     _ = scaler.unscale(scaled, token)
+        >>> bool(update_together(scalers, [False, True]))
+        False
+        >>> [float(scaler.loss_scale) for scaler in scalers]
+        [4.0, 8.0]
+    """
+    if len(scalers) != len(verdicts):
+        raise ValueError(
+            f"`verdicts` must hold one for each scaler; got {len(verdicts)} for {len(scalers)}. "
+            "Each scale follows its own loss. Pass them in the order of the scalers."
+        )
+    pairs = zip(scalers, verdicts, strict=True)
+    return tf.reduce_all([scaler.update(verdict) for scaler, verdict in pairs])
+
+
+def agreed(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:
+    """Returns the verdict of all replicas together, in one all-reduce.
+
+    One veto is enough; of several causes the earliest place counts; magnitudes have their
+    maximum. Each replica fills its own row of a table that is zero elsewhere, and the sum
+    over replicas is everybody's table.
+    """
+    replicas = context.num_replicas_in_sync
+    magnitude = 0.0 if verdict.max_magnitude is None else verdict.max_magnitude
+    values = [
+        tf.cast(~verdict.grads_finite, tf.float32),
+        tf.cast(verdict.cause, tf.float32),
+        tf.cast(magnitude, tf.float32),
+    ]
+    mine = tf.range(replicas)[:, None] == tf.cast(context.replica_id_in_sync_group, tf.int32)
+    # `where` and not a product: 0 times the NaN of a bad replica would spoil every row.
+    table = tf.where(mine, tf.stack(values)[None], 0.0)
+    table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
+    bad, causes, magnitudes = tf.unstack(table, axis=1)
+    first = tf.reduce_min(tf.where(bad > 0, causes, float(max(Cause))))
+    return Verdict(
+        grads_finite=tf.reduce_all(bad == 0.0),
+        cause=tf.cast(first, tf.int32),
+        max_magnitude=None if verdict.max_magnitude is None else tf.reduce_max(magnitudes),
     )

@@ -1,35 +1,181 @@
-"""`LossScaler`: the rule's state in variables."""
+"""`LossScaler`: the rule's state in variables, and the order of its calls."""
 
 import generators
+import hypothesis.strategies as st
+import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import scaling
 from scaling import Cause, DynamicLossScale, LossScaler, Verdict
 
+SMALL = settings(max_examples=60, stateful_step_count=30, deadline=None)
+LARGE = settings(max_examples=600, stateful_step_count=60, deadline=None)
 
-@given(generators.rules(), generators.histories(max_size=15))
-def test_update_follows_the_rule(rule, history):
-    """L4: after any history, every variable holds what the oracle says."""
-    scaler = LossScaler(rule)
-    expected = oracle.start(rule)
-    for finite in history:
-        scaler.update(finite)
-        expected = oracle.advance(*expected, finite, rule)
 
-        assert expected == tuple(field.numpy().item() for field in scaler.state)
+def take_step(scaler, verdict):
+    """One whole step, with a loss of 1 that is its own gradient."""
+    scaled, token = scaler.scale(tf.constant(1.0))
+    scaler.unscale(scaled, token)
+    return scaler.update(verdict)
+
+
+def numbers(state):
+    """A state as plain numbers."""
+    return tuple(field.numpy().item() for field in state)
+
+
+class Scaler(RuleBasedStateMachine):
+    """A scaler through any legal or illegal sequence of calls, beside a plain-Python one."""
+
+    @initialize(rule_=generators.rules())
+    def start(self, rule_):
+        """Both begin at the rule's first state."""
+        self.constants = rule_
+        self.scaler = LossScaler(rule_)
+        self.expected = oracle.start(rule_)
+        self.open = []  # (token, what its loss was multiplied by)
+        self.used = []
+        self.unscaled = 0
+        self.saved = None
+
+    @precondition(lambda self: len(self.open) < 3)
+    @rule(loss=generators.powers_of_two(0, 8))
+    def scale(self, loss):
+        """L2: the loss is multiplied by the scale of now."""
+        scaled, token = self.scaler.scale(tf.constant(loss))
+        self.open.append((token, self.expected[0]))
+
+        with np.errstate(over="ignore"):
+            assert np.float32(loss) * np.float32(self.expected[0]) == scaled.numpy()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def unscale(self, data):
+        """L2: a gradient is divided by what its own loss was multiplied by."""
+        token, scale = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        gradient = self.scaler.unscale(tf.constant(1.0), token)
+        self.used.append(token)
+        self.unscaled += 1
+
+        assert 1.0 / scale == float(gradient)
+
+    @precondition(lambda self: self.used)
+    @rule()
+    def unscale_again(self):
+        """A token used twice is an error, and changes nothing."""
+        with pytest.raises(ValueError, match="`token` must be used once"):
+            self.scaler.unscale(tf.constant(1.0), self.used[-1])
+
+    @rule(verdict=st.sampled_from([True, False, *Cause]))
+    def update(self, verdict):
+        """L4: the state moves as the oracle's does, or the call comes too early."""
+        if isinstance(verdict, Cause):
+            if verdict is Cause.NONE:
+                return
+            verdict = Verdict(tf.constant(False), verdict)
+        if self.open or not self.unscaled:
+            with pytest.raises(RuntimeError, match="`update` must come after"):
+                self.scaler.update(verdict)
+            return
+        finite = self.scaler.update(verdict)
+        self.unscaled = 0
+        if isinstance(verdict, Verdict):
+            assert not finite
+            if verdict.cause not in (Cause.BACKWARD, Cause.REDUCTION):
+                return  # L17: no scale would have helped
+        self.expected = oracle.advance(*self.expected, bool(finite), self.constants)
+
+    @rule()
+    def save(self):
+        """Keeps the state as numbers."""
+        self.saved = self.scaler.state_dict(), self.expected
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def restore(self):
+        """Every field comes back."""
+        state, self.expected = self.saved
+        self.scaler.load_state_dict(state)
+
+    @rule(growth_interval=st.integers(1, 6))
+    def reconfigure(self, growth_interval):
+        """L4: another interval takes the state over; a count past a shorter one still grows."""
+        fields = dict(vars(self.constants), growth_interval=growth_interval)
+        self.constants = DynamicLossScale(**fields)
+        state = self.scaler.state_dict()
+        self.scaler = LossScaler(self.constants)
+        self.scaler.load_state_dict(state)
+        self.open, self.used, self.unscaled = [], [], 0
+
+    @invariant()
+    def agrees(self):
+        """L3, L4: every field is the oracle's, and the scale within the bounds."""
+        if not hasattr(self, "scaler"):
+            return
+
+        assert self.expected == numbers(self.scaler.state)
+        assert self.constants.min_scale <= self.expected[0] <= self.constants.max_scale
+
+
+def test_a_scaler_agrees_with_plain_python_in_any_order_of_calls(full):
+    """L2, L3, L4: through scale, unscale, update, save, restore and reconfigure."""
+    run_state_machine_as_test(Scaler, settings=LARGE if full else SMALL)
 
 
 def test_the_token_unscales_by_the_scale_that_scaled():
-    """L2: a token taken before the scale moved still divides by the old scale."""
-    scaler = LossScaler(DynamicLossScale(initial_scale=8.0, growth_interval=1))
+    """L2: a scale that has moved since, by hand, divides nothing."""
+    scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
     scaled, token = scaler.scale(tf.constant(3.0))
-    scaler.update(True)
+    scaler.assign(scaler.state._replace(loss_scale=tf.constant(16.0)))
 
-    assert float(scaler.loss_scale) == 16.0
+    assert float(token.loss_scale) == 8.0
     assert float(scaler.unscale(scaled, token)) == 3.0
+
+
+def test_one_scaler_serves_several_optimizers_that_cannot_disagree():
+    """L5: two losses, two optimizers, one update: an overflow in one gradient stops both."""
+    scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
+    first, second = tf.Variable(1.0), tf.Variable(1.0)
+    with tf.GradientTape(persistent=True) as tape:
+        one, token_one = scaler.scale(first * 2.0)
+        two, token_two = scaler.scale(second * 3e38)  # finite; times 8 it is not
+    gradients = [
+        scaler.unscale(tape.gradient(one, first), token_one),
+        scaler.unscale(tape.gradient(two, second), token_two),
+    ]
+    applies = scaler.update(scaling.all_finite(gradients))
+
+    assert float(gradients[0]) == 2.0
+    assert not applies
+    assert float(scaler.loss_scale) == 4.0
+
+
+def test_one_scaler_for_each_loss_with_a_joint_verdict():
+    """L5: the discriminator's overflow halves its own scale, and stops the generator too."""
+    scalers = [LossScaler(DynamicLossScale(8.0, growth_interval=1)) for _ in range(2)]
+    for scaler in scalers:
+        scaled, token = scaler.scale(tf.constant(1.0))
+        scaler.unscale(scaled, token)
+
+    assert not scaling.update_together(scalers, [False, True])
+    assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        scaling.update_together(scalers, [True])
+    assert str(error.value) == (
+        "`verdicts` must hold one for each scaler; got 1 for 2. Each scale follows its own loss. "
+        "Pass them in the order of the scalers."
+    )
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -41,40 +187,239 @@ def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas):
 
     def replica():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        scaler.update(index < replicas - 1)
+        return take_step(scaler, index < replicas - 1), scaler.loss_scale
+
+    finite, scales = on_replicas(strategy, replica)
+
+    assert [False] * replicas == [bool(flag) for flag in finite]
+    assert [4.0] * replicas == [float(scale) for scale in scales]
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_the_largest_magnitude_of_any_replica_counts(mirrored, on_replicas, bad):
+    """A rule that looks at magnitudes sees the largest of three replicas, on every one."""
+    strategy = mirrored(3)
+    with strategy.scope():
+        scaler = LossScaler(scaling.HeadroomLossScale(headroom_bits=0))
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        magnitude = tf.where(index == bad, 2.0**10, 1.0)
+        take_step(scaler, Verdict(tf.constant(True), max_magnitude=magnitude))
         return scaler.loss_scale
 
-    assert [4.0] * replicas == [float(scale) for scale in on_replicas(strategy, replica)]
+    # 2^5 times 2^10 still fits into float16.
+    assert [float(scale) for scale in on_replicas(strategy, replica)] == [2.0**5] * 3
 
 
-def test_an_incurable_cause_on_one_replica_keeps_the_scale(mirrored, on_replicas):
-    """L17: replica 0 overflowed backward, replica 1 forward: no scale would have helped."""
-    strategy = mirrored(2)
+@pytest.mark.parametrize("last", [Cause.FORWARD, Cause.WEIGHTS])
+def test_an_incurable_cause_on_one_replica_keeps_the_scale(mirrored, on_replicas, last):
+    """L17: of several causes the earliest place counts; replica 0 alone would have backed off."""
+    strategy = mirrored(3)
     with strategy.scope():
         scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
 
     def replica():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        cause = tf.where(index == 0, int(Cause.BACKWARD), int(Cause.FORWARD))
-        scaler.update(Verdict(tf.constant(False), cause))
+        # The NaN of a bad replica must not spoil what the others say.
+        magnitude = tf.where(index == 1, 1.0, np.nan)
+        cause = tf.where(index == 2, int(last), int(Cause.BACKWARD))
+        take_step(scaler, Verdict(index == 1, cause, magnitude))
         return scaler.loss_scale
 
-    assert [float(scale) for scale in on_replicas(strategy, replica)] == [8.0, 8.0]
+    assert [float(scale) for scale in on_replicas(strategy, replica)] == [8.0] * 3
 
 
-def test_a_checkpoint_keeps_every_field(tmp_path):
-    """Every field, away from its default, comes back."""
-    rule = DynamicLossScale(growth_interval=10, hysteresis=3)
-    before = LossScaler(rule)
-    for finite in [False, True, True]:
-        before.update(finite)
-    path = tf.train.Checkpoint(scaler=before).write(str(tmp_path / "scaler"))
-    after = LossScaler(rule)
-    tf.train.Checkpoint(scaler=after).read(path).assert_consumed()
+@pytest.mark.parametrize("rule_", [DynamicLossScale(8.0, 3, hysteresis=2), scaling.NoLossScale()])
+@pytest.mark.parametrize("mode", ["graph", "xla", "replica", "loop"])
+def test_eager_graph_xla_replica_and_loop_agree(mirrored, rule_, mode):
+    """L15: six steps leave the same state wherever the three calls stand together."""
+    history = [True, False, False, True, True, True]
+    eager, scaler = LossScaler(rule_), LossScaler(rule_)
+    for finite in history:
+        take_step(eager, finite)
+    if mode == "replica":
+        with mirrored(2).scope():
+            scaler = LossScaler(rule_)
 
-    expected = tuple(field.numpy() for field in before.state)
-    assert expected == tuple(field.numpy() for field in after.state)
-    assert expected == (2.0**15, 2, 2)
+    def step(finite):
+        if mode == "replica":
+            mirrored(2).run(lambda: take_step(scaler, finite))
+        elif mode == "loop":
+            tf.while_loop(lambda i: i < 1, lambda i: (take_step(scaler, finite), i + 1)[1:], [0])
+        else:
+            take_step(scaler, finite)
+
+    traced = tf.function(step, jit_compile=mode == "xla" or None)
+    for finite in history:
+        traced(tf.constant(finite))
+
+    assert numbers(eager.state) == numbers(scaler.state)
+    assert traced.experimental_get_tracing_count() == 1
+
+
+def test_tokens_are_told_apart_by_replica(mirrored):
+    """Each replica traces its own three calls; another replica's token is refused."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        scaler = LossScaler(DynamicLossScale())
+    tokens = []
+
+    def replica():
+        scaled, token = scaler.scale(tf.constant(1.0))
+        tokens.append(token)
+        scaler.unscale(scaled, tokens[0])
+
+    with pytest.raises(ValueError, match="got one from another graph or replica"):
+        tf.function(lambda: strategy.run(replica))()
+
+
+def mistakes():
+    """Calls out of order, each with its whole message."""
+
+    def not_a_token(scaler):
+        scaler.unscale(tf.constant(1.0), scaler.state)
+
+    def twice(scaler):
+        scaled, token = scaler.scale(tf.constant(1.0))
+        scaler.unscale(scaled, token)
+        scaler.unscale(scaled, token)
+
+    def of_another(scaler):
+        scaled, token = LossScaler(DynamicLossScale()).scale(tf.constant(1.0))
+        scaler.unscale(scaled, token)
+
+    def from_outside(scaler):
+        scaled, token = scaler.scale(tf.constant(1.0))
+        tf.function(lambda: scaler.unscale(scaled, token))()
+
+    def not_unscaled(scaler):
+        _, token = scaler.scale(tf.constant(1.0))
+        scaler.update(True)
+        del token
+
+    def nothing_scaled(scaler):
+        scaler.update(True)
+
+    def updated_twice(scaler):
+        take_step(scaler, True)
+        scaler.update(True)
+
+    nothing = (
+        "`update` must come after `scale` and `unscale`; got neither since the last update in "
+        "this graph, on this replica. A step moves the scale once. Call `scale` first, then "
+        "`unscale`, in the same function as `update`."
+    )
+    return [
+        (
+            not_a_token,
+            "`token` must be what `scale` returned; got DynamicLossScaleState. It holds the scale "
+            "that multiplied the loss. Call `scale` first.",
+        ),
+        (
+            twice,
+            "`token` must be used once; got one that was used before. Its gradients would be "
+            "divided twice. Call `scale` first, for each `unscale`.",
+        ),
+        (
+            of_another,
+            "`token` must come from this scaler; got one of another scaler. The two may stand at "
+            "different scales. Call `unscale` on the scaler whose `scale` returned it.",
+        ),
+        (
+            from_outside,
+            "`token` must be used where it was made; got one from another graph or replica. The "
+            "loss scale may have moved in between. Call `scale` first, in the same function as "
+            "`unscale`.",
+        ),
+        (
+            not_unscaled,
+            "`update` must come after every `unscale`; got 1 scaled losses whose gradients were "
+            "not unscaled. The scale would move under them. Call `unscale` first, once for each "
+            "`scale`.",
+        ),
+        (nothing_scaled, nothing),
+        (updated_twice, nothing),
+    ]
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("mistake", "message"), mistakes(), ids=lambda value: getattr(value, "__name__", "")
+)
+def test_calls_out_of_order_are_refused(mistake, message, traced):
+    """A wrong order is an error that says which call comes first, and the state stays."""
+    if traced and mistake.__name__ == "from_outside":
+        pytest.skip("a function inside the function is the same place")
+    scaler = LossScaler(DynamicLossScale(growth_interval=100))
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        tf.function(lambda: mistake(scaler))() if traced else mistake(scaler)
+
+    assert message in str(error.value)
+    assert float(scaler.loss_scale) == 2.0**15
+
+
+def test_an_attempt_given_up_is_forgotten():
+    """An exception between `scale` and `unscale` does not stand in the way of the next step."""
+    scaler = LossScaler(DynamicLossScale())
+
+    def fails():
+        scaled, token = scaler.scale(tf.constant(1.0))
+        del scaled, token
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fails()
+
+    assert take_step(scaler, True)
+
+
+@pytest.mark.parametrize(
+    "rule_",
+    [
+        DynamicLossScale(growth_interval=10, hysteresis=3),
+        scaling.TolerantLossScale(growth_interval=2, scale_interval=True),
+        scaling.LogMaxLossScale(),
+        scaling.HeadroomLossScale(growth_interval=3),
+    ],
+    ids=lambda rule_: type(rule_).__name__,
+)
+@pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
+def test_every_field_comes_back(rule_, way, tmp_path):
+    """L12: every field of every rule, away from its first value, survives both ways of saving."""
+    before, after = LossScaler(rule_), LossScaler(rule_)
+    for magnitude in [np.inf, 0.75, 0.5]:
+        finite = tf.constant(np.isfinite(magnitude))
+        take_step(before, Verdict(finite, max_magnitude=tf.constant(magnitude, tf.float32)))
+    if way == "checkpoint":
+        path = tf.train.Checkpoint(scaler=before).write(str(tmp_path / "scaler"))
+        tf.train.Checkpoint(scaler=after).read(path).assert_consumed()
+    else:
+        after.load_state_dict(before.state_dict())
+
+    first = numbers(rule_.initial_state())
+    expected = numbers(before.state)
+    moved = [
+        name
+        for name, old, new in zip(before.state._fields, first, expected, strict=True)
+        if old != new
+    ]
+    assert expected == numbers(after.state)
+    assert len(moved) >= 2, f"the history moves only {moved}"
+
+
+def test_a_state_of_other_fields_is_refused():
+    """Nothing is loaded from a rule that remembers other things."""
+    scaler = LossScaler(DynamicLossScale())
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        scaler.load_state_dict({"loss_scale": 2.0, "counter": 3})
+
+    assert str(error.value) == (
+        "`state` must hold loss_scale, finite_steps, overflows_left; got loss_scale, counter. "
+        "These are the fields that DynamicLossScale remembers. Load it into a scaler of the rule "
+        "that it was saved from."
+    )
+    assert float(scaler.loss_scale) == 2.0**15
 
 
 def test_a_rule_of_ones_own_needs_only_the_two_methods():
@@ -91,6 +436,6 @@ def test_a_rule_of_ones_own_needs_only_the_two_methods():
             return state._replace(loss_scale=state.loss_scale / 2)
 
     scaler = LossScaler(Halving())
-    scaler.update(True)
+    take_step(scaler, True)
 
     assert float(scaler.loss_scale) == 32.0

@@ -1,0 +1,109 @@
+"""Which loss scale the gradients ask for, and what it would cost, in words."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from scaling.half import HALF_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from scaling.stats import GradientStats, flushed_share
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """A loss scale and what float16 would flush to zero under it. Prints as a sentence or two.
+
+    Example:
+        >>> advice = Recommendation(8192.0, {"conv1": 0.004}, "Reason.")
+        >>> print(advice)
+        2^13 would lose 0.40% of conv1. Reason.
+    """
+
+    loss_scale: float  # a power of two
+    lost: dict[str, float]  # by variable: the share of its elements; variables that lose none
+    # are left out, the others stand in falling order
+    reason: str
+
+    def __str__(self) -> str:
+        """For people."""
+        losses = [f"{describe_share(share)} of {name}" for name, share in self.lost.items()]
+        lost = ", ".join(losses[:5]) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
+        return f"2^{math.log2(self.loss_scale):.0f} would lose {lost or 'nothing'}. {self.reason}"
+
+
+def recommend(
+    stats: GradientStats, names: Sequence[str] | None = None, headroom_bits: int = 4
+) -> Recommendation:
+    """Returns the largest loss scale that leaves the largest gradient room, and what it loses.
+
+    Waits for the device.
+
+    Args:
+        stats: of one step's gradients; best of a float32 pass (see `gradient_stats`).
+        names: one for each variable, such as `[v.path for v in model.trainable_variables]`;
+            None counts them.
+        headroom_bits: factors of two to leave between the largest gradient and 65504; what
+            `HeadroomLossScale` leaves.
+
+    Returns:
+        The scale, and what it would lose in which variable.
+
+    Raises:
+        ValueError: if there are not as many names as variables.
+
+    Example:
+        >>> import scaling
+        >>> state = scaling.FixedLossScale(1.0).initial_state()
+        >>> gradient = tf.constant([2.0**-5] * 3 + [2.0**-50])
+        >>> print(recommend(scaling.gradient_stats([gradient], state), ["dense/kernel"]))
+        2^16 would lose 25.00% of dense/kernel. The largest gradient, 0.03125 in dense/kernel, ...
+    """
+    variables = int(stats.max_magnitude.shape[0])
+    names = [f"gradient {index}" for index in range(variables)] if names is None else list(names)
+    if len(names) != variables:
+        raise ValueError(
+            f"`names` must hold one name for each gradient; got {len(names)} for {variables}. "
+            "They stand in the order of tf.nest.flatten(gradients). Pass "
+            "[v.path for v in model.trainable_variables]."
+        )
+    magnitudes = np.asarray(stats.max_magnitude)
+    if not magnitudes.any():
+        scale = float(stats.loss_scale)
+        return Recommendation(
+            min(scale * 2.0**20, LARGEST_SCALE),
+            {},
+            "Every gradient is zero: float16 has flushed them all, or there are none. A scale "
+            "2^20 times as large is worth a try.",
+        )
+    largest = int(np.argmax(magnitudes))
+    room = HALF_MAX / 2.0**headroom_bits / float(magnitudes[largest])
+    scale = 2.0 ** math.floor(math.log2(room))
+    scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
+    shares = np.asarray(flushed_share(stats.counts, tf.constant(scale, tf.float32)))
+    order = np.argsort(-shares, kind="stable")
+    return Recommendation(
+        scale,
+        {names[index]: float(shares[index]) for index in order if shares[index]},
+        f"The largest gradient, {magnitudes[largest]:.4g} in {names[largest]}, keeps "
+        f"{headroom_bits} factors of two below the largest float16." + bad_elements(stats),
+    )
+
+
+def bad_elements(stats: GradientStats) -> str:
+    """Returns a sentence on what was not counted because it is not finite, or nothing."""
+    bad = np.asarray(stats.inf_count) + np.asarray(stats.nan_count)
+    if not bad.any():
+        return ""
+    return f" {int(bad.sum())} elements that are inf or NaN were left out."
+
+
+def describe_share(share: float) -> str:
+    """Returns a share as people say it.
+
+    Example:
+        >>> describe_share(0.004), describe_share(1e-6)
+        ('0.40%', 'less than 0.01%')
+    """
+    return f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"
