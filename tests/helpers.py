@@ -53,7 +53,7 @@ def attempt(trainer, batches):
     iterator = iter(dataset)
     for _ in batches:
         report = trainer._run_steps(iterator, tf.constant(1))
-        yield report.__class__(*(field.numpy()[0].item() for field in report))
+        yield report.__class__(*(field.numpy()[0].tolist() for field in report))
 
 
 def copies(variable):

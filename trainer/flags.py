@@ -54,6 +54,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     count = {"lower_bound": 1, **where}
     string, enum = flags.DEFINE_string, flags.DEFINE_enum
     number, integer = flags.DEFINE_float, flags.DEFINE_integer
+    boolean = flags.DEFINE_boolean
     policies = list(scaling.precision.COMPUTE_DTYPES)
 
     string("model_dir", None, "Where checkpoints, logs and flags.cfg go.", **where)
@@ -61,8 +62,8 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     string("distribution_strategy", "default", "One of strategies.names().", **where)
     integer("logical_cpus", 2, "Replicas of mirrored where there is no GPU.", **count)
     enum("precision", "float32", policies, "The Keras dtype policy.", **where)
-    string("loss_scale", "auto", "auto, dynamic, none, or a power of two.", **where)
-    number("initial_loss_scale", 2.0**15, "Where a dynamic loss scale starts.", **where)
+    string("loss_scale", "auto", "auto, or what scaling.parse_rule takes.", **where)
+    number("initial_loss_scale", 2.0**15, "Where auto and dynamic start.", **where)
     integer("batch_size", 64, "Examples in a global batch.", **count)
     integer("num_microbatches", 1, "Parts of each replica's share.", **count)
     number("global_clipnorm", None, "Bound on the gradients' global norm.", **where)
@@ -72,6 +73,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     integer("validation_interval", None, "Steps between evaluations.", **count)
     integer("checkpoint_interval", None, "Steps between checkpoints.", **count)
     enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
+    boolean("record_gradients", False, "Keep what scaling.simulate needs.", **where)
     integer("seed", 0, "For initial weights and shuffling.", **where)
 
     # TensorFlow's own remarks would drown the progress lines; --verbosity=0 brings them back.
@@ -119,6 +121,7 @@ def make_trainer(
         "checkpoint_interval": flag_values.checkpoint_interval,
         "jit_compile": {"auto": "auto", "true": True, "false": False}[flag_values.jit_compile],
         "seed": flag_values.seed,
+        "record_gradients": flag_values.record_gradients,
     }
     return trainer_class(**from_flags | arguments)
 
@@ -127,23 +130,17 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> Any:
     """Returns what `Trainer` takes as `loss_scale` for what the user typed.
 
     Raises:
-        ValueError: if it is neither a word it knows nor a power of two.
+        ValueError: if it is neither a name it knows nor a power of two.
     """
     text = flag_values.loss_scale
     needs_scale = scaling.Precision(flag_values.precision).needs_loss_scale
-    if text == "none" or (text == "auto" and not needs_scale):
+    if text == "auto" and not needs_scale:
         return None
     if text in ("auto", "dynamic"):
         scale = flag_values.initial_loss_scale
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
         return scaling.DynamicLossScale(initial_scale=scale, max_scale=ceiling)
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(
-            f"`--loss_scale` must be auto, dynamic, none or a power of two; got {text!r}. It is "
-            "neither a word nor a number that is known. Use for instance --loss_scale=1024."
-        ) from error
+    return scaling.parse_rule(text)
 
 
 def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:

@@ -1,5 +1,6 @@
 """What the step makes of its summed gradients: their norm, the verdict, and the clip."""
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -17,10 +18,28 @@ def global_norm(gradients: list[Any]) -> tf.Tensor:
     return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(values) for values in values_of(gradients)]))
 
 
-def largest_magnitude(gradients: list[Any]) -> tf.Tensor:
-    """Returns the largest absolute value in any gradient: shape (), float32."""
-    largest = [tf.reduce_max(tf.abs(values)) for values in values_of(gradients)]
-    return tf.reduce_max(tf.stack(largest))
+def measure(
+    gradients: list[Any], state: Any, *, magnitude: bool, counts: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Measures the unscaled gradients as far as somebody has asked for it.
+
+    Args:
+        gradients: coalesced; a missing one has no numbers.
+        state: the loss-scale rule's.
+        magnitude: whether the largest magnitude is wanted: a pass over the gradients.
+        counts: whether the magnitudes shall be counted too: a few more passes.
+
+    Returns:
+        The largest magnitude, shape (), float32, or NaN; and the counts of
+        `scaling.GradientStats`, summed over variables, shape (COUNTS,), or (0,).
+    """
+    if counts:
+        stats = scaling.gradient_stats(gradients, state)
+        return tf.reduce_max(stats.max_magnitude), tf.reduce_sum(stats.counts, axis=0)
+    if magnitude:
+        largest = [tf.reduce_max(tf.abs(values)) for values in values_of(gradients)]
+        return tf.reduce_max(tf.stack(largest)), tf.zeros([0])
+    return tf.constant(math.nan), tf.zeros([0])
 
 
 def values_of(gradients: list[Any]) -> list[tf.Tensor]:
@@ -41,14 +60,13 @@ def judge(total: Contribution, gradient_norm: tf.Tensor) -> scaling.Verdict:
     grads_finite = ~bad_forward & ~bad_backward & tf.math.is_finite(gradient_norm)
 
     def cause_of_skip() -> tf.Tensor:
-        # Only a step that went wrong pays for another pass over its gradients.
-        after_sum = tf.where(
-            scaling.all_finite(total.gradients),
-            int(scaling.Cause.UNSCALING),
-            int(scaling.Cause.REDUCTION),
+        return scaling.find_cause(
+            loss_finite=~bad_forward,
+            local_gradients_finite=~bad_backward,
+            # Only a step that went wrong pays for another pass over its gradients.
+            summed_gradients_finite=scaling.all_finite(total.gradients),
+            unscaled_gradients_finite=False,
         )
-        after_forward = tf.where(bad_backward, int(scaling.Cause.BACKWARD), after_sum)
-        return tf.where(bad_forward, int(scaling.Cause.FORWARD), after_forward)
 
     cause = tf.cond(grads_finite, lambda: tf.constant(int(scaling.Cause.NONE)), cause_of_skip)
     return scaling.Verdict(grads_finite, cause)

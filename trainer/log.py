@@ -8,10 +8,12 @@ import json
 import math
 import pathlib
 import time
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from scaling.record import record_line
 from trainer.report import StepReport, Totals, progress_line, summarize
 
 # What makes TensorBoard draw a number as a curve. `tf.summary.scalar` would write the same, but
@@ -27,11 +29,15 @@ class RunLog:
     Args:
         model_dir: where files go; None writes none.
         verbose: whether to print.
+        precision: the run's, for who reads its gradients.
     """
 
-    def __init__(self, model_dir: pathlib.Path | None, verbose: bool) -> None:
+    def __init__(
+        self, model_dir: pathlib.Path | None, verbose: bool, precision: str = "float32"
+    ) -> None:
         """Opens nothing yet; files appear with the first numbers."""
         self._model_dir = model_dir
+        self._precision = precision
         self._verbose = verbose
         self._events: dict[str, tf.summary.SummaryWriter] = {}
         self._reports: list[StepReport] = []
@@ -73,6 +79,8 @@ class RunLog:
         interval = summarize(steps, totals, metrics, timed / seconds if timed else math.nan)
         self.say(progress_line(interval, target, totals))
         self.write("train", interval.step, interval.scalars())
+        if steps.magnitude_counts.size:
+            self._append(record_line(steps, self._precision))
         self._reports, self._untimed, self._began = [], 0, time.perf_counter()
         return steps
 
@@ -93,8 +101,13 @@ class RunLog:
                 tf.summary.write(name, np.float32(value), metadata=SCALAR)
         self._events[split].flush()
         numbers = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-        with (self._model_dir / "metrics.jsonl").open("a") as lines:
-            lines.write(json.dumps({"step": step, "split": split, **numbers}) + "\n")
+        self._append({"step": step, "split": split, **numbers})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Adds a line to `metrics.jsonl`, if there is a `model_dir`."""
+        if self._model_dir is not None:
+            with (self._model_dir / "metrics.jsonl").open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
 
 
 def describe(results: dict[str, float]) -> str:

@@ -19,10 +19,10 @@ def run_steps(
         num_steps: shape (), int32: a tensor, since a Python number would retrace.
 
     Returns:
-        The reports of all the steps, each field of shape (num_steps,).
+        The reports of all the steps, each field with one more dimension: (num_steps, ...).
     """
     fields = [
-        tf.TensorArray(dtype, num_steps, element_shape=())
+        tf.TensorArray(dtype, num_steps)
         for dtype in StepReport(
             step=tf.int64,
             loss=tf.float32,
@@ -32,6 +32,8 @@ def run_steps(
             grads_finite=tf.bool,
             cause=tf.int32,
             examples=tf.int64,
+            max_magnitude=tf.float32,
+            magnitude_counts=tf.float32,
         )
     ]
 

@@ -21,6 +21,9 @@ class StepReport(NamedTuple):
     grads_finite: tf.Tensor  # shape=(), bool: whether the update was applied
     cause: tf.Tensor  # shape=(), int32: a `scaling.Cause`
     examples: tf.Tensor  # shape=(), int64: in the global batch
+    max_magnitude: tf.Tensor  # shape=(), float32: of the gradients, unscaled; NaN if not asked for
+    magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32: elements by exponent, as in
+    # `scaling.GradientStats`, over all variables; shape (0,) if not asked for
 
 
 @dataclasses.dataclass(frozen=True)

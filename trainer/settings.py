@@ -24,28 +24,23 @@ def resolve_rule(loss_scale: Any, precision: scaling.Precision) -> scaling.LossS
     """Returns the loss-scale rule that an argument stands for.
 
     Args:
-        loss_scale: "dynamic"; "auto", which is dynamic where `precision` needs it and none
-            elsewhere; a number, for a fixed scale; None, for no scaling; or a rule.
+        loss_scale: a name as `scaling.parse_rule` takes it; "auto", which is dynamic where
+            `precision` needs it and none elsewhere; a number, for a fixed scale; None, for no
+            scaling; or a rule.
         precision: decides what "auto" means.
 
     Raises:
-        ValueError: for any other string, or a number that is not a power of two.
+        ValueError: for a name that is not known, or a number that is not a power of two.
         TypeError: for an object that is no rule.
     """
     if loss_scale == "auto":
         loss_scale = "dynamic" if precision.needs_loss_scale else None
     if loss_scale is None:
         return scaling.NoLossScale()
-    if loss_scale == "dynamic":
-        return scaling.DynamicLossScale()
     if isinstance(loss_scale, numbers.Real):
         return scaling.FixedLossScale(loss_scale)  # type: ignore[arg-type]  # NumPy's numbers too
     if isinstance(loss_scale, str):
-        raise ValueError(
-            f'`loss_scale` must be "auto", "dynamic", a number, None or a rule; got '
-            f"{loss_scale!r}. No rule has that name. Use for instance "
-            "scaling.DynamicLossScale(growth_interval=500)."
-        )
+        return scaling.parse_rule(loss_scale)
     if not hasattr(loss_scale, "advance") or not hasattr(loss_scale, "initial_state"):
         raise TypeError(
             f"`loss_scale` must be a rule if it is an object; got {type(loss_scale).__name__}. A "

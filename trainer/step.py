@@ -18,7 +18,7 @@ import strategies
 from trainer.accumulate import accumulate, real_rows
 from trainer.checks import check_weights
 from trainer.differentiate import Contribution, Microbatch, Values, Whole
-from trainer.judge import clip, global_norm, judge, largest_magnitude
+from trainer.judge import clip, global_norm, judge, measure
 from trainer.keras_private import gradients_already_reduced
 from trainer.report import StepReport
 from trainer.state import TrainState
@@ -37,6 +37,7 @@ class StepPlan:
     differentiate: Any  # a tf.function of (share, whole, state, values), returning a Microbatch
     num_microbatches: int
     global_clipnorm: float | None
+    record_gradients: bool  # whether every report counts its gradients' magnitudes
 
 
 class StepResult(NamedTuple):
@@ -48,6 +49,7 @@ class StepResult(NamedTuple):
     loss: tf.Tensor  # shape=(), float32: the weighted mean over the global batch
     regularization_loss: tf.Tensor  # shape=(), float32
     gradient_norm: tf.Tensor  # shape=(), float32: global, unscaled, before clipping
+    magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32, or (0,): see `StepReport`
     batch: Any  # this replica's real examples; none in an empty share
     aux: Any  # what `compute_loss` returned for them beside the losses
 
@@ -85,6 +87,8 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
         grads_finite=agreed.verdict.grads_finite,
         cause=agreed.verdict.cause,
         examples=tf.shape(weights, tf.int64)[0],
+        max_magnitude=agreed.verdict.max_magnitude,
+        magnitude_counts=agreed.magnitude_counts,
     )
 
 
@@ -106,15 +110,17 @@ def replica_step(batch: Any, weights: tf.Tensor, state: Any, plan: StepPlan) -> 
     gradients = scaling.unscale_gradients(total.gradients, state)
     gradient_norm = global_norm(gradients)
     verdict = judge(total, gradient_norm)
-    if plan.rule.needs_magnitude:
-        verdict = verdict._replace(max_magnitude=largest_magnitude(gradients))
+    max_magnitude, magnitude_counts = measure(
+        gradients, state, magnitude=plan.rule.needs_magnitude, counts=plan.record_gradients
+    )
     return StepResult(
         gradients=clip(gradients, gradient_norm, plan.global_clipnorm),
         written=written,
-        verdict=verdict,
+        verdict=verdict._replace(max_magnitude=max_magnitude),
         loss=total.loss,
         regularization_loss=total.regularization_loss,
         gradient_norm=gradient_norm,
+        magnitude_counts=magnitude_counts,
         batch=real_rows(share.batch, share),
         aux=real_rows(local.aux, share),
     )

@@ -44,8 +44,8 @@ class Trainer(Task):
             finds a checkpoint there goes on from it. None writes nothing.
         strategy: a name for `strategies.create`, or a `tf.distribute.Strategy`.
         precision: "float32", "mixed_float16" or "mixed_bfloat16".
-        loss_scale: "auto" (dynamic for float16, else none), "dynamic", a number, None, or a
-            rule of `scaling`.
+        loss_scale: "auto" (dynamic for float16, else none), a number, None, a rule of
+            `scaling`, or its name: what `scaling.parse_rule` takes.
         num_microbatches: into how many parts each replica's share is cut, to save memory.
         global_clipnorm: the bound on the gradients' global norm, or None.
         steps_per_loop: steps in one graph call; the host does nothing in between.
@@ -58,6 +58,9 @@ class Trainer(Task):
         seed: for initial weights and for shuffling arrays; sets Python's, NumPy's and
             TensorFlow's seeds when the model is built. None leaves them alone.
         max_consecutive_skips: how many skipped steps in a row end the run with an error.
+        record_gradients: whether `metrics.jsonl` keeps each step's largest gradient magnitude,
+            and counts by exponent, for `python -m scaling.simulate`; a few passes over the
+            gradients in each step.
 
     Raises:
         TypeError, ValueError: for an argument that cannot be meant, here or, where only the
@@ -103,6 +106,7 @@ class Trainer(Task):
         jit_compile: bool | str = "auto",
         seed: int | None = None,
         max_consecutive_skips: int = 100,
+        record_gradients: bool = False,
     ) -> None:
         """Checks the arguments. Nothing is built until data comes."""
         super().__init__(model, optimizer, loss_fn, metrics)
@@ -128,6 +132,7 @@ class Trainer(Task):
         self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
         self.seed = seed
         self.max_consecutive_skips = max_consecutive_skips
+        self.record_gradients = record_gradients
         self._started = False
         self._metrics_of: dict[bool, dict[str, keras.metrics.Metric]] = {False: {}, True: {}}
         self._evaluating = False
@@ -214,7 +219,7 @@ class Trainer(Task):
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
         evaluated = self._evaluation_data(eval_data, eval_interval, data.global_batch)
         self._start(data.first)
-        log = RunLog(self.model_dir, self.verbose)
+        log = RunLog(self.model_dir, self.verbose, self.precision.name)
         iterator = iter(without_end(data))
         start = step = self.totals.attempted
         if start:
@@ -357,6 +362,7 @@ class Trainer(Task):
             ),
             num_microbatches=self.num_microbatches,
             global_clipnorm=self.global_clipnorm,
+            record_gradients=self.record_gradients,
         )
         self._run_steps = tf.function(functools.partial(run_steps, self.train_step))
         self._evaluator = Evaluator(self, strategy, jit_compile=self.jit_compile)

@@ -71,8 +71,9 @@ def weightless():
         ),
         (
             {"loss_scale": "dynamite"},
-            '`loss_scale` must be "auto", "dynamic", a number, None or a rule; got \'dynamite\'. No '
-            "rule has that name. Use for instance scaling.DynamicLossScale(growth_interval=500).",
+            "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, headroom, "
+            "keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, metaseq, flax, jmp; got "
+            "'dynamite'. No rule has that name. Use for instance 1024 or dynamic.",
         ),
         (
             {"loss_scale": [1]},

@@ -1,0 +1,99 @@
+"""Which rule for the next run? Plays rules over the gradients that a run has recorded.
+
+    python -m scaling.simulate RUN/metrics.jsonl --rules=dynamic,headroom,pytorch
+
+prints for each rule how many steps it would have skipped, how many it would have spent below
+the best fixed scale, and what share of the gradients' elements float16 would have flushed to
+zero; and draws the scales into RUN/scales.png. The run must have been trained with
+`record_gradients=True`; what is assumed stands in `scaling/play.py`.
+"""
+
+import math
+import pathlib
+import sys
+
+import numpy as np
+from absl import app, flags
+
+from scaling.play import Outcome, best_fixed_scale, compare
+from scaling.record import Record, read_record
+
+
+def table(record: Record, outcomes: list[Outcome]) -> str:
+    """Returns the comparison as people read it."""
+    best = f"2^{math.log2(best_fixed_scale(record)):.0f}"
+    width = max(len(outcome.name) for outcome in outcomes)
+    lines = [
+        f"{len(record.step)} steps in {record.precision}; best fixed scale: {best}",
+        f"{'rule':<{width}}  skipped  below {best:<5}  lost to underflow  last scale",
+    ]
+    for outcome in outcomes:
+        last = f"2^{math.log2(outcome.loss_scale[-1]):.0f}"
+        lines.append(
+            f"{outcome.name:<{width}}  {int(outcome.skipped.sum()):>7}  {outcome.below_best:>11}"
+            f"  {outcome.lost:>17.3%}  {last:>10}"
+        )
+    return "\n".join(lines)
+
+
+def draw(record: Record, outcomes: list[Outcome], path: pathlib.Path) -> None:
+    """Draws each rule's scale over the steps, its skips marked, into a picture file.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is missing, naming the extra that brings it.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "matplotlib is needed to draw the scales; it is not installed. It comes with an extra "
+            "of its own. Run pip install 'halfstep[plot]', or pass --plot= for no picture."
+        ) from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for index, outcome in enumerate(outcomes):
+        exponents = np.log2(outcome.loss_scale)
+        (line,) = axes.step(
+            record.step,
+            exponents,
+            where="post",
+            label=outcome.name,
+            linewidth=2.5 - 1.5 * (index > 0),
+        )
+        axes.plot(
+            record.step[outcome.skipped], exponents[outcome.skipped], "x", color=line.get_color()
+        )
+    best = math.log2(best_fixed_scale(record))
+    axes.axhline(best, linestyle=":", color="gray", label="best fixed scale")
+    axes.set(
+        xlabel="step", ylabel="loss scale", title="Loss scale by rule; a cross is a skipped step"
+    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line, prints the table and draws the picture."""
+    if len(arguments) != 2:
+        raise app.UsageError("give one file: python -m scaling.simulate RUN/metrics.jsonl")
+    metrics = pathlib.Path(arguments[1])
+    picture = flags.FLAGS.plot
+    path = metrics.with_name("scales.png") if picture is None else pathlib.Path(picture)
+    try:
+        record = read_record(metrics)
+        outcomes = compare(record, flags.FLAGS.rules)
+        print(table(record, outcomes))
+        if picture != "":
+            draw(record, outcomes, path)
+            print(f"drawn in {path}")
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("rules", ["dynamic", "headroom", "logmax"], "Rules to play; see parse_rule.")
+    flags.DEFINE_string("plot", None, "Picture file; by default scales.png beside the metrics.")
+    app.run(main)
