@@ -5,6 +5,8 @@ from scaling.dynamic import DynamicLossScale, DynamicLossScaleState
 from scaling.finite import all_finite
 from scaling.gradients import coalesce, scale_loss, unscale_gradients
 from scaling.headroom import HeadroomLossScale, HeadroomLossScaleState
+from scaling.layerwise import LayerwiseGradients, layerwise_gradients
+from scaling.layerwise_rule import LayerwiseLossScale
 from scaling.logmax import LogMaxLossScale, LogMaxLossScaleState
 from scaling.named import parse_rule
 from scaling.order import Token
@@ -26,6 +28,8 @@ __all__ = [
     "GradientStats",
     "HeadroomLossScale",
     "HeadroomLossScaleState",
+    "LayerwiseGradients",
+    "LayerwiseLossScale",
     "LogMaxLossScale",
     "LogMaxLossScaleState",
     "LossScaleRule",
@@ -43,6 +47,7 @@ __all__ = [
     "coalesce",
     "find_cause",
     "gradient_stats",
+    "layerwise_gradients",
     "parse_rule",
     "preset",
     "recommend",

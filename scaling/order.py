@@ -15,6 +15,8 @@ class Token:
 
     Attributes:
         state: the rule's state at the time of the call: the scale that multiplied the loss.
+        order: the scaler's record of calls.
+        place: where in it the call was made.
 
     Example:
         >>> import scaling
@@ -26,8 +28,8 @@ class Token:
     def __init__(self, state: Any, order: "CallOrder", place: "Place") -> None:
         """Made by `CallOrder.opened` alone."""
         self.state = state
-        self._order = order
-        self._place = place
+        self.order = order
+        self.place = place
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -51,7 +53,9 @@ class CallOrder:
     def __init__(self) -> None:
         """Has seen nothing yet."""
         self._eager: dict[int | None, Place] = {}
-        self._graphs: weakref.WeakKeyDictionary[Any, dict[int | None, Place]] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[Any, dict[int | None, Place]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def opened(self, state: Any) -> Token:
         """Returns a new token: `scale` was called."""
@@ -73,12 +77,12 @@ class CallOrder:
                 "scale that multiplied the loss. Call `scale` first."
             )
         place = self._here()
-        if token._order is not self:  # noqa: SLF001 - a token's own maker
+        if token.order is not self:
             raise ValueError(
                 "`token` must come from this scaler; got one of another scaler. The two may stand "
                 "at different scales. Call `unscale` on the scaler whose `scale` returned it."
             )
-        if token._place is not place:  # noqa: SLF001 - a token's own maker
+        if token.place is not place:
             raise ValueError(
                 "`token` must be used where it was made; got one from another graph or replica. "
                 "The loss scale may have moved in between. Call `scale` first, in the same "
