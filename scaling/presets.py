@@ -11,7 +11,7 @@ from typing import Any
 
 from scaling.dynamic import DynamicLossScale
 from scaling.half import LARGEST_SCALE, SMALLEST_SCALE
-from scaling.rule import LossScaleRule
+from scaling.rule import LossScaleRule, check_count
 from scaling.tolerant import TolerantLossScale
 
 # Where a system knows no bound, ours is the widest there is.
@@ -22,6 +22,7 @@ tolerant = partial(TolerantLossScale, tolerance=0.0, max_scale=LARGEST_SCALE)
 
 def flax(growth_interval: int, **fields: Any) -> DynamicLossScale:
     """Flax compares its count before it adds to it, so its interval of N is N + 1 steps."""
+    check_count("growth_interval", growth_interval, "It counts as Flax does.", "2000 is usual", 0)
     return unbounded(growth_interval=growth_interval + 1, **fields)
 
 
