@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, NamedTuple
 import tensorflow as tf
 
 from scaling.half import check_power_of_two
-from scaling.rule import check_bounds, check_count, check_factors, keep_unless
+from scaling.rule import check_bounds, check_count, check_factors, keep_unless, use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
 
 
@@ -89,7 +89,9 @@ class DynamicLossScale:
         """Refuses constants under which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
-        check_count("growth_interval", self.growth_interval, "It counts finite steps.", USUAL)
+        check_count(
+            "growth_interval", self.growth_interval, "It counts finite steps.", "2000 is usual"
+        )
         check_count("hysteresis", self.hysteresis, "It counts overflows.", "1 backs off at once")
         if self.hysteresis_refill not in ("growth", "finite_step"):
             raise ValueError(
@@ -103,6 +105,7 @@ class DynamicLossScale:
         for scale, interval in self.low_scale_intervals:
             check_power_of_two("low_scale_intervals", scale)
             check_count("low_scale_intervals", interval, "It counts finite steps.", "25 is usual")
+        use_plain_numbers(self)
 
     def initial_state(self) -> DynamicLossScaleState:
         """Returns the state before the first step."""
@@ -155,6 +158,3 @@ class DynamicLossScale:
         for below, shorter in self.low_scale_intervals:
             interval = tf.where(loss_scale < below, tf.minimum(interval, shorter), interval)
         return interval
-
-
-USUAL = "2000 is usual"

@@ -47,8 +47,8 @@ def ceil_log2(x: tf.Tensor) -> tf.Tensor:
     """Returns the smallest integer e with x <= 2^e. Exact, for normal numbers.
 
     Args:
-        x: any shape, float32; not negative. What it returns for 0, subnormals, inf and NaN
-            lies outside [-126, 128].
+        x: any shape, float32; not negative. 0 and subnormals are at most 2^-126; what it
+            returns for inf and NaN means nothing.
 
     Example:
         >>> ceil_log2(tf.constant([4.0, 4.1, 0.5])).numpy().tolist()

@@ -6,7 +6,14 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.half import HALF_BITS, HALF_MAX, floor_power_of_two
-from scaling.rule import check_bounds, check_count, check_factors, keep_unless, magnitude_of
+from scaling.rule import (
+    check_bounds,
+    check_count,
+    check_factors,
+    keep_unless,
+    magnitude_of,
+    use_plain_numbers,
+)
 from scaling.verdict import VerdictLike, as_verdict
 
 # One search step: half of float16's range, so that no search jumps over all of it.
@@ -69,8 +76,8 @@ class HeadroomLossScale:
         >>> float(state.loss_scale) == 2.0**20
         True
         >>> state = rule.advance(state, scaling.Verdict(
-        ...     tf.constant(True), max_magnitude=tf.constant(1.0)))
-        >>> float(state.loss_scale) == 2.0**11  # four bits below 2^15, the last that fits 1.0
+        ...     tf.constant(True), max_magnitude=tf.constant(2.0**-6)))
+        >>> float(state.loss_scale) == 2.0**17  # four bits below 2^21, the last that fits
         True
     """
 
@@ -94,6 +101,12 @@ class HeadroomLossScale:
         check_count(
             "growth_interval", self.growth_interval, "It counts finite steps.", "100 is usual"
         )
+        if self.headroom_bits > HALF_BITS:
+            raise ValueError(
+                f"`headroom_bits` must be at most {HALF_BITS}; got {self.headroom_bits!r}. Float16 "
+                "has no more between its smallest and its largest number. 4 is usual."
+            )
+        use_plain_numbers(self)
 
     def initial_state(self) -> HeadroomLossScaleState:
         """Returns the state before the first step."""

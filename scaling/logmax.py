@@ -7,16 +7,14 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.half import HALF_MAX, is_number, two_to_the
-from scaling.rule import check_bounds, keep_unless, magnitude_of
+from scaling.rule import check_bounds, keep_unless, magnitude_of, use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
 
 LOG2_HALF_MAX = math.log2(HALF_MAX)
-# What an overflow counts as: a gradient that would not fit without any scaling either.
-LOG2_OVERFLOW = 16.0
 
 
 class LogMaxLossScaleState(NamedTuple):
-    """What `LogMaxLossScale` remembers: running sums over log2 of the largest magnitudes.
+    """What `LogMaxLossScale` remembers: running statistics of x, log2 of the largest magnitude.
 
     Example:
         >>> int(LogMaxLossScale().initial_state().steps)
@@ -24,10 +22,10 @@ class LogMaxLossScaleState(NamedTuple):
     """
 
     loss_scale: tf.Tensor  # shape=(), float32
-    steps: tf.Tensor  # shape=(), int32: steps that entered the sums
-    mean: tf.Tensor  # shape=(), float32: decays with `mean_decay`
-    slow_mean: tf.Tensor  # shape=(), float32: decays with `deviation_decay`
-    slow_square: tf.Tensor  # shape=(), float32: the same, of squares
+    steps: tf.Tensor  # shape=(), int32: steps that entered the statistics
+    mean: tf.Tensor  # shape=(), float32: of x, with `mean_decay`
+    slow_mean: tf.Tensor  # shape=(), float32: of x, with `deviation_decay`
+    variance: tf.Tensor  # shape=(), float32: of x about `slow_mean`, with `deviation_decay`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +35,14 @@ class LogMaxLossScale:
     After each step, x = log2 of the largest gradient magnitude enters a running mean m and
     a running standard deviation s; the scale is the largest power of two at which
     m + `deviations` * s still fits into float16, within `[min_scale, max_scale]`. A step
-    that overflowed has no magnitude: it counts as x = 16, and the scale is at most half of
-    what it was. A step whose gradients are all zero has no logarithm, and one that was not
-    finite for a cause no scale can cure (see `Cause`) says nothing: both change nothing.
+    that overflowed has no magnitude: it counts as the x that would have been one bit too
+    large, and the scale is at most half of what it was. If all gradients are zero, the
+    statistics learn nothing and the scale doubles, since what was there has been flushed. A
+    step that was not finite for a cause no scale can cure (see `Cause`) changes nothing.
 
-    Two faults of the rule as OpenSeq2Seq published it are mended: it feeds an overflow as
-    x = 2^16, which held the scale at its minimum for 11,177 steps, and a single zero
+    Two faults of the rule as OpenSeq2Seq published it are mended. It feeds an overflow as
+    x = 2^16, which held the scale at its minimum for 11,177 steps; but x = 16, which it may
+    have meant, still throws the scale of a young run down by 20 bits. And a single zero
     gradient turns its scale into NaN for ever. A third difference: powers of two only.
 
     Attributes:
@@ -59,7 +59,8 @@ class LogMaxLossScale:
 
     Source:
         Kuchaiev et al., "Mixed-Precision Training for NLP and Speech Recognition with
-        OpenSeq2Seq", 2018, section 3 ("LogMax"), https://arxiv.org/abs/1805.10387.
+        OpenSeq2Seq", 2018, section 3 ("LogMax"), https://arxiv.org/abs/1805.10387. The running
+        variance: West, "Updating Mean and Variance Estimates: An Improved Method", 1979.
 
     Example:
         >>> import scaling
@@ -88,11 +89,12 @@ class LogMaxLossScale:
                     f"`{name}` must be a number in [0, 1); got {value!r}. It is what a running "
                     "mean keeps of itself at each step. Use 0.99 for a memory of a hundred steps."
                 )
-        if not is_number(self.deviations) or not 0 <= self.deviations < math.inf:
+        if not is_number(self.deviations) or not 0 <= self.deviations <= 100:
             raise ValueError(
-                f"`deviations` must be a number of at least 0; got {self.deviations!r}. It is the "
+                f"`deviations` must be a number from 0 to 100; got {self.deviations!r}. It is the "
                 "room to leave, in standard deviations. 3.09 is usual."
             )
+        use_plain_numbers(self)
 
     def initial_state(self) -> LogMaxLossScaleState:
         """Returns the state before the first step."""
@@ -101,7 +103,7 @@ class LogMaxLossScale:
             steps=tf.constant(0, tf.int32),
             mean=tf.constant(0.0),
             slow_mean=tf.constant(0.0),
-            slow_square=tf.constant(0.0),
+            variance=tf.constant(0.0),
         )
 
     def advance(self, state: LogMaxLossScaleState, verdict: VerdictLike) -> LogMaxLossScaleState:
@@ -120,34 +122,53 @@ class LogMaxLossScale:
         """
         verdict = as_verdict(verdict)
         magnitude = magnitude_of(verdict, "LogMaxLossScale")
-        overflowed = verdict.overflowed
-        log2_magnitude = tf.math.log(magnitude) / math.log(2.0)
-        x = tf.where(overflowed, LOG2_OVERFLOW, log2_magnitude)
-
-        def running(mean: tf.Tensor, value: tf.Tensor, decay: float) -> tf.Tensor:
-            return decay * mean + (1.0 - decay) * value
-
-        moved = LogMaxLossScaleState(
-            loss_scale=state.loss_scale,
-            steps=state.steps + 1,
-            mean=running(state.mean, x, self.mean_decay),
-            slow_mean=running(state.slow_mean, x, self.deviation_decay),
-            slow_square=running(state.slow_square, x * x, self.deviation_decay),
+        scale, overflowed = state.loss_scale, verdict.overflowed
+        x = tf.where(overflowed, LOG2_HALF_MAX - log2(scale) + 1.0, log2(magnitude))
+        learned = self._learn(state, x)
+        fitting = self._fitting_scale(learned)
+        learned = learned._replace(
+            loss_scale=tf.where(overflowed, tf.minimum(fitting, self._clip(scale * 0.5)), fitting)
         )
-        fitting = self._fitting_scale(moved)
-        halved = tf.maximum(state.loss_scale * 0.5, self.min_scale)
-        scale = tf.where(overflowed, tf.minimum(fitting, halved), fitting)
-        known = overflowed | (verdict.grads_finite & (magnitude > 0))
-        return keep_unless(known, moved._replace(loss_scale=scale), state)
+        blind = state._replace(loss_scale=self._clip(scale * 2.0))
+        moved = keep_unless(overflowed | (magnitude > 0), learned, blind)
+        return keep_unless(verdict.moves_scale, moved, state)
+
+    def _learn(self, state: LogMaxLossScaleState, x: tf.Tensor) -> LogMaxLossScaleState:
+        """Returns the statistics with one more value in them."""
+        steps = state.steps + 1
+        share = newest_share(self.mean_decay, steps)
+        slow_share = newest_share(self.deviation_decay, steps)
+        surprise = x - state.slow_mean
+        return state._replace(
+            steps=steps,
+            mean=state.mean + share * (x - state.mean),
+            slow_mean=state.slow_mean + slow_share * surprise,
+            # West's way: the mean of squares less the square of the mean would cancel.
+            variance=(1.0 - slow_share) * (state.variance + slow_share * tf.square(surprise)),
+        )
 
     def _fitting_scale(self, state: LogMaxLossScaleState) -> tf.Tensor:
         """Returns the largest power of two that fits the statistics: shape (), float32."""
-        steps = tf.cast(state.steps, tf.float32)
-        # What the sums have forgotten of their zero start: Adam's bias correction.
-        mean = state.mean / (1.0 - self.mean_decay**steps)
-        weight = 1.0 - self.deviation_decay**steps
-        variance = state.slow_square / weight - tf.square(state.slow_mean / weight)
-        deviation = tf.sqrt(tf.maximum(variance, 0.0))
-        exponent = tf.floor(LOG2_HALF_MAX - (mean + self.deviations * deviation))
+        x = state.mean + self.deviations * tf.sqrt(state.variance)
         lowest, highest = math.log2(self.min_scale), math.log2(self.max_scale)
-        return two_to_the(tf.cast(tf.clip_by_value(exponent, lowest, highest), tf.int32))
+        exponent = tf.clip_by_value(tf.floor(LOG2_HALF_MAX - x), lowest, highest)
+        return two_to_the(tf.cast(exponent, tf.int32))
+
+    def _clip(self, loss_scale: tf.Tensor) -> tf.Tensor:
+        return tf.clip_by_value(loss_scale, self.min_scale, self.max_scale)
+
+
+def log2(x: tf.Tensor) -> tf.Tensor:
+    """Returns the logarithm to base 2, in float32."""
+    return tf.math.log(x) / math.log(2.0)
+
+
+def newest_share(decay: float, steps: tf.Tensor) -> tf.Tensor:
+    """Returns what the newest of some values weighs in their decaying mean: 1 for the first.
+
+    It is (1 - decay) / (1 - decay^steps), written so that a decay near 1 loses no digits.
+    """
+    if decay == 0:
+        return tf.ones([])
+    share = (1.0 - decay) / -tf.math.expm1(tf.cast(steps, tf.float32) * math.log(decay))
+    return tf.minimum(share, 1.0)  # the first one's may be rounded up

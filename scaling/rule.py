@@ -6,6 +6,7 @@ verdict moves it (`advance`), and whether it wants to know the largest gradient 
 whose first field is always `loss_scale`: shape (), float32, a power of two.
 """
 
+import dataclasses
 import numbers
 from typing import Any, Protocol, TypeVar
 
@@ -109,6 +110,16 @@ def check_factors(growth_factor: float, backoff_factor: float) -> None:
             f"`backoff_factor` must be less than 1; got {backoff_factor!r}. A factor of 1 "
             "or more never gets out of an overflow. Use 0.5 for the usual halving."
         )
+
+
+def use_plain_numbers(rule: Any) -> None:
+    """Turns a rule's numbers, which may be NumPy's or ints, into its fields' types, once for all.
+
+    TensorFlow would take the dtype of a state from them.
+    """
+    for field in dataclasses.fields(rule):
+        if field.type in (float, int):
+            object.__setattr__(rule, field.name, field.type(getattr(rule, field.name)))
 
 
 def check_count(name: str, value: int, why: str, remedy: str, least: int = 1) -> None:

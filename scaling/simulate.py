@@ -3,11 +3,13 @@
     python -m scaling.simulate RUN/metrics.jsonl --rules=dynamic,headroom,pytorch
 
 prints for each rule how many steps it would have skipped, how many it would have spent below
-the best fixed scale, and what share of the gradients' elements float16 would have flushed to
-zero; and draws the scales into RUN/scales.png. The run must have been trained with
-`record_gradients=True`; what is assumed stands in `scaling/play.py`.
+the best fixed scale (the largest at which none would have been skipped), and what share of the
+gradients' elements float16 would have flushed to zero; and draws the scales into
+RUN/scales.png. The run must have been trained with `record_gradients=True`; what is assumed
+stands in `scaling/play.py`.
 """
 
+import itertools
 import math
 import pathlib
 import sys
@@ -33,6 +35,8 @@ def table(record: Record, outcomes: list[Outcome]) -> str:
             f"{outcome.name:<{width}}  {int(outcome.skipped.sum()):>7}  {outcome.below_best:>11}"
             f"  {outcome.lost:>17.3%}  {last:>10}"
         )
+    if record.precision == "mixed_float16":
+        lines.append("Lost: besides what the run's own float16 had already flushed, unseen.")
     return "\n".join(lines)
 
 
@@ -52,20 +56,13 @@ def draw(record: Record, outcomes: list[Outcome], path: pathlib.Path) -> None:
         ) from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for index, outcome in enumerate(outcomes):
-        exponents = np.log2(outcome.loss_scale)
-        (line,) = axes.step(
-            record.step,
-            exponents,
-            where="post",
-            label=outcome.name,
-            linewidth=2.5 - 1.5 * (index > 0),
-        )
-        axes.plot(
-            record.step[outcome.skipped], exponents[outcome.skipped], "x", color=line.get_color()
-        )
+    styles = itertools.cycle(["-", "--", "-.", ":"])  # rules that agree lie upon each other
+    for outcome, style in zip(outcomes, styles, strict=False):
+        exponents, skipped = np.log2(outcome.loss_scale), outcome.skipped
+        [line] = axes.step(record.step, exponents, style, where="post", label=outcome.name)
+        axes.plot(record.step[skipped], exponents[skipped], "x", color=line.get_color())
     best = math.log2(best_fixed_scale(record))
-    axes.axhline(best, linestyle=":", color="gray", label="best fixed scale")
+    axes.axhline(best, color="lightgray", linewidth=4, zorder=0, label="best fixed scale")
     axes.set(
         xlabel="step", ylabel="loss scale", title="Loss scale by rule; a cross is a skipped step"
     )

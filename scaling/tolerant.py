@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.half import is_number
-from scaling.rule import check_bounds, check_count, check_factors, keep_unless
+from scaling.rule import check_bounds, check_count, check_factors, keep_unless, use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
 
 # Doubling stops here, so that an interval never leaves int32; nobody waits so many steps.
@@ -95,6 +95,7 @@ class TolerantLossScale:
                 "of steps that may overflow, and with 1 the scale would never back off. 0 backs "
                 "off at once."
             )
+        use_plain_numbers(self)
 
     def initial_state(self) -> TolerantLossScaleState:
         """Returns the state before the first step."""
@@ -149,7 +150,8 @@ class TolerantLossScale:
         """Returns the growth interval after a step: shape (), int32."""
         if not self.scale_interval:
             return interval
-        shorter = tf.maximum(interval // round(1 / self.backoff_factor), 1)
-        growth = round(self.growth_factor)
+        backoff = min(round(1 / self.backoff_factor), LONGEST_INTERVAL)
+        growth = min(round(self.growth_factor), LONGEST_INTERVAL)
+        shorter = tf.maximum(interval // backoff, 1)
         longer = tf.minimum(interval, LONGEST_INTERVAL // growth) * growth
         return tf.where(backs_off, shorter, tf.where(grows, longer, interval))

@@ -1,0 +1,40 @@
+"""The rules that never move."""
+
+import numpy as np
+import pytest
+
+import scaling
+from scaling import FixedLossScale, NoLossScale
+
+
+@pytest.mark.parametrize("rule", [FixedLossScale(8.0), NoLossScale()])
+def test_constant_rules_stay(rule):
+    """A fixed scale and none at all never move, whatever the verdict."""
+    state = rule.initial_state()
+
+    assert rule.advance(rule.advance(state, False), True) is state
+
+
+def test_where_constant_rules_stand():
+    """A fixed scale is the one that was given, also as a NumPy number; no scale is a scale of 1."""
+    assert float(FixedLossScale(8.0).initial_state().loss_scale) == 8.0
+    assert float(FixedLossScale(np.float16(4.0)).initial_state().loss_scale) == 4.0
+    assert float(NoLossScale().initial_state().loss_scale) == 1.0
+
+
+def test_a_fixed_scale_must_be_a_power_of_two():
+    """L3: also of a fixed scale."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        FixedLossScale(1000.0)
+
+    assert str(error.value) == (
+        "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000.0. Only "
+        "multiplying by a power of two, and dividing again, returns the same bits. Use 1024.0."
+    )
+
+
+@pytest.mark.parametrize("rule", [FixedLossScale(8.0), NoLossScale()])
+def test_constant_rules_read_their_verdict_all_the_same(rule):
+    """What is no verdict is refused also by a rule that would not have moved."""
+    with pytest.raises(TypeError, match="`grads_finite` must be a bool; got float32"):
+        rule.advance(rule.initial_state(), scaling.Verdict(1.0))

@@ -1,0 +1,348 @@
+"""Every state that a rule can reach, searched exhaustively, and what must hold in each.
+
+A rule is a finite machine if its constants are small: its states are then visited all, from the
+first or from every one that the types allow. Where a counter has no end, or a state holds running
+means, the search goes to a stated depth, which `--full` doubles or so.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import generators
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import scaling
+from scaling import Cause, Verdict
+
+FINITE = Verdict(True, Cause.NONE)
+BACKWARD, REDUCTION = (Verdict(False, cause) for cause in generators.CURABLE)
+INCURABLE = tuple(Verdict(False, cause) for cause in generators.INCURABLE)
+ALPHABET, REST = (FINITE, BACKWARD), (REDUCTION, *INCURABLE)
+
+
+class Move(NamedTuple):
+    """One transition: a state as numbers, the verdict, and the state after it."""
+
+    before: tuple
+    verdict: Verdict
+    after: tuple
+
+
+def advance_all(rule, states, verdict):
+    """The states after a verdict, all at once: a rule's arithmetic holds for vectors too."""
+    fields = rule.initial_state()
+    columns = zip(zip(*states, strict=True), fields, strict=True)
+    stacked = type(fields)(*(tf.constant(column, field.dtype) for column, field in columns))
+    after = rule.advance(stacked, verdict)
+    return list(zip(*(field.numpy().tolist() for field in after), strict=True))
+
+
+def explore(rule, alphabet, rest, starts, depth):
+    """All states that are reached from `starts` within `depth` steps, and all moves from them.
+
+    It ends sooner if nothing new is found. The states that the last step finds are among the
+    states, but the moves from them are not among the moves. The search goes by the
+    verdicts of the alphabet; those of the rest, which should find nothing more, are tried at its
+    end in every state that has moves.
+    """
+    visited, moves = dict.fromkeys(starts), []
+    frontier, moved = list(visited), []
+    for _ in range(depth):
+        if not frontier:
+            break
+        found = {}
+        for verdict in alphabet:
+            afters = advance_all(rule, frontier, verdict)
+            moves.extend(map(Move, frontier, itertools.repeat(verdict), afters))
+            found |= dict.fromkeys(after for after in afters if after not in visited)
+        moved.extend(frontier)
+        visited |= found
+        frontier = list(found)
+    for verdict in rest:
+        moves.extend(map(Move, moved, itertools.repeat(verdict), advance_all(rule, moved, verdict)))
+
+    assert {move.after for move in moves} <= visited.keys(), "the rest of the verdicts leads on"
+    return list(visited), moves
+
+
+def assert_within_bounds(rule, states):
+    """L3 in every state: finite, a power of two, within the bounds."""
+    for state in states:
+        scale = state[0]
+        assert math.isfinite(scale), state
+        assert math.frexp(scale)[0] == 0.5, state
+        assert rule.min_scale <= scale <= rule.max_scale, state
+
+
+def assert_overflows_reach_the_floor(rule, states, patience):
+    """L11: `patience(state)` overflows in a row lower any scale that is not at the floor."""
+    above = [state for state in states if state[0] > rule.min_scale]
+    assert_moves(rule, above, BLIND_OVERFLOW, patience, lambda after, before: after < before)
+
+
+def assert_finite_steps_reach_the_ceiling(rule, states, patience):
+    """L11: `patience(state)` finite steps in a row raise any scale that is not at the ceiling."""
+    below = [state for state in states if state[0] < rule.max_scale]
+    assert_moves(rule, below, TINY, patience, lambda after, before: after > before)
+
+
+def assert_moves(rule, states, verdict, patience, moved):
+    """After `patience(state)` steps of one verdict, the scale of each state has moved."""
+    waiting = [(state[0], patience(state), state) for state in states]
+    current = states
+    for step in itertools.count(1):
+        if not waiting:
+            return
+        current = advance_all(rule, current, verdict)
+        still = []
+        for (scale, limit, origin), state in zip(waiting, current, strict=True):
+            if not moved(state[0], scale):
+                assert step < limit, f"{origin} has not moved after {limit} steps"
+                still.append(((scale, limit, origin), state))
+        waiting, current = [w for w, _ in still], [state for _, state in still]
+
+
+# For rules that measure: an overflow has no magnitude, and a tiny one always leaves headroom.
+BLIND_OVERFLOW = Verdict(False, Cause.BACKWARD, float("inf"))
+TINY = Verdict(True, Cause.NONE, 2.0**-100)
+
+
+def dynamic_rules(full):
+    """192 small `DynamicLossScale`s, or 384: all combinations of these constants."""
+    pairs = [(2.0, 0.5), (4.0, 0.25), (2.0, 0.25), (4.0, 0.5)]
+    for factors, interval, hysteresis, refill, grace, intervals in itertools.product(
+        pairs if full else pairs[:2],
+        [1, 2, 3, 4],
+        [1, 2, 3],
+        ["growth", "finite_step"],
+        [0, 1],
+        [(), ((1.0, 1), (4.0, 2))],
+    ):
+        yield scaling.DynamicLossScale(
+            2.0, interval, *factors, 0.5, 8.0, hysteresis, refill, grace, intervals
+        )
+
+
+def every_dynamic_state(rule):
+    """Every state in the ranges that the fields' comments give: reachable or not."""
+    return list(
+        itertools.product(
+            [2.0**exponent for exponent in range(-1, 4)],
+            range(-rule.grace_steps, rule.growth_interval),
+            range(rule.hysteresis + 1),
+        )
+    )
+
+
+def reachable(moves, start):
+    """The states that moves lead to from one of them."""
+    successors = {}
+    for move in moves:
+        successors.setdefault(move.before, set()).add(move.after)
+    seen, stack = {start}, [start]
+    while stack:
+        new = successors[stack.pop()] - seen
+        seen |= new
+        stack.extend(new)
+    return seen
+
+
+def test_every_state_of_small_dynamic_rules(full, capsys):
+    """L3, L4, L11 and L17, of `DynamicLossScale`, in every state of 192 small rules (384
+    with `--full`): the states lead into each other, and nowhere else; each move is the oracle's;
+    what no scale cures changes nothing; each `hysteresis` overflows in a row lower the scale, until
+    it is at the floor; each `grace_steps + growth_interval` finite steps raise it, until it is at
+    the ceiling.
+    """
+    counts = np.zeros(3, int)
+    for rule in dynamic_rules(full):
+        possible = every_dynamic_state(rule)
+        states, moves = explore(rule, ALPHABET, REST, possible, depth=1)
+        found = reachable(moves, oracle.numbers(rule.initial_state()))
+
+        assert possible == states, "a move leads out of the fields' ranges"
+        assert found <= set(possible)
+        assert_within_bounds(rule, states)
+        for before, verdict, after in moves:
+            expected = before
+            if verdict not in INCURABLE:
+                expected = oracle.advance(*before, verdict.grads_finite, rule)
+            assert expected == after, (rule, before, verdict)
+        assert_overflows_reach_the_floor(rule, states, lambda _, rule=rule: rule.hysteresis)
+        patience = rule.grace_steps + rule.growth_interval
+        assert_finite_steps_reach_the_ceiling(rule, states, lambda _, p=patience: p)
+        counts += len(states), len(found), len(moves)
+
+    report(full, capsys, "DynamicLossScale: {} states, {} of them reachable, {} moves", *counts)
+    assert counts.tolist() == DYNAMIC_COUNTS[full]
+
+
+DYNAMIC_COUNTS = {False: [8640, 3738, 60480], True: [17280, 8202, 120960]}
+
+
+def report(full, capsys, line, *counts):
+    """One line on the terminal in the full run."""
+    if full:
+        with capsys.disabled():
+            print("\n" + line.format(*(f"{count:,}" for count in counts)), end=" ")  # noqa: T201
+
+
+def tolerant_rules():
+    """36 small `TolerantLossScale`s."""
+    for factors, interval, tolerance, scale_interval in itertools.product(
+        [(2.0, 0.5), (4.0, 0.25)], [1, 2, 3], [0, 0.25, 0.5], [False, True]
+    ):
+        yield scaling.TolerantLossScale(
+            2.0, interval, *factors, 0.5, 8.0, tolerance, scale_interval
+        )
+
+
+def overflows_it_takes(state, rule):
+    """How many overflows in a row it takes until their share reaches the tolerance.
+
+    After n of them it is (overflows + n) / (steps + n), which grows towards 1 with n.
+    """
+    _, _, steps, overflows, _ = state
+    share = rule.tolerance
+    return max(math.ceil((share * steps - overflows) / (1 - share)), 1)
+
+
+def test_states_of_small_tolerant_rules(full, capsys):
+    """L3, L4, L11 and L17 of `TolerantLossScale`, in every state within 10 steps (16 if `--full`)
+    of 36 small rules; its counters have no end, so that not all states can be visited. Overflows
+    in a row lower the scale as soon as their share reaches `tolerance`, until it is at the floor;
+    `growth_interval` finite steps raise it, until it is at the ceiling.
+    """
+    depth = 16 if full else 10
+    counts = np.zeros(2, int)
+    for rule in tolerant_rules():
+        start = oracle.numbers(rule.initial_state())
+        states, moves = explore(rule, ALPHABET, REST, [start], depth)
+
+        assert_within_bounds(rule, states)
+        for _, finite_steps, steps, overflows, interval in states:
+            assert 0 <= finite_steps <= depth
+            assert 0 <= overflows <= depth
+            assert 0 <= steps <= depth
+            assert interval == rule.growth_interval or (rule.scale_interval and interval >= 1)
+        for before, verdict, after in moves:
+            expected = before
+            if verdict not in INCURABLE:
+                expected = oracle.advance_tolerant(*before, verdict.grads_finite, rule)
+            assert expected == after, (rule, before, verdict)
+        assert_overflows_reach_the_floor(
+            rule, states, lambda state, rule=rule: overflows_it_takes(state, rule)
+        )
+        # The interval is a state's last field; with a long one, the wait is as long.
+        soon = [state for state in states if state[-1] <= 64]
+        assert_finite_steps_reach_the_ceiling(rule, soon, lambda state: state[-1])
+        counts += len(states), len(moves)
+
+    report(full, capsys, "TolerantLossScale to depth {}: {} states, {} moves", depth, *counts)
+    assert counts.tolist() == TOLERANT_COUNTS[depth]
+
+
+TOLERANT_COUNTS = {10: [1396, 8127], 16: [4297, 24997]}
+
+
+def measured(magnitude):
+    """The verdict on a finite step."""
+    return Verdict(True, Cause.NONE, magnitude)
+
+
+# The last one is 65504 / 4: it leaves the headroom to the last bit.
+MAGNITUDES = tuple(measured(magnitude) for magnitude in (0.0, 2.0**-30, 2.0**-12, 1.0, 16376.0))
+UNMEASURED = tuple(Verdict(False, cause, float("nan")) for cause in generators.INCURABLE)
+MEASURED = (BLIND_OVERFLOW, *MAGNITUDES)
+
+
+def headroom_rules():
+    """16 `HeadroomLossScale`s with the default bounds, or narrow ones."""
+    for bits, interval, factors, bounds in itertools.product(
+        [0, 4], [1, 3], [(2.0, 0.5), (4.0, 0.25)], [(2.0**-14, 2.0**24), (0.5, 8.0)]
+    ):
+        yield scaling.HeadroomLossScale(2.0, bits, interval, *factors, *bounds)
+
+
+def test_every_state_of_headroom_rules(full, capsys):
+    """L3, L4, L11 and L17, of `HeadroomLossScale`, in every state that is reached with overflows
+    and five magnitudes: a scale that was just found or has grown leaves the headroom, or is at the
+    floor; two search steps reach a bound; each overflow lowers the scale, until it is at the floor;
+    and tiny gradients raise it within two intervals, until it is at the ceiling.
+    """
+    counts = np.zeros(2, int)
+    for rule in headroom_rules():
+        start = oracle.numbers(rule.initial_state())
+        states, moves = explore(rule, MEASURED, UNMEASURED, [start], depth=100)
+
+        assert {move.before for move in moves} == set(states), "the search has not come to its end"
+        assert_within_bounds(rule, states)
+        for before, verdict, after in moves:
+            finite, _, magnitude = verdict
+            expected = before
+            if verdict not in UNMEASURED:
+                expected = oracle.advance_headroom(*before, finite, magnitude, rule)
+            assert expected == after, (rule, before, verdict)
+            just_found = after[3] and not before[3]
+            if after[0] > rule.min_scale and (just_found or (before[3] and after[0] > before[0])):
+                # The larger of the two is the peak that was looked at; a search has none.
+                assert oracle.leaves_headroom(max(before[2], magnitude), after[0], rule)
+        assert_overflows_reach_the_floor(rule, states, lambda _: 1)
+        patience = 2 * rule.growth_interval
+        assert_finite_steps_reach_the_ceiling(rule, states, lambda _, p=patience: p)
+        searching = [state for state in states if not state[3]]
+        for verdict, bound in ((BLIND_OVERFLOW, rule.min_scale), (measured(0.0), rule.max_scale)):
+            ended = advance_all(rule, advance_all(rule, searching, verdict), verdict)
+            assert {(bound, False)} == {(state[0], state[3]) for state in ended}
+        counts += len(states), len(moves)
+
+    report(full, capsys, "HeadroomLossScale: {} states, {} moves", *counts)
+    assert counts.tolist() == HEADROOM_COUNTS
+
+
+HEADROOM_COUNTS = [2160, 21600]
+
+
+LOG_MAX_RULES = [
+    scaling.LogMaxLossScale(),
+    scaling.LogMaxLossScale(2.0, 0.5, 8.0, mean_decay=0.5, deviation_decay=0.75),
+    scaling.LogMaxLossScale(2.0**126, 2.0**-126, 2.0**126, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("rule", LOG_MAX_RULES, ids=["default", "narrow", "forgetful"])
+def test_states_of_log_max_rules(rule, full, capsys):
+    """L3, L11 and L17, of `LogMaxLossScale`, in every state within 4 steps (7 with `--full`) of
+    overflows and five magnitudes; its running means have no end, so that not all states can be
+    visited. No field is ever NaN or infinite; an overflow leaves at most half of the scale, or the
+    floor; zeros double the scale and teach nothing; what no scale cures changes nothing.
+    """
+    depth = 7 if full else 4
+    start = oracle.numbers(rule.initial_state())
+    states, moves = explore(rule, MEASURED, UNMEASURED, [start], depth)
+
+    assert_within_bounds(rule, states)
+    assert np.isfinite(np.array(states)).all()
+    for before, verdict, after in moves:
+        if verdict in UNMEASURED:
+            assert before == after, (before, verdict)
+        if verdict.max_magnitude == 0:
+            assert (oracle.clip(2 * before[0], rule), *before[1:]) == after, before
+        if verdict is BLIND_OVERFLOW:
+            assert after[0] <= max(before[0] / 2, rule.min_scale), before
+    assert_overflows_reach_the_floor(rule, states, lambda _: 1)
+    report(
+        full,
+        capsys,
+        "LogMaxLossScale to depth {}: {} states, {} moves",
+        depth,
+        len(states),
+        len(moves),
+    )
+    # Not exact: which of the states coincide depends on how float32 rounds.
+    verdicts = len(MEASURED) + len(UNMEASURED)
+    assert len(moves) == verdicts * len({move.before for move in moves}) > 0
