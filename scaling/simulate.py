@@ -13,12 +13,18 @@ import itertools
 import math
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 from absl import app, flags
 
 from scaling.play import Outcome, best_fixed_scale, compare
 from scaling.record import Record, read_record
+
+RULES = flags.DEFINE_list(
+    "rules", ["dynamic", "headroom", "logmax"], "Rules to play, as scaling.parse_rule takes them."
+)
+PLOT = flags.DEFINE_string("plot", None, "Picture file; by default scales.png beside the metrics.")
 
 
 def table(record: Record, outcomes: list[Outcome]) -> str:
@@ -40,8 +46,11 @@ def table(record: Record, outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def draw(record: Record, outcomes: list[Outcome], path: pathlib.Path) -> None:
+def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> Any:
     """Draws each rule's scale over the steps, its skips marked, into a picture file.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
 
     Raises:
         ModuleNotFoundError: if matplotlib is missing, naming the extra that brings it.
@@ -70,6 +79,7 @@ def draw(record: Record, outcomes: list[Outcome], path: pathlib.Path) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
+    return figure
 
 
 def main(arguments: list[str]) -> None:
@@ -77,20 +87,17 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 2:
         raise app.UsageError("give one file: python -m scaling.simulate RUN/metrics.jsonl")
     metrics = pathlib.Path(arguments[1])
-    picture = flags.FLAGS.plot
-    path = metrics.with_name("scales.png") if picture is None else pathlib.Path(picture)
+    picture = metrics.with_name("scales.png") if PLOT.value is None else PLOT.value
     try:
         record = read_record(metrics)
-        outcomes = compare(record, flags.FLAGS.rules)
+        outcomes = compare(record, RULES.value)
         print(table(record, outcomes))
-        if picture != "":
-            draw(record, outcomes, path)
-            print(f"drawn in {path}")
+        if picture:
+            draw(record, outcomes, picture)
+            print(f"drawn in {picture}")
     except (ValueError, OSError, ModuleNotFoundError) as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("rules", ["dynamic", "headroom", "logmax"], "Rules to play; see parse_rule.")
-    flags.DEFINE_string("plot", None, "Picture file; by default scales.png beside the metrics.")
     app.run(main)
