@@ -59,6 +59,35 @@ def test_vanishing_comes_back():
     assert float(found[-1].split()[-1]) == pytest.approx(3.0, abs=0.01)
 
 
+def test_every_rule_learns_what_float16_flushes():
+    """Weights that are known, gradients that underflow at a scale of 1 and overflow above 2^29: every
+    rule but that one learns them; `headroom` from 2^40 skips at most 2 steps, `dynamic` more than 10.
+    The card of `scaling` shows the same table.
+    """
+    rows, shown = (
+        table(run("rules.py")),
+        table((ROOT / "scaling" / "README.md").read_text().split("\n")),
+    )
+
+    assert rows.keys() == shown.keys()
+    for name, (skipped, last, loss) in rows.items():
+        learned = name != "fixed, 1"
+        assert (loss < 1e-6) == learned, name
+        assert shown[name][:2] == (skipped, last), name
+        # Sums are in another order on another processor.
+        assert shown[name][2] == pytest.approx(loss, rel=2), name
+    assert rows["headroom, from 2^40"][0] <= 2
+    assert rows["dynamic, from 2^40"][0] > 10
+
+
+def table(lines):
+    """The rows that `rules.py` prints, by rule: skipped steps, last scale, final loss."""
+    found = [
+        re.fullmatch(r"(\S.*?)  +(\d+)  +(2\^-?\d+)  +(\d\.\de[+-]\d+)", line) for line in lines
+    ]
+    return {row[1]: (int(row[2]), row[3], float(row[4])) for row in found if row}
+
+
 def test_a_run_is_repeated_from_its_flags(tmp_path):
     """flags.cfg brings the same run to the same step; the same command with a later one goes on."""
     first = run(
@@ -87,7 +116,9 @@ def test_help_fits_a_screen():
     assert len(result.stdout.splitlines()) < 80
 
 
-@pytest.mark.parametrize(("script", "most"), [("vanishing.py", 29), ("digits.py", 100)])
+@pytest.mark.parametrize(
+    ("script", "most"), [("vanishing.py", 29), ("rules.py", 100), ("digits.py", 100)]
+)
 def test_examples_are_short(script, most):
     """An example is read in one go."""
     assert len((ROOT / "examples" / script).read_text().splitlines()) <= most

@@ -119,7 +119,7 @@ def fits(magnitude):
     return Verdict(tf.constant(True), Cause.NONE, tf.constant(magnitude))
 
 
-OVERFLOW = Verdict(tf.constant(False), Cause.BACKWARD, tf.constant(np.inf))
+OVERFLOW = Verdict(False, Cause.BACKWARD, np.inf)
 
 
 @pytest.mark.parametrize("rule", MEASURING, ids=name)
