@@ -178,16 +178,18 @@ def test_one_scaler_for_each_loss_with_a_joint_verdict():
     )
 
 
+@pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas):
-    """L5: an overflow on the last replica alone backs off every copy of the scale."""
+def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas, bad):
+    """L5: an overflow on the last replica backs off every copy of the scale, alone or with others."""
     strategy = mirrored(replicas)
     with strategy.scope():
         scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
+    vetoes = tf.constant([index - replicas + 2 in bad for index in range(replicas)])
 
     def replica():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return take_step(scaler, index < replicas - 1), scaler.loss_scale
+        return take_step(scaler, ~vetoes[index]), scaler.loss_scale
 
     finite, scales = on_replicas(strategy, replica)
 
