@@ -87,7 +87,7 @@ class NoLossScale:
 
     def initial_state(self) -> NoLossScaleState:
         """Returns the one state there is."""
-        return NoLossScaleState(tf.constant(1.0, tf.float32))
+        return NoLossScaleState(tf.constant(1.0))
 
     def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
         """Returns `state`, whatever the verdict."""

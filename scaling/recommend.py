@@ -81,8 +81,8 @@ def recommend(
     room = HALF_MAX / 2.0**headroom_bits / float(magnitudes[largest])
     scale = 2.0 ** math.floor(math.log2(room))
     scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
-    shares = np.asarray(flushed_share(stats.counts, tf.constant(scale, tf.float32)))
-    order = np.argsort(-shares, kind="stable")
+    shares = np.asarray(flushed_share(stats.counts, tf.constant(scale)))
+    order = sorted(range(variables), key=lambda index: -shares[index])
     return Recommendation(
         scale,
         {names[index]: float(shares[index]) for index in order if shares[index]},

@@ -314,6 +314,11 @@ def test_training_reaches_keras_layers():
         ),
         (
             "underflow_share",
+            0.0,
+            "`underflow_share` must be between 0 and 1; got 0.0. It is a share of products, and some are always lost. Use 1e-3.",
+        ),
+        (
+            "underflow_share",
             1.0,
             "`underflow_share` must be between 0 and 1; got 1.0. It is a share of products, and some are always lost. Use 1e-3.",
         ),

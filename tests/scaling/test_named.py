@@ -69,6 +69,11 @@ KNOWN = (
             "dynamic:growth_interval=500.",
         ),
         (
+            "dynamic:hysteresis_refill=growth=now",
+            '`hysteresis_refill` must be "growth" or "finite_step"; got \'growth=now\'. It says what '
+            'gives absorbed overflows back. Use "growth", as Megatron-LM and DeepSpeed do by default.',
+        ),
+        (
             "headroom:bits=3",
             "`loss_scale` must name fields of the rule; got 'headroom:bits=3'. headroom has no "
             "such field, or lacks one: HeadroomLossScale.__init__() got an unexpected keyword "

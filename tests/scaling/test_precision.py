@@ -24,7 +24,7 @@ def test_the_three_precisions(name, compute, needs):
 
 def test_casts_touch_floats_only():
     """Integers, bools, strings and None pass through; sparse rows are cast."""
-    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([3]), [4])
     tree = {
         "x": tf.ones([], tf.float64),
         "id": 3,
@@ -37,6 +37,7 @@ def test_casts_touch_floats_only():
 
     assert half["x"].dtype == tf.float16
     assert half["s"].values.dtype == tf.float16
+    assert (half["s"].indices.numpy().tolist(), half["s"].dense_shape) == ([3], [4])
     assert (half["id"].dtype, half["flag"].dtype, half["name"].dtype) == (
         tf.int32,
         tf.bool,

@@ -268,6 +268,18 @@ def test_the_cause_is_the_first_place_that_was_not_finite(mode):
         assert ((), tf.int32) == (cause.shape, cause.dtype)
 
 
+def test_weights_that_nobody_looked_at_are_taken_to_be_finite():
+    """L17: without a word on the weights or the floor, the first of the other places counts."""
+    cause = scaling.find_cause(
+        loss_finite=True,
+        local_gradients_finite=False,
+        summed_gradients_finite=False,
+        unscaled_gradients_finite=False,
+    )
+
+    assert int(cause) == Cause.BACKWARD
+
+
 def test_which_causes_move_a_scale():
     """L17: overflows are the steps that were not finite in the backward pass or the reduction; only
     they and finite steps move a scale.

@@ -8,6 +8,7 @@ from hypothesis import example, given
 
 import scaling
 from scaling.half import HALF_MAX
+from scaling.recommend import describe_share
 from scaling.stats import COUNTS
 
 NAN, INF = np.nan, np.inf
@@ -130,11 +131,32 @@ def test_the_recommendation_says_what_it_would_lose_and_where():
     )
 
 
-def test_many_variables_are_summed_up():
-    """Five names are enough for a sentence."""
-    stats = scaling.gradient_stats([tf.constant([1.0, 2.0**-60])] * 7, at(1.0))
+@pytest.mark.parametrize(
+    ("variables", "ends"), [(5, "of gradient 4. The"), (6, "of gradient 4 and 1 more. The")]
+)
+def test_many_variables_are_summed_up(variables, ends):
+    """Five names are enough for a sentence; those that lose the same stand in their order."""
+    stats = scaling.gradient_stats([tf.constant([1.0, 2.0**-60])] * variables, at(1.0))
 
-    assert "of gradient 4 and 2 more. The" in str(scaling.recommend(stats))
+    assert ends in str(scaling.recommend(stats))
+
+
+def test_a_recommendation_without_loss_is_short():
+    """Nothing lost, nothing left out; the largest gradient is named wherever it stands."""
+    stats = scaling.gradient_stats([tf.constant([0.25]), tf.constant([-0.5, 0.0])], at(1.0))
+
+    assert str(scaling.recommend(stats)) == (
+        "2^12 would lose nothing. The largest gradient, 0.5 in gradient 1, keeps 4 factors of two "
+        "below the largest float16."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(1e-4, "0.01%"), (0.5, "50.00%"), (9e-5, "less than 0.01%")]
+)
+def test_a_share_is_said_to_two_places(share, words):
+    """What two places cannot show is not said to be nothing."""
+    assert words == describe_share(share)
 
 
 def test_without_any_gradient_the_recommendation_is_to_look_higher():
