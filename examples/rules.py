@@ -1,7 +1,7 @@
 """Every rule on one problem whose float16 gradients underflow.    python examples/rules.py
 
 A linear model learns known weights from large features and a loss of small weight: at a loss
-scale of 1, float16 flushes every gradient to zero; above 2^29 the gradients overflow.
+scale of 1, float16 flushes every gradient to zero; from 2^29 on the gradients overflow.
 """
 
 import numpy as np

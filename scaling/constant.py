@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.half import check_power_of_two
+from scaling.rule import use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
 
 
@@ -47,15 +48,17 @@ class FixedLossScale:
     def __post_init__(self) -> None:
         """Refuses a scale that would round the gradients."""
         check_power_of_two("loss_scale", self.loss_scale)
+        use_plain_numbers(self)
 
     def initial_state(self) -> FixedLossScaleState:
         """Returns the one state there is."""
-        return FixedLossScaleState(tf.constant(self.loss_scale, tf.float32))
+        return FixedLossScaleState(tf.constant(self.loss_scale))
 
     def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
-        """Returns `state`, whatever the verdict."""
+        """Returns the one state there is, also after one that was saved at another scale."""
         as_verdict(verdict)
-        return state
+        del state
+        return self.initial_state()
 
 
 class NoLossScaleState(NamedTuple):
@@ -90,6 +93,7 @@ class NoLossScale:
         return NoLossScaleState(tf.constant(1.0))
 
     def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
-        """Returns `state`, whatever the verdict."""
+        """Returns the one state there is."""
         as_verdict(verdict)
-        return state
+        del state
+        return self.initial_state()

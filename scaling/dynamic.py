@@ -47,9 +47,8 @@ class DynamicLossScale:
             overflows in a row do.
         grace_steps: finite steps that do not count towards growth, at the start and after
             each overflow; 0 counts them all.
-        low_scale_intervals: pairs (scale, interval), scales rising: below that scale, the
-            growth interval is the pair's if it is the shorter. Empty: one interval for all
-            scales.
+        low_scale_intervals: pairs (scale, interval): below that scale, the growth interval is
+            the pair's if it is the shorter. Empty: one interval for all scales.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
@@ -110,9 +109,9 @@ class DynamicLossScale:
     def initial_state(self) -> DynamicLossScaleState:
         """Returns the state before the first step."""
         return DynamicLossScaleState(
-            loss_scale=tf.constant(self.initial_scale, tf.float32),
-            finite_steps=tf.constant(-self.grace_steps, tf.int32),
-            overflows_left=tf.constant(self.hysteresis, tf.int32),
+            loss_scale=tf.constant(self.initial_scale),
+            finite_steps=tf.constant(-self.grace_steps),
+            overflows_left=tf.constant(self.hysteresis),
         )
 
     def advance(self, state: DynamicLossScaleState, verdict: VerdictLike) -> DynamicLossScaleState:
@@ -133,13 +132,14 @@ class DynamicLossScale:
         finite_steps = state.finite_steps + 1
         # `>=` and not `==`: a run that goes on with a shorter interval must still grow.
         grows = verdict.grads_finite & (finite_steps >= self._interval_at(state.loss_scale))
-        overflows_left = tf.maximum(state.overflows_left - 1, 0)
+        left = tf.minimum(state.overflows_left, self.hysteresis)
+        overflows_left = tf.maximum(left - 1, 0)
         backs_off = verdict.overflowed & (overflows_left == 0)
         refills = grows if self.hysteresis_refill == "growth" else verdict.grads_finite
 
         factor = tf.where(backs_off, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
         moved = DynamicLossScaleState(
-            # Clipped on every step: a state saved under other bounds finds into these.
+            # Clipped on every step: a state saved under other constants finds into these.
             loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
             finite_steps=tf.where(
                 verdict.overflowed, -self.grace_steps, tf.where(grows, 0, finite_steps)
@@ -147,14 +147,14 @@ class DynamicLossScale:
             overflows_left=tf.where(
                 refills,
                 self.hysteresis,
-                tf.where(verdict.overflowed, overflows_left, state.overflows_left),
+                tf.where(verdict.overflowed, overflows_left, left),
             ),
         )
         return keep_unless(verdict.moves_scale, moved, state)
 
     def _interval_at(self, loss_scale: tf.Tensor) -> tf.Tensor:
         """Returns the growth interval in force at a scale: shape (), int32."""
-        interval = tf.constant(self.growth_interval, tf.int32)
+        interval = tf.constant(self.growth_interval)
         for below, shorter in self.low_scale_intervals:
             interval = tf.where(loss_scale < below, tf.minimum(interval, shorter), interval)
         return interval

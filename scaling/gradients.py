@@ -59,6 +59,9 @@ def unscale_gradients(gradients: Any, state: Any) -> Any:
             `tf.IndexedSlices`, or None for a variable that the loss does not reach.
         state: the state that was handed to `scale_loss`.
 
+    Raises:
+        TypeError: if a gradient is complex, or not of a float dtype.
+
     Returns:
         The same structure; float32 (float64 stays float64). None stays None, and
         `tf.IndexedSlices` stay so, with each index once.
@@ -114,5 +117,14 @@ def coalesce(gradient: Any) -> Any:
 
 
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns half-precision tensors in float32, float32 and float64 as they are."""
+    """Returns half-precision tensors in float32, float32 and float64 as they are.
+
+    Raises:
+        TypeError: for other dtypes; a cast would drop the imaginary part of a complex one.
+    """
+    if not tensor.dtype.is_floating:
+        raise TypeError(
+            f"`gradients` must be of float dtypes; got {tensor.dtype.name}. Half precision has no "
+            "other numbers. Leave such variables out, or take their real and imaginary parts."
+        )
     return tensor if tensor.dtype == tf.float64 else tf.cast(tensor, tf.float32)

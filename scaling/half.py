@@ -67,7 +67,7 @@ def check_power_of_two(name: str, value: float, suggestion: float | None = None)
         value: what was given.
         suggestion: what to use instead; None suggests the nearest power of two.
     """
-    in_range = is_number(value) and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
+    in_range = is_number(value) and SMALLEST_SCALE <= as_float(value) <= LARGEST_SCALE
     if not in_range or math.frexp(value)[0] != 0.5:
         raise ValueError(
             f"`{name}` must be a power of two between 2^-126 and 2^126; got {value!r}. Only "
@@ -78,9 +78,17 @@ def check_power_of_two(name: str, value: float, suggestion: float | None = None)
 
 def nearest_power_of_two(value: Any) -> float:
     """Returns the power of two to suggest in place of `value`."""
-    if not is_number(value) or not math.isfinite(value) or value <= 0:
+    if not is_number(value) or not 0 < as_float(value) < math.inf:
         return 2.0**15
     return 2.0 ** min(max(round(math.log2(value)), -126), 126)
+
+
+def as_float(value: Any) -> float:
+    """Returns a number as a Python float; an int beyond all floats becomes inf."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def is_number(value: Any) -> bool:

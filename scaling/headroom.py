@@ -111,8 +111,8 @@ class HeadroomLossScale:
     def initial_state(self) -> HeadroomLossScaleState:
         """Returns the state before the first step."""
         return HeadroomLossScaleState(
-            loss_scale=tf.constant(self.initial_scale, tf.float32),
-            finite_steps=tf.constant(0, tf.int32),
+            loss_scale=tf.constant(self.initial_scale),
+            finite_steps=tf.constant(0),
             peak=tf.constant(0.0),
             found=tf.constant(False),
         )
@@ -149,7 +149,7 @@ class HeadroomLossScale:
         measured = floor_power_of_two(self._room() / magnitude)
         return HeadroomLossScaleState(
             loss_scale=self._clip(tf.where(overflowed | flushed, blind, measured)),
-            finite_steps=tf.constant(0, tf.int32),
+            finite_steps=tf.constant(0),
             peak=tf.constant(0.0),
             found=~overflowed & ~flushed,
         )

@@ -51,8 +51,9 @@ class LogMaxLossScale:
         max_scale: the ceiling; a power of two, at most 2^126.
         mean_decay: of the running mean, in [0, 1).
         deviation_decay: of the running standard deviation, in [0, 1).
-        deviations: how many standard deviations to leave; 0 or more. 3.09 leaves one
-            normally distributed step in a thousand to overflow.
+        deviations: how many standard deviations to leave; from 0 to 100. 3.09 leaves one
+            normally distributed step in a thousand to overflow, if nothing else overflows
+            before the variables' gradients do.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
@@ -99,8 +100,8 @@ class LogMaxLossScale:
     def initial_state(self) -> LogMaxLossScaleState:
         """Returns the state before the first step."""
         return LogMaxLossScaleState(
-            loss_scale=tf.constant(self.initial_scale, tf.float32),
-            steps=tf.constant(0, tf.int32),
+            loss_scale=tf.constant(self.initial_scale),
+            steps=tf.constant(0),
             mean=tf.constant(0.0),
             slow_mean=tf.constant(0.0),
             variance=tf.constant(0.0),

@@ -13,7 +13,7 @@ from scaling.presets import PRESETS, preset
 from scaling.rule import LossScaleRule
 from scaling.tolerant import TolerantLossScale
 
-POWER = re.compile(r"([0-9.]+)\^(-?[0-9]+)")
+POWER_OF_TWO = re.compile(r"2\^(-?[0-9]{1,3})")
 
 RULES: dict[str, type] = {
     "none": NoLossScale,
@@ -31,7 +31,7 @@ def parse_rule(text: str) -> LossScaleRule:
     Args:
         text: a number, for a fixed scale; or none, dynamic, tolerant, logmax, headroom or a
             preset's name, each with fields of its rule behind it, separated by colons:
-            "dynamic:growth_interval=500:initial_scale=2^20". Numbers may be powers, 2^20.
+            "dynamic:growth_interval=500:initial_scale=2^20". Numbers may be powers of two.
 
     Raises:
         ValueError: for a name, a field or a number that is not known.
@@ -77,8 +77,8 @@ def parse_value(text: str) -> Any:
         >>> parse_value("2^-3"), parse_value("500"), parse_value("True"), parse_value("growth")
         (0.125, 500, True, 'growth')
     """
-    if power := POWER.fullmatch(text):
-        return float(power[1]) ** int(power[2])
+    if power := POWER_OF_TWO.fullmatch(text):
+        return 2 ** int(power[1])  # an int, unless the exponent is negative
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -1,8 +1,9 @@
 """Playing a rule over a run's recorded gradients: what it would have done with that run.
 
 What is not known is taken so: a step that the run skipped left no magnitude; it gets that of
-the next applied step, and overflows at the scale at which it did. The weights are those of the
-recorded run, whatever a rule would have skipped.
+the next applied step, or at the end of the last one, and overflows at the scale at which it did.
+A run in float32 or bfloat16 has range to spare: what overflowed there is helped by no scale. The
+weights are those of the recorded run, whatever a rule would have skipped.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ from scaling.verdict import Cause, Verdict
 class Known(NamedTuple):
     """What a record tells of each step at another scale; each field of shape (steps,)."""
 
-    magnitude: np.ndarray  # float32: unscaled; of a skipped step, the next applied one's
+    magnitude: np.ndarray  # float32: unscaled; of a skipped step, the next applied one's, or at
+    # the end of the record the last one's; 0 if there is none
     fits_at: np.ndarray  # float32: the scale at which it is known to fit; 0 if none is
     overflows_at: np.ndarray  # float32: the scale at which it is known to overflow, or inf
     incurable: np.ndarray  # int32: the cause, if no scale would have helped; else NONE
@@ -43,19 +45,23 @@ class Outcome:
 
 def what_is_known(record: Record) -> Known:
     """Returns what the record tells of its steps at scales other than their own."""
-    overflowed = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
-    magnitude = record.max_magnitude.copy()
-    following = np.float32(np.nan)
-    for index in reversed(range(len(magnitude))):
-        if np.isnan(magnitude[index]):
-            magnitude[index] = following
-        following = magnitude[index]
     bounded = record.precision == "mixed_float16"
+    for_want_of_range = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
+    overflowed = for_want_of_range & bounded
+    applied = np.flatnonzero(~record.skipped)
+    magnitude = np.zeros_like(record.max_magnitude)
+    if applied.size:
+        following = np.searchsorted(applied, np.arange(len(magnitude)))
+        magnitude = record.max_magnitude[applied[np.minimum(following, applied.size - 1)]]
     return Known(
-        magnitude=np.nan_to_num(magnitude),
+        magnitude=magnitude,
         fits_at=np.where(record.skipped | (not bounded), np.float32(0), record.loss_scale),
         overflows_at=np.where(overflowed, record.loss_scale, np.float32(np.inf)),
-        incurable=np.where(overflowed, np.int32(Cause.NONE), record.cause),
+        incurable=np.select(
+            [overflowed, for_want_of_range],
+            [np.int32(Cause.NONE), np.int32(Cause.MODEL)],
+            record.cause,
+        ),
     )
 
 
@@ -92,7 +98,7 @@ def play(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
         )
         return scales.stack(), bad.stack()
 
-    scales, skipped = all_steps()
+    scales, skipped = all_steps.get_concrete_function()()  # called once: nothing to retrace
     return scales.numpy(), skipped.numpy()
 
 

@@ -113,7 +113,7 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
         )
         raise ValueError(
             f"`version` must {rule} for {name}; got {version!r}. Only what the table lists was "
-            "held against the system. Use the newest version that is not newer than yours, or none."
+            "held against the system. Read there where its law changed, or give no version."
         )
     make = versions[version] if version else list(versions.values())[-1]
     known = {field.name for field in dataclasses.fields(make())}  # type: ignore[arg-type]

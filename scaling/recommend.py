@@ -38,7 +38,8 @@ def recommend(
 ) -> Recommendation:
     """Returns the largest loss scale that leaves the largest gradient room, and what it loses.
 
-    Waits for the device.
+    Of gradients with inf or NaN among them it returns half of their scale. Waits for the
+    device.
 
     Args:
         stats: of one step's gradients; best of a float32 pass (see `gradient_stats`).
@@ -69,8 +70,17 @@ def recommend(
             "[v.path for v in model.trainable_variables]."
         )
     magnitudes = np.asarray(stats.max_magnitude)
+    scale = float(stats.loss_scale)
+    bad = int(np.sum(stats.inf_count) + np.sum(stats.nan_count))
+    if bad:
+        return advise(
+            stats,
+            names,
+            scale / 2.0,
+            f"At 2^{math.log2(scale):.0f}, {bad} elements were inf or NaN: half of that is the "
+            "most to try, if a smaller scale helps at all.",
+        )
     if not magnitudes.any():
-        scale = float(stats.loss_scale)
         return Recommendation(
             min(scale * 2.0**20, LARGEST_SCALE),
             {},
@@ -79,24 +89,22 @@ def recommend(
         )
     largest = int(np.argmax(magnitudes))
     room = HALF_MAX / 2.0**headroom_bits / float(magnitudes[largest])
-    scale = 2.0 ** math.floor(math.log2(room))
-    scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
-    shares = np.asarray(flushed_share(stats.counts, tf.constant(scale)))
-    order = sorted(range(variables), key=lambda index: -shares[index])
-    return Recommendation(
-        scale,
-        {names[index]: float(shares[index]) for index in order if shares[index]},
+    return advise(
+        stats,
+        names,
+        2.0 ** math.floor(math.log2(room)),
         f"The largest gradient, {magnitudes[largest]:.4g} in {names[largest]}, keeps "
-        f"{headroom_bits} factors of two below the largest float16." + bad_elements(stats),
+        f"{headroom_bits} factors of two below the largest float16.",
     )
 
 
-def bad_elements(stats: GradientStats) -> str:
-    """Returns a sentence on what was not counted because it is not finite, or nothing."""
-    bad = np.asarray(stats.inf_count) + np.asarray(stats.nan_count)
-    if not bad.any():
-        return ""
-    return f" {int(bad.sum())} elements that are inf or NaN were left out."
+def advise(stats: GradientStats, names: list[str], scale: float, reason: str) -> Recommendation:
+    """Returns the advice to use a scale, brought within bounds, and what it would lose."""
+    scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
+    shares = np.asarray(flushed_share(stats.counts, tf.constant(scale)))
+    order = sorted(range(len(names)), key=lambda index: -shares[index])
+    lost = {names[index]: float(shares[index]) for index in order if shares[index]}
+    return Recommendation(scale, lost, reason)
 
 
 def describe_share(share: float) -> str:

@@ -23,6 +23,7 @@ class Record:
     """A run's gradients, step by step: NumPy arrays of shape (steps,)."""
 
     precision: str  # of the run: "mixed_float16" was bound to float16's range, others were not
+    shares: int  # of a batch, each with a backward pass of its own: replicas times microbatches
     step: np.ndarray  # int64
     loss_scale: np.ndarray  # float32: what the step used
     cause: np.ndarray  # int32: a `Cause`
@@ -36,7 +37,7 @@ class Record:
         return self.cause != Cause.NONE
 
 
-def record_line(steps: Any, precision: str) -> dict[str, Any]:
+def record_line(steps: Any, precision: str, shares: int) -> dict[str, Any]:
     """Returns what stands in one line, ready for `json.dumps`.
 
     Args:
@@ -45,6 +46,7 @@ def record_line(steps: Any, precision: str) -> dict[str, Any]:
             `magnitude_counts` of shape (steps, COUNTS). What stands there for a skipped
             step is not kept.
         precision: the run's.
+        shares: into how many a batch was cut: replicas times microbatches.
     """
     applied = steps.cause == Cause.NONE
     total = steps.magnitude_counts[applied].sum(axis=0)
@@ -56,6 +58,7 @@ def record_line(steps: Any, precision: str) -> dict[str, Any]:
         "step": int(steps.step[-1]),
         "split": SPLIT,
         "precision": precision,
+        "shares": shares,
         "loss_scale": [float(scale) for scale in steps.loss_scale],
         "cause": [Cause(int(value)).name.lower() for value in steps.cause],
         "max_magnitude": [
@@ -78,7 +81,7 @@ def read_record(path: str | pathlib.Path) -> Record:
     """
     rows: list[tuple] = []
     counts: list[np.ndarray] = []
-    precision = ""
+    precision, shares = "", 1
     for number, text in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
         try:
             line = json.loads(text)
@@ -86,7 +89,8 @@ def read_record(path: str | pathlib.Path) -> Record:
                 continue
             steps = len(line["loss_scale"])
             first = line["step"] - steps + 1
-            rows = [row for row in rows if row[0] < first]
+            while rows and rows[-1][0] >= first:
+                rows.pop()
             causes = [Cause[name.upper()] for name in line["cause"]]
             for offset in range(steps):
                 magnitude = line["max_magnitude"][offset]
@@ -100,7 +104,7 @@ def read_record(path: str | pathlib.Path) -> Record:
                     )
                 )
             counts.append(counts_of(line))
-            precision = line["precision"]
+            precision, shares = line["precision"], line["shares"]
         except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
                 f"`path` must hold one JSON object a line; got {text[:60]!r} in line {number} of "
@@ -115,11 +119,12 @@ def read_record(path: str | pathlib.Path) -> Record:
     step, loss_scale, cause, magnitude, interval = zip(*rows, strict=True)
     return Record(
         precision=precision,
-        step=np.array(step, np.int64),
+        shares=shares,
+        step=np.array(step),
         loss_scale=np.array(loss_scale, np.float32),
         cause=np.array(cause, np.int32),
         max_magnitude=np.array(magnitude, np.float32),
-        interval=np.array(interval, np.int64),
+        interval=np.array(interval),
         counts=np.stack(counts),
     )
 

@@ -15,6 +15,8 @@ import tensorflow as tf
 from scaling.half import check_power_of_two
 from scaling.verdict import Verdict, VerdictLike
 
+LARGEST_COUNT = 2**30
+
 State = TypeVar("State", bound=tuple)
 
 
@@ -31,7 +33,7 @@ class LossScaleRule(Protocol):
         ...         return scaling.FixedLossScaleState(tf.constant(2.0**15))
         ...     def advance(self, state, verdict):
         ...         factor = tf.where(scaling.as_verdict(verdict).overflowed, 0.5, 1.0)
-        ...         return state._replace(loss_scale=state.loss_scale * factor)
+        ...         return state._replace(loss_scale=tf.maximum(state.loss_scale * factor, 1.0))
         >>> rule = OnlyDown()
         >>> float(rule.advance(rule.initial_state(), False).loss_scale)
         16384.0
@@ -123,8 +125,13 @@ def use_plain_numbers(rule: Any) -> None:
 
 
 def check_count(name: str, value: int, why: str, remedy: str, least: int = 1) -> None:
-    """Raises ValueError, naming the argument, unless `value` is an int of at least `least`."""
+    """Raises ValueError, naming the argument, unless `value` is an int from `least` to 2^30."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"`{name}` must be an int of at least {least}; got {value!r}. {why} {remedy}."
+        )
+    if value > LARGEST_COUNT:
+        raise ValueError(
+            f"`{name}` must be at most 2^30; got {value!r}. {why} Counters are int32, and no run "
+            "is that long. Use 2**30 for what shall never come."
         )

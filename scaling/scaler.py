@@ -1,4 +1,4 @@
-"""`LossScaler`: a state in variables. The one file in this room in which anything changes."""
+"""`LossScaler`: a state in variables, for a loop of one's own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from scaling.gradients import scale_loss, unscale_gradients
+from scaling.half import check_power_of_two
 from scaling.order import CallOrder, Token
 from scaling.rule import LossScaleRule
 from scaling.verdict import Cause, Verdict, VerdictLike, as_verdict
@@ -17,10 +18,11 @@ class LossScaler(tf.Module):
     Each step calls `scale`, `unscale` and `update`, in this order and in one function: the
     first two once for each loss, `update` once. Several optimizers share one scaler by
     sharing that one `update`. Calls out of order are errors that say which comes first;
-    they are found while the function is traced, separately for each replica.
+    they are found while the function is traced, separately for each replica. A loop may
+    hold the calls, or the first two of them; a branch may not.
 
-    Make it inside the strategy's scope, so that every replica has a copy, and put it into
-    the `tf.train.Checkpoint` beside model and optimizer; or keep `state_dict()`.
+    Make it inside the strategy's scope, where every replica gets a copy, and put it into the
+    `tf.train.Checkpoint` beside model and optimizer; or keep `state_dict()`.
 
     Args:
         rule: a `DynamicLossScale`, any other rule of this room, or one of your own.
@@ -101,7 +103,7 @@ class LossScaler(tf.Module):
 
         Inside `strategy.run` the replicas agree first, in one all-reduce: the step counts as
         finite only if it was on every replica. Call it once per step, whether the update is
-        applied or not, and outside any branch that a replica could take alone.
+        applied or not; on several replicas outside any loop in the replica function, too.
 
         Args:
             verdict: this replica's: shape (), bool, or a `Verdict`.
@@ -110,15 +112,39 @@ class LossScaler(tf.Module):
             Shape (), bool: whether every gradient was finite on every replica.
 
         Raises:
-            RuntimeError: if a scaled loss was not unscaled, or there was none.
+            RuntimeError: if a scaled loss was not unscaled, or there was none; on several
+                replicas, if the scaler was made outside the strategy's scope.
         """
         verdict = as_verdict(verdict)
-        self._order.finished()
+        self._order.check_complete()
         context = tf.distribute.get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
+            self._check_scope(context.strategy)
             verdict = agreed(verdict, context)
         self.assign(self.rule.advance(self.state, verdict))
+        self._order.finished()
         return verdict.grads_finite
+
+    def reset(self) -> None:
+        """Forgets losses that were scaled and never unscaled, after a step that was given up.
+
+        Only an exception caught in eager mode leaves any. The state stays as it is.
+        """
+        self._order.reset()
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError if `update` would come too early; see there. Changes nothing."""
+        self._order.check_complete()
+
+    def _check_scope(self, strategy: tf.distribute.Strategy) -> None:
+        """Refuses variables that all replicas share: each would move them once more."""
+        for variable in self._variables.values():
+            if not strategy.extended.variable_created_in_scope(variable):
+                raise RuntimeError(
+                    "`LossScaler` must be made inside the strategy's scope; got one made outside. "
+                    "Its replicas would share one scale, and each move it. Make it within "
+                    "`with strategy.scope():`."
+                )
 
     def assign(self, state: Any) -> None:
         """Replaces the state, as the caller has computed it; the same on every replica."""
@@ -139,11 +165,12 @@ class LossScaler(tf.Module):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up a state that `state_dict` returned, of a rule with the same fields.
 
-        The constants may differ: a scale outside the new bounds finds into them with the
+        The constants may differ: what lies outside the new ones finds into them with the
         next step.
 
         Raises:
-            ValueError: if a field is missing or there is one too many; nothing is changed then.
+            ValueError: if a field is missing or one too many, or the scale is no power of two;
+                nothing is changed then.
         """
         if set(state) != set(self._variables):
             raise ValueError(
@@ -152,6 +179,7 @@ class LossScaler(tf.Module):
                 f"{type(self.rule).__name__} remembers. Load it into a scaler of the rule that it "
                 "was saved from."
             )
+        check_power_of_two("loss_scale", state["loss_scale"])
         for field, variable in self._variables.items():
             variable.assign(tf.cast(state[field], variable.dtype))
 
@@ -188,6 +216,8 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
             f"`verdicts` must hold one for each scaler; got {len(verdicts)} for {len(scalers)}. "
             "Each scale follows its own loss. Pass them in the order of the scalers."
         )
+    for scaler in scalers:  # before the first moves
+        scaler.check_complete()
     pairs = zip(scalers, verdicts, strict=True)
     return tf.reduce_all([scaler.update(verdict) for scaler, verdict in pairs])
 
@@ -209,7 +239,14 @@ def agreed(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:
     mine = tf.range(replicas)[:, None] == tf.cast(context.replica_id_in_sync_group, tf.int32)
     # `where` and not a product: 0 times the NaN of a bad replica would spoil every row.
     table = tf.where(mine, tf.stack(values)[None], 0.0)
-    table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
+    try:
+        table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "`update` must be called straight in the function that `strategy.run` runs, if there "
+            "are several replicas; got called in a loop or an inner tf.function of it. There "
+            "replicas cannot agree. Loop around `strategy.run` instead."
+        ) from error
     bad, causes, magnitudes = tf.unstack(table, axis=1)
     first = tf.reduce_min(tf.where(bad > 0, causes, float(max(Cause))))
     return Verdict(

@@ -35,14 +35,21 @@ def table(record: Record, outcomes: list[Outcome]) -> str:
         f"{len(record.step)} steps in {record.precision}; best fixed scale: {best}",
         f"{'rule':<{width}}  skipped  below {best:<5}  lost to underflow  last scale",
     ]
-    for outcome in outcomes:
+    blind = record.precision == "mixed_float16"
+    for index, outcome in enumerate(outcomes):
         last = f"2^{math.log2(outcome.loss_scale[-1]):.0f}"
+        lost = "-" if blind and index == 0 else f"{outcome.lost:.3%}"
         lines.append(
             f"{outcome.name:<{width}}  {int(outcome.skipped.sum()):>7}  {outcome.below_best:>11}"
-            f"  {outcome.lost:>17.3%}  {last:>10}"
+            f"  {lost:>17}  {last:>10}"
         )
-    if record.precision == "mixed_float16":
+    if blind:
         lines.append("Lost: besides what the run's own float16 had already flushed, unseen.")
+    if record.shares > 1:
+        lines.append(
+            f"Magnitudes are of sums over {record.shares} shares of a batch; float16 holds one "
+            "share at a time, so that fewer steps may overflow."
+        )
     return "\n".join(lines)
 
 

@@ -123,14 +123,14 @@ def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     """Returns the share of elements that are not zero, but would be in float16.
 
     Args:
-        counts: shape (..., COUNTS), float32.
+        counts: shape (rows, COUNTS), float32.
         loss_scale: shape (), float32: a power of two.
 
     Returns:
-        Shape (...), float32; 0 where there are no elements.
+        Shape (rows,), float32; 0 where there are no elements.
     """
     exponents = tf.range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
     lost = exponents <= ceil_log2(HALF_FLUSHED / loss_scale)
-    elements = tf.reduce_sum(counts, axis=-1)
-    flushed = tf.reduce_sum(tf.where(lost, counts[..., :EXPONENTS], 0.0), axis=-1)
+    elements = tf.reduce_sum(counts, axis=1)
+    flushed = tf.reduce_sum(tf.where(lost, counts[:, :EXPONENTS], 0.0), axis=1)
     return tf.math.divide_no_nan(flushed, elements)

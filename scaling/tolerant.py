@@ -100,11 +100,11 @@ class TolerantLossScale:
     def initial_state(self) -> TolerantLossScaleState:
         """Returns the state before the first step."""
         return TolerantLossScaleState(
-            loss_scale=tf.constant(self.initial_scale, tf.float32),
-            finite_steps=tf.constant(0, tf.int32),
-            steps=tf.constant(0, tf.int32),
-            overflows=tf.constant(0, tf.int32),
-            growth_interval=tf.constant(self.growth_interval, tf.int32),
+            loss_scale=tf.constant(self.initial_scale),
+            finite_steps=tf.constant(0),
+            steps=tf.constant(0),
+            overflows=tf.constant(0),
+            growth_interval=tf.constant(self.growth_interval),
         )
 
     def advance(

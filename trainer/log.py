@@ -30,14 +30,20 @@ class RunLog:
         model_dir: where files go; None writes none.
         verbose: whether to print.
         precision: the run's, for who reads its gradients.
+        shares: into how many shares a batch is cut, for the same.
     """
 
     def __init__(
-        self, model_dir: pathlib.Path | None, verbose: bool, precision: str = "float32"
+        self,
+        model_dir: pathlib.Path | None,
+        verbose: bool,
+        precision: str = "float32",
+        shares: int = 1,
     ) -> None:
         """Opens nothing yet; files appear with the first numbers."""
         self._model_dir = model_dir
         self._precision = precision
+        self._shares = shares
         self._verbose = verbose
         self._events: dict[str, tf.summary.SummaryWriter] = {}
         self._reports: list[StepReport] = []
@@ -80,7 +86,7 @@ class RunLog:
         self.say(progress_line(interval, target, totals))
         self.write("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
-            self._append(record_line(steps, self._precision))
+            self._append(record_line(steps, self._precision, self._shares))
         self._reports, self._untimed, self._began = [], 0, time.perf_counter()
         return steps
 

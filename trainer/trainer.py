@@ -219,7 +219,8 @@ class Trainer(Task):
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
         evaluated = self._evaluation_data(eval_data, eval_interval, data.global_batch)
         self._start(data.first)
-        log = RunLog(self.model_dir, self.verbose, self.precision.name)
+        shares = replicas * self.num_microbatches
+        log = RunLog(self.model_dir, self.verbose, self.precision.name, shares)
         iterator = iter(without_end(data))
         start = step = self.totals.attempted
         if start:

@@ -60,7 +60,7 @@ def test_vanishing_comes_back():
 
 
 def test_every_rule_learns_what_float16_flushes():
-    """Weights that are known, gradients that underflow at a scale of 1 and overflow above 2^29: every
+    """Weights that are known, gradients that underflow at a scale of 1 and overflow from 2^29 on: every
     rule but that one learns them; `headroom` from 2^40 skips at most 2 steps, `dynamic` more than 10.
     The card of `scaling` shows the same table.
     """

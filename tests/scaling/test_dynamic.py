@@ -128,6 +128,11 @@ POWER = (
             "is usual.",
         ),
         (
+            {"growth_interval": 2**30 + 1},
+            "`growth_interval` must be at most 2^30; got 1073741825. It counts finite steps. Counters "
+            "are int32, and no run is that long. Use 2**30 for what shall never come.",
+        ),
+        (
             {"growth_interval": True},
             "`growth_interval` must be an int of at least 1; got True. It counts finite steps. "
             "2000 is usual.",

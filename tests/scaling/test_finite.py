@@ -39,6 +39,7 @@ def test_what_counts_as_finite():
     """None, integers, the empty tensor and the empty structure are finite; sparse rows count."""
     assert scaling.all_finite([None, tf.constant([2**31 - 1]), tf.zeros([0]), "text"])
     assert scaling.all_finite([])
+    assert not scaling.all_finite([None, tf.constant(np.nan)])
     assert not scaling.all_finite([tf.IndexedSlices(tf.constant([np.nan]), tf.constant([0]))])
 
 

@@ -183,6 +183,7 @@ def test_gradients_that_are_all_zero_raise_the_scale_and_teach_nothing():
         {"deviation_decay": 1 - 2.0**-26},
         {"deviations": 1e39},  # rounds to inf
         {"deviations": 1e300},
+        {"deviations": 100},
     ],
 )
 def test_constants_that_float32_rounds_away_are_refused_or_work(arguments):
@@ -219,6 +220,7 @@ ROOM = (
         ({"deviation_decay": 1.0}, DECAY.format("deviation_decay", 1.0)),
         ({"deviation_decay": "0.9"}, DECAY.format("deviation_decay", "'0.9'")),
         ({"deviations": -1.0}, ROOM.format(-1.0)),
+        ({"deviations": 101}, ROOM.format(101)),
         ({"deviations": float("inf")}, ROOM.format("inf")),
         ({"deviations": float("nan")}, ROOM.format("nan")),
         ({"deviations": None}, ROOM.format(None)),

@@ -13,6 +13,7 @@ from scaling.presets import PRESETS
     [
         ("1024", FixedLossScale(1024.0)),
         ("2^-3", FixedLossScale(0.125)),
+        ("dynamic:growth_interval=2^9", DynamicLossScale(growth_interval=512)),
         ("fixed:loss_scale=2^4", FixedLossScale(16.0)),
         ("none", scaling.NoLossScale()),
         ("dynamic", DynamicLossScale()),
@@ -78,6 +79,11 @@ KNOWN = (
             "`loss_scale` must name fields of the rule; got 'headroom:bits=3'. headroom has no "
             "such field, or lacks one: HeadroomLossScale.__init__() got an unexpected keyword "
             "argument 'bits'.",
+        ),
+        (
+            "2^999",
+            f"`loss_scale` must be a power of two between 2^-126 and 2^126; got {2**999}. Only "
+            f"multiplying by a power of two, and dividing again, returns the same bits. Use {2.0**126}.",
         ),
         (
             "1000",

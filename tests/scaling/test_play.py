@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from absl import app
 from absl.testing import flagsaver
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 import scaling
 from scaling import Cause, simulate
@@ -46,10 +46,10 @@ def report(steps, gradients=(), first=1):
     )
 
 
-def written(path, *reports, precision="mixed_float16"):
+def written(path, *reports, precision="mixed_float16", shares=1):
     """A file with a line for each report, and another line in between, read again."""
     lines = [json.dumps({"step": 1, "split": "train", "loss": 1.0})]
-    lines += [json.dumps(record_line(each, precision)) for each in reports]
+    lines += [json.dumps(record_line(each, precision, shares)) for each in reports]
     path.write_text("\n".join(lines) + "\n")
     return read_record(path)
 
@@ -69,6 +69,7 @@ def test_a_record_comes_back_as_it_was(path):
         path, report(THREE), report(THREE[:1], [[0.0, 2.0**-9, 3 * 2.0**-11]], first=4)
     )
 
+    assert json.loads(path.read_text().splitlines()[1])["cause"] == ["none", "forward", "none"]
     assert record.step.tolist() == [1, 2, 3, 4]
     assert record.loss_scale.tolist() == [8.0] * 4
     assert record.cause.tolist() == [Cause.NONE, Cause.FORWARD, Cause.NONE, Cause.NONE]
@@ -85,7 +86,7 @@ def test_a_record_comes_back_as_it_was(path):
         array.dtype.name for array in (record.loss_scale, record.max_magnitude, record.counts)
     } == {"float32"}
     assert (record.step.dtype, record.cause.dtype) == (np.int64, np.int32)
-    assert record.precision == "mixed_float16"
+    assert (record.precision, record.shares) == ("mixed_float16", 1)
 
 
 def test_a_step_written_twice_counts_as_the_later_line_tells_it(path):
@@ -143,7 +144,9 @@ def test_a_file_without_gradients_is_refused(path):
 
 
 def test_what_a_record_tells_of_other_scales(path):
-    """A skipped step has the next applied one's magnitude; float16 fits where it did, no more."""
+    """A skipped step has the next applied one's magnitude, or the last one's; float16 fits where it
+    did, no more; a wider format has nothing to cure.
+    """
     steps = [
         (16.0, Cause.BACKWARD, np.inf),
         (8.0, Cause.FORWARD, np.nan),
@@ -152,12 +155,15 @@ def test_what_a_record_tells_of_other_scales(path):
     ]
     known = what_is_known(written(path, report(steps)))
 
-    assert known.magnitude.tolist() == [3.0, 3.0, 3.0, 0.0]
+    assert known.magnitude.tolist() == [3.0, 3.0, 3.0, 3.0]
     assert known.fits_at.tolist() == [0.0, 0.0, 4.0, 0.0]
     assert known.overflows_at.tolist() == [16.0, np.inf, np.inf, 4.0]
     assert known.incurable.tolist() == [Cause.NONE, Cause.FORWARD, Cause.NONE, Cause.NONE]
     wide = what_is_known(written(path, report(steps), precision="float32"))
     assert wide.fits_at.tolist() == [0.0] * 4
+    assert wide.overflows_at.tolist() == [np.inf] * 4
+    assert wide.incurable.tolist() == [Cause.MODEL, Cause.FORWARD, Cause.NONE, Cause.MODEL]
+    assert what_is_known(written(path, report(steps[:2]))).magnitude.tolist() == [0.0, 0.0]
 
 
 def steps_of_a_run():
@@ -184,10 +190,24 @@ def would_overflow(steps, index, scale, precision):
         return False
     if cause != Cause.NONE:
         later = [each[2] for each in steps[index:] if each[1] == Cause.NONE]
-        magnitude = later[0] if later else 0.0
+        earlier = [each[2] for each in steps[:index] if each[1] == Cause.NONE]
+        magnitude = (later[:1] or earlier[-1:] or [0.0])[0]
     return magnitude * scale > HALF_MAX
 
 
+def curable(cause, precision):
+    """Whether another scale might have changed a step."""
+    return cause == Cause.NONE or (cause in OVERFLOWED and precision == "mixed_float16")
+
+
+EIGHT = scaling.DynamicLossScale(8.0)
+
+
+# At its own scale a step does what it did, whatever its magnitude says.
+@example(EIGHT, [(8.0, Cause.BACKWARD, np.inf), (8.0, Cause.NONE, 1.0)], "mixed_float16")
+@example(EIGHT, [(8.0, Cause.NONE, HALF_MAX)], "mixed_float16")
+# The largest float16 is one.
+@example(EIGHT, [(4.0, Cause.NONE, HALF_MAX / 8)], "mixed_float16")
 @settings(max_examples=30)  # each compiles a loop
 @given(generators.rules(), steps_of_a_run(), st.sampled_from(["mixed_float16", "float32"]))
 def test_a_rule_played_agrees_with_plain_python(tmp_path_factory, rule, steps, precision):
@@ -196,7 +216,7 @@ def test_a_rule_played_agrees_with_plain_python(tmp_path_factory, rule, steps, p
     scales, skipped = play(rule, written(path, report(steps), precision=precision))
     state = oracle.start(rule)
     for index, (_, cause, _) in enumerate(steps):
-        incurable = cause not in (Cause.NONE, *OVERFLOWED)
+        incurable = not curable(cause, precision)
         overflow = not incurable and would_overflow(steps, index, state[0], precision)
 
         assert state[0] == scales[index], index
@@ -220,10 +240,10 @@ def test_the_best_fixed_scale_is_the_largest_that_never_overflows(
     """By trying all powers of two."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     record = written(path, report(steps), precision=precision)
-    curable = [i for i, step in enumerate(steps) if step[1] in (Cause.NONE, *OVERFLOWED)]
+    hopeful = [index for index, step in enumerate(steps) if curable(step[1], precision)]
 
     def never_overflows(scale):
-        return not any(would_overflow(steps, index, scale, precision) for index in curable)
+        return not any(would_overflow(steps, index, scale, precision) for index in hopeful)
 
     best = max(filter(never_overflows, 2.0 ** np.arange(-126, 127)), default=2.0**-126)
 
@@ -259,7 +279,7 @@ def example_record(path):
 TABLE = """\
 4 steps in mixed_float16; best fixed scale: 2^15
 rule         skipped  below 2^15   lost to underflow  last scale
-as recorded        1            0             0.000%        2^15
+as recorded        1            0                  -        2^15
 2^4                0            4            50.000%         2^4
 pytorch            1            0             0.000%        2^15
 Lost: besides what the run's own float16 had already flushed, unseen."""
@@ -270,8 +290,14 @@ def test_the_table(path):
     record = example_record(path)
 
     assert simulate.table(record, compare(record, ["2^4", "pytorch"])) == TABLE
-    wide = written(path, report(THREE[:1]), precision="float32")
-    assert "besides" not in simulate.table(wide, compare(wide, []))
+    wide = written(path, report(THREE[:1]), precision="float32", shares=8)
+    assert simulate.table(wide, compare(wide, [])) == (
+        "1 steps in float32; best fixed scale: 2^19\n"
+        "rule         skipped  below 2^19   lost to underflow  last scale\n"
+        "as recorded        0            1             0.000%         2^3\n"
+        "Magnitudes are of sums over 8 shares of a batch; float16 holds one share at a time, so that "
+        "fewer steps may overflow."
+    )
 
 
 def test_the_picture(path, tmp_path):

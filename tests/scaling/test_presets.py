@@ -297,15 +297,20 @@ def test_the_newest_version_is_the_default(name, version, reference):
             ValueError,
             {"name": "deepspeed", "version": "0.17"},
             "`version` must be one of 0.16, 0.19 for deepspeed; got '0.17'. Only what the table "
-            "lists was held against the system. Use the newest version that is not newer than "
-            "yours, or none.",
+            "lists was held against the system. Read there where its law changed, or give no "
+            "version.",
         ),
         (
             ValueError,
             {"name": "megatron", "version": "0.9"},
             "`version` must be left out for megatron; got '0.9'. Only what the table lists was "
-            "held against the system. Use the newest version that is not newer than yours, or "
-            "none.",
+            "held against the system. Read there where its law changed, or give no version.",
+        ),
+        (
+            ValueError,
+            {"name": "flax", "growth_interval": -1},
+            "`growth_interval` must be an int of at least 0; got -1. It counts as Flax does. 2000 is "
+            "usual.",
         ),
         (
             TypeError,

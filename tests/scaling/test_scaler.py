@@ -172,6 +172,9 @@ def test_one_scaler_for_each_loss_with_a_joint_verdict():
     assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         scaling.update_together(scalers, [True])
+    with pytest.raises(RuntimeError, match="`update` must come after"):
+        scaling.update_together(scalers, [True, True])
+    assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
     assert str(error.value) == (
         "`verdicts` must hold one for each scaler; got 1 for 2. Each scale follows its own loss. "
         "Pass them in the order of the scalers."
@@ -189,12 +192,25 @@ def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas, bad):
 
     def replica():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return take_step(scaler, ~vetoes[index]), scaler.loss_scale
+        # A replica that was well has no cause.
+        cause = tf.where(vetoes[index], int(Cause.BACKWARD), int(Cause.NONE))
+        return take_step(scaler, Verdict(~vetoes[index], cause)), scaler.loss_scale
 
     finite, scales = on_replicas(strategy, replica)
 
     assert [False] * replicas == [bool(flag) for flag in finite]
     assert [4.0] * replicas == [float(scale) for scale in scales]
+
+
+def test_an_update_in_cross_replica_context_moves_every_copy(mirrored, on_replicas):
+    """Outside `strategy.run` there is nothing to agree on."""
+    with mirrored(2).scope():
+        scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
+        take_step(scaler, False)
+
+    scales = on_replicas(mirrored(2), lambda: scaler.loss_scale)
+
+    assert [float(scale) for scale in scales] == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("bad", range(3))
@@ -260,6 +276,15 @@ def test_eager_graph_xla_replica_and_loop_agree(mirrored, rule_, mode):
     assert traced.experimental_get_tracing_count() == 1
 
 
+def test_a_magnitude_that_nobody_measured_is_asked_for_on_replicas_too(mirrored):
+    """Replicas do not agree on a number that none of them has."""
+    with mirrored(2).scope():
+        scaler = LossScaler(scaling.HeadroomLossScale())
+
+    with pytest.raises(ValueError, match=r"`verdict.max_magnitude` must be given"):
+        tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, tf.constant(True))))()
+
+
 def test_tokens_are_told_apart_by_replica(mirrored):
     """Each replica traces its own three calls; another replica's token is refused."""
     strategy = mirrored(2)
@@ -276,83 +301,123 @@ def test_tokens_are_told_apart_by_replica(mirrored):
         tf.function(lambda: strategy.run(replica))()
 
 
-def mistakes():
-    """Calls out of order, each with its whole message."""
+def not_a_token(scaler):
+    """A state in place of the token."""
+    scaler.unscale(tf.constant(1.0), scaler.state)
 
-    def not_a_token(scaler):
-        scaler.unscale(tf.constant(1.0), scaler.state)
 
-    def twice(scaler):
+def twice(scaler):
+    """One token for two gradients."""
+    scaled, token = scaler.scale(tf.constant(1.0))
+    scaler.unscale(scaled, token)
+    scaler.unscale(scaled, token)
+
+
+def of_another(scaler):
+    """A token of another scaler."""
+    scaled, token = LossScaler(DynamicLossScale()).scale(tf.constant(1.0))
+    scaler.unscale(scaled, token)
+
+
+def from_outside(scaler):
+    """A token from outside the function."""
+    scaled, token = scaler.scale(tf.constant(1.0))
+    tf.function(lambda: scaler.unscale(scaled, token))()
+
+
+def not_unscaled(scaler):
+    """Two losses, one unscaled."""
+    for _ in range(2):
         scaled, token = scaler.scale(tf.constant(1.0))
-        scaler.unscale(scaled, token)
-        scaler.unscale(scaled, token)
+    scaler.unscale(scaled, token)
+    scaler.update(True)
 
-    def of_another(scaler):
-        scaled, token = LossScaler(DynamicLossScale()).scale(tf.constant(1.0))
-        scaler.unscale(scaled, token)
 
-    def from_outside(scaler):
-        scaled, token = scaler.scale(tf.constant(1.0))
-        tf.function(lambda: scaler.unscale(scaled, token))()
+def before_reset(scaler):
+    """A token of a step that was given up."""
+    scaled, token = scaler.scale(tf.constant(1.0))
+    scaler.reset()
+    scaler.unscale(scaled, token)
 
-    def not_unscaled(scaler):
-        _, token = scaler.scale(tf.constant(1.0))
-        scaler.update(True)
-        del token
 
-    def nothing_scaled(scaler):
-        scaler.update(True)
+def in_a_branch(scaler):
+    """An update in both branches."""
+    finite = tf.constant(True)
+    tf.cond(finite, lambda: scaler.update(True), lambda: scaler.update(False))
 
-    def updated_twice(scaler):
-        take_step(scaler, True)
-        scaler.update(True)
 
-    nothing = (
-        "`update` must come after `scale` and `unscale`; got neither since the last update in "
-        "this graph, on this replica. A step moves the scale once. Call `scale` first, then "
-        "`unscale`, in the same function as `update`."
-    )
-    return [
-        (
-            not_a_token,
-            "`token` must be what `scale` returned; got DynamicLossScaleState. It holds the scale "
-            "that multiplied the loss. Call `scale` first.",
-        ),
-        (
-            twice,
-            "`token` must be used once; got one that was used before. Its gradients would be "
-            "divided twice. Call `scale` first, for each `unscale`.",
-        ),
-        (
-            of_another,
-            "`token` must come from this scaler; got one of another scaler. The two may stand at "
-            "different scales. Call `unscale` on the scaler whose `scale` returned it.",
-        ),
-        (
-            from_outside,
-            "`token` must be used where it was made; got one from another graph or replica. The "
-            "loss scale may have moved in between. Call `scale` first, in the same function as "
-            "`unscale`.",
-        ),
-        (
-            not_unscaled,
-            "`update` must come after every `unscale`; got 1 scaled losses whose gradients were "
-            "not unscaled. The scale would move under them. Call `unscale` first, once for each "
-            "`scale`.",
-        ),
-        (nothing_scaled, nothing),
-        (updated_twice, nothing),
-    ]
+def nothing_scaled(scaler):
+    """An update and nothing else."""
+    scaler.update(True)
+
+
+def updated_twice(scaler):
+    """Two updates for one loss."""
+    take_step(scaler, True)
+    scaler.update(True)
+
+
+NEITHER = (
+    "`update` must come after `scale` and `unscale`; got neither since the last update in "
+    "this graph, on this replica. A step moves the scale once. Call `scale` first, then "
+    "`unscale`, in the same function as `update`."
+)
+# Calls out of order, each with its message.
+MISTAKES = [
+    (
+        not_a_token,
+        "`token` must be what `scale` returned; got DynamicLossScaleState. It holds the scale "
+        "that multiplied the loss. Call `scale` first.",
+    ),
+    (
+        twice,
+        "`token` must be used once; got one that was used before. Its gradients would be "
+        "divided twice. Call `scale` first, for each `unscale`.",
+    ),
+    (
+        of_another,
+        "`token` must come from this scaler; got one of another scaler. The two may stand at "
+        "different scales. Call `unscale` on the scaler whose `scale` returned it.",
+    ),
+    (
+        from_outside,
+        "`token` must be used where it was made; got one from another graph or replica, or from "
+        "before `reset`. The loss scale may have moved in between. Call `scale` first, in the "
+        "same function as `unscale`.",
+    ),
+    (
+        not_unscaled,
+        "`update` must come after every `unscale`; got 2 scaled losses and 1 unscaled. The scale "
+        "would move under the others. Call `unscale` first, once for each `scale`; or `reset`, "
+        "if a step was given up.",
+    ),
+    (before_reset, "got one from another graph or replica, or from before `reset`."),
+    (nothing_scaled, NEITHER),
+    (updated_twice, NEITHER),
+    (
+        in_a_branch,
+        "`update` must be called outside a branch; got called inside a tf.cond, or an `if` on a "
+        "tensor. Both branches are traced, and only one runs. Call it before or after the "
+        "branch; `update` takes the flag itself.",
+    ),
+]
+
+
+LEGAL = {
+    ("from_outside", True),  # a function inside the function is the same place
+    ("nothing_scaled", True),  # an inner function, traced before, may have scaled
+    ("in_a_branch", False),  # eagerly only one branch runs; but nothing was scaled
+}
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
-    ("mistake", "message"), mistakes(), ids=lambda value: getattr(value, "__name__", "")
+    ("mistake", "message"), MISTAKES, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_calls_out_of_order_are_refused(mistake, message, traced):
     """A wrong order is an error that says which call comes first, and the state stays."""
-    if traced and mistake.__name__ == "from_outside":
-        pytest.skip("a function inside the function is the same place")
+    if (mistake.__name__, traced) in LEGAL:
+        pytest.skip("that is no mistake")
     scaler = LossScaler(DynamicLossScale(growth_interval=100))
     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
         tf.function(lambda: mistake(scaler))() if traced else mistake(scaler)
@@ -361,19 +426,86 @@ def test_calls_out_of_order_are_refused(mistake, message, traced):
     assert float(scaler.loss_scale) == 2.0**15
 
 
-def test_an_attempt_given_up_is_forgotten():
-    """An exception between `scale` and `unscale` does not stand in the way of the next step."""
+def test_an_attempt_given_up_is_forgotten_on_request():
+    """After an exception between `scale` and `unscale`, `reset` clears the way for the next step."""
     scaler = LossScaler(DynamicLossScale())
-
-    def fails():
-        scaled, token = scaler.scale(tf.constant(1.0))
-        del scaled, token
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fails()
+    caught = []
+    try:
+        _, token = scaler.scale(tf.constant(1.0))
+        raise KeyboardInterrupt  # noqa: TRY301 - the step itself is interrupted
+    except KeyboardInterrupt as error:
+        caught.append((error, token))  # a notebook keeps the last exception, and its frames
+    with pytest.raises(RuntimeError, match=r"got 2 scaled losses and 1 unscaled.*or `reset`"):
+        take_step(scaler, True)
+    scaler.reset()
 
     assert take_step(scaler, True)
+
+
+def test_what_an_update_refuses_can_be_done_right_at_once():
+    """A verdict without the magnitude that the rule needs moves nothing, and spends no call."""
+    scaler = LossScaler(scaling.HeadroomLossScale())
+    with pytest.raises(ValueError, match=r"`verdict.max_magnitude` must be given"):
+        take_step(scaler, True)
+
+    assert scaler.update(Verdict(tf.constant(True), max_magnitude=tf.constant(1.0)))
+
+
+def test_an_inner_function_may_scale_and_unscale():
+    """A function that is traced once serves all the functions that call it, and later traces."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+
+    @tf.function
+    def gradient(x):
+        scaled, token = scaler.scale(x)
+        return scaler.unscale(scaled, token)
+
+    @tf.function
+    def step(x, factor):
+        return scaler.update(scaling.all_finite(factor * gradient(x)))
+
+    assert step(tf.constant(1.0), 1.0)
+    assert not step(tf.constant(1.0), float("inf"))  # traced anew; `gradient` is not
+    assert float(scaler.loss_scale) == 4.0
+
+
+def test_microbatches_in_a_loop():
+    """Scale and unscale in the body of a loop, one update behind it."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+
+    @tf.function
+    def step(x):
+        def body(index, total):
+            scaled, token = scaler.scale(x)
+            return index + 1, total + scaler.unscale(scaled, token)
+
+        _, total = tf.while_loop(lambda index, _: index < 3, body, (0, 0.0))
+        return total, scaler.update(scaling.all_finite(total))
+
+    total, finite = step(tf.constant(2.0))
+
+    assert (float(total), bool(finite)) == (6.0, True)
+
+
+def test_a_scaler_from_outside_the_scope_is_refused(mirrored):
+    """L4: replicas that share one variable would move it twice."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+    with pytest.raises(RuntimeError, match="`LossScaler` must be made inside the strategy's scope"):
+        tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, False)))()
+
+    assert float(scaler.loss_scale) == 8.0
+
+
+def test_replicas_cannot_agree_inside_a_loop_of_theirs(mirrored):
+    """TensorFlow allows no all-reduce there, and the error says where the loop belongs."""
+    with mirrored(2).scope():
+        scaler = LossScaler(DynamicLossScale(8.0))
+
+    def loop():
+        tf.while_loop(lambda i: i < 1, lambda i: (take_step(scaler, True), i + 1)[1:], [0])
+
+    with pytest.raises(RuntimeError, match=r"`update` must be called straight in the function"):
+        tf.function(lambda: mirrored(2).run(loop))()
 
 
 @pytest.mark.parametrize(
@@ -422,6 +554,24 @@ def test_a_state_of_other_fields_is_refused():
         "that it was saved from."
     )
     assert float(scaler.loss_scale) == 2.0**15
+    with pytest.raises(ValueError, match="overflows_left; got nothing"):
+        scaler.load_state_dict({})
+    with pytest.raises(ValueError, match=r"`loss_scale` must be a power of two.*got 3.0"):
+        scaler.load_state_dict({"loss_scale": 3.0, "finite_steps": 0, "overflows_left": 1})
+
+
+def test_a_state_saved_under_other_constants_finds_into_the_new_ones():
+    """L3, L4: after one step the scale is within its bounds, and hysteresis no longer than now."""
+    saved = {"loss_scale": 2.0**20, "finite_steps": 0, "overflows_left": 9}
+    scaler = LossScaler(DynamicLossScale(8.0, max_scale=16.0, hysteresis=2))
+    scaler.load_state_dict(saved)
+    take_step(scaler, False)
+
+    assert scaler.state_dict() == {"loss_scale": 16.0, "finite_steps": 0, "overflows_left": 1}
+    fixed = LossScaler(scaling.FixedLossScale(1024.0))
+    fixed.load_state_dict({"loss_scale": 1.0})
+    take_step(fixed, True)
+    assert float(fixed.loss_scale) == 1024.0
 
 
 def test_a_rule_of_ones_own_needs_only_the_two_methods():

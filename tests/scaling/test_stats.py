@@ -19,6 +19,8 @@ def at(scale):
     return scaling.FixedLossScale(scale).initial_state()
 
 
+# Flushed at the scale, but not at twice that.
+@example(np.array([2.0**-26], np.float32), 2.0)
 # Ties at 2^-25 round to 0; one ulp more does not.
 @example(
     np.array([2.0**-25, np.nextafter(np.float32(2.0**-25), np.float32(1)), 0.0], np.float32), 1.0
@@ -33,6 +35,7 @@ def test_flushed_is_what_the_cast_to_float16_loses(gradient, scale):
         lost = (half == 0) & (gradient != 0)
 
         assert np.float32(lost.mean()) == stats.flushed(factor).numpy()[0], factor
+    assert stats.flushed().numpy() == stats.flushed(1.0).numpy()
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
@@ -61,6 +64,13 @@ def test_counts(dtype, mode):
     assert stats.flushed().numpy().tolist() == [0, 0, 0, 0]
     assert (stats.counts.shape, stats.counts.dtype) == ((4, COUNTS), tf.float32)
     assert float(stats.loss_scale) == 2.0
+
+
+def test_the_largest_magnitude_is_that_of_the_finite_elements():
+    """An inf or NaN is counted, and hides no other element."""
+    stats = scaling.gradient_stats([tf.constant([NAN, -0.25, INF])], at(1.0))
+
+    assert stats.max_magnitude.numpy().tolist() == [0.25]
 
 
 def test_rows_of_one_index_are_one_gradient():
@@ -118,7 +128,7 @@ def test_the_recommendation_says_what_it_would_lose_and_where():
     gradients = [
         tf.constant([1.0] + [2.0**-40] * 3),
         tf.constant([2.0**-20] * 999 + [2.0**-40]),
-        tf.constant([1.0, NAN, INF]),
+        tf.constant([1.0]),
     ]
     stats = scaling.gradient_stats(gradients, at(1.0))
     advice = scaling.recommend(stats, ["conv1", "conv2", "dense"])
@@ -127,7 +137,20 @@ def test_the_recommendation_says_what_it_would_lose_and_where():
     assert advice.lost == {"conv1": 0.75, "conv2": pytest.approx(1e-3)}
     assert str(advice) == (
         "2^11 would lose 75.00% of conv1, 0.10% of conv2. The largest gradient, 1 in conv1, keeps "
-        "4 factors of two below the largest float16. 2 elements that are inf or NaN were left out."
+        "4 factors of two below the largest float16."
+    )
+
+
+@pytest.mark.parametrize("gradients", [[[INF, NAN]], [[2.0**-20], [INF, -INF, 1.0]]])
+def test_what_has_overflowed_is_no_reason_to_go_up(gradients):
+    """Half of the scale at which it was not finite is the most to try."""
+    stats = scaling.gradient_stats([tf.constant(row) for row in gradients], at(2.0**15))
+    advice = scaling.recommend(stats)
+
+    assert advice.loss_scale == 2.0**14
+    assert str(advice) == (
+        "2^14 would lose nothing. At 2^15, 2 elements were inf or NaN: half of that is the most to "
+        "try, if a smaller scale helps at all."
     )
 
 

@@ -73,6 +73,16 @@ def test_the_smallest_factors_shorten_the_interval_to_one_step(factor):
     assert (factor, 1) == (float(state.loss_scale), int(state.growth_interval))
 
 
+def test_a_run_that_goes_on_with_a_shorter_interval_grows():
+    """L4: the interval in force is the rule's, not the one that was saved, unless it moves."""
+    state = TolerantLossScale(growth_interval=100).initial_state()
+    rule = TolerantLossScale(growth_interval=2)
+    for _ in range(2):
+        state = rule.advance(state, True)
+
+    assert float(state.loss_scale) == 2.0**16
+
+
 TOLERANCE = (
     "`tolerance` must be a number in [0, 1); got {}. It is the share of steps that may overflow, "
     "and with 1 the scale would never back off. 0 backs off at once."

@@ -95,7 +95,7 @@ def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
     np.testing.assert_allclose(record.max_magnitude, expected, rtol=1e-6)
     assert record.counts.sum(axis=1).tolist() == [29.0, 19.0, 29.0, 20.0, 19.0]
     assert set(record.cause) == {Cause.NONE, Cause.FORWARD}
-    assert record.precision == "float32"
+    assert (record.precision, record.shares) == ("float32", replicas)
 
 
 def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
