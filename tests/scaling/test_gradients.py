@@ -94,8 +94,24 @@ def test_without_loss_scaling_nothing_is_multiplied():
 
 def test_a_loss_must_be_of_a_float_dtype():
     """Integers have no gradient."""
-    with pytest.raises(TypeError, match="`loss` must be of a float dtype; got int32"):
+    with pytest.raises(TypeError) as error:
         scaling.scale_loss(tf.constant(3), fixed(2.0))
+
+    assert str(error.value) == (
+        "`loss` must be of a float dtype; got int32. Integers have no gradient. Cast what the loss "
+        "is computed from to float32."
+    )
+
+
+def test_complex_gradients_are_refused():
+    """A cast to float32 would drop the imaginary part without a word."""
+    with pytest.raises(TypeError) as error:
+        scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))
+
+    assert str(error.value) == (
+        "`gradients` must be of float dtypes; got complex64. Half precision has no other numbers. "
+        "Leave such variables out, or take their real and imaginary parts."
+    )
 
 
 def test_at_least_float32_keeps_what_is_wide():

@@ -133,6 +133,19 @@ def test_a_scaler_agrees_with_plain_python_in_any_order_of_calls(full):
     run_state_machine_as_test(Scaler, settings=LARGE if full else SMALL)
 
 
+def test_the_state_is_no_weight():
+    """One variable a field, under its name, and none that an optimizer would train."""
+    scaler = LossScaler(DynamicLossScale())
+
+    assert scaler.trainable_variables == ()
+    assert [variable.name for variable in scaler.variables] == [
+        "finite_steps:0",
+        "loss_scale:0",
+        "overflows_left:0",
+    ]
+    assert {variable.aggregation for variable in scaler.variables} == {tf.VariableAggregation.NONE}
+
+
 def test_the_token_unscales_by_the_scale_that_scaled():
     """L2: a scale that has moved since, by hand, divides nothing."""
     scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
