@@ -1,6 +1,6 @@
 """Where a step runs, how its batch is divided, and how its replicas agree."""
 
-from strategies.agreements import agree, sum_gradients
+from strategies.agreements import agree, any_worker, sum_gradients
 from strategies.division import Share, check_divisible, take, whole
 from strategies.factories import split_cpu
 from strategies.registry import create, names, register
@@ -8,6 +8,7 @@ from strategies.registry import create, names, register
 __all__ = [
     "Share",
     "agree",
+    "any_worker",
     "check_divisible",
     "create",
     "names",

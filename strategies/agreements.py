@@ -70,6 +70,26 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
     return tf.equal(against, 0.0)
 
 
+def any_worker(flag: bool, strategy: tf.distribute.Strategy) -> bool:
+    """Returns, on every worker, whether `flag` is true on any of them. Waits for all.
+
+    Call it outside any graph, on every worker. Where there is one worker it costs nothing.
+
+    Args:
+        flag: this worker's.
+        strategy: whose workers.
+
+    Example:
+        >>> any_worker(True, tf.distribute.get_strategy())
+        True
+    """
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return flag
+    asked = tf.constant(float(flag))
+    total = strategy.run(sum_gradients, args=(asked,))
+    return float(strategy.experimental_local_results(total)[0]) > 0
+
+
 def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     context = tf.distribute.get_replica_context()
     if context is None:

@@ -52,7 +52,8 @@ def attempt(trainer, batches):
     trainer._start(next(iter(dataset)))
     iterator = iter(dataset)
     for _ in batches:
-        report = trainer._run_steps(iterator, tf.constant(1))
+        trainer._state.halted.assign(False)
+        report, _ = trainer._run_steps(iterator, tf.constant(1))
         yield report.__class__(*(field.numpy()[0].tolist() for field in report))
 
 

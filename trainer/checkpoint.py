@@ -1,8 +1,11 @@
 """Saving a run and taking it up again, on `tf.train.Checkpoint`."""
 
+import math
 import pathlib
 
 import tensorflow as tf
+
+import scaling
 
 
 class Checkpoints:
@@ -59,3 +62,18 @@ class Checkpoints:
         if self._manager is None:
             return None
         return self._manager.save(checkpoint_number=step)
+
+
+def check_restored_scale(rule: scaling.LossScaleRule, loss_scale: float, path: str) -> None:
+    """Raises ValueError if a checkpoint's loss scale is one that the rule could not have."""
+    low, high = 0.0, math.inf
+    if isinstance(rule, scaling.DynamicLossScale):
+        low, high = rule.min_scale, rule.max_scale
+    elif isinstance(rule, (scaling.FixedLossScale, scaling.NoLossScale)):
+        low = high = float(rule.initial_state().loss_scale)
+    if not low <= loss_scale <= high:
+        raise ValueError(
+            f"`loss_scale` must be the rule that the run began with; got {rule!r} for a run whose "
+            f"loss scale is {loss_scale:g} in {path}. A rule goes on from the saved scale. Use the "
+            "rule of that run, or another model_dir."
+        )

@@ -2,18 +2,19 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.accumulate import real_rows
-from trainer.checks import check_weights
-from trainer.differentiate import losses_and_aux, weighted_sum
 from trainer.keras_private import computing_in_float32
-from trainer.step import my_share
+from trainer.step.accumulate import real_rows
+from trainer.step.checks import check_weights
+from trainer.step.differentiate import losses_and_aux, weighted_sum
+from trainer.step.objective import Objective
+from trainer.step.replica import my_share
 from trainer.task import Task
 
 PRECISIONS = ("float32", "train")
@@ -25,10 +26,18 @@ class Evaluator:
     Args:
         task: the model, the loss and the metrics.
         strategy: where the replicas run.
+        objectives: what is trained; their losses are added up.
         jit_compile: whether training is compiled, and so whatever computes as in training.
     """
 
-    def __init__(self, task: Task, strategy: tf.distribute.Strategy, *, jit_compile: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        strategy: tf.distribute.Strategy,
+        objectives: Sequence[Objective],
+        *,
+        jit_compile: bool,
+    ) -> None:
         """Traces nothing yet."""
         self._task = task
         self._is_keras = isinstance(task.model, keras.Model)
@@ -45,6 +54,7 @@ class Evaluator:
                     evaluate_all,
                     strategy=strategy,
                     task=task,
+                    objectives=objectives,
                     compute_loss=forward(task.compute_loss, precision),
                 )
             )
@@ -92,6 +102,7 @@ def evaluate_all(
     iterator: Any,
     strategy: tf.distribute.Strategy,
     task: Task,
+    objectives: Sequence[Objective],
     compute_loss: Callable[..., Any],
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Evaluates every batch that is left in an iterator. Trace it in a `tf.function`.
@@ -103,7 +114,7 @@ def evaluate_all(
     def body(following: Any, total: tf.Tensor, weight: tf.Tensor) -> tuple:
         batch = following.get_value()
         weights = check_weights(task.example_weights(batch), batch)
-        sums = strategy.run(replica_evaluate, args=(batch, weights, task, compute_loss))
+        sums = strategy.run(replica_evaluate, args=(batch, weights, task, objectives, compute_loss))
         total += strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
         weight += tf.reduce_sum(weights)
         return iterator.get_next_as_optional(), total, weight
@@ -119,7 +130,11 @@ def evaluate_all(
 
 
 def replica_evaluate(
-    batch: Any, weights: tf.Tensor, task: Task, compute_loss: Callable[..., Any]
+    batch: Any,
+    weights: tf.Tensor,
+    task: Task,
+    objectives: Sequence[Objective],
+    compute_loss: Callable[..., Any],
 ) -> tf.Tensor:
     """Evaluates one replica's share of a batch. Call it in replica context.
 
@@ -127,15 +142,17 @@ def replica_evaluate(
         batch: the global batch.
         weights: shape (global_batch,), float32.
         task: whose metrics are updated, with real examples only.
+        objectives: whose losses are added up.
         compute_loss: the task's, compiled or not.
 
     Returns:
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    losses, aux = losses_and_aux(compute_loss(share.batch, training=False), share.batch)
+    result = compute_loss(share.batch, training=False)
+    losses, aux = losses_and_aux(result, share.batch, objectives)
     task.update_metrics(real_rows(share.batch, share), real_rows(aux, share))
-    return weighted_sum(losses, share)
+    return weighted_sum(tf.add_n(list(losses.values())), share)
 
 
 def predict_batch(

@@ -27,6 +27,7 @@ from absl import flags, logging
 
 import scaling
 import strategies
+from trainer import policy
 from trainer.trainer import Trainer
 
 # Flags defined here belong to the script that calls `define_flags`, so that its
@@ -34,7 +35,7 @@ from trainer.trainer import Trainer
 flags.disclaim_key_flags()
 
 FLAGS = flags.FLAGS
-MODES = ["train_and_eval", "train", "eval"]
+MODES = ["train_and_eval", "train", "eval", "replay"]
 
 TrainerType = TypeVar("TrainerType", bound=Trainer)
 
@@ -67,6 +68,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     integer("batch_size", 64, "Examples in a global batch.", **count)
     integer("num_microbatches", 1, "Parts of each replica's share.", **count)
     number("global_clipnorm", None, "Bound on the gradients' global norm.", **where)
+    number("ema_momentum", None, "Of a moving average of the weights.", **where)
     integer("train_steps", 1000, "The step to reach.", **count)
     integer("steps_per_loop", 10, "Steps in one graph call.", **count)
     integer("log_steps", 100, "Steps between log lines.", **count)
@@ -74,6 +76,12 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     integer("checkpoint_interval", None, "Steps between checkpoints.", **count)
     enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
     boolean("record_gradients", False, "Keep what scaling.simulate needs.", **where)
+    enum("on_overflow", "skip", policy.ON_OVERFLOW, "What an overflow does.", **where)
+    enum("on_nonfinite_loss", "skip", policy.ON_NONFINITE_LOSS, "What a bad loss does.", **where)
+    integer("max_consecutive_skips", 100, "How many in a row are too many.", **count)
+    enum("on_stuck", "raise", policy.ON_STUCK, "What too many do.", **where)
+    integer("max_overflow_records", 0, "Skipped steps to keep.", lower_bound=0, **where)
+    string("overflow", None, "With --mode=replay: which of them to run again.", **where)
     integer("seed", 0, "For initial weights and shuffling.", **where)
 
     # TensorFlow's own remarks would drown the progress lines; --verbosity=0 brings them back.
@@ -116,6 +124,12 @@ def make_trainer(
         "loss_scale": parse_loss_scale(flag_values),
         "num_microbatches": flag_values.num_microbatches,
         "global_clipnorm": flag_values.global_clipnorm,
+        "ema_momentum": flag_values.ema_momentum,
+        "on_overflow": flag_values.on_overflow,
+        "on_nonfinite_loss": flag_values.on_nonfinite_loss,
+        "max_consecutive_skips": flag_values.max_consecutive_skips,
+        "on_stuck": flag_values.on_stuck,
+        "max_overflow_records": flag_values.max_overflow_records,
         "steps_per_loop": flag_values.steps_per_loop,
         "log_interval": flag_values.log_steps,
         "checkpoint_interval": flag_values.checkpoint_interval,

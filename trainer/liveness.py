@@ -1,12 +1,19 @@
-"""No run is silently stuck: too many skipped steps in a row end it, and say why."""
+"""No run is silently stuck: one that must not go on ends, and says why and what to try."""
+
+from typing import Any
 
 import numpy as np
 from absl import logging
 
 import scaling
-from trainer.report import StepReport
+from trainer.policy import Policy
+from trainer.step.report import StepReport, describe_skip
 
 HINTS = {
+    scaling.Cause.WEIGHTS: (
+        "The weights were inf or NaN before the step began, so no step can mend them. Go on from "
+        "a checkpoint before that, with a lower learning rate or with clipping."
+    ),
     scaling.Cause.FORWARD: (
         "The loss itself was not finite before it was scaled, so no loss scale can help. Look at "
         "the data and the model: inf or NaN in the inputs, a log or a division of 0, activations "
@@ -26,56 +33,78 @@ HINTS = {
         "The gradients were finite until they were divided by the loss scale, or their norm is "
         "beyond float32. The model is diverging: lower the learning rate, or clip."
     ),
+    scaling.Cause.MODEL: (
+        "The gradients overflow at `min_scale` too, so no loss scale can help. Look for a "
+        "derivative that is infinite where the function is not (a square root or a norm at 0), "
+        'compute that layer with dtype="float32", or lower `min_scale`.'
+    ),
 }
 
 
 class TrainingStuckError(RuntimeError):
-    """Too many steps in a row were skipped."""
+    """The run must not go on: too many skipped steps in a row, or a loss or weights not finite."""
 
 
-def skips_in_a_row(before: int, grads_finite: np.ndarray) -> tuple[int, int]:
-    """Counts skipped steps in a row.
-
-    Args:
-        before: how many steps had been skipped in a row before these.
-        grads_finite: shape (steps,), bool.
-
-    Returns:
-        The longest run that any of these steps belongs to, and the run they end in.
-
-    Example:
-        >>> skips_in_a_row(2, np.array([False, True, False]))
-        (3, 1)
-    """
-    longest = run = before
-    for finite in grads_finite:
-        run = 0 if finite else run + 1
-        longest = max(longest, run)
-    return longest, run
-
-
-def check_alive(steps: StepReport, before: int, bound: int) -> int:
-    """Raises TrainingStuckError if `bound` steps in a row were skipped.
+def check_alive(
+    steps: StepReport, policy: Policy, variable_names: list[str], record: Any = None
+) -> None:
+    """Raises TrainingStuckError if the last of these steps was one after which to stop.
 
     Args:
         steps: the latest reports, each field a NumPy array of shape (steps,).
-        before: how many steps had been skipped in a row before these.
-        bound: the user's `max_consecutive_skips`.
-
-    Returns:
-        How many steps have been skipped in a row now.
+        policy: the user's choices.
+        variable_names: of `model.trainable_variables`.
+        record: where the last recorded overflow is kept, or None.
     """
-    longest, now = skips_in_a_row(before, steps.grads_finite)
     skipped = np.flatnonzero(~steps.grads_finite)
     if not skipped.size:
-        return now
-    cause = scaling.Cause(int(steps.cause[skipped[-1]]))
-    if cause is scaling.Cause.FORWARD and before == 0:
-        logging.warning("A step was skipped, cause forward. %s", HINTS[cause])
-    if longest >= bound:
-        raise TrainingStuckError(
-            f"`max_consecutive_skips` must not be reached; got {longest} skipped steps in a row by "
-            f"step {steps.step[-1]}, the last at loss scale {steps.loss_scale[-1]:g}, cause "
-            f"{cause.name.lower()}. {HINTS[cause]}"
+        return
+    last = step_of(steps, skipped[-1])
+    cause = scaling.Cause(int(last.cause))
+    stuck = last.skips_in_a_row >= policy.max_skips
+    if not stuck and cause not in policy.halting_causes:
+        warn(steps, policy)
+        return
+    if cause is scaling.Cause.WEIGHTS:
+        rule = "`weights` must be finite"
+    elif stuck:
+        rule = "`max_consecutive_skips` must not be reached"
+    else:
+        rule = "`compute_loss` must return finite losses"
+    kept = f" The batch is kept in {record}: run it again with --mode=replay." if record else ""
+    raise TrainingStuckError(
+        f"{rule}; got {last.skips_in_a_row} skipped steps in a row by step {last.step}, "
+        f"the last one {describe_skip(last, variable_names)}. The loss scale went "
+        f"{scale_path(steps)}.{kept} {HINTS[cause]}"
+    )
+
+
+def warn(steps: StepReport, policy: Policy) -> None:
+    """Says once per row that losses are not finite, and at every log that a run only waits."""
+    first_of_row = steps.skips_in_a_row == 1
+    if np.any(first_of_row & (steps.cause == int(scaling.Cause.FORWARD))):
+        hint = HINTS[scaling.Cause.FORWARD]
+        logging.warning("A step was skipped, cause forward. %s", hint)
+    in_a_row = int(steps.skips_in_a_row[-1])
+    if policy.on_stuck == "hold" and in_a_row >= policy.max_consecutive_skips:
+        logging.warning(
+            "%d steps in a row were skipped; the run ends at %d.", in_a_row, policy.max_skips
         )
-    return now
+
+
+def scale_path(steps: StepReport, longest: int = 8) -> str:
+    """Returns the loss scales of the latest steps, each once for as long as it stayed.
+
+    Example:
+        >>> reports = StepReport(*[np.array([4.0, 2.0, 2.0, 1.0])] * len(StepReport._fields))
+        >>> scale_path(reports)
+        '2^2, 2^1, 2^0'
+    """
+    scales = steps.loss_scale
+    changed = np.flatnonzero(np.diff(scales, prepend=0.0))[-longest:]
+    return ", ".join(f"2^{round(np.log2(scales[place]))}" for place in changed)
+
+
+def step_of(steps: StepReport, place: Any) -> StepReport:
+    """Returns the report of one step out of many."""
+    return StepReport(*(field[place] for field in steps))

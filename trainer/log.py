@@ -8,13 +8,17 @@ import json
 import math
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+import scaling
 from scaling.record import record_line
-from trainer.report import StepReport, Totals, progress_line, summarize
+from trainer.liveness import step_of
+from trainer.report import Totals, progress_line, summarize
+from trainer.step.report import StepReport
 
 # What makes TensorBoard draw a number as a curve. `tf.summary.scalar` would write the same, but
 # needs the tensorboard package, which only those who look need to have.
@@ -24,11 +28,12 @@ SCALAR = tf.compat.v1.SummaryMetadata(
 
 
 class RunLog:
-    """Holds the reports that nobody has read yet. Only `flush` waits for the device.
+    """Holds the reports that nobody has read yet. Only `read` and `flush` wait for the device.
 
     Args:
         model_dir: where files go; None writes none.
         verbose: whether to print.
+        variable_names: of `model.trainable_variables`, to say where a step went wrong.
         precision: the run's, for who reads its gradients.
         shares: into how many shares a batch is cut, for the same.
     """
@@ -37,6 +42,7 @@ class RunLog:
         self,
         model_dir: pathlib.Path | None,
         verbose: bool,
+        variable_names: Sequence[str] = (),
         precision: str = "float32",
         shares: int = 1,
     ) -> None:
@@ -45,8 +51,10 @@ class RunLog:
         self._precision = precision
         self._shares = shares
         self._verbose = verbose
+        self._variable_names = variable_names
         self._events: dict[str, tf.summary.SummaryWriter] = {}
         self._reports: list[StepReport] = []
+        self._unread = 0  # the first report that is still the device's
         self._untimed = 0  # reports at the front from before the clock was started
         self._began = time.perf_counter()
 
@@ -68,18 +76,31 @@ class RunLog:
             self._untimed = len(self._reports)
             self._began = time.perf_counter()
 
-    def flush(self, target: int, totals: Totals, metrics: dict[str, float]) -> StepReport:
-        """Reads, prints and writes what has come in since the last time; something must have.
+    def read(self) -> StepReport | None:
+        """Reads what has come in since the last time, and writes a line for each skip.
+
+        Returns:
+            The new steps' reports, each field a NumPy array of shape (steps,), or None.
+        """
+        new = [StepReport(*(field.numpy() for field in r)) for r in self._reports[self._unread :]]
+        self._reports[self._unread :] = new
+        self._unread = len(self._reports)
+        if not any(report.step.size for report in new):
+            return None
+        steps = joined(new)
+        for place in np.flatnonzero(~steps.grads_finite):
+            self._append(self._skip_line(step_of(steps, place)))
+        return steps
+
+    def flush(self, target: int, totals: Totals, metrics: dict[str, float]) -> None:
+        """Prints and writes what has been read since the last time; something must have.
 
         Args:
             target: the step the run is to reach.
             totals: of the whole run.
             metrics: the values of the training metrics since the last time.
-
-        Returns:
-            The steps' reports, each field a NumPy array of shape (steps,).
         """
-        steps = StepReport(*(np.concatenate(field) for field in zip(*self._reports, strict=True)))
+        steps = joined(self._reports)
         timed = sum(int(np.sum(report.examples)) for report in self._reports[self._untimed :])
         seconds = time.perf_counter() - self._began
         interval = summarize(steps, totals, metrics, timed / seconds if timed else math.nan)
@@ -87,8 +108,22 @@ class RunLog:
         self.write("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
             self._append(record_line(steps, self._precision, self._shares))
-        self._reports, self._untimed, self._began = [], 0, time.perf_counter()
-        return steps
+        self._reports, self._unread, self._untimed = [], 0, 0
+        self._began = time.perf_counter()
+
+    def _skip_line(self, report: StepReport) -> dict[str, Any]:
+        """Returns what `metrics.jsonl` keeps of a skipped step."""
+        variable, replica = int(report.bad_variable), int(report.bad_replica)
+        return {
+            "step": int(report.step),
+            "split": "skip",
+            "loss_scale": float(report.loss_scale),
+            "cause": scaling.Cause(int(report.cause)).name.lower(),
+            "variable": self._variable_names[variable] if variable >= 0 else None,
+            "replica": replica if replica >= 0 else None,
+            "inf_count": int(report.inf_count),
+            "nan_count": int(report.nan_count),
+        }
 
     def evaluation(self, step: int, results: dict[str, float]) -> None:
         """Prints and writes the results of an evaluation during training."""
@@ -112,8 +147,14 @@ class RunLog:
     def _append(self, line: dict[str, Any]) -> None:
         """Adds a line to `metrics.jsonl`, if there is a `model_dir`."""
         if self._model_dir is not None:
+            self._model_dir.mkdir(parents=True, exist_ok=True)
             with (self._model_dir / "metrics.jsonl").open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
+
+
+def joined(reports: list[StepReport]) -> StepReport:
+    """Returns several loops' reports as one, each field a NumPy array of shape (steps,)."""
+    return StepReport(*(np.concatenate(field) for field in zip(*reports, strict=True)))
 
 
 def describe(results: dict[str, float]) -> str:

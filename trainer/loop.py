@@ -1,51 +1,72 @@
 """The inner loop: many steps in one graph call, with nothing for the host to do in between."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from trainer.report import StepReport
+from trainer.step.report import StepReport, report_spec
 
 
 def run_steps(
-    train_step: Callable[[Any], StepReport], iterator: Iterator[Any], num_steps: tf.Tensor
-) -> StepReport:
+    train_step: Callable[[Any], StepReport],
+    halted: tf.Variable,
+    iterator: Any,
+    num_steps: tf.Tensor,
+    *,
+    counts: int = 0,
+    keep_overflows: bool = False,
+) -> tuple[StepReport, Any]:
     """Takes steps on the next batches. Trace it in a `tf.function`, in cross-replica context.
 
     Args:
         train_step: takes a global batch, attempts an update, and reports.
-        iterator: over global batches; it must not end within these steps.
+        halted: shape (), bool: no step is taken while it is true.
+        iterator: of a `tf.data.Dataset` of global batches; it must not end within these steps.
         num_steps: shape (), int32: a tensor, since a Python number would retrace.
+        counts: how many magnitude counts a report holds.
+        keep_overflows: whether to end early at the first skip of a row, and to bring its batch
+            back: the weights are still that step's.
 
     Returns:
-        The reports of all the steps, each field with one more dimension: (num_steps, ...).
+        The reports of the steps taken, each field with one more dimension: (steps, ...); and the
+        last batch, or () if it is not to be kept.
     """
+    specs = report_spec(counts)
     fields = [
-        tf.TensorArray(dtype, num_steps)
-        for dtype in StepReport(
-            step=tf.int64,
-            loss=tf.float32,
-            regularization_loss=tf.float32,
-            gradient_norm=tf.float32,
-            loss_scale=tf.float32,
-            grads_finite=tf.bool,
-            cause=tf.int32,
-            examples=tf.int64,
-            max_magnitude=tf.float32,
-            magnitude_counts=tf.float32,
-        )
+        tf.TensorArray(spec.dtype, 0, dynamic_size=True, element_shape=spec.shape) for spec in specs
     ]
+    batch_spec = iterator.element_spec if keep_overflows else ()
+    no_batch = tf.nest.map_structure(empty, batch_spec)
 
-    def body(index: tf.Tensor, fields: list[tf.TensorArray]) -> tuple:
-        report = train_step(next(iterator))
+    def body(index: tf.Tensor, going: tf.Tensor, batch: Any, fields: list[tf.TensorArray]) -> tuple:
+        del going
+        batch = next(iterator)
+        report = train_step(batch)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
-        return index + 1, written
+        going = ~halted.read_value()
+        if keep_overflows:
+            going &= report.skips_in_a_row != 1
+        return index + 1, going, batch if keep_overflows else (), written
 
-    _, fields = tf.while_loop(
-        lambda index, _: index < num_steps, body, (tf.constant(0), fields), parallel_iterations=1
+    _, _, batch, fields = tf.while_loop(
+        lambda index, going, *_: going & (index < num_steps),
+        body,
+        (tf.constant(0), ~halted.read_value(), no_batch, fields),
+        shape_invariants=(
+            tf.TensorShape([]),
+            tf.TensorShape([]),
+            tf.nest.map_structure(lambda spec: spec.shape, batch_spec),
+            [tf.TensorShape(None) for _ in fields],
+        ),
+        parallel_iterations=1,
     )
-    return StepReport(*(field.stack() for field in fields))
+    return StepReport(*(field.stack() for field in fields)), batch
+
+
+def empty(spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns a tensor that a spec fits: 0 where it leaves a dimension open."""
+    return tf.zeros([dimension or 0 for dimension in spec.shape], spec.dtype)
 
 
 def next_stop(step: int, target: int, steps_per_loop: int, intervals: Iterable[int | None]) -> int:

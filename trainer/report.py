@@ -1,29 +1,13 @@
-"""What a step tells of itself, and the lines that people read."""
+"""What an interval and a run tell of themselves, and the lines that people read."""
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 import scaling
-
-
-class StepReport(NamedTuple):
-    """One attempted step. The inner loop returns many at once: then each field is (steps,)."""
-
-    step: tf.Tensor  # shape=(), int64: attempted steps so far, this one included
-    loss: tf.Tensor  # shape=(), float32: weighted mean over the global batch, unscaled
-    regularization_loss: tf.Tensor  # shape=(), float32: the sum of `model.losses`, unscaled
-    gradient_norm: tf.Tensor  # shape=(), float32: global, unscaled, before clipping
-    loss_scale: tf.Tensor  # shape=(), float32: the scale this step used
-    grads_finite: tf.Tensor  # shape=(), bool: whether the update was applied
-    cause: tf.Tensor  # shape=(), int32: a `scaling.Cause`
-    examples: tf.Tensor  # shape=(), int64: in the global batch
-    max_magnitude: tf.Tensor  # shape=(), float32: of the gradients, unscaled; NaN if not asked for
-    magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32: elements by exponent, as in
-    # `scaling.GradientStats`, over all variables; shape (0,) if not asked for
+from trainer.step.report import StepReport
+from trainer.step.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +16,24 @@ class Totals:
 
     applied: int
     skipped_by_cause: dict[str, int]  # "backward": 8; causes that never came up are left out
+    retries: int = 0  # further attempts with the same batch, within these steps
+    float32_steps: int = 0  # steps that were computed in float32 as a way out
 
     @classmethod
-    def from_outcomes(cls, outcomes: np.ndarray) -> "Totals":
-        """Reads the counts of `TrainState.outcomes`: shape (causes,), int64."""
+    def from_state(cls, state: TrainState) -> "Totals":
+        """Reads a run's counts. Waits for the device."""
+        outcomes = state.outcomes.numpy()
         skipped = {
             cause.name.lower(): int(outcomes[cause])
             for cause in scaling.Cause
             if cause is not scaling.Cause.NONE and outcomes[cause]
         }
-        return cls(int(outcomes[scaling.Cause.NONE]), skipped)
+        return cls(
+            applied=int(outcomes[scaling.Cause.NONE]),
+            skipped_by_cause=skipped,
+            retries=int(state.retries.numpy()),
+            float32_steps=int(state.float32_steps.numpy()),
+        )
 
     @property
     def skipped(self) -> int:
@@ -54,9 +46,12 @@ class Totals:
         return self.applied + self.skipped
 
     def __str__(self) -> str:
-        """For instance "8 skipped (8 backward)"."""
+        """For instance "8 skipped (8 backward), 2 retries"."""
         causes = ", ".join(f"{count} {name}" for name, count in self.skipped_by_cause.items())
-        return f"{self.skipped} skipped" + (f" ({causes})" if causes else "")
+        parts = [f"{self.skipped} skipped" + (f" ({causes})" if causes else "")]
+        parts += [f"{self.retries} retries"] if self.retries else []
+        parts += [f"{self.float32_steps} in float32"] if self.float32_steps else []
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +151,10 @@ class TrainSummary:
     def __str__(self) -> str:
         """The last line a person reads."""
         where = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
+        behind = self.totals.skipped
+        schedule = f"; the schedule is {behind} updates behind the steps" if behind else ""
         return (
             f"at step {self.step} after {self.steps_run} steps in {self.seconds:.1f} s: "
             f"{self.totals.applied} applied, {self.totals}, "
-            f"loss_scale {power_of_two(self.loss_scale)}{where}"
+            f"loss_scale {power_of_two(self.loss_scale)}{schedule}{where}"
         )

@@ -1,9 +1,9 @@
 """What the trainer's arguments mean: names and numbers turned into the objects they stand for."""
 
 import contextlib
-import math
+import difflib
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -86,12 +86,26 @@ def check_count(name: str, value: Any) -> None:
         )
 
 
-def check_clipnorm(global_clipnorm: float | None) -> None:
-    """Raises ValueError unless the bound on the norm is None or a positive, finite number."""
-    if global_clipnorm is not None and not 0 < global_clipnorm < math.inf:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError, naming the argument, unless `value` is one of some words."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
         raise ValueError(
-            f"`global_clipnorm` must be None or positive and finite; got {global_clipnorm!r}. It "
-            "is the largest global norm that the gradients may have. 1.0 is usual."
+            f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. The trainer "
+            f"knows no other way. {hint}"
+        )
+
+
+def check_records(max_overflow_records: Any, model_dir: Any) -> None:
+    """Raises ValueError unless the flight recorder is off, or has a place to write to."""
+    if max_overflow_records == 0:
+        return
+    check_count("max_overflow_records", max_overflow_records)
+    if model_dir is None:
+        raise ValueError(
+            f"`max_overflow_records` must be 0 without `model_dir`; got {max_overflow_records}. "
+            "Records are files. Pass model_dir=."
         )
 
 

@@ -54,8 +54,13 @@ class Task:
         is_model = isinstance(self._given_model, (keras.Model, tf.Module))
         return self._given_model if is_model else self._given_model()
 
-    def build_optimizer(self) -> keras.optimizers.Optimizer:
-        """Returns a new Keras optimizer. Called once, in the strategy's scope."""
+    def build_optimizer(self) -> Any:
+        """Returns a new Keras optimizer, or several. Called once, in the strategy's scope.
+
+        Several are a dict. Each name is an attribute of the model, whose variables that optimizer
+        moves, and `compute_loss` returns losses by the same names. The step has one verdict: all
+        of them move, or none.
+        """
         if self._given_optimizer is None:
             raise _missing("optimizer", "build_optimizer")
         if isinstance(self._given_optimizer, str):
@@ -73,9 +78,9 @@ class Task:
             training: whether to run the model as in training.
 
         Returns:
-            losses: shape (examples,), float32, not reduced and not scaled; or (losses, aux),
-            where aux is any structure of tensors whose first dimension is the example. It is
-            handed to `update_metrics`.
+            losses: shape (examples,), float32, not reduced and not scaled; a dict of such if
+            there are several optimizers. Or (losses, aux), where aux is any structure of
+            tensors whose first dimension is the example. It is handed to `update_metrics`.
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
@@ -116,6 +121,22 @@ class Task:
             _, y, sample_weight = _unpack(batch)
             for metric in self.metrics.values():
                 metric.update_state(y, aux, sample_weight=sample_weight)
+
+    def checkpoint_items(self) -> dict[str, Any]:
+        """Returns what else a checkpoint shall hold, by name: anything TensorFlow can track."""
+        return {}
+
+    def on_train_begin(self) -> None:
+        """Called by `train` before the first step, when everything is built and restored."""
+
+    def on_loop_begin(self, step: int) -> None:
+        """Called before each inner loop; `step` steps have been taken."""
+
+    def on_loop_end(self, step: int) -> None:
+        """Called after each inner loop, when its log, evaluation and checkpoint are done."""
+
+    def on_train_end(self, summary: Any) -> None:
+        """Called by `train` with the `TrainSummary` that it is about to return."""
 
     def predict_batch(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch. Called in replica context.

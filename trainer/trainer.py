@@ -3,7 +3,7 @@
 import functools
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,16 +12,21 @@ from absl import logging
 
 import scaling
 import strategies
-from trainer import checks, liveness, settings
-from trainer.checkpoint import Checkpoints
+from trainer import settings
+from trainer.actions import Action
+from trainer.averages import as_asked
+from trainer.checkpoint import Checkpoints, check_restored_scale
 from trainer.data import Batches, are_arrays, batches, check_ends, steps_to_take, without_end
-from trainer.differentiate import differentiate
 from trainer.evaluation import Evaluator
+from trainer.liveness import TrainingStuckError, check_alive
 from trainer.log import RunLog
 from trainer.loop import crossed, next_stop, run_steps
-from trainer.report import StepReport, Totals, TrainSummary
-from trainer.state import TrainState
-from trainer.step import StepPlan, attempt_step
+from trainer.policy import Policy
+from trainer.recorder import FlightRecorder, keep_overflow
+from trainer.report import Totals, TrainSummary
+from trainer.step import Clip, StepPlan, StepReport, TrainState, attempt_step, plan_step
+from trainer.step.checks import check_model, check_policies
+from trainer.step.differentiate import keras_variables
 from trainer.task import Task
 
 
@@ -36,7 +41,8 @@ class Trainer(Task):
             function under any strategy but the default.
         optimizer: a Keras optimizer, its name, or a function that makes one; it must be a name
             or a function under any strategy but the default. Its own clipping and EMA act on
-            the summed, unscaled gradients of applied steps.
+            the summed, unscaled gradients of applied steps. A function may return several, by
+            the names of the model's attributes whose variables they move.
         loss_fn: a `keras.losses.Loss`, a function of (y_true, y_pred) that returns one loss
             per example, or the name of one.
         metrics: a function that returns new Keras metrics by name.
@@ -48,6 +54,13 @@ class Trainer(Task):
             `scaling`, or its name: what `scaling.parse_rule` takes.
         num_microbatches: into how many parts each replica's share is cut, to save memory.
         global_clipnorm: the bound on the gradients' global norm, or None.
+        clipnorm: the bound on the norm of each variable's gradient, or None.
+        clipvalue: the bound on each element's magnitude, or None; at most one of the three.
+        ema_momentum: how much of the old a moving average of the weights keeps at each update;
+            evaluation and export then use the average. None keeps none.
+        alternate_optimizers: whether several optimizers move one after the other, each at the
+            weights that those before it leave, instead of all at the old weights. All move, or
+            none.
         steps_per_loop: steps in one graph call; the host does nothing in between.
         checkpoint_interval: steps between checkpoints; None saves at the end only.
         max_to_keep: how many checkpoints stay.
@@ -57,7 +70,23 @@ class Trainer(Task):
             so for float16 on CPU.
         seed: for initial weights and for shuffling arrays; sets Python's, NumPy's and
             TensorFlow's seeds when the model is built. None leaves them alone.
-        max_consecutive_skips: how many skipped steps in a row end the run with an error.
+        on_overflow: "skip" leaves out a batch whose gradients overflow; "retry" attempts it
+            again in the same step, at the next scale that the rule comes to, up to
+            `max_retries` times. Nothing else differs between attempts.
+        max_retries: see there.
+        attribute_causes: whether the loss scale moves only after overflows that a smaller scale
+            may cure; False backs off after every skip, as other systems do.
+        on_nonfinite_loss: "skip" leaves out a batch whose unscaled loss is inf or NaN; "raise"
+            ends the run.
+        max_consecutive_skips: how many skipped steps in a row are too many.
+        on_stuck: what then happens: "raise" ends the run with an error that says why; "hold"
+            waits, warns at every log line, and ends it after ten times as many; "float32"
+            computes one step in float32, which only a Keras model can, and goes on.
+        max_overflow_records: how many skipped steps are kept in `model_dir/overflows`, the
+            latest ones, to be run again; only the first of a row is. 0 keeps none and costs
+            nothing.
+        max_overflow_bytes: how much room they may take together.
+        actions: `trainer.Action`s: what else to do every so many steps or seconds.
         record_gradients: whether `metrics.jsonl` keeps each step's largest gradient magnitude,
             and counts by exponent, for `python -m scaling.simulate`; a few passes over the
             gradients in each step.
@@ -84,6 +113,7 @@ class Trainer(Task):
     _run_steps: Any
     _evaluator: Evaluator
     _checkpoints: Checkpoints
+    _recorder: FlightRecorder | None
 
     def __init__(
         self,
@@ -98,6 +128,10 @@ class Trainer(Task):
         loss_scale: Any = "auto",
         num_microbatches: int = 1,
         global_clipnorm: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        ema_momentum: float | None = None,
+        alternate_optimizers: bool = False,
         steps_per_loop: int = 10,
         checkpoint_interval: int | None = None,
         max_to_keep: int = 5,
@@ -105,25 +139,43 @@ class Trainer(Task):
         verbose: bool = True,
         jit_compile: bool | str = "auto",
         seed: int | None = None,
+        on_overflow: str = "skip",
+        max_retries: int = 20,
+        attribute_causes: bool = True,
+        on_nonfinite_loss: str = "skip",
         max_consecutive_skips: int = 100,
+        on_stuck: str = "raise",
+        max_overflow_records: int = 0,
+        max_overflow_bytes: int = 2**30,
         record_gradients: bool = False,
+        actions: Sequence[Action] = (),
     ) -> None:
         """Checks the arguments. Nothing is built until data comes."""
         super().__init__(model, optimizer, loss_fn, metrics)
         settings.check_count("num_microbatches", num_microbatches)
         settings.check_count("steps_per_loop", steps_per_loop)
         settings.check_count("max_to_keep", max_to_keep)
-        settings.check_count("max_consecutive_skips", max_consecutive_skips)
         settings.check_count("log_interval", log_interval)
+        settings.check_count("max_overflow_bytes", max_overflow_bytes)
         if checkpoint_interval is not None:
             settings.check_count("checkpoint_interval", checkpoint_interval)
-        settings.check_clipnorm(global_clipnorm)
+        settings.check_records(max_overflow_records, model_dir)
+        self.policy = Policy(
+            on_overflow,
+            max_retries,
+            on_nonfinite_loss,
+            max_consecutive_skips,
+            on_stuck,
+            attribute_causes,
+        )
+        self.clip = Clip(global_clipnorm, clipnorm, clipvalue)
         self.precision = scaling.Precision(precision)
         self.rule = settings.resolve_rule(loss_scale, self.precision)
         self.strategy = settings.resolve_strategy(strategy)
         self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
         self.num_microbatches = num_microbatches
-        self.global_clipnorm = global_clipnorm
+        self.ema_momentum = ema_momentum
+        self.alternate_optimizers = alternate_optimizers
         self.steps_per_loop = steps_per_loop
         self.checkpoint_interval = checkpoint_interval
         self.max_to_keep = max_to_keep
@@ -131,12 +183,14 @@ class Trainer(Task):
         self.verbose = verbose
         self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
         self.seed = seed
-        self.max_consecutive_skips = max_consecutive_skips
+        self.max_overflow_records = max_overflow_records
+        self.max_overflow_bytes = max_overflow_bytes
         self.record_gradients = record_gradients
+        self.actions = list(actions)
         self._started = False
         self._metrics_of: dict[bool, dict[str, keras.metrics.Metric]] = {False: {}, True: {}}
         self._evaluating = False
-        self._skips_in_a_row = 0
+        self._stop_asked = False
 
     # What a run is made of. Built when first asked for, so that a subclass may set its own
     # attributes after super().__init__().
@@ -150,8 +204,8 @@ class Trainer(Task):
             return self.build_model()
 
     @functools.cached_property
-    def optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer, made by `build_optimizer` on first use."""
+    def optimizer(self) -> Any:
+        """The optimizer, or several by name, made by `build_optimizer` on first use."""
         with self.strategy.scope():
             return self.build_optimizer()
 
@@ -163,7 +217,7 @@ class Trainer(Task):
     @property
     def totals(self) -> Totals:
         """How the steps so far have ended. Waits for the device."""
-        return Totals.from_outcomes(self._state.outcomes.numpy())
+        return Totals.from_state(self._state)
 
     @property
     def loss_scale(self) -> float:
@@ -219,24 +273,20 @@ class Trainer(Task):
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
         evaluated = self._evaluation_data(eval_data, eval_interval, data.global_batch)
         self._start(data.first)
-        shares = replicas * self.num_microbatches
-        log = RunLog(self.model_dir, self.verbose, self.precision.name, shares)
-        iterator = iter(without_end(data))
-        start = step = self.totals.attempted
+        log = RunLog(
+            self.model_dir,
+            self.verbose,
+            self._variable_names,
+            self.precision.name,
+            replicas * self.num_microbatches,
+        )
+        start = self.totals.attempted
         if start:
             log.say(f"going on from step {start}")
-        saved = None
-        while step < target:
-            intervals = [eval_interval, self.checkpoint_interval]
-            before, step = step, next_stop(step, target, self.steps_per_loop, intervals)
-            report = self._run_steps(iterator, tf.constant(step - before))
-            log.add(report, compiling=before == start)
-            if step == target or crossed(self.log_interval, before, step):
-                self._read_log(log, target)
-            if evaluated and (step == target or crossed(eval_interval, before, step)):
-                log.evaluation(step, self._evaluate(evaluated, "float32"))
-            if step == target or crossed(self.checkpoint_interval, before, step):
-                saved = self._checkpoints.save(step)
+        self._stop_asked = False
+        self._state.halted.assign(value=False)
+        self.on_train_begin()
+        step, saved = self._run(iter(without_end(data)), target, log, evaluated, eval_interval)
         summary = TrainSummary(
             step=step,
             steps_run=step - start,
@@ -246,10 +296,75 @@ class Trainer(Task):
             checkpoint=saved or self._checkpoints.latest,
         )
         log.say(str(summary))
+        self.on_train_end(summary)
         return summary
 
+    def _run(
+        self,
+        iterator: Any,
+        target: int,
+        log: RunLog,
+        evaluated: Batches | None,
+        eval_interval: int | None,
+    ) -> tuple[int, str | None]:
+        """Takes inner loops until the target, or until somebody asks to stop.
+
+        Returns:
+            The step it has come to, and its last checkpoint, if it saved any.
+        """
+        start = step = self.totals.attempted
+        periods = [action.every_steps for action in self.actions]
+        saved = None
+        while step < target and not self._stopping():
+            self.on_loop_begin(step)
+            stops = [eval_interval, self.checkpoint_interval, *periods]
+            before, step = step, next_stop(step, target, self.steps_per_loop, stops)
+            report, batch = self._run_steps(iterator, tf.constant(step - before))
+            log.add(report, compiling=before == start)
+            if self._recorder:
+                step = before + keep_overflow(self._recorder, report, batch)
+            last = step == target
+            evaluate_now = last or crossed(eval_interval, before, step)
+            save_now = last or crossed(self.checkpoint_interval, before, step)
+            log_now = last or crossed(self.log_interval, before, step)
+            if log_now or evaluate_now or save_now:
+                self._check_alive(log, target)
+            if log_now:
+                self._write_log(log, target)
+            if evaluate_now and evaluated:
+                log.evaluation(step, self._evaluate(evaluated, "float32", averaged=None))
+            if save_now:
+                saved = self._checkpoints.save(step)
+            for action in self.actions:
+                action.when_due(self, before, step)
+            self.on_loop_end(step)
+        if step < target:
+            saved = self._end_early(log, step, target)
+        return step, saved
+
+    def stop(self) -> None:
+        """Asks `train` to end after the inner loop that is running; it saves before it does.
+
+        On several workers one that asks is enough: all end after the same step.
+        """
+        self._stop_asked = True
+
+    def _stopping(self) -> bool:
+        return strategies.any_worker(self._stop_asked, self.strategy)
+
+    def _end_early(self, log: RunLog, step: int, target: int) -> str | None:
+        """Leaves everything as after a last step."""
+        self._check_alive(log, target)
+        log.say(f"stopped at step {step} of {target}, as asked")
+        return self._checkpoints.save(step)
+
     def evaluate(
-        self, data: Any, *, global_batch: int | None = None, precision: str = "float32"
+        self,
+        data: Any,
+        *,
+        global_batch: int | None = None,
+        precision: str = "float32",
+        averaged: bool | None = None,
     ) -> dict[str, float]:
         """Returns the weighted mean loss and the metrics over a whole data set.
 
@@ -258,6 +373,8 @@ class Trainer(Task):
             global_batch: the batch size, if `data` is arrays.
             precision: "float32" computes a Keras model in float32 on the same weights; "train"
                 as in training. A `tf.Module` always computes as in training.
+            averaged: whether to use the moving average of the weights; None does if the run
+                keeps one.
 
         Returns:
             "loss" and every metric by name. `model.losses` are not in it.
@@ -267,10 +384,15 @@ class Trainer(Task):
         self._start(found.first)
         if self.model_dir and not self.totals.attempted:
             logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
-        return self._evaluate(found, precision)
+        return self._evaluate(found, precision, averaged)
 
     def predict(
-        self, data: Any, *, global_batch: int | None = None, precision: str = "float32"
+        self,
+        data: Any,
+        *,
+        global_batch: int | None = None,
+        precision: str = "float32",
+        averaged: bool | None = None,
     ) -> Any:
         """Returns the model's outputs for a whole data set, in its order.
 
@@ -278,6 +400,7 @@ class Trainer(Task):
             data: as for `evaluate`; of a tuple, the model is handed the first item.
             global_batch: the batch size, if `data` is arrays.
             precision: as for `evaluate`.
+            averaged: as for `evaluate`.
 
         Returns:
             NumPy arrays in the structure of `predict_batch`; first dimension: the example.
@@ -285,7 +408,18 @@ class Trainer(Task):
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
         self._start(found.first, lambda batch, training: self.predict_batch(batch))  # noqa: ARG005
-        return self._evaluator.predict(found.dataset, precision)
+        with as_asked(self._plan, averaged):
+            return self._evaluator.predict(found.dataset, precision)
+
+    def export(self, path: str | pathlib.Path, *, averaged: bool | None = None) -> None:
+        """Writes a Keras model to a `.keras` file.
+
+        Args:
+            path: where.
+            averaged: as for `evaluate`.
+        """
+        with as_asked(self._plan, averaged):
+            self.model.save(path)
 
     def _evaluation_data(
         self, eval_data: Any, eval_interval: int | None, global_batch: int
@@ -305,10 +439,11 @@ class Trainer(Task):
         check_ends(found, "eval_data")
         return found
 
-    def _evaluate(self, found: Batches, precision: str) -> dict[str, float]:
+    def _evaluate(self, found: Batches, precision: str, averaged: bool | None) -> dict[str, float]:
         self._evaluating = True
         try:
-            return self._evaluator.evaluate(found.dataset, precision)
+            with as_asked(self._plan, averaged):
+                return self._evaluator.evaluate(found.dataset, precision)
         finally:
             self._evaluating = False
 
@@ -323,7 +458,8 @@ class Trainer(Task):
         if self._started:
             return
         model, strategy = self.model, self.strategy
-        checks.check_model(model, self.precision)
+        check_model(model, self.precision)
+        self.policy.check_model(model)
         with strategy.scope():
             if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
                 # One example through the model makes the variables that it makes when called. In
@@ -331,50 +467,102 @@ class Trainer(Task):
                 one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
                 with settings.dtype_policy(self.precision), keras.StatelessScope():
                     (forward or self.compute_loss)(one, training=False)
-            checks.check_built_model(model, self.precision, strategy)
-            checks.check_optimizer(self.optimizer, self.global_clipnorm, strategy)
-            self.optimizer.build(model.trainable_variables)
+            if isinstance(model, keras.Model) and model.trainable_variables:
+                check_policies(model, self.precision)
+            self._plan = self._make_plan()
             self._state = TrainState(self.rule)
             self._metrics_of = {False: self.build_metrics(), True: self.build_metrics()}
             self._checkpoints = Checkpoints(
-                self.model_dir,
-                self.max_to_keep,
-                model=model,
-                optimizer=self.optimizer,
-                state=self._state,
+                self.model_dir, self.max_to_keep, **self._own_items() | self.checkpoint_items()
             )
             if path := self._checkpoints.restore():
-                checks.check_restored_scale(self.rule, self.loss_scale, path)
-        self._plan = StepPlan(
-            strategy=strategy,
-            model=model,
+                check_restored_scale(self.rule, self.loss_scale, path)
+        self._run_steps = tf.function(
+            functools.partial(
+                run_steps,
+                self.train_step,
+                self._state.halted,
+                counts=scaling.stats.COUNTS if self.record_gradients else 0,
+                keep_overflows=self.max_overflow_records > 0,
+            )
+        )
+        objectives = [one for phase in self._plan.phases for one in phase.objectives]
+        self._evaluator = Evaluator(self, strategy, objectives, jit_compile=self.jit_compile)
+        self._recorder = self._make_recorder() if self.max_overflow_records else None
+        self._started = True
+
+    def _make_plan(self) -> StepPlan:
+        return plan_step(
+            strategy=self.strategy,
+            model=self.model,
             optimizer=self.optimizer,
+            compute_loss=self.compute_loss,
             rule=self.rule,
             example_weights=self.example_weights,
             update_metrics=self.update_metrics,
-            differentiate=tf.function(
-                functools.partial(
-                    differentiate,
-                    model=model,
-                    compute_loss=self.compute_loss,
-                    dense=self.jit_compile or self.num_microbatches > 1,
-                ),
-                jit_compile=self.jit_compile or None,
-            ),
+            alternate=self.alternate_optimizers,
             num_microbatches=self.num_microbatches,
-            global_clipnorm=self.global_clipnorm,
+            clip=self.clip,
+            ema_momentum=self.ema_momentum,
+            jit_compile=self.jit_compile,
             record_gradients=self.record_gradients,
+            max_retries=self.policy.retries,
+            attribute_causes=self.policy.attribute_causes,
+            halting_causes=self.policy.halting_causes,
+            max_skips=self.policy.max_skips,
+            float32_after=self.policy.float32_after,
+            others=list(vars(self).values()),
         )
-        self._run_steps = tf.function(functools.partial(run_steps, self.train_step))
-        self._evaluator = Evaluator(self, strategy, jit_compile=self.jit_compile)
-        self._started = True
 
-    def _read_log(self, log: RunLog, target: int) -> None:
-        """Prints and writes what has happened since the last time; ends a run that is stuck."""
+    def _own_items(self) -> dict[str, Any]:
+        """Returns what every checkpoint holds."""
+        several = isinstance(self.optimizer, dict)
+        optimizers = (
+            {f"optimizer_{name}": one for name, one in self.optimizer.items()}
+            if several
+            else {"optimizer": self.optimizer}
+        )
+        return {"model": self.model, "state": self._state, **optimizers}
+
+    def _make_recorder(self) -> FlightRecorder:
+        assert self.model_dir is not None  # noqa: S101  # check_records has seen to it
+        return FlightRecorder(
+            self.model_dir / "overflows",
+            self.max_overflow_records,
+            self.max_overflow_bytes,
+            [*keras_variables(self.model), *self._plan.undo],
+            self.strategy,
+            self._setting(),
+        )
+
+    def _setting(self) -> dict[str, Any]:
+        """Returns what must be the same for a step to end the same way."""
+        return {
+            "precision": self.precision.name,
+            "jit_compile": self.jit_compile,
+            "num_microbatches": self.num_microbatches,
+            "num_replicas": self.strategy.num_replicas_in_sync,
+        }
+
+    @property
+    def _variable_names(self) -> list[str]:
+        return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
+
+    def _check_alive(self, log: RunLog, target: int) -> None:
+        """Reads what has happened since the last time, and ends a run that must not go on."""
+        steps = log.read()
+        if steps is None:
+            return
+        record = self._recorder.latest if self._recorder else None
+        try:
+            check_alive(steps, self.policy, self._variable_names, record)
+        except TrainingStuckError:
+            self._write_log(log, target)
+            raise
+
+    def _write_log(self, log: RunLog, target: int) -> None:
+        """Prints and writes what has happened since the last time."""
         metrics = {name: float(metric.result()) for name, metric in self.metrics.items()}
-        steps = log.flush(target, self.totals, metrics)
+        log.flush(target, self.totals, metrics)
         for metric in self.metrics.values():
             metric.reset_state()
-        self._skips_in_a_row = liveness.check_alive(
-            steps, self._skips_in_a_row, self.max_consecutive_skips
-        )

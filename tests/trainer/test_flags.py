@@ -7,6 +7,8 @@ from helpers import Linear
 
 import scaling
 from trainer.flags import define_flags, make_trainer
+from trainer.policy import Policy
+from trainer.step import Clip
 
 
 def parse(*arguments, **defaults):
@@ -30,12 +32,19 @@ def test_every_flag_reaches_the_trainer():
         "--checkpoint_interval=21",
         "--jit_compile=false",
         "--seed=3",
+        "--ema_momentum=0.9",
+        "--on_overflow=retry",
+        "--on_nonfinite_loss=raise",
+        "--max_consecutive_skips=9",
+        "--on_stuck=hold",
     )
     made = make_trainer(Linear, values, max_to_keep=2)
 
     assert made.precision == scaling.Precision("mixed_bfloat16")
     assert made.rule == scaling.FixedLossScale(1024.0)
-    assert (made.num_microbatches, made.global_clipnorm, made.steps_per_loop) == (2, 0.5, 7)
+    assert (made.num_microbatches, made.clip, made.steps_per_loop) == (2, Clip(0.5), 7)
+    assert made.policy == Policy("retry", 20, "raise", 9, "hold")
+    assert made.ema_momentum == 0.9
     assert (made.log_interval, made.checkpoint_interval, made.max_to_keep) == (14, 21, 2)
     assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
-from trainer.judge import clip, global_norm
+from trainer.step.clip import Clip, clip
+from trainer.step.measure import global_norm
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
@@ -296,7 +297,7 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction(gradients, clipnorm):
     gradients = scaling.unscale_gradients([*gradients, None], scaling.NoLossScale().initial_state())
     dense = np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in gradients[:-1]])
     norm = global_norm(gradients)
-    *clipped, missing = clip(gradients, norm, clipnorm)
+    *clipped, missing = clip(gradients, norm, Clip(clipnorm))
     ours = np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in clipped])
     expected = np.linalg.norm(dense.astype(np.float64))
     tolerance = 2 * len(dense) * float(np.finfo(np.float32).eps)

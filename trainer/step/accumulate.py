@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 import strategies
-from trainer.differentiate import Contribution, Microbatch, Values, Whole
+from trainer.step.differentiate import Contribution, Microbatch, Trouble, Whole
 
 
 def accumulate(
@@ -13,7 +13,7 @@ def accumulate(
     share: strategies.Share,
     whole: Whole,
     state: Any,
-    values: Values,
+    values: list[tf.Tensor],
     num_microbatches: int,
 ) -> Microbatch:
     """Differentiates a replica's share, one microbatch at a time.
@@ -27,11 +27,12 @@ def accumulate(
         share: this replica's part of the global batch.
         whole: the global batch's weight and size.
         state: the loss-scale rule's state.
-        values: the variables' values before the step.
+        values: of `keras_variables`, before the step.
         num_microbatches: how many parts to cut the share into.
 
     Returns:
-        The summed contribution, what the last microbatch wrote, and aux of the whole share.
+        The summed contribution and trouble, what the last microbatch wrote, and aux of the whole
+        share.
     """
     first = strategies.take(share, 0, num_microbatches)
     if num_microbatches == 1:
@@ -46,47 +47,46 @@ def accumulate(
         expected.aux,
     )
 
-    def body(index: tf.Tensor, total: Contribution, written: Any, aux: Any) -> tuple:
+    def body(
+        index: tf.Tensor, total: tuple[Contribution, Trouble], written: Any, aux: Any
+    ) -> tuple:
         part = strategies.take(share, index, num_microbatches)
         now = with_written(values, written)
         result = differentiate(part, whole, state, now)
         rows = real_rows(result.aux, part)
         return (
             index + 1,
-            tf.nest.map_structure(plus, total, result.contribution),
+            tf.nest.map_structure(plus, total, (result.contribution, result.trouble)),
             unless_empty(part, result.written, now),
             tf.nest.map_structure(lambda array, row: array.write(index, row), aux, rows),
         )
 
     start = (
         tf.constant(0),
-        tf.nest.map_structure(zeros_like_spec, expected.contribution),
-        {position: values.held_back[int(position)] for position in expected.written},
+        tf.nest.map_structure(zeros_like_spec, (expected.contribution, expected.trouble)),
+        {position: values[int(position)] for position in expected.written},
         aux_parts,
     )
-    _, total, written, aux_parts = tf.while_loop(
+    _, (contribution, trouble), written, aux_parts = tf.while_loop(
         lambda index, *_: index < num_microbatches, body, start, parallel_iterations=1
     )
     aux = tf.nest.map_structure(
         lambda array, spec: tf.ensure_shape(array.concat(), spec.shape), aux_parts, expected.aux
     )
-    return Microbatch(total, written, aux)
+    return Microbatch(contribution, trouble, written, aux)
 
 
-def with_written(values: Values, written: dict[str, tf.Tensor]) -> Values:
+def with_written(values: list[tf.Tensor], written: dict[str, tf.Tensor]) -> list[tf.Tensor]:
     """Returns the values a forward pass sees after an earlier one has written."""
-    held_back = list(values.held_back)
-    for position, value in written.items():
-        held_back[int(position)] = value
-    return values._replace(held_back=held_back)
+    return [written.get(str(position), value) for position, value in enumerate(values)]
 
 
 def unless_empty(
-    share: strategies.Share, written: dict[str, tf.Tensor], before: Values
+    share: strategies.Share, written: dict[str, tf.Tensor], before: list[tf.Tensor]
 ) -> dict[str, tf.Tensor]:
     """Returns what a forward pass wrote, or what was there before if it saw no real example."""
     return {
-        position: tf.where(share.examples > 0, value, before.held_back[int(position)])
+        position: tf.where(share.examples > 0, value, before[int(position)])
         for position, value in written.items()
     }
 

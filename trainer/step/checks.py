@@ -1,6 +1,6 @@
 """What a trainer refuses before its first step, each with what to do instead."""
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import scaling
 from trainer.keras_private import all_layers
+from trainer.step.clip import Clip
 
 
 def check_model(model: Any, precision: scaling.Precision) -> None:
@@ -22,9 +23,7 @@ def check_model(model: Any, precision: scaling.Precision) -> None:
         check_input_rounding(model, precision)
 
 
-def check_built_model(
-    model: Any, precision: scaling.Precision, strategy: tf.distribute.Strategy
-) -> None:
+def check_built_model(model: Any, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError unless the step can train the variables this model has made."""
     if not model.trainable_variables:
         raise ValueError(
@@ -32,7 +31,6 @@ def check_built_model(
             "them in build_model() or when the model is first called."
         )
     if isinstance(model, keras.Model):
-        check_policies(model, precision)
         check_synchronized(model, strategy)
     check_variables(model, strategy)
 
@@ -54,8 +52,7 @@ def check_not_its_own_trainer(model: keras.Model) -> None:
 
 def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
     """Refuses models built for another precision than the one asked for."""
-    # Layers come from the outside in, so the last one to hold a variable is its owner.
-    owners = {id(variable): layer for layer in all_layers(model) for variable in layer.weights}
+    owners = {id(variable): owner_of(variable, model) for variable in model.weights}
     layers = list(owners.values())
     strangers = [
         layer for layer in layers if layer.compute_dtype not in ("float32", precision.compute_dtype)
@@ -67,6 +64,25 @@ def check_policies(model: keras.Model, precision: scaling.Precision) -> None:
             f"under {layer.dtype_policy.name!r}. The precision is chosen when layers are made. "
             "Build it in build_model() or pass a function as model=, and leave dtype= out, or give "
             "the trainer the precision the model has."
+        )
+
+
+def owner_of(variable: keras.Variable, model: keras.Model) -> keras.Layer:
+    """Returns the innermost layer that holds a variable."""
+    # Layers come from the outside in, so the last one to hold a variable is its owner.
+    return [
+        layer for layer in all_layers(model) if any(held is variable for held in layer.weights)
+    ][-1]
+
+
+def check_not_rounded(model: keras.Model, variable: keras.Variable) -> None:
+    """Raises ValueError if a layer that computes in half precision assigns one of its weights."""
+    layer = owner_of(variable, model)
+    if layer.compute_dtype in ("float16", "bfloat16"):
+        raise ValueError(
+            f"`model` must not assign its weights in half precision; got {variable.path!r} of "
+            f"layer {layer.name!r}, assigned under {layer.dtype_policy.name!r}. The float32 weight "
+            "would be rounded in every step. Make that layer with dtype='float32'."
         )
 
 
@@ -115,10 +131,23 @@ def check_variables(model: Any, strategy: tf.distribute.Strategy) -> None:
             )
 
 
-def check_optimizer(
-    optimizer: Any, global_clipnorm: float | None, strategy: tf.distribute.Strategy
+def check_optimizers(
+    optimizer: Any, clip: Clip, ema_momentum: float | None, strategy: tf.distribute.Strategy
 ) -> None:
-    """Raises TypeError or ValueError unless the step can apply this optimizer."""
+    """Raises TypeError or ValueError unless the step can apply this optimizer, or all of these."""
+    optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    for one in optimizers:
+        check_optimizer(one, strategy)
+        check_own_settings(one, clip, ema_momentum)
+    if len({id(one) for one in optimizers}) < len(optimizers):
+        raise ValueError(
+            "`optimizer` must be another object for each name; got one twice. Its slots belong to "
+            "one part of the model. Make one for each."
+        )
+
+
+def check_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Refuses what is no optimizer, is another strategy's, or does the step's work itself."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step scales "
@@ -150,28 +179,32 @@ def check_optimizer(
             "schedule runs on parts of a step. Leave it out, and give the trainer "
             "num_microbatches=."
         )
+
+
+def check_own_settings(
+    optimizer: keras.optimizers.Optimizer, clip: Clip, ema_momentum: float | None
+) -> None:
+    """Refuses clipping and averages that are set in the step and in the optimizer too."""
     own = {name: getattr(optimizer, name) for name in ("clipnorm", "clipvalue", "global_clipnorm")}
     for name, value in own.items():
-        if value is not None and global_clipnorm is not None:
+        if value is not None and clip.bounds():
+            [(ours, bound)] = clip.bounds().items()
             raise ValueError(
-                "`global_clipnorm` must be None if the optimizer clips too; got "
-                f"{global_clipnorm!r} beside the optimizer's {name}={value!r}. Clipping twice is "
-                "never meant. Set one of the two."
+                f"`{ours}` must be None if the optimizer clips too; got {bound!r} beside the "
+                f"optimizer's {name}={value!r}. Clipping twice is never meant. Set one of the two."
             )
-
-
-def check_restored_scale(rule: scaling.LossScaleRule, loss_scale: float, path: str) -> None:
-    """Raises ValueError if a checkpoint's loss scale is one that the rule could not have."""
-    low, high = 0.0, math.inf
-    if isinstance(rule, scaling.DynamicLossScale):
-        low, high = rule.min_scale, rule.max_scale
-    elif isinstance(rule, (scaling.FixedLossScale, scaling.NoLossScale)):
-        low = high = float(rule.initial_state().loss_scale)
-    if not low <= loss_scale <= high:
+    if ema_momentum is None:
+        return
+    if not 0 < ema_momentum < 1:
         raise ValueError(
-            f"`loss_scale` must be the rule that the run began with; got {rule!r} for a run whose "
-            f"loss scale is {loss_scale:g} in {path}. A rule goes on from the saved scale. Use the "
-            "rule of that run, or another model_dir."
+            f"`ema_momentum` must be between 0 and 1; got {ema_momentum!r}. It is the share of the "
+            "old average that an update keeps. 0.999 is usual."
+        )
+    if optimizer.use_ema:
+        raise ValueError(
+            "`ema_momentum` must be None if the optimizer keeps an average; got "
+            f"{ema_momentum!r} beside the optimizer's ema_momentum={optimizer.ema_momentum!r}. One "
+            "average is enough. Set one of the two."
         )
 
 

@@ -1,0 +1,9 @@
+"""The step without a `Trainer` around it: for a loop of one's own, under any strategy."""
+
+from trainer.step.attempt import attempt_step
+from trainer.step.clip import Clip
+from trainer.step.plan import StepPlan, plan_step
+from trainer.step.report import StepReport
+from trainer.step.state import TrainState
+
+__all__ = ["Clip", "StepPlan", "StepReport", "TrainState", "attempt_step", "plan_step"]

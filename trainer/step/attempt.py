@@ -1,0 +1,211 @@
+"""The step, from a global batch to a report: read `attempt_step`, then on to `replica_step`.
+
+Weigh, cast, run forward, scale, run backward, sum over replicas, unscale, judge, clip; then
+apply on every replica or on none, and move the loss scale. A skipped step moves nothing
+else, and says why it was one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+import scaling
+from trainer.step.checks import check_weights
+from trainer.step.commit import commit
+from trainer.step.locate import locate
+from trainer.step.plan import Phase, StepPlan
+from trainer.step.replica import ReplicaResult, replica_step
+from trainer.step.report import Outcome, StepReport, outcome_spec
+from trainer.step.rollback import Copies, read_copies, write_copies
+from trainer.step.state import TrainState
+
+
+class Attempt(NamedTuple):
+    """One attempt, and where it leaves the loss scale."""
+
+    outcome: Outcome
+    loss_scale: tf.Tensor  # shape=(), float32: the scale it used
+    state: Any  # the loss-scale rule's, after it
+    again: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `state`
+
+
+def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
+    """Attempts one update, once or, after an overflow, again with the same batch.
+
+    Call it in cross-replica context, in a graph.
+
+    Args:
+        batch: the global batch; each replica takes its share.
+        plan: the run's constants.
+        run: the run's loss scale and counts, which move.
+
+    Returns:
+        The step's report, each field of shape ().
+    """
+    weights = check_weights(plan.example_weights(batch), batch)
+    in_float32 = run.due_in_float32(plan.float32_after)
+    once = functools.partial(
+        attempt_once, batch=batch, weights=weights, in_float32=in_float32, plan=plan
+    )
+    state = run.loss_scaler.state
+    last, retries = attempt_again(once, state, plan) if plan.max_retries else (once(state), 0)
+    run.loss_scaler.assign(last.state)
+    run.count(last.outcome, retries, in_float32, plan)
+    return StepReport(
+        step=run.step,
+        loss_scale=last.loss_scale,
+        retries=tf.convert_to_tensor(retries),
+        skips_in_a_row=run.skips_in_a_row.read_value(),
+        in_float32=tf.constant(False) if in_float32 is None else in_float32,
+        examples=tf.shape(weights, tf.int64)[0],
+        **last.outcome._asdict(),
+    )
+
+
+def attempt_again(once: Any, state: Any, plan: StepPlan) -> tuple[Attempt, tf.Tensor]:
+    """Attempts an update until it is applied, no other scale can help, or enough is enough.
+
+    Whatever an attempt might have moved is put back before the next: it sees the same
+    weights, statistics and random numbers, at another scale.
+
+    Returns:
+        The last attempt, and how many came before it: shape (), int32.
+    """
+    counts = scaling.stats.COUNTS if plan.record_gradients else 0
+    nothing = tf.nest.map_structure(
+        lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(counts)
+    )
+    start = Attempt(nothing, state.loss_scale, state, tf.constant(True))
+    attempts, last = tf.while_loop(
+        lambda attempts, last: last.again & (attempts <= plan.max_retries),
+        lambda attempts, last: (attempts + 1, once(last.state)),
+        (tf.constant(0), start),
+        parallel_iterations=1,
+    )
+    return last, attempts - 1
+
+
+def attempt_once(
+    state: Any, *, batch: Any, weights: tf.Tensor, in_float32: tf.Tensor | None, plan: StepPlan
+) -> Attempt:
+    """Attempts an update at one scale; applies it, or moves nothing.
+
+    Args:
+        state: the loss-scale rule's: its one scale multiplies and divides.
+        batch: the global batch.
+        weights: shape (global_batch,), float32.
+        in_float32: whether to compute in float32: shape (), bool; None never does.
+        plan: the run's constants.
+    """
+    before = read_copies(plan.undo, plan.strategy)
+    outcome = attempt_phases(plan.phases, before, batch, weights, state, in_float32, plan=plan)
+    if plan.undo:
+        tf.cond(
+            outcome.grads_finite,
+            lambda: True,
+            lambda: write_copies(plan.undo, before, plan.strategy),
+        )
+    verdict = scaling.Verdict(outcome.grads_finite, outcome.cause, outcome.max_magnitude)
+    curable = verdict.overflowed
+    if not plan.attribute_causes:
+        verdict = verdict._replace(cause=scaling.Cause.BACKWARD)
+    after = plan.rule.advance(state, verdict)
+    if plan.max_retries:
+        after = advanced_until_moved(after, state, verdict, plan)
+    if in_float32 is not None:
+        # What fits in float32 says nothing of the scale that half precision needs.
+        after = tf.nest.map_structure(lambda new, old: tf.where(in_float32, old, new), after, state)
+    moved = after.loss_scale != state.loss_scale
+    return Attempt(outcome, state.loss_scale, after, curable & moved)
+
+
+def advanced_until_moved(after: Any, state: Any, verdict: scaling.Verdict, plan: StepPlan) -> Any:
+    """Returns the state after as many overflows as it takes to move the scale.
+
+    A rule with hysteresis holds its scale through some. The same batch would overflow again
+    at the same scale, so the rule is told so without trying.
+    """
+    stays = tf.constant(0), after
+    tries, moved = tf.while_loop(
+        lambda tries, after: (
+            verdict.overflowed & (after.loss_scale == state.loss_scale) & (tries < plan.max_retries)
+        ),
+        lambda tries, after: (tries + 1, plan.rule.advance(after, verdict)),
+        stays,
+    )
+    del tries
+    helped = moved.loss_scale != state.loss_scale
+    return tf.nest.map_structure(lambda new, old: tf.where(helped, new, old), moved, after)
+
+
+def attempt_phases(
+    phases: tuple[Phase, ...],
+    before: Copies,
+    batch: Any,
+    weights: tf.Tensor,
+    state: Any,
+    in_float32: tf.Tensor | None,
+    *,
+    plan: StepPlan,
+) -> Outcome:
+    """Attempts one phase and, if it is applied, those after it.
+
+    Args:
+        phases: those that are left.
+        before: of `plan.undo`.
+        batch: the global batch.
+        weights: shape (global_batch,), float32.
+        state: the loss-scale rule's.
+        in_float32: as in `attempt_once`.
+        plan: the run's constants.
+
+    Returns:
+        What came of them together: finite only if all were.
+    """
+    phase, later = phases[0], phases[1:]
+    replica = functools.partial(replica_step, phase=phase, plan=plan)
+    result = plan.strategy.run(replica, args=(batch, weights, state, in_float32))
+    agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
+
+    def applied() -> Outcome:
+        commit(result, agreed.written, before, phase, plan, last=not later)
+        if not later:
+            return agreed.outcome
+        rest = attempt_phases(later, before, batch, weights, state, in_float32, plan=plan)
+        return together(agreed.outcome, rest)
+
+    # The condition stands outside the replicas: what is behind it may be a collective.
+    return tf.cond(
+        agreed.outcome.grads_finite, applied, lambda: explained(agreed, phase, state, plan)
+    )
+
+
+def explained(agreed: ReplicaResult, phase: Phase, state: Any, plan: StepPlan) -> Outcome:
+    """Returns the outcome of a step that was not finite, with cause and place."""
+    weights = [
+        tf.convert_to_tensor(plan.model.trainable_variables[position])
+        for position in phase.positions
+    ]
+    finding = locate(agreed.table, agreed.summed, agreed.unscaled, weights, state, plan.rule)
+    known = finding.bad_variable >= 0
+    position = tf.gather(phase.positions, tf.maximum(finding.bad_variable, 0))
+    finding = finding._replace(bad_variable=tf.where(known, position, -1))
+    return agreed.outcome._replace(**finding._asdict())
+
+
+def together(first: Outcome, rest: Outcome) -> Outcome:
+    """Returns what came of several phases: sums, and what the one that failed found out."""
+    return rest._replace(
+        loss=first.loss + rest.loss,
+        gradient_norm=tf.sqrt(first.gradient_norm**2 + rest.gradient_norm**2),
+        max_magnitude=tf.maximum(first.max_magnitude, rest.max_magnitude),
+        magnitude_counts=first.magnitude_counts + rest.magnitude_counts,
+    )
+
+
+def on_first_replica(structure: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns the first replica's values of what `strategy.run` returned."""
+    return tf.nest.map_structure(
+        lambda value: strategy.experimental_local_results(value)[0], structure
+    )

@@ -1,0 +1,74 @@
+"""The end of a step that is applied: what was held back is written, and the weights move."""
+
+import contextlib
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.keras_private import gradients_already_reduced
+from trainer.step.differentiate import keras_variables
+from trainer.step.plan import Phase, StepPlan
+from trainer.step.replica import ReplicaResult
+from trainer.step.rollback import Copies
+
+
+def commit(
+    result: ReplicaResult,
+    written: dict[str, tf.Tensor],
+    before: Copies,
+    phase: Phase,
+    plan: StepPlan,
+    *,
+    last: bool,
+) -> None:
+    """Applies a phase on every replica. Call it in cross-replica context.
+
+    Args:
+        result: of each replica.
+        written: what the model's forward pass would have written: the same on all replicas.
+        before: of `plan.undo`, at the beginning of the step.
+        phase: whose variables move.
+        plan: the run's constants.
+        last: whether the step ends with this phase, so that metrics count it.
+    """
+    variables = keras_variables(plan.model)
+    # First of all: a weight among them has been differentiated at what it is about to be.
+    for position, value in written.items():
+        variables[int(position)].assign(value)
+
+    def replica_commit(gradients: list[Any], batch: Any, aux: Any) -> None:
+        apply_gradients(gradients, phase, plan)
+        if last:
+            plan.update_metrics(batch, aux)
+            average_own_writes(before, plan)
+
+    with contextlib.ExitStack() as stack:
+        for objective in phase.objectives:
+            stack.enter_context(gradients_already_reduced(objective.optimizer))
+        plan.strategy.run(replica_commit, args=(result.gradients, result.batch, result.aux))
+
+
+def apply_gradients(gradients: list[Any], phase: Phase, plan: StepPlan) -> None:
+    """Lets each objective's optimizer move its variables. Call it in replica context."""
+    left = iter(gradients)
+    for objective in phase.objectives:
+        pairs = [(next(left), plan.model.trainable_variables[at]) for at in objective.positions]
+        reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        objective.optimizer.apply(*zip(*reached, strict=True))
+
+
+def average_own_writes(before: Copies, plan: StepPlan) -> None:
+    """Replaces statistics that a model has written by itself by their mean over replicas.
+
+    Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) need it, and
+    only a `tf.Module` or a layer with variables of TensorFlow's own has any.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return
+    for variable, copies in zip(plan.undo, before, strict=True):
+        differs = getattr(variable, "synchronization", None) is tf.VariableSynchronization.ON_READ
+        if differs and variable.dtype.is_floating:
+            # The mean of how far they have come, so that one nobody has written keeps its bits.
+            moved = variable.read_value() - copies[0]
+            variable.assign(copies[0] + context.all_reduce(tf.distribute.ReduceOp.MEAN, moved))

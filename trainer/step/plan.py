@@ -1,0 +1,163 @@
+"""What is the same in every step of a run: who computes what, and what happens on an overflow."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import scaling
+from trainer.keras_private import computing_in_float32
+from trainer.step import checks
+from trainer.step.clip import Clip
+from trainer.step.differentiate import differentiate, keras_variables
+from trainer.step.objective import Objective, objectives_of
+from trainer.step.rollback import variables_in_reach
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Objectives whose gradients are taken together, at the same weights."""
+
+    objectives: tuple[Objective, ...]
+    differentiate: Any  # a tf.function of (share, whole, state, values), returning a Microbatch
+    differentiate_in_float32: Any  # the same in float32; None for a `tf.Module`
+
+    @property
+    def positions(self) -> list[int]:
+        """Of its variables in `model.trainable_variables`, in the order of the gradients."""
+        return [position for objective in self.objectives for position in objective.positions]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step's constants; `plan_step` makes one."""
+
+    strategy: tf.distribute.Strategy
+    model: Any  # a keras.Model or a tf.Module
+    rule: scaling.LossScaleRule
+    phases: tuple[Phase, ...]  # one after the other; one, but for alternating optimizers
+    example_weights: Callable[[Any], tf.Tensor]  # of a global batch
+    update_metrics: Callable[[Any, Any], None]  # with a replica's (batch, aux)
+    num_microbatches: int
+    clip: Clip
+    record_gradients: bool  # whether every report counts its gradients' magnitudes
+    max_retries: int  # further attempts with the same batch after an overflow
+    attribute_causes: bool  # whether the rule is told only of what a scale can cure
+    halting_causes: tuple[scaling.Cause, ...]  # after one of these no further step is attempted
+    max_skips: int  # nor after this many skips in a row
+    float32_after: int | None  # after this many, a step is computed in float32
+    undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
+
+
+def plan_step(
+    *,
+    strategy: tf.distribute.Strategy,
+    model: Any,
+    optimizer: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
+    compute_loss: Callable[..., Any],
+    rule: scaling.LossScaleRule,
+    example_weights: Callable[[Any], tf.Tensor] | None = None,
+    update_metrics: Callable[[Any, Any], None] | None = None,
+    alternate: bool = False,
+    num_microbatches: int = 1,
+    clip: Clip = Clip(),  # noqa: B008  # frozen
+    ema_momentum: float | None = None,
+    jit_compile: bool = False,
+    record_gradients: bool = False,
+    max_retries: int = 0,
+    attribute_causes: bool = True,
+    halting_causes: Sequence[scaling.Cause] = (scaling.Cause.WEIGHTS,),
+    max_skips: int = 100,
+    float32_after: int | None = None,
+    others: Sequence[Any] = (),
+) -> StepPlan:
+    """Checks what a step shall work with, builds the optimizers, and says how it goes.
+
+    Call it in the strategy's scope, once, when the model is built.
+
+    Args:
+        strategy: where the replicas run.
+        model: a `keras.Model` or a `tf.Module`, with all its variables.
+        optimizer: one; or several by the name of an attribute of the model, whose variables
+            they move.
+        compute_loss: (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
+            With several optimizers, losses by their names.
+        rule: the loss-scale rule.
+        example_weights: global batch -> weights, shape (global_batch,); None is 1 each.
+        update_metrics: (batch, aux) of a replica, on applied steps; None does nothing.
+        alternate: whether several optimizers move one after the other, each seeing what those
+            before it have done, and all are put back if one cannot; else all gradients are
+            taken at the old weights.
+        num_microbatches: into how many parts each replica's share is cut.
+        clip: the bound on the gradients.
+        ema_momentum: of a moving average of the weights, kept by the optimizer; None keeps none.
+        jit_compile: whether XLA compiles each replica's forward and backward pass.
+        record_gradients: whether reports count gradient magnitudes.
+        max_retries: how often a step whose gradients overflowed is attempted again with the
+            same batch, each time at another scale; 0 skips it.
+        attribute_causes: False tells the rule of every skip alike, as other systems do.
+        halting_causes: skips after which a run must not go on.
+        max_skips: how many skips in a row end it, too.
+        float32_after: after how many skips in a row a step is computed in float32.
+        others: objects whose variables the loss may write, beside the model.
+
+    Raises:
+        TypeError, ValueError: for what the step cannot work with.
+    """
+    checks.check_built_model(model, strategy)
+    checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
+    objectives = objectives_of(model, optimizer)
+    for objective in objectives:
+        if ema_momentum is not None:
+            objective.optimizer.use_ema = True
+            objective.optimizer.ema_momentum = ema_momentum
+        objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
+
+    def phase(group: Sequence[Objective]) -> Phase:
+        run = functools.partial(
+            differentiate,
+            model=model,
+            compute_loss=compute_loss,
+            objectives=group,
+            dense=jit_compile or num_microbatches > 1 or float32_after is not None,
+        )
+
+        def run_in_float32(*args: Any) -> Any:
+            with computing_in_float32(model):
+                return run(*args)
+
+        traced = [
+            tf.function(way, jit_compile=jit_compile or None) for way in (run, run_in_float32)
+        ]
+        return Phase(tuple(group), *traced)
+
+    groups = [[objective] for objective in objectives] if alternate else [objectives]
+    slots = [variable for one in objectives for variable in one.optimizer.variables]
+    undo = variables_in_reach([model, *others], held_back=[*keras_variables(model), *slots])
+    if len(groups) > 1:  # then some have moved when a later one cannot
+        undo += [*keras_variables(model), *slots]
+    return StepPlan(
+        strategy=strategy,
+        model=model,
+        rule=rule,
+        phases=tuple(phase(group) for group in groups),
+        example_weights=example_weights or ones,
+        update_metrics=update_metrics or (lambda batch, aux: None),  # noqa: ARG005
+        num_microbatches=num_microbatches,
+        clip=clip,
+        record_gradients=record_gradients,
+        max_retries=max_retries,
+        attribute_causes=attribute_causes,
+        halting_causes=tuple(halting_causes),
+        max_skips=max_skips,
+        float32_after=float32_after,
+        undo=tuple(undo),
+    )
+
+
+def ones(batch: Any) -> tf.Tensor:
+    """Returns a weight of 1 for each example of a batch."""
+    return tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])

@@ -1,0 +1,105 @@
+"""What one step tells of itself."""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+import scaling
+
+
+class Outcome(NamedTuple):
+    """What came of one attempt at an update; the same on every replica."""
+
+    loss: tf.Tensor  # shape=(), float32: weighted mean over the global batch, unscaled
+    regularization_loss: tf.Tensor  # shape=(), float32: the sum of `model.losses`, unscaled
+    gradient_norm: tf.Tensor  # shape=(), float32: global, unscaled, before clipping
+    grads_finite: tf.Tensor  # shape=(), bool: whether the update was applied
+    cause: tf.Tensor  # shape=(), int32: a `scaling.Cause`
+    bad_replica: tf.Tensor  # shape=(), int32: the first that met an inf or NaN; -1: none alone
+    bad_variable: tf.Tensor  # shape=(), int32: the first that one was met in, by its position in
+    # `model.trainable_variables`; -1: none (the loss, or only the norm of all together)
+    inf_count: tf.Tensor  # shape=(), int32: of its gradient summed over replicas; or of losses
+    nan_count: tf.Tensor  # shape=(), int32: the same for NaN
+    max_magnitude: tf.Tensor  # shape=(), float32: of the gradients, unscaled; NaN if not asked for
+    magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32: elements by exponent, as in
+    # `scaling.GradientStats`, over all variables; shape (0,) if not asked for
+
+
+class StepReport(NamedTuple):
+    """One attempted step. The inner loop returns many at once: then each field is (steps,)."""
+
+    step: tf.Tensor  # shape=(), int64: attempted steps so far, this one included
+    loss_scale: tf.Tensor  # shape=(), float32: the scale of this step's last attempt
+    retries: tf.Tensor  # shape=(), int32: further attempts with the same batch
+    skips_in_a_row: tf.Tensor  # shape=(), int64: up to this step; 0 if it was applied
+    in_float32: tf.Tensor  # shape=(), bool: whether it was computed in float32, as a way out
+    examples: tf.Tensor  # shape=(), int64: in the global batch
+    # From here on as in `Outcome`, of the last attempt.
+    loss: tf.Tensor
+    regularization_loss: tf.Tensor
+    gradient_norm: tf.Tensor
+    grads_finite: tf.Tensor
+    cause: tf.Tensor
+    bad_replica: tf.Tensor
+    bad_variable: tf.Tensor
+    inf_count: tf.Tensor
+    nan_count: tf.Tensor
+    max_magnitude: tf.Tensor
+    magnitude_counts: tf.Tensor
+
+
+def outcome_spec(counts: int) -> Outcome:
+    """Returns each field's shape and dtype; `counts` is how many magnitude counts there are."""
+    number, integer = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int32)
+    return Outcome(
+        loss=number,
+        regularization_loss=number,
+        gradient_norm=number,
+        grads_finite=tf.TensorSpec([], tf.bool),
+        cause=integer,
+        bad_replica=integer,
+        bad_variable=integer,
+        inf_count=integer,
+        nan_count=integer,
+        max_magnitude=number,
+        magnitude_counts=tf.TensorSpec([counts], tf.float32),
+    )
+
+
+def report_spec(counts: int) -> StepReport:
+    """Returns each field's shape and dtype; `counts` is how many magnitude counts there are."""
+    whole = tf.TensorSpec([], tf.int64)
+    return StepReport(
+        step=whole,
+        loss_scale=tf.TensorSpec([], tf.float32),
+        retries=tf.TensorSpec([], tf.int32),
+        skips_in_a_row=whole,
+        in_float32=tf.TensorSpec([], tf.bool),
+        examples=whole,
+        **outcome_spec(counts)._asdict(),
+    )
+
+
+def describe_skip(report: StepReport, variable_names: list[str]) -> str:
+    """Returns why a step was skipped, in words.
+
+    Args:
+        report: of one skipped step, in plain numbers.
+        variable_names: of `model.trainable_variables`.
+
+    Example:
+        >>> numbers = dict.fromkeys(StepReport._fields, 0) | {"cause": 3, "inf_count": 12}
+        >>> describe_skip(StepReport(**numbers), ["dense/kernel"])
+        'backward, in dense/kernel on replica 0: 12 inf, 0 NaN'
+    """
+    cause = scaling.Cause(int(report.cause))
+    places = {
+        scaling.Cause.WEIGHTS: "in the weights of {}",
+        scaling.Cause.FORWARD: "in the losses",
+        scaling.Cause.UNSCALING: "in the unscaled gradient of {}",
+    }
+    name = variable_names[int(report.bad_variable)] if report.bad_variable >= 0 else None
+    place = places.get(cause, "in {}").format(name or "all gradients together")
+    replica = f" on replica {int(report.bad_replica)}" if report.bad_replica >= 0 else ""
+    counts = f"{int(report.inf_count)} inf, {int(report.nan_count)} NaN"
+    return f"{cause.name.lower()}, {place}{replica}: {counts}"
