@@ -176,6 +176,12 @@ def test_gradients_that_are_all_zero_raise_the_scale_and_teach_nothing():
     assert oracle.numbers(after)[1:] == oracle.numbers(learned)[1:]
 
 
+@pytest.mark.parametrize("deviations", [0, 100])
+def test_the_bounds_of_the_room_may_be_asked_for(deviations):
+    """0 and 100 standard deviations are the least and the most."""
+    assert LogMaxLossScale(deviations=deviations).deviations == deviations
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -290,6 +290,8 @@ def test_the_table(path):
     record = example_record(path)
 
     assert simulate.table(record, compare(record, ["2^4", "pytorch"])) == TABLE
+    halved = written(path, report(THREE[:1]), precision="float32", shares=2)
+    assert "Magnitudes are of sums over 2 shares" in simulate.table(halved, compare(halved, []))
     wide = written(path, report(THREE[:1]), precision="float32", shares=8)
     assert simulate.table(wide, compare(wide, [])) == (
         "1 steps in float32; best fixed scale: 2^19\n"

@@ -439,6 +439,37 @@ def test_calls_out_of_order_are_refused(mistake, message, traced):
     assert float(scaler.loss_scale) == 2.0**15
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("scale", lambda scaler, _: scaler.scale(1.0)),
+        ("unscale", lambda scaler, token: scaler.unscale(1.0, token)),
+        ("update", lambda scaler, _: scaler.update(True)),
+        ("reset", lambda scaler, _: scaler.reset()),
+    ],
+)
+def test_no_call_may_stand_in_a_branch(name, call):
+    """The error names the call."""
+    scaler = LossScaler(DynamicLossScale())
+
+    @tf.function
+    def branching(finite):
+        _, token = scaler.scale(tf.constant(1.0))
+        tf.cond(finite, lambda: call(scaler, token) and None, lambda: None)
+
+    with pytest.raises(RuntimeError, match=f"`{name}` must be called outside a branch"):
+        branching(tf.constant(True))
+
+
+def test_a_reset_without_need_does_nothing():
+    """Neither before the first step nor twice."""
+    scaler = LossScaler(DynamicLossScale())
+    scaler.reset()
+    scaler.reset()
+
+    assert take_step(scaler, True)
+
+
 def test_an_attempt_given_up_is_forgotten_on_request():
     """After an exception between `scale` and `unscale`, `reset` clears the way for the next step."""
     scaler = LossScaler(DynamicLossScale())
@@ -503,9 +534,17 @@ def test_microbatches_in_a_loop():
 def test_a_scaler_from_outside_the_scope_is_refused(mirrored):
     """L4: replicas that share one variable would move it twice."""
     scaler = LossScaler(DynamicLossScale(8.0))
-    with pytest.raises(RuntimeError, match="`LossScaler` must be made inside the strategy's scope"):
+    with pytest.raises(RuntimeError) as error:
         tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, False)))()
 
+    assert (
+        str(error.value)
+        .strip()
+        .endswith(
+            "`LossScaler` must be made inside the strategy's scope; got one made outside. Its replicas "
+            "would share one scale, and each move it. Make it within `with strategy.scope():`."
+        )
+    )
     assert float(scaler.loss_scale) == 8.0
 
 
@@ -517,8 +556,14 @@ def test_replicas_cannot_agree_inside_a_loop_of_theirs(mirrored):
     def loop():
         tf.while_loop(lambda i: i < 1, lambda i: (take_step(scaler, True), i + 1)[1:], [0])
 
-    with pytest.raises(RuntimeError, match=r"`update` must be called straight in the function"):
+    with pytest.raises(RuntimeError) as error:
         tf.function(lambda: mirrored(2).run(loop))()
+
+    assert str(error.value).endswith(
+        "`update` must be called straight in the function that `strategy.run` runs, if there are "
+        "several replicas; got called in a loop or an inner tf.function of it. There replicas "
+        "cannot agree. Loop around `strategy.run` instead.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,12 @@ def test_the_recommended_scale_is_the_largest_that_leaves_room(gradient):
 def test_the_recommendation_says_what_it_would_lose_and_where():
     """Names, shares and the reason, in words."""
     gradients = [
-        tf.constant([1.0] + [2.0**-40] * 3),
         tf.constant([2.0**-20] * 999 + [2.0**-40]),
+        tf.constant([1.0] + [2.0**-40] * 3),
         tf.constant([1.0]),
     ]
     stats = scaling.gradient_stats(gradients, at(1.0))
-    advice = scaling.recommend(stats, ["conv1", "conv2", "dense"])
+    advice = scaling.recommend(stats, ["conv2", "conv1", "dense"])
 
     assert advice.loss_scale == 2.0**11
     assert advice.lost == {"conv1": 0.75, "conv2": pytest.approx(1e-3)}

@@ -2,7 +2,6 @@
 
 import everything
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import copies
@@ -83,11 +82,16 @@ class OwnLoop:
                 optimizer=self.optimizer,
                 compute_loss=self.compute_loss,
                 rule=RULE,
-                update_metrics=lambda batch, aux: self.metric.update_state(aux) and None,
+                update_metrics=self.update_metrics,
                 others=[self.generator, self.seen],
             )
             self.state = TrainState(RULE)
         self.attempt = tf.function(lambda batch: attempt_step(batch, self.plan, self.state))
+
+    def update_metrics(self, batch, aux):
+        """As above."""
+        del batch
+        self.metric.update_state(aux)
 
     def compute_loss(self, batch, training):
         """As above."""
