@@ -82,6 +82,9 @@ def main(_):
     """Trains, and evaluates on scans the network has not seen."""
     train_data, test_data = load_digits()
     digits = make_trainer(Digits)
+    if FLAGS.mode == "replay":
+        print(digits.replay(FLAGS.overflow))
+        return
     if FLAGS.mode != "eval":
         every = FLAGS.validation_interval
         evaluation = {"eval_data": test_data, "eval_interval": every} if every else {}

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 EXAMPLES = 6  # divisible by 1, 2 and 3 replicas
-CAUSES = ["forward", "backward", "reduction", "unscaling"]
+PLACES = ["input", "loss", "backward", "reduction", "unscaling"]
 OPTIMIZERS = ["momentum", "adamw"]
 
 
@@ -65,7 +65,7 @@ def losses(model, batch):
     return outputs + (bias - tf.stop_gradient(bias)) * batch["gradient"] + batch["loss"]
 
 
-def batch(cause=None, replica=0, replicas=1, seed=0, scale=2.0**15):
+def batch(place=None, replica=0, replicas=1, seed=0, scale=2.0**15):
     """A batch in which one replica's share, or for a sum that overflows all, goes wrong.
 
     At a scale of around 2^15 an example's gradient of 1e38 overflows where it is computed, and one of
@@ -74,13 +74,16 @@ def batch(cause=None, replica=0, replicas=1, seed=0, scale=2.0**15):
     """
     rng = np.random.default_rng(seed)
     poison = {name: np.zeros(EXAMPLES, np.float32) for name in ("loss", "gradient")}
-    place = replica * EXAMPLES // replicas
-    if cause == "forward":
-        poison["loss"][place] = np.nan
-    elif cause == "backward":
-        poison["gradient"][place] = 1e38
-    elif cause == "unscaling":
-        poison["gradient"][place] = 1e25
-    elif cause == "reduction":
+    row = replica * EXAMPLES // replicas
+    if place == "loss":
+        poison["loss"][row] = np.nan
+    elif place == "backward":
+        poison["gradient"][row] = 1e38
+    elif place == "unscaling":
+        poison["gradient"][row] = 1e25
+    elif place == "reduction":
         poison["gradient"][:] = 1.5 * 3.4e38 / scale
-    return {"x": rng.normal(size=[EXAMPLES, 3]).astype(np.float32), **poison}
+    x = rng.normal(size=[EXAMPLES, 3]).astype(np.float32)
+    if place == "input":
+        x[row] = np.inf  # and so every statistic that a layer takes of it
+    return {"x": x, **poison}

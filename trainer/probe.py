@@ -21,14 +21,6 @@ class Probes:
         self.forward: list[tuple[str, tf.Tensor]] = []  # a place, and whether it was finite
         self.backward: list[tuple[str, tf.Tensor]] = []
 
-    def names(self) -> list[str]:
-        """Returns every place, forward and then backward."""
-        return [name for name, _ in [*self.forward, *self.backward]]
-
-    def flags(self) -> tf.Tensor:
-        """Returns whether each place was finite: shape (places,), bool."""
-        return tf.stack([finite for _, finite in [*self.forward, *self.backward]])
-
     def watch(self, tree: Any, place: str, *, forward: bool) -> Any:
         """Returns tensors unchanged, having noted whether they and their gradients are finite.
 

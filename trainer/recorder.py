@@ -72,12 +72,14 @@ class FlightRecorder:
         self._setting = setting
         self.latest: pathlib.Path | None = None
 
-    def keep(self, report: StepReport, batch: Any) -> None:
+    def keep(self, report: StepReport, batch: Any, spec: Any) -> None:
         """Records a skipped step, whose weights are still the model's.
 
         Args:
             report: of that step, in NumPy numbers.
             batch: the global batch.
+            spec: what was known of it when the step was traced: TensorFlow computes a little
+                otherwise where it knows more.
         """
         record = Record.of(report, self._setting)
         state = read_state(self._variables, self._strategy)
@@ -92,54 +94,57 @@ class FlightRecorder:
                 self._max_bytes,
             )
             return
-        self._make_room(size)
-        self.latest = self._folder / f"step-{record.step:08d}"
+        path = self._folder / f"step-{record.step:08d}"
         # Written beside and then renamed: whoever reads it finds all of it or none.
-        unfinished = self._folder / f"{self.latest.name}.tmp"
-        for path in (unfinished, self.latest):
-            shutil.rmtree(path, ignore_errors=True)
+        unfinished = self._folder / f"{path.name}.tmp"
+        for leftover in (unfinished, path):
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        tf.data.Dataset.from_tensors(batch).save(str(unfinished / "batch"))
+        dataset = tf.data.Dataset.from_generator(lambda: [batch], output_signature=spec)
+        dataset.save(str(unfinished / "batch"))
         np.savez(unfinished / "state.npz", **state)
         text = json.dumps(dataclasses.asdict(record), indent=1)
         (unfinished / "record.json").write_text(text + "\n")
-        unfinished.rename(self.latest)
+        unfinished.rename(path)
+        self.latest = path
+        self._make_room()
 
-    def _make_room(self, size: int) -> None:
-        """Removes the oldest records until one more of this size may come."""
+    def _make_room(self) -> None:
+        """Removes the oldest records until the others are few and small enough."""
         kept = sorted(self._folder.glob("step-*[0-9]"))
-        while kept and (len(kept) >= self._max_records or size + bytes_in(kept) > self._max_bytes):
+        while len(kept) > self._max_records or (len(kept) > 1 and bytes_in(kept) > self._max_bytes):
             shutil.rmtree(kept.pop(0))
 
 
-def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Any) -> int:
+def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Any, spec: Any) -> int:
     """Records the last step of an inner loop if it was the first skip of a row.
 
     Args:
         recorder: where to.
         report: of the steps that the loop has taken: it ends early at such a step.
         batch: the last step's.
+        spec: of the data set's batches.
 
     Returns:
         How many steps it has taken.
     """
     taken = int(report.step.shape[0])
     if taken and int(report.skips_in_a_row[-1]) == 1:
-        recorder.keep(StepReport(*(field[-1].numpy() for field in report)), batch)
+        recorder.keep(StepReport(*(field[-1].numpy() for field in report)), batch, spec)
     return taken
 
 
-def read_record(path: pathlib.Path) -> tuple[Record, Any, dict[str, np.ndarray]]:
-    """Returns what a folder keeps: the record, the batch, and the state.
+def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, np.ndarray]]:
+    """Returns what a folder keeps: the record, a data set of the one batch, and the state.
 
     Raises:
         ValueError: if it is no whole record.
     """
     try:
         record = Record(**json.loads((path / "record.json").read_text()))
-        [batch] = tf.data.Dataset.load(str(path / "batch"))
+        dataset = tf.data.Dataset.load(str(path / "batch"))
         with np.load(path / "state.npz", allow_pickle=False) as state:
-            return record, batch, dict(state)
+            return record, dataset, dict(state)
     except (OSError, TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise ValueError(
             f"`overflow` must be a folder that the flight recorder wrote; got {path}, which cannot "

@@ -22,11 +22,11 @@ from trainer.liveness import TrainingStuckError, check_alive
 from trainer.log import RunLog
 from trainer.loop import crossed, next_stop, run_steps
 from trainer.policy import Policy
-from trainer.recorder import FlightRecorder, keep_overflow
+from trainer.recorder import FlightRecorder, keep_overflow, read_record
 from trainer.report import Totals, TrainSummary
+from trainer.rerun import Replay, check_setting, recorded_variables, run_again
 from trainer.step import Clip, StepPlan, StepReport, TrainState, attempt_step, plan_step
 from trainer.step.checks import check_model, check_policies
-from trainer.step.differentiate import keras_variables
 from trainer.task import Task
 
 
@@ -172,6 +172,7 @@ class Trainer(Task):
         self.precision = scaling.Precision(precision)
         self.rule = settings.resolve_rule(loss_scale, self.precision)
         self.strategy = settings.resolve_strategy(strategy)
+        self._strategy_name = strategy if isinstance(strategy, str) else None
         self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
         self.num_microbatches = num_microbatches
         self.ema_momentum = ema_momentum
@@ -322,7 +323,7 @@ class Trainer(Task):
             report, batch = self._run_steps(iterator, tf.constant(step - before))
             log.add(report, compiling=before == start)
             if self._recorder:
-                step = before + keep_overflow(self._recorder, report, batch)
+                step = before + keep_overflow(self._recorder, report, batch, iterator.element_spec)
             last = step == target
             evaluate_now = last or crossed(eval_interval, before, step)
             save_now = last or crossed(self.checkpoint_interval, before, step)
@@ -420,6 +421,25 @@ class Trainer(Task):
         """
         with as_asked(self._plan, averaged):
             self.model.save(path)
+
+    def replay(self, overflow: str | pathlib.Path) -> Replay:
+        """Runs a step again that the flight recorder has kept (L18).
+
+        The model takes the recorded values and keeps them: use a trainer of its own for it.
+
+        Args:
+            overflow: a folder `model_dir/overflows/step-*`.
+
+        Returns:
+            The recorded verdict, the verdict now, and the first layer that was not finite.
+
+        Raises:
+            ValueError: if it is no record, or one of another model or another way to compute.
+        """
+        record, dataset, state = read_record(pathlib.Path(overflow))
+        check_setting(record.setting, self._setting())
+        self._start(next(iter(dataset)))
+        return run_again(record, dataset, state, self._plan)
 
     def _evaluation_data(
         self, eval_data: Any, eval_interval: int | None, global_batch: int
@@ -530,7 +550,7 @@ class Trainer(Task):
             self.model_dir / "overflows",
             self.max_overflow_records,
             self.max_overflow_bytes,
-            [*keras_variables(self.model), *self._plan.undo],
+            recorded_variables(self._plan),
             self.strategy,
             self._setting(),
         )
@@ -542,6 +562,7 @@ class Trainer(Task):
             "jit_compile": self.jit_compile,
             "num_microbatches": self.num_microbatches,
             "num_replicas": self.strategy.num_replicas_in_sync,
+            "strategy": self._strategy_name,
         }
 
     @property

@@ -43,6 +43,7 @@ class StepPlan:
     update_metrics: Callable[[Any, Any], None]  # with a replica's (batch, aux)
     num_microbatches: int
     clip: Clip
+    jit_compile: bool  # whether XLA compiles each replica's forward and backward pass
     record_gradients: bool  # whether every report counts its gradients' magnitudes
     max_retries: int  # further attempts with the same batch after an overflow
     attribute_causes: bool  # whether the rule is told only of what a scale can cure
@@ -148,6 +149,7 @@ def plan_step(
         update_metrics=update_metrics or (lambda batch, aux: None),  # noqa: ARG005
         num_microbatches=num_microbatches,
         clip=clip,
+        jit_compile=jit_compile,
         record_gradients=record_gradients,
         max_retries=max_retries,
         attribute_causes=attribute_causes,
