@@ -12,7 +12,7 @@ import tensorflow as tf
 from trainer.keras_private import computing_in_float32
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
-from trainer.step.differentiate import losses_and_aux, weighted_sum
+from trainer.step.differentiate import keras_variables, losses_and_aux, weighted_sum
 from trainer.step.objective import Objective
 from trainer.step.replica import my_share
 from trainer.task import Task
@@ -27,6 +27,7 @@ class Evaluator:
         task: the model, the loss and the metrics.
         strategy: where the replicas run.
         objectives: what is trained; their losses are added up.
+        eval_step: evaluates one global batch; see `Trainer.eval_step`.
         jit_compile: whether training is compiled, and so whatever computes as in training.
     """
 
@@ -35,11 +36,14 @@ class Evaluator:
         task: Task,
         strategy: tf.distribute.Strategy,
         objectives: Sequence[Objective],
+        eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
         *,
         jit_compile: bool,
     ) -> None:
         """Traces nothing yet."""
         self._task = task
+        self._strategy = strategy
+        self._objectives = objectives
         self._is_keras = isinstance(task.model, keras.Model)
 
         def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
@@ -48,23 +52,18 @@ class Evaluator:
                 tf.function(method, jit_compile=True) if jit_compile and as_in_training else method
             )
 
+        self._compute_loss = {way: forward(task.compute_loss, way) for way in PRECISIONS}
+        self._precision = PRECISIONS[0]  # of the evaluation that is running
         self._evaluate = {
-            precision: tf.function(
-                functools.partial(
-                    evaluate_all,
-                    strategy=strategy,
-                    task=task,
-                    objectives=objectives,
-                    compute_loss=forward(task.compute_loss, precision),
-                )
-            )
-            for precision in PRECISIONS
+            way: tf.function(functools.partial(evaluate_all, eval_step=eval_step))
+            for way in PRECISIONS
         }
         self._predict = {
             precision: tf.function(
                 functools.partial(
                     predict_batch,
                     strategy=strategy,
+                    model=task.model,
                     method=forward(task.predict_batch, precision),
                 )
             )
@@ -76,9 +75,19 @@ class Evaluator:
         for metric in self._task.metrics.values():
             metric.reset_state()
         with self._computing_in(precision):
+            self._precision = precision
             total, weight = self._evaluate[precision](iter(dataset))
         metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
+
+    def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a global batch's weighted sum of losses, and of weights; see `eval_step`."""
+        weights = check_weights(self._task.example_weights(batch), batch)
+        compute_loss = self._compute_loss[self._precision]
+        arguments = (batch, weights, self._task, self._objectives, compute_loss)
+        sums = self._strategy.run(replica_evaluate, args=arguments)
+        total = self._strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
+        return total, tf.reduce_sum(weights)
 
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
         """Returns the model's outputs over a data set, as NumPy arrays."""
@@ -99,11 +108,7 @@ class Evaluator:
 
 
 def evaluate_all(
-    iterator: Any,
-    strategy: tf.distribute.Strategy,
-    task: Task,
-    objectives: Sequence[Objective],
-    compute_loss: Callable[..., Any],
+    iterator: Any, eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]]
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Evaluates every batch that is left in an iterator. Trace it in a `tf.function`.
 
@@ -112,12 +117,8 @@ def evaluate_all(
     """
 
     def body(following: Any, total: tf.Tensor, weight: tf.Tensor) -> tuple:
-        batch = following.get_value()
-        weights = check_weights(task.example_weights(batch), batch)
-        sums = strategy.run(replica_evaluate, args=(batch, weights, task, objectives, compute_loss))
-        total += strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
-        weight += tf.reduce_sum(weights)
-        return iterator.get_next_as_optional(), total, weight
+        losses, weights = eval_step(following.get_value())
+        return iterator.get_next_as_optional(), total + losses, weight + weights
 
     # Written out, not left to AutoGraph: where that gives up, a `for` would never end.
     _, total, weight = tf.while_loop(
@@ -149,24 +150,35 @@ def replica_evaluate(
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    result = compute_loss(share.batch, training=False)
+    with nothing_written(task.model):
+        result = compute_loss(share.batch, training=False)
     losses, aux = losses_and_aux(result, share.batch, objectives)
     task.update_metrics(real_rows(share.batch, share), real_rows(aux, share))
     return weighted_sum(tf.add_n(list(losses.values())), share)
 
 
 def predict_batch(
-    batch: Any, strategy: tf.distribute.Strategy, method: Callable[[Any], Any]
+    batch: Any, strategy: tf.distribute.Strategy, model: Any, method: Callable[[Any], Any]
 ) -> Any:
     """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`."""
-    shares = strategy.run(replica_predict, args=(batch, method))
+    shares = strategy.run(replica_predict, args=(batch, model, method))
     return tf.nest.map_structure(
         lambda share: tf.concat(strategy.experimental_local_results(share), 0), shares
     )
 
 
-def replica_predict(batch: Any, method: Callable[[Any], Any]) -> Any:
+def replica_predict(batch: Any, model: Any, method: Callable[[Any], Any]) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     share = my_share(batch, tf.ones([rows]))
-    return real_rows(method(share.batch), share)
+    with nothing_written(model):
+        outputs = method(share.batch)
+    return real_rows(outputs, share)
+
+
+def nothing_written(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which a Keras model writes nothing.
+
+    Else a random number that is drawn in an evaluation would be missing in the training.
+    """
+    return keras.StatelessScope([(v, v.value) for v in keras_variables(model)])

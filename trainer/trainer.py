@@ -236,6 +236,17 @@ class Trainer(Task):
         """
         return attempt_step(batch, self._plan, self._state)
 
+    def eval_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Evaluates one global batch. Called in cross-replica context, in a graph.
+
+        Args:
+            batch: the global batch; each replica takes its share.
+
+        Returns:
+            The weighted sum of its losses, and the sum of its weights: shape (), float32.
+        """
+        return self._evaluator.evaluate_batch(batch)
+
     def train(
         self,
         train_data: Any,
@@ -507,7 +518,9 @@ class Trainer(Task):
             )
         )
         objectives = [one for phase in self._plan.phases for one in phase.objectives]
-        self._evaluator = Evaluator(self, strategy, objectives, jit_compile=self.jit_compile)
+        self._evaluator = Evaluator(
+            self, strategy, objectives, self.eval_step, jit_compile=self.jit_compile
+        )
         self._recorder = self._make_recorder() if self.max_overflow_records else None
         self._started = True
 

@@ -100,6 +100,46 @@ def test_division_changes_nothing(mirrored, whole, replicas, num_microbatches):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance, err_msg=f"batch {size}")
 
 
+BOUNDS = [{"global_clipnorm": 0.5}, {"clipnorm": 0.2}, {"clipvalue": 0.05}]
+
+
+@pytest.fixture(scope="module")
+def wholes():
+    """One device, the whole batch at once, for each bound, with a moving average of the weights."""
+    return [trained_with_average(**bound) for bound in BOUNDS]
+
+
+def trained_with_average(**arguments):
+    """The weights and their average after a step on each batch."""
+    trainer = Everything(seed=3, ema_momentum=0.7, **arguments)
+    norms = [report.gradient_norm for report in attempt(trainer, batches(SIZES))]
+    averages = [v for v in trainer.optimizer.variables if "average" in v.path]
+    variables = [*trainer.model.trainable_variables, *averages]
+    return norms, [variable.numpy() for variable in variables]
+
+
+@pytest.mark.parametrize("bound", range(len(BOUNDS)), ids=[next(iter(bound)) for bound in BOUNDS])
+@pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 3), (3, 1), (3, 2)])
+def test_division_changes_nothing_of_clipping_and_averages(
+    mirrored, wholes, replicas, num_microbatches, bound
+):
+    """L8, L9: the same with masked examples (weight 0), each way of clipping and a moving average: the
+    weights and their averages agree to 1e-6 of the largest, and so does the norm before clipping,
+    which is beyond the bound.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    divided = trained_with_average(
+        strategy=strategy, num_microbatches=num_microbatches, **BOUNDS[bound]
+    )
+    (norms, weights), (ours, mine) = wholes[bound], divided
+
+    assert ours == pytest.approx(norms, rel=1e-5)
+    assert max(norms) > 0.5
+    assert len(mine) == 2 * 5
+    theirs, own = (np.concatenate([w.ravel() for w in ws]) for ws in (weights, mine))
+    np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+
+
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_the_whole_batch_agrees_with_keras(whole, jit_compile):
     """L8: on one device, the reports are those of Keras's own arithmetic, written out."""

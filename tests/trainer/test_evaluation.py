@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import linear_model
+from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
 
 from trainer import Trainer
 
@@ -158,3 +158,36 @@ def test_a_module_predicts_as_it_trains():
     )
 
     np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_evaluation_draws_no_numbers_from_the_training(mirrored, replicas):
+    """A loss that draws from the model's generator draws the same in training, with evaluations and
+    predictions in between or without: they write nothing.
+    """
+
+    class Noisy(Linear):
+        def build_model(self):
+            model = linear_model()
+            model.noise = keras.random.SeedGenerator(5)
+            return model
+
+        def compute_loss(self, batch, training):
+            noise = keras.random.normal([], seed=self.model.noise)
+            return super().compute_loss(batch, training) * noise
+
+        def predict_batch(self, batch):
+            return super().predict_batch(batch) * keras.random.normal([], seed=self.model.noise)
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    data = slopes(*[1.0] * replicas)
+    undisturbed = Noisy(strategy=strategy, verbose=False)
+    undisturbed.train(data, steps=4, global_batch=replicas)
+    disturbed = Noisy(strategy=strategy, verbose=False)
+    for steps in (2, 4):
+        disturbed.train(data, steps=steps, global_batch=replicas)
+        disturbed.evaluate(data, global_batch=replicas)
+        disturbed.predict(data["x"], global_batch=replicas)
+
+    assert undisturbed.weight == disturbed.weight != 1.0
+    assert_same_bits(all_copies(undisturbed), all_copies(disturbed))

@@ -284,6 +284,39 @@ def test_clipping_comes_last(mirrored, replicas, owner):
     assert trainer.weight == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        ({"global_clipnorm": 5.0}, [3.0 * 5 / 13, -4.0 * 5 / 13, 12.0 * 5 / 13]),
+        ({"clipnorm": 4.0}, [3.0, -4.0, 4.0]),
+        ({"clipvalue": 3.5}, [3.0, -3.5, 3.5]),
+    ],
+    ids=["global_clipnorm", "clipnorm", "clipvalue"],
+)
+@pytest.mark.parametrize("owner", ["trainer", "optimizer"])
+def test_every_way_of_clipping_sees_the_sum(mirrored, replicas, bound, expected, owner):
+    """L9: three weights with gradients of 3, -4 and 12: together of norm 13, each its own, element by
+    element, summed over replicas first, whether the trainer clips or the optimizer.
+    """
+
+    class Clipping(Three):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(1.0, **(bound if owner == "optimizer" else {}))
+
+    trainer = Clipping(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        loss_scale=2.0**10,
+        **(bound if owner == "trainer" else {}),
+    )
+    [report] = attempt(trainer, [{"slopes": np.float32([[3.0, -4.0, 12.0]] * replicas)}])
+    moved = [1.0 - weight.numpy() for weight in trainer.model.weights]
+
+    # Each gradient goes through float16 once, a third of it too.
+    assert report.gradient_norm == pytest.approx(13.0, rel=2.0**-11)
+    np.testing.assert_allclose(moved, expected, rtol=2.0**-10)
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.one_of(st.none(), generators.gradients()), min_size=1, max_size=4),

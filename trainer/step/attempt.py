@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import scaling
-from trainer.step.checks import check_weights
+from trainer.step.checks import check_same_rule, check_weights
 from trainer.step.commit import commit
 from trainer.step.locate import locate
 from trainer.step.plan import Phase, StepPlan
@@ -41,8 +41,10 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
         run: the run's loss scale and counts, which move.
 
     Returns:
-        The step's report, each field of shape ().
+        The step's report, each field of shape (). A loop of one's own stops when `run.halted` is
+        true.
     """
+    check_same_rule(plan, run)
     weights = check_weights(plan.example_weights(batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
     once = functools.partial(

@@ -219,3 +219,13 @@ def check_weights(weights: Any, batch: Any) -> tf.Tensor:
             "dimension."
         )
     return tf.cast(weights, tf.float32)
+
+
+def check_same_rule(plan: Any, run: Any) -> None:
+    """Raises ValueError if a run's state is that of another rule than the step's."""
+    ours, theirs = plan.rule, run.loss_scaler.rule
+    if ours is not theirs and ours != theirs:
+        raise ValueError(
+            f"`run` must be made with the rule of the plan; got {theirs!r} for a plan with "
+            f"{ours!r}. The one rule would move the other's state. Make it TrainState(plan.rule)."
+        )

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-# The name of the objective of a run that has no other.
-ONLY = "loss"
+# The name of the objective of a run that has no other: no attribute of a model is called so.
+ONLY = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +35,37 @@ def objectives_of(
     variables = list(model.trainable_variables)
     if not isinstance(optimizers, Mapping):
         return [Objective(ONLY, optimizers, tuple(range(len(variables))))]
-    place = {id(variable): position for position, variable in enumerate(variables)}
-    objectives = []
-    for name, optimizer in optimizers.items():
-        if not hasattr(model, name):
-            raise ValueError(
-                f"`model` must have an attribute for each optimizer's name; got {name!r}, which "
-                f"{type(model).__name__} has not. Its variables are the ones that this optimizer "
-                "moves. Name the optimizers in build_optimizer() like the parts of the model."
-            )
-        part = getattr(model, name).trainable_variables
-        objectives.append(Objective(name, optimizer, tuple(place[id(held)] for held in part)))
+    objectives = [
+        Objective(name, optimizer, positions_of_part(name, model))
+        for name, optimizer in optimizers.items()
+    ]
     check_partition(objectives, variables)
     return objectives
+
+
+def positions_of_part(name: str, model: Any) -> tuple[int, ...]:
+    """Returns where the variables of a part of a model stand in `model.trainable_variables`.
+
+    Raises:
+        ValueError: if there is no such part, or it has no trainable variables.
+    """
+    part = getattr(model, name, None)
+    if not hasattr(part, "trainable_variables"):
+        raise ValueError(
+            f"`model` must have a part for each optimizer's name; got {name!r}, which is no model, "
+            f"layer or module in {type(model).__name__}. Its variables are the ones that this "
+            "optimizer moves. Name the optimizers in build_optimizer() like the parts."
+        )
+    held = {id(variable) for variable in getattr(part, "trainable_variables", ())}
+    variables = enumerate(model.trainable_variables)
+    positions = tuple(position for position, variable in variables if id(variable) in held)
+    if not positions:
+        raise ValueError(
+            "`model` must have trainable variables in each optimizer's part; got none in "
+            f"{name!r}. There is nothing to update. Set its trainable to True, or leave its "
+            "optimizer out."
+        )
+    return positions
 
 
 def check_partition(objectives: Sequence[Objective], variables: Sequence[Any]) -> None:

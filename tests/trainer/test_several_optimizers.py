@@ -1,0 +1,543 @@
+"""Several optimizers: each moves its own part of the model, in one step with one verdict."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import attempt, copies
+
+import scaling
+from scaling import Cause
+from trainer import Trainer
+from trainer.step.rollback import read_copies, write_copies
+
+# The order in which they move if they alternate.
+NAMES = ["discriminator", "generator"]
+# BatchNorm of two examples that are almost alike has steep gradients: at 2^15 they may overflow.
+RULE = scaling.DynamicLossScale(2.0**8)
+
+
+class Pair(keras.Model):
+    """A generator of points in the plane and a discriminator of them."""
+
+    def __init__(self):
+        """Smooth, so that a reference in float32 is close; a penalty on the generator alone."""
+        super().__init__()
+        dense = keras.layers.Dense
+        self.generator = keras.Sequential(
+            [
+                keras.Input([2]),
+                dense(5, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
+                dense(2),
+            ]
+        )
+        self.discriminator = keras.Sequential(
+            [keras.Input([2]), dense(6, activation="tanh"), dense(1)]
+        )
+
+
+def game(model, batch, fake, training):
+    """The logistic losses of a generator and a discriminator, one each per example."""
+    of_real, of_fake = (
+        tf.cast(model.discriminator(points, training=training)[:, 0], tf.float32)
+        for points in (batch["real"], fake)
+    )
+    return {
+        "discriminator": tf.nn.softplus(-of_real) + tf.nn.softplus(of_fake),
+        "generator": tf.nn.softplus(-of_fake),
+    }
+
+
+class Duel(Trainer):
+    """`Pair`, with momentum for the one and Adam for the other."""
+
+    def build_model(self):
+        """Both parts."""
+        return Pair()
+
+    def build_optimizer(self):
+        """One for each part."""
+        return build_optimizers()
+
+    def compute_loss(self, batch, training):
+        """The noise is part of the batch."""
+        fake = self.model.generator(batch["noise"], training=training)
+        return game(self.model, batch, fake, training)
+
+    def example_weights(self, batch):
+        """As the batch says."""
+        return batch["weight"]
+
+
+def build_optimizers():
+    """Adam for the discriminator, momentum for the generator."""
+    return {
+        "discriminator": keras.optimizers.Adam(0.01),
+        "generator": keras.optimizers.SGD(0.1, momentum=0.9),
+    }
+
+
+def batches():
+    """Random points, noise and weights; the last batch cannot be divided by 3."""
+    random = np.random.default_rng(2)
+    return [
+        {
+            "real": random.standard_normal([size, 2]).astype(np.float32) + np.float32([2, 0]),
+            "noise": random.standard_normal([size, 2]).astype(np.float32),
+            "weight": random.choice([0.5, 1.0, 3.0], size).astype(np.float32),
+        }
+        for size in (12, 12, 12, 7)
+    ]
+
+
+def reference(alternate):
+    """What plain TensorFlow makes of it in float32: the weights after each batch.
+
+    No replicas, no microbatches, no scale: tapes, Keras's optimizers, and the order written out.
+    """
+    keras.utils.set_random_seed(3)
+    model, optimizers = Pair(), build_optimizers()
+    weights = []
+    for batch in batches():
+        for group in [[name] for name in NAMES] if alternate else [NAMES]:
+            gradients = {}
+            for name in group:
+                variables = getattr(model, name).trainable_variables
+                with tf.GradientTape() as tape:
+                    losses = game(model, batch, model.generator(batch["noise"]), training=True)
+                    weighted = tf.reduce_sum(losses[name] * batch["weight"])
+                    loss = weighted / tf.reduce_sum(batch["weight"]) + tf.add_n(model.losses)
+                gradients[name] = tape.gradient(loss, variables)
+            for name in group:
+                optimizers[name].apply(gradients[name], getattr(model, name).trainable_variables)
+        weights.append(model.get_weights())
+    return weights
+
+
+@pytest.fixture(scope="module")
+def references():
+    """The reference, simultaneous and alternating."""
+    return {alternate: reference(alternate) for alternate in (False, True)}
+
+
+def largest_difference(these, those):
+    """Between two lists of arrays, over all of them."""
+    return max(np.abs(this - that).max() for this, that in zip(these, those, strict=True))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_several_optimizers_agree_with_tensorflow(
+    mirrored, references, alternate, replicas, num_microbatches
+):
+    """L8: whether all gradients are taken at the old weights, or the second optimizer's at the
+    weights that the first has left, the weights after each step are those of a plain float32 loop
+    to 1e-6, on R replicas x M microbatches; and each order is far from the other's reference.
+    """
+    trainer = Duel(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        num_microbatches=num_microbatches,
+        alternate_optimizers=alternate,
+        seed=3,
+        verbose=False,
+    )
+    reports = attempt(trainer, batches())
+    for step, report in enumerate(reports):
+        weights = trainer.model.get_weights()
+        expected, other = references[alternate][step], references[not alternate][step]
+
+        assert report.grads_finite
+        assert largest_difference(weights, expected) <= 1e-6, f"step {step}"
+        assert largest_difference(weights, other) > 1e-4, f"step {step}"
+
+
+class Everywhere(keras.Model):
+    """The same two, with statistics, Dropout and noise of the model's own."""
+
+    def __init__(self):
+        """Every kind of variable that a step moves."""
+        super().__init__()
+        layers = keras.layers
+        self.noise = keras.random.SeedGenerator(4)
+        self.generator = keras.Sequential(
+            [
+                keras.Input([2]),
+                layers.Dense(5, use_bias=False),  # BatchNorm would take it away again
+                layers.BatchNormalization(),
+                layers.Dense(2),
+            ]
+        )
+        self.discriminator = keras.Sequential(
+            [
+                keras.Input([2]),
+                layers.Dense(6, activation="tanh"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.25, seed=5),
+                layers.Dense(1),
+            ]
+        )
+
+
+class Poisoned(Duel):
+    """Float16, in which a batch says whose gradient overflows, and for which example."""
+
+    def build_model(self):
+        """See there."""
+        return Everywhere()
+
+    def build_metrics(self):
+        """A mean."""
+        return {"mean": keras.metrics.Mean()}
+
+    def update_metrics(self, batch, aux):
+        """On applied steps only."""
+        self.metrics["mean"].update_state(aux)
+
+    def compute_loss(self, batch, training):
+        """A slope of 1e6 leaves the loss finite and overflows float16 on the way back."""
+        noise = keras.random.normal(tf.shape(batch["real"]), seed=self.model.noise)
+        fake = self.model.generator(noise, training=training)
+        losses = game(self.model, batch, fake, training)
+        return {name: losses[name] * batch[name] for name in losses}, losses["generator"]
+
+    def example_weights(self, batch):
+        """All alike."""
+        return tf.ones_like(batch["generator"])
+
+    def moving(self):
+        """Every variable that a step may move, but the loss scale and the counts."""
+        slots = [v for name in NAMES for v in self.optimizer[name].variables]
+        return [*self.model.variables, *slots, *self.metrics["mean"].variables]
+
+    def bits(self):
+        """Every copy of each of them, by place and name."""
+        return {
+            f"{place} {variable.path} copy {copy}": value.tobytes()
+            for place, variable in enumerate(self.moving())
+            for copy, value in enumerate(copies(variable))
+        }
+
+    def part_of(self, position):
+        """Whose variable it is that has this position among the model's."""
+        variable = self.model.trainable_variables[position]
+        [owner] = [
+            name
+            for name in NAMES
+            if any(variable is held for held in getattr(self.model, name).trainable_variables)
+        ]
+        return owner
+
+    def updates(self):
+        """How many updates each optimizer has counted, on each copy."""
+        return {
+            name: [int(copy) for copy in copies(self.optimizer[name].iterations)] for name in NAMES
+        }
+
+
+def moved(before, after):
+    """The names of what has other bits."""
+    assert before.keys() == after.keys()
+    return [name for name in before if before[name] != after[name]]
+
+
+def points(examples, bad=(), place=0, seed=0, slope=1e6):
+    """A batch; the slopes of those who are bad are high for one example."""
+    random = np.random.default_rng(seed)
+    batch = {name: np.ones(examples, np.float32) for name in NAMES}
+    for name in bad:
+        batch[name][place] = slope
+    return batch | {"real": random.standard_normal([examples, 2]).astype(np.float32)}
+
+
+def poisoned(strategy, alternate, **arguments):
+    """A trainer in float16 that has taken one step."""
+    trainer = Poisoned(
+        strategy=strategy,
+        alternate_optimizers=alternate,
+        precision="mixed_float16",
+        jit_compile=False,
+        seed=1,
+        verbose=False,
+        loss_scale=RULE,
+        **arguments,
+    )
+    [report] = attempt(trainer, [points(6)])
+    assert report.grads_finite
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def duels(mirrored):
+    """Trainers, each made and traced once."""
+    made = {}
+
+    def of(replicas, alternate):
+        if (replicas, alternate) not in made:
+            strategy = mirrored(replicas) if replicas > 1 else "default"
+            made[replicas, alternate] = poisoned(strategy, alternate)
+        return made[replicas, alternate]
+
+    return of
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
+    """L5, L6: a gradient that overflows in one part alone, for one example on one replica, moves no
+    weight, slot, `iterations`, statistic, seed or metric of either part, bit for bit on every copy;
+    alternating, the second's overflow puts back what the first has done. The scale halves once, and
+    the report names the replica, and a variable of the part that overflowed first.
+    """
+    trainer = duels(replicas, alternate)
+    for bad in (["discriminator"], ["generator"], NAMES):
+        for place, replica in {0: 0, 5: replicas - 1}.items():
+            before, scale = trainer.bits(), trainer.loss_scale
+            [report] = attempt(trainer, [points(6, bad, place, seed=1)])
+
+            assert (report.grads_finite, report.cause) == (False, Cause.BACKWARD)
+            assert moved(before, trainer.bits()) == []
+            assert trainer.loss_scale == scale / 2
+            assert report.bad_replica == replica
+            assert trainer.part_of(report.bad_variable) == bad[0]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_an_update_moves_both(duels, replicas, alternate):
+    """The converse, without which the test above shows nothing: an applied step moves every one of
+    these variables but the rates, and all copies agree afterwards, but for the metric's, which add
+    up.
+    """
+    trainer = duels(replicas, alternate)
+    before = trainer.bits()
+    assert any("seed" in variable.path for variable in trainer.model.variables)
+    [report] = attempt(trainer, [points(6, seed=2)])
+    still = before.keys() - moved(before, trainer.bits())
+
+    assert report.grads_finite
+    assert {name.split("/")[-1].split(" copy")[0] for name in still} == {"learning_rate"}
+    for variable in trainer.moving():
+        different = {copy.tobytes() for copy in copies(variable)}
+        assert len(different) == 1 or "mean/" in variable.path, variable.path
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_each_counts_its_updates(duels, replicas, alternate):
+    """L10: `iterations` of each optimizer counts applied steps, whichever part made others skip."""
+    trainer = duels(replicas, alternate)
+    before = trainer.totals
+    history = [[], ["generator"], [], ["discriminator"], NAMES, []]
+    reports = attempt(trainer, [points(6, bad) for bad in history])
+
+    assert [report.grads_finite for report in reports] == [not bad for bad in history]
+    assert trainer.totals.attempted == before.attempted + 6
+    assert trainer.totals.applied == before.applied + 3
+    assert trainer.updates() == dict.fromkeys(NAMES, [before.applied + 3] * replicas)
+
+
+@pytest.mark.parametrize(("replicas", "alternate"), [(1, False), (1, True), (3, True)])
+def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
+    """A step that overflows in either part and is retried until it fits ends as if its scale had been
+    the right one from the start, to the bit: the same noise, masks, statistics and weights.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    trainer = poisoned(strategy, alternate, on_overflow="retry")
+    start, state = read_copies(trainer.moving(), strategy), trainer._state.loss_scaler.state
+    for bad in NAMES:
+        batch = points(6, [bad], slope=1e4)
+        trainer._state.loss_scaler.assign(state)
+        [retried] = attempt(trainer, [batch])
+        after = trainer.bits()
+        write_copies(trainer.moving(), start, strategy)
+        trainer._state.loss_scaler.assign(
+            state._replace(loss_scale=tf.constant(retried.loss_scale))
+        )
+        [at_once] = attempt(trainer, [batch])
+
+        assert (retried.grads_finite, at_once.grads_finite) == (True, True)
+        assert (retried.retries > 0, at_once.retries) == (True, 0)
+        assert retried.loss_scale == at_once.loss_scale
+        assert moved(after, trainer.bits()) == []
+        write_copies(trainer.moving(), start, strategy)
+
+
+class Shared(keras.Model):
+    """The discriminator holds the generator's layer too."""
+
+    def __init__(self):
+        """One layer in both."""
+        super().__init__()
+        tied = keras.layers.Dense(2, name="tied")
+        tied.build([None, 2])
+        self.generator = keras.Sequential([keras.Input([2]), tied])
+        self.discriminator = keras.Sequential([keras.Input([2]), tied, keras.layers.Dense(1)])
+
+
+class Spare(Pair):
+    """A third part that nobody trains."""
+
+    def __init__(self):
+        """A scale of its own."""
+        super().__init__()
+        self.gain = self.add_weight(shape=(), initializer="ones", name="gain")
+
+
+def same_twice():
+    """One optimizer under two names."""
+    optimizer = keras.optimizers.SGD(0.1)
+    return dict.fromkeys(NAMES, optimizer)
+
+
+def critic():
+    """A name that no part of the model has."""
+    return {"critic": keras.optimizers.SGD(0.1)}
+
+
+def no_part():
+    """A name of something else."""
+    return {"name": keras.optimizers.SGD(0.1)}
+
+
+def frozen():
+    """A discriminator that is not to be trained."""
+    model = Pair()
+    model.discriminator.trainable = False
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizers", "message"),
+    [
+        (
+            Pair,
+            critic,
+            "`model` must have a part for each optimizer's name; got 'critic', which is no model, "
+            "layer or module in Pair. Its variables are the ones that this optimizer moves. Name the "
+            "optimizers in build_optimizer() like the parts.",
+        ),
+        (
+            Pair,
+            no_part,
+            "`model` must have a part for each optimizer's name; got 'name', which is no model, layer "
+            "or module in Pair. Its variables are the ones that this optimizer moves. Name the "
+            "optimizers in build_optimizer() like the parts.",
+        ),
+        (
+            frozen,
+            build_optimizers,
+            "`model` must have trainable variables in each optimizer's part; got none in "
+            "'discriminator'. There is nothing to update. Set its trainable to True, or leave its "
+            "optimizer out.",
+        ),
+        (
+            Spare,
+            build_optimizers,
+            "`model` must have each trainable variable in one optimizer's part; got '{model}/gain' in "
+            "none. It would be updated twice, or never. Keep the parts apart, and name an optimizer "
+            "for each.",
+        ),
+        (
+            Shared,
+            build_optimizers,
+            "`model` must have each trainable variable in one optimizer's part; got 'tied/kernel' in "
+            "['discriminator', 'generator']. It would be updated twice, or never. Keep the parts "
+            "apart, and name an optimizer for each.",
+        ),
+        (
+            Pair,
+            same_twice,
+            "`optimizer` must be another object for each name; got one twice. Its slots belong to one "
+            "part of the model. Make one for each.",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(model, optimizers, message):
+    """Each variable has one optimizer, and each optimizer one part, or nothing is trained."""
+
+    class Wrong(Duel):
+        def build_model(self):
+            return model()
+
+        def build_optimizer(self):
+            return optimizers()
+
+    trainer = Wrong(verbose=False)
+    whole = re.escape(message.replace("{model}", trainer.model.name))
+    with pytest.raises(ValueError, match=f"^{whole}$"):
+        list(attempt(trainer, batches()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("tensor", "SymbolicTensor"), ("list", "list"), ("part", "['generator']")],
+)
+def test_losses_that_do_not_fit_are_refused(kind, found):
+    """Each optimizer has a loss of its name."""
+
+    class Wrong(Duel):
+        def compute_loss(self, batch, training):
+            losses = super().compute_loss(batch, training)
+            only = losses["generator"]
+            return {"tensor": only, "list": list(losses.values()), "part": {"generator": only}}[
+                kind
+            ]
+
+    message = (
+        "`compute_loss` must return a dict of losses with 'discriminator', 'generator'; got "
+        f"{found}. Each optimizer of build_optimizer() has a loss of its own. Return "
+        "{name: losses}."
+    )
+    # TensorFlow puts the place in the user's code before it.
+    with pytest.raises(TypeError, match=f" TypeError: {re.escape(message)}\n$"):
+        list(attempt(Wrong(verbose=False), batches()[:1]))
+
+
+def test_losses_beside_those_asked_for_are_left_alone():
+    """A loss of no optimizer's name moves nothing."""
+
+    class More(Duel):
+        def compute_loss(self, batch, training):
+            losses = super().compute_loss(batch, training)
+            return losses | {"other": losses["generator"] * np.inf}
+
+    more, just = More(seed=3, verbose=False), Duel(seed=3, verbose=False)
+    for trainer in (more, just):
+        assert all(report.grads_finite for report in attempt(trainer, batches()[:2]))
+
+    assert largest_difference(more.model.get_weights(), just.model.get_weights()) == 0
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_a_part_may_be_called_loss(alternate):
+    """No name is taken."""
+
+    class Named(Duel):
+        def build_model(self):
+            model = tf.Module()
+            for name in ("loss", "other"):
+                part = tf.Module()
+                part.weight = tf.Variable(1.0)
+                setattr(model, name, part)
+            return model
+
+        def build_optimizer(self):
+            return {name: keras.optimizers.SGD(1.0) for name in ("loss", "other")}
+
+        def compute_loss(self, batch, training):
+            del training
+            ones = tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])
+            return {
+                "loss": ones * self.model.loss.weight,
+                "other": 3 * ones * self.model.other.weight,
+            }
+
+    trainer = Named(alternate_optimizers=alternate, verbose=False)
+    [report] = attempt(trainer, batches()[:1])
+
+    assert report.grads_finite
+    assert trainer.model.loss.weight.numpy() == pytest.approx(0.0, abs=1e-6)
+    assert trainer.model.other.weight.numpy() == pytest.approx(-2.0)
