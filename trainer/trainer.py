@@ -15,18 +15,18 @@ import strategies
 from trainer import settings
 from trainer.actions import Action
 from trainer.averages import as_asked
-from trainer.checkpoint import Checkpoints, check_restored_scale
+from trainer.build import build, build_metrics, setting_of
+from trainer.checkpoint import Checkpoints
 from trainer.data import Batches, are_arrays, batches, check_ends, steps_to_take, without_end
 from trainer.evaluation import Evaluator
 from trainer.liveness import TrainingStuckError, check_alive
 from trainer.log import RunLog
-from trainer.loop import crossed, next_stop, run_steps
+from trainer.loop import crossed, next_stop
 from trainer.policy import Policy
 from trainer.recorder import FlightRecorder, keep_overflow, read_record
 from trainer.report import Totals, TrainSummary
-from trainer.rerun import Replay, check_setting, recorded_variables, run_again
-from trainer.step import Clip, StepPlan, StepReport, TrainState, attempt_step, plan_step
-from trainer.step.checks import check_model, check_policies
+from trainer.rerun import Replay, check_setting, run_again
+from trainer.step import Clip, StepPlan, StepReport, TrainState, attempt_step
 from trainer.task import Task
 
 
@@ -172,7 +172,7 @@ class Trainer(Task):
         self.precision = scaling.Precision(precision)
         self.rule = settings.resolve_rule(loss_scale, self.precision)
         self.strategy = settings.resolve_strategy(strategy)
-        self._strategy_name = strategy if isinstance(strategy, str) else None
+        self.strategy_name = strategy if isinstance(strategy, str) else None
         self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
         self.num_microbatches = num_microbatches
         self.ema_momentum = ema_momentum
@@ -333,8 +333,9 @@ class Trainer(Task):
             before, step = step, next_stop(step, target, self.steps_per_loop, stops)
             report, batch = self._run_steps(iterator, tf.constant(step - before))
             log.add(report, compiling=before == start)
-            if self._recorder:
+            if self._recorder:  # then the loop ends early where there is something to record
                 step = before + keep_overflow(self._recorder, report, batch, iterator.element_spec)
+                self._check_alive(log, target)
             last = step == target
             evaluate_now = last or crossed(eval_interval, before, step)
             save_now = last or crossed(self.checkpoint_interval, before, step)
@@ -448,7 +449,7 @@ class Trainer(Task):
             ValueError: if it is no record, or one of another model or another way to compute.
         """
         record, dataset, state = read_record(pathlib.Path(overflow))
-        check_setting(record.setting, self._setting())
+        check_setting(record.setting, setting_of(self))
         self._start(next(iter(dataset)))
         return run_again(record, dataset, state, self._plan)
 
@@ -488,95 +489,12 @@ class Trainer(Task):
         """
         if self._started:
             return
-        model, strategy = self.model, self.strategy
-        check_model(model, self.precision)
-        self.policy.check_model(model)
-        with strategy.scope():
-            if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
-                # One example through the model makes the variables that it makes when called. In
-                # a stateless scope, so that it makes them and writes none.
-                one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
-                with settings.dtype_policy(self.precision), keras.StatelessScope():
-                    (forward or self.compute_loss)(one, training=False)
-            if isinstance(model, keras.Model) and model.trainable_variables:
-                check_policies(model, self.precision)
-            self._plan = self._make_plan()
-            self._state = TrainState(self.rule)
-            self._metrics_of = {False: self.build_metrics(), True: self.build_metrics()}
-            self._checkpoints = Checkpoints(
-                self.model_dir, self.max_to_keep, **self._own_items() | self.checkpoint_items()
-            )
-            if path := self._checkpoints.restore():
-                check_restored_scale(self.rule, self.loss_scale, path)
-        self._run_steps = tf.function(
-            functools.partial(
-                run_steps,
-                self.train_step,
-                self._state.halted,
-                counts=scaling.stats.COUNTS if self.record_gradients else 0,
-                keep_overflows=self.max_overflow_records > 0,
-            )
-        )
-        objectives = [one for phase in self._plan.phases for one in phase.objectives]
-        self._evaluator = Evaluator(
-            self, strategy, objectives, self.eval_step, jit_compile=self.jit_compile
-        )
-        self._recorder = self._make_recorder() if self.max_overflow_records else None
+        parts = build(self, batch, forward or self.compute_loss)
+        self._metrics_of = build_metrics(self)
+        self._plan, self._state, self._run_steps = parts.plan, parts.state, parts.run_steps
+        self._evaluator, self._recorder = parts.evaluator, parts.recorder
+        self._checkpoints = parts.checkpoints
         self._started = True
-
-    def _make_plan(self) -> StepPlan:
-        return plan_step(
-            strategy=self.strategy,
-            model=self.model,
-            optimizer=self.optimizer,
-            compute_loss=self.compute_loss,
-            rule=self.rule,
-            example_weights=self.example_weights,
-            update_metrics=self.update_metrics,
-            alternate=self.alternate_optimizers,
-            num_microbatches=self.num_microbatches,
-            clip=self.clip,
-            ema_momentum=self.ema_momentum,
-            jit_compile=self.jit_compile,
-            record_gradients=self.record_gradients,
-            max_retries=self.policy.retries,
-            attribute_causes=self.policy.attribute_causes,
-            halting_causes=self.policy.halting_causes,
-            max_skips=self.policy.max_skips,
-            float32_after=self.policy.float32_after,
-            others=list(vars(self).values()),
-        )
-
-    def _own_items(self) -> dict[str, Any]:
-        """Returns what every checkpoint holds."""
-        several = isinstance(self.optimizer, dict)
-        optimizers = (
-            {f"optimizer_{name}": one for name, one in self.optimizer.items()}
-            if several
-            else {"optimizer": self.optimizer}
-        )
-        return {"model": self.model, "state": self._state, **optimizers}
-
-    def _make_recorder(self) -> FlightRecorder:
-        assert self.model_dir is not None  # noqa: S101  # check_records has seen to it
-        return FlightRecorder(
-            self.model_dir / "overflows",
-            self.max_overflow_records,
-            self.max_overflow_bytes,
-            recorded_variables(self._plan),
-            self.strategy,
-            self._setting(),
-        )
-
-    def _setting(self) -> dict[str, Any]:
-        """Returns what must be the same for a step to end the same way."""
-        return {
-            "precision": self.precision.name,
-            "jit_compile": self.jit_compile,
-            "num_microbatches": self.num_microbatches,
-            "num_replicas": self.strategy.num_replicas_in_sync,
-            "strategy": self._strategy_name,
-        }
 
     @property
     def _variable_names(self) -> list[str]:

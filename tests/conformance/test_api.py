@@ -10,8 +10,9 @@ import pytest
 import scaling
 import strategies
 import trainer
+import trainer.step
 
-ROOMS = [scaling, strategies, trainer]
+ROOMS = [scaling, strategies, trainer, trainer.step]
 MODULES = [
     importlib.import_module(f"{room.__name__}.{found.name}")
     for room in ROOMS
@@ -26,6 +27,9 @@ WITHOUT_EXAMPLE = {
     "Totals": "Trainer",
     "TrainSummary": "Trainer",
     "TrainingStuckError": "Trainer",
+    "StepPlan": "plan_step",
+    "TrainState": "plan_step",
+    "attempt_step": "plan_step",
 }
 
 

@@ -29,7 +29,7 @@ class Clip:
     Example:
         >>> gradients = [tf.constant([3.0, 4.0]), None]
         >>> clipped, _ = clip(gradients, tf.constant(5.0), Clip(global_clipnorm=1.0))
-        >>> clipped.numpy().round(2).tolist()
+        >>> [round(float(value), 2) for value in clipped]
         [0.6, 0.8]
     """
 

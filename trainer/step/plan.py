@@ -107,6 +107,21 @@ def plan_step(
 
     Raises:
         TypeError, ValueError: for what the step cannot work with.
+
+    Example:
+        >>> from trainer.step import TrainState, attempt_step
+        >>> strategy, rule = tf.distribute.get_strategy(), scaling.DynamicLossScale()
+        >>> model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+        >>> plan = plan_step(
+        ...     strategy=strategy, model=model, optimizer=keras.optimizers.SGD(0.1), rule=rule,
+        ...     compute_loss=lambda batch, training: model(batch, training=training)[:, 0] ** 2)
+        >>> run = TrainState(rule)
+        >>> step = tf.function(lambda batch: attempt_step(batch, plan, run))
+        >>> bool(step(tf.ones([4, 1])).grads_finite)
+        True
+        >>> report = step(tf.constant([[1.0], [float("inf")]]))
+        >>> scaling.Cause(int(report.cause)).name, int(report.bad_replica), int(run.step)
+        ('FORWARD', 0, 2)
     """
     checks.check_built_model(model, strategy)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
