@@ -12,7 +12,8 @@ import tensorflow as tf
 from trainer.keras_private import computing_in_float32
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
-from trainer.step.differentiate import keras_variables, losses_and_aux, weighted_sum
+from trainer.step.differentiate import losses_and_aux, weighted_sum
+from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective
 from trainer.step.replica import my_share
 from trainer.task import Task
@@ -181,4 +182,4 @@ def nothing_written(model: Any) -> contextlib.AbstractContextManager[Any]:
 
     Else a random number that is drawn in an evaluation would be missing in the training.
     """
-    return keras.StatelessScope([(v, v.value) for v in keras_variables(model)])
+    return keras.StatelessScope([(v, v.value) for v in held_back_variables(model)])

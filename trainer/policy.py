@@ -24,7 +24,7 @@ class Policy:
     """
 
     on_overflow: str = "skip"
-    max_retries: int = 20
+    max_retries: int = 40
     on_nonfinite_loss: str = "skip"
     max_consecutive_skips: int = 100
     on_stuck: str = "raise"
@@ -37,6 +37,11 @@ class Policy:
         check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
         check_count("max_consecutive_skips", self.max_consecutive_skips)
         check_choice("on_stuck", self.on_stuck, ON_STUCK)
+        if not isinstance(self.attribute_causes, bool):
+            raise TypeError(
+                f"`attribute_causes` must be True or False; got {self.attribute_causes!r}. It says "
+                "whether the scale moves only after overflows. Leave it at True."
+            )
 
     def check_model(self, model: object) -> None:
         """Raises ValueError if this model cannot be computed in float32 for want of layers."""

@@ -12,7 +12,7 @@ from trainer.probe import probing
 from trainer.recorder import Record, write_state
 from trainer.step.accumulate import with_written
 from trainer.step.attempt import attempt_step
-from trainer.step.differentiate import Whole, keras_variables
+from trainer.step.differentiate import Whole
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.report import StepReport, describe_skip, report_spec
 from trainer.step.rollback import copies_of
@@ -78,7 +78,7 @@ def run_again(
 
 def recorded_variables(plan: StepPlan) -> list[Any]:
     """Returns what the loss reads, in the order in which a record keeps it."""
-    return [*keras_variables(plan.model), *plan.undo]
+    return [*plan.held_back, *plan.undo]
 
 
 def first_bad_place(
@@ -100,8 +100,7 @@ def first_bad_place(
     )
     for phase in plan.phases:
         values = [
-            copies_of(variable, plan.strategy)[replica].read_value()
-            for variable in keras_variables(plan.model)
+            copies_of(variable, plan.strategy)[replica].read_value() for variable in plan.held_back
         ]
         look = Look(phase, plan, dataset.element_spec, in_float32=record.in_float32)
         for index in range(plan.num_microbatches):

@@ -140,7 +140,7 @@ class Trainer(Task):
         jit_compile: bool | str = "auto",
         seed: int | None = None,
         on_overflow: str = "skip",
-        max_retries: int = 20,
+        max_retries: int = 40,
         attribute_causes: bool = True,
         on_nonfinite_loss: str = "skip",
         max_consecutive_skips: int = 100,

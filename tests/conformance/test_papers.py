@@ -7,7 +7,13 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAPERS = ["README.md", "scaling/README.md", "strategies/README.md", "trainer/README.md", "docs/hooks.md"]
+PAPERS = [
+    "README.md",
+    "scaling/README.md",
+    "strategies/README.md",
+    "trainer/README.md",
+    "docs/hooks.md",
+]
 
 
 def blocks(paper):
@@ -38,7 +44,9 @@ def test_python_in_papers_runs(paper, tmp_path):
     assert found
 
 
-@pytest.mark.parametrize("paper", [*PAPERS, "docs/skipped-steps.md", "CONTRIBUTING.md", "examples/README.md"])
+@pytest.mark.parametrize(
+    "paper", [*PAPERS, "docs/skipped-steps.md", "CONTRIBUTING.md", "examples/README.md"]
+)
 def test_links_between_papers_lead_somewhere(paper):
     """A relative link names a file that exists."""
     text = (ROOT / paper).read_text()

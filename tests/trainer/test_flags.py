@@ -43,7 +43,7 @@ def test_every_flag_reaches_the_trainer():
     assert made.precision == scaling.Precision("mixed_bfloat16")
     assert made.rule == scaling.FixedLossScale(1024.0)
     assert (made.num_microbatches, made.clip, made.steps_per_loop) == (2, Clip(0.5), 7)
-    assert made.policy == Policy("retry", 20, "raise", 9, "hold")
+    assert made.policy == Policy("retry", 40, "raise", 9, "hold")
     assert made.ema_momentum == 0.9
     assert (made.log_interval, made.checkpoint_interval, made.max_to_keep) == (14, 21, 2)
     assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)

@@ -89,8 +89,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("kind", PLACES)
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (3, 2)])
 def test_a_record_gives_the_same_verdict_and_names_the_layer(
     tmp_path, mirrored, kind, replicas, num_microbatches
 ):

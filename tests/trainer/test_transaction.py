@@ -2,9 +2,10 @@
 
 import everything
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import copies
+from helpers import Linear, attempt, copies, linear_model, slopes
 
 import scaling
 from scaling import Cause
@@ -147,12 +148,18 @@ def moved(before, after):
 
 
 @pytest.fixture(scope="module")
-def ways(mirrored):
-    """The trainer and the own loop, each made and traced once for a strategy and an optimizer."""
+def ways(mirrored, full):
+    """The trainer and the own loop, each made and traced once for a strategy and an optimizer. By
+    default, 3 replicas with the one optimizer for the one, the other for the other; `--full` runs
+    all of them.
+    """
     made = {}
+    usual = {("trainer", "adamw"), ("own loop", "momentum")}
 
     def of(way, replicas, optimizer):
         key = way, replicas, optimizer
+        if replicas > 1 and ((way, optimizer) not in usual or replicas == 2) and not full:
+            pytest.skip("only with --full")
         if key not in made:
             strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
             kind = {"trainer": Everything, "own loop": OwnLoop}[way]
@@ -232,3 +239,82 @@ def test_both_ways_are_one(ways, optimizer):
 def start_values(run):
     """The values of one run's variables, for all to start from."""
     return [copies(variable)[0] for variable in run.moving()]
+
+
+class Drawing(Linear):
+    """Its loss is a random number, from a generator that the trainer or the model holds."""
+
+    def __init__(self, holder, **arguments):
+        """Says who holds the generator."""
+        super().__init__(verbose=False, **arguments)
+        self.holder = holder
+        self.held = {"inner": [keras.random.SeedGenerator(4)]} if holder == "trainer" else None
+
+    def build_model(self):
+        """A Keras model, or a module."""
+        model = linear_model() if self.holder != "module" else tf.Module()
+        if self.holder == "module":
+            model.weight = tf.Variable(1.0)
+        if self.holder != "trainer":
+            model.noise = keras.random.SeedGenerator(4)
+        return model
+
+    def compute_loss(self, batch, training):
+        """A draw times the slope."""
+        seed = self.held["inner"][0] if self.holder == "trainer" else self.model.noise
+        if self.holder == "module":
+            losses = self.model.weight * batch["slope"]
+        else:
+            losses = super().compute_loss(batch, training)
+        return 0.0 * losses + keras.random.normal([], seed=seed) * batch["slope"]
+
+
+@pytest.mark.parametrize("holder", ["trainer", "model", "module"])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_random_numbers_of_keras_go_on_with_updates(mirrored, holder, replicas, num_microbatches):
+    """L6: every applied step draws new numbers, whoever holds the generator; a skipped one takes its
+    numbers back, and the next step draws them.
+    """
+    if holder == "module" and replicas > 1:
+        pytest.skip("a generator of Keras cannot be written by a module's replicas")
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    size = replicas * num_microbatches
+    good, bad = slopes(*[1.0] * size), slopes(*[np.inf] * size)
+    drawn = Drawing(holder, strategy=strategy, num_microbatches=num_microbatches)
+    losses = [report.loss for report in attempt(drawn, [good, good, bad, good])]
+    undisturbed = Drawing(holder, strategy=strategy, num_microbatches=num_microbatches)
+    expected = [report.loss for report in attempt(undisturbed, [good, good, good])]
+
+    assert [*losses[:2], losses[3]] == expected
+    assert len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("what", ["a number", "a metric"])
+def test_what_keras_would_lose_is_refused(what):
+    """A number from Keras's global generator, or a metric that is updated in the loss, would be the
+    same in every step: an error says where it belongs.
+    """
+
+    class Losing(Linear):
+        def compute_loss(self, batch, training):
+            losses = super().compute_loss(batch, training)
+            if what == "a number":
+                return losses * keras.random.normal([])
+            self.metrics["mean"].update_state(losses)
+            return losses
+
+        def build_metrics(self):
+            return {"mean": keras.metrics.Mean()}
+
+    trainer = Losing(verbose=False)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the end of the message is compared
+        list(attempt(trainer, [slopes(1.0)]))
+
+    text = str(error.value).rstrip()
+    start = "`compute_loss` must write no Keras variable but the model's; got '"
+    assert text[text.index(start) :].partition("', ")[2] == (
+        "written in the forward pass. It would not be kept: a random number would repeat in every "
+        "step. Draw with seed=, from a keras.random.SeedGenerator that the model or the trainer "
+        "holds; update metrics in update_metrics()."
+    )

@@ -27,7 +27,7 @@ def accumulate(
         share: this replica's part of the global batch.
         whole: the global batch's weight and size.
         state: the loss-scale rule's state.
-        values: of `keras_variables`, before the step.
+        values: of the variables held back, before the step.
         num_microbatches: how many parts to cut the share into.
 
     Returns:

@@ -20,6 +20,9 @@ from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
 
+# How many overflows in a row a rule may bear before it moves its scale, if it ever does.
+MOST_OVERFLOWS = 1000
+
 
 class Attempt(NamedTuple):
     """One attempt, and where it leaves the loss scale."""
@@ -114,7 +117,7 @@ def attempt_once(
         verdict = verdict._replace(cause=scaling.Cause.BACKWARD)
     after = plan.rule.advance(state, verdict)
     if plan.max_retries:
-        after = advanced_until_moved(after, state, verdict, plan)
+        after = advanced_until_moved(after, state, verdict, curable, plan)
     if in_float32 is not None:
         # What fits in float32 says nothing of the scale that half precision needs.
         after = tf.nest.map_structure(lambda new, old: tf.where(in_float32, old, new), after, state)
@@ -122,21 +125,35 @@ def attempt_once(
     return Attempt(outcome, state.loss_scale, after, curable & moved)
 
 
-def advanced_until_moved(after: Any, state: Any, verdict: scaling.Verdict, plan: StepPlan) -> Any:
+def advanced_until_moved(
+    after: Any, state: Any, verdict: scaling.Verdict, curable: tf.Tensor, plan: StepPlan
+) -> Any:
     """Returns the state after as many overflows as it takes to move the scale.
 
     A rule with hysteresis holds its scale through some. The same batch would overflow again
     at the same scale, so the rule is told so without trying.
+
+    Args:
+        after: the state after one overflow.
+        state: the state before it.
+        verdict: of the step.
+        curable: whether a smaller scale may help: shape (), bool.
+        plan: the run's constants.
+
+    Returns:
+        `after`, if the scale moves never: it is fixed, or at its floor.
     """
-    stays = tf.constant(0), after
-    tries, moved = tf.while_loop(
-        lambda tries, after: (
-            verdict.overflowed & (after.loss_scale == state.loss_scale) & (tries < plan.max_retries)
-        ),
-        lambda tries, after: (tries + 1, plan.rule.advance(after, verdict)),
-        stays,
+
+    def may_move(tries: tf.Tensor, before: Any, after: Any) -> tf.Tensor:
+        changed = [new != old for new, old in zip(after, before, strict=True)]
+        holds = after.loss_scale == state.loss_scale
+        return curable & holds & tf.reduce_any(changed) & (tries < MOST_OVERFLOWS)
+
+    _, _, moved = tf.while_loop(
+        may_move,
+        lambda tries, _, after: (tries + 1, after, plan.rule.advance(after, verdict)),
+        (tf.constant(0), state, after),
     )
-    del tries
     helped = moved.loss_scale != state.loss_scale
     return tf.nest.map_structure(lambda new, old: tf.where(helped, new, old), moved, after)
 

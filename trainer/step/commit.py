@@ -6,7 +6,6 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.keras_private import gradients_already_reduced
-from trainer.step.differentiate import keras_variables
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
@@ -31,10 +30,9 @@ def commit(
         plan: the run's constants.
         last: whether the step ends with this phase, so that metrics count it.
     """
-    variables = keras_variables(plan.model)
     # First of all: a weight among them has been differentiated at what it is about to be.
     for position, value in written.items():
-        variables[int(position)].assign(value)
+        plan.held_back[int(position)].assign(value)
 
     def replica_commit(gradients: list[Any], batch: Any, aux: Any) -> None:
         apply_gradients(gradients, phase, plan)

@@ -16,6 +16,7 @@ import strategies
 from trainer.keras_private import penalties_in_float32
 from trainer.step.checks import check_not_rounded
 from trainer.step.gradients import count_nonfinite
+from trainer.step.held_back import HoldBack
 from trainer.step.objective import ONLY, Objective
 
 
@@ -48,7 +49,7 @@ class Microbatch(NamedTuple):
 
     contribution: Contribution
     trouble: Trouble
-    written: dict[str, tf.Tensor]  # what the pass would write, by position in `keras_variables`
+    written: dict[str, tf.Tensor]  # what the pass would write, by position among those held back
     aux: Any  # what `compute_loss` returned beside the losses; first dimension: the example
 
 
@@ -58,14 +59,7 @@ class ForwardPass(NamedTuple):
     losses: dict[str, tf.Tensor]  # by objective; shape=(examples,), float32
     aux: Any  # what `compute_loss` returned beside them; () if nothing
     added: tf.Tensor  # shape=(), float32: the sum of `model.losses`
-    after: list[tf.Tensor]  # the values of `keras_variables` when it ended
-
-
-def keras_variables(model: Any) -> list[keras.Variable]:
-    """Returns what a Keras model computes with, weights first; nothing for a `tf.Module`."""
-    if not isinstance(model, keras.Model):
-        return []
-    return [*model.trainable_variables, *model.non_trainable_variables]
+    after: list[tf.Tensor]  # the values of those held back when it ended
 
 
 def differentiate(
@@ -75,6 +69,7 @@ def differentiate(
     values: list[tf.Tensor],
     *,
     model: Any,
+    held_back: Sequence[keras.Variable],
     compute_loss: Any,
     objectives: Sequence[Objective],
     dense: bool,
@@ -85,8 +80,9 @@ def differentiate(
         share: the examples and their weights.
         whole: what they are a share of.
         state: the loss-scale rule's state; its scale multiplies the objectives.
-        values: of `keras_variables`.
+        values: of `held_back`.
         model: a `keras.Model`, or a `tf.Module`.
+        held_back: what the pass computes with and may write, weights first.
         compute_loss: the user's: (batch, training) -> losses, or (losses, aux).
         objectives: whose gradients are wanted, each of its own variables.
         dense: whether sparse gradients are to be made dense.
@@ -94,7 +90,7 @@ def differentiate(
     weights = values[: len(model.trainable_variables)]
     with tf.GradientTape(persistent=len(objectives) > 1) as tape:
         tape.watch(weights)
-        passed = forward(share.batch, values, model, compute_loss, objectives)
+        passed = forward(share.batch, values, model, held_back, compute_loss, objectives)
         losses = {
             objective.name: weighted_mean(passed.losses[objective.name], share, whole)
             for objective in objectives
@@ -140,6 +136,7 @@ def forward(
     batch: Any,
     values: list[tf.Tensor],
     model: Any,
+    held_back: Sequence[keras.Variable],
     compute_loss: Any,
     objectives: Sequence[Objective],
 ) -> ForwardPass:
@@ -147,17 +144,16 @@ def forward(
     if not isinstance(model, keras.Model):
         losses, aux = losses_and_aux(compute_loss(batch, training=True), batch, objectives)
         return ForwardPass(losses, aux, tf.constant(0.0), [])
-    variables = keras_variables(model)
-    pairs = list(zip(variables, values, strict=True))
-    with penalties_in_float32(model), keras.StatelessScope(pairs, collect_losses=True) as scope:
+    with penalties_in_float32(model), HoldBack(held_back, values) as scope:
         losses, aux = losses_and_aux(compute_loss(batch, training=True), batch, objectives)
         added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses)
-    after = [scope.get_current_value(variable) for variable in variables]
+    scope.check_all_known()
+    after = [scope.get_current_value(variable) for variable in held_back]
     return ForwardPass(losses, aux, tf.convert_to_tensor(added, tf.float32), after)
 
 
 def written_by(model: Any, before: list[tf.Tensor], after: list[tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Returns what a forward pass would have written, by position in `keras_variables`.
+    """Returns what a forward pass would have written, by position among those held back.
 
     Raises:
         ValueError: if a layer that computes in half precision has written a weight.

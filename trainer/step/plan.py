@@ -1,7 +1,6 @@
 """What is the same in every step of a run: who computes what, and what happens on an overflow."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ import scaling
 from trainer.keras_private import computing_in_float32
 from trainer.step import checks
 from trainer.step.clip import Clip
-from trainer.step.differentiate import differentiate, keras_variables
+from trainer.step.differentiate import differentiate
+from trainer.step.held_back import held_back_variables, seed_states
 from trainer.step.objective import Objective, objectives_of
 from trainer.step.rollback import variables_in_reach
 
@@ -50,6 +50,7 @@ class StepPlan:
     halting_causes: tuple[scaling.Cause, ...]  # after one of these no further step is attempted
     max_skips: int  # nor after this many skips in a row
     float32_after: int | None  # after this many, a step is computed in float32
+    held_back: tuple[keras.Variable, ...]  # what Keras computes with and may write; weights first
     undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
 
 
@@ -132,14 +133,18 @@ def plan_step(
             objective.optimizer.ema_momentum = ema_momentum
         objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
+    held_back = held_back_variables(model, others)
+
     def phase(group: Sequence[Objective]) -> Phase:
-        run = functools.partial(
-            differentiate,
-            model=model,
-            compute_loss=compute_loss,
-            objectives=group,
-            dense=jit_compile or num_microbatches > 1 or float32_after is not None,
-        )
+        def run(*args: Any) -> Any:
+            return differentiate(
+                *args,
+                model=model,
+                held_back=held_back,
+                compute_loss=compute_loss,
+                objectives=group,
+                dense=jit_compile or num_microbatches > 1 or float32_after is not None,
+            )
 
         def run_in_float32(*args: Any) -> Any:
             with computing_in_float32(model):
@@ -152,9 +157,11 @@ def plan_step(
 
     groups = [[objective] for objective in objectives] if alternate else [objectives]
     slots = [variable for one in objectives for variable in one.optimizer.variables]
-    undo = variables_in_reach([model, *others], held_back=[*keras_variables(model), *slots])
+    undo = variables_in_reach([model, *others], held_back=[*held_back, *slots])
+    if not held_back:  # a `tf.Module`, which writes them itself
+        undo += seed_states([model, *others])
     if len(groups) > 1:  # then some have moved when a later one cannot
-        undo += [*keras_variables(model), *slots]
+        undo += [*held_back, *slots]
     return StepPlan(
         strategy=strategy,
         model=model,
@@ -171,6 +178,7 @@ def plan_step(
         halting_causes=tuple(halting_causes),
         max_skips=max_skips,
         float32_after=float32_after,
+        held_back=tuple(held_back),
         undo=tuple(undo),
     )
 

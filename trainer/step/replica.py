@@ -12,7 +12,7 @@ import scaling
 import strategies
 from trainer.step.accumulate import accumulate, real_rows
 from trainer.step.clip import clip
-from trainer.step.differentiate import Contribution, Microbatch, Whole, keras_variables
+from trainer.step.differentiate import Contribution, Microbatch, Whole
 from trainer.step.locate import Table, no_finding, own_row
 from trainer.step.measure import global_norm, measure
 from trainer.step.plan import Phase, StepPlan
@@ -54,7 +54,7 @@ def replica_step(
     """
     share = my_share(batch, weights)
     whole = Whole(tf.reduce_sum(weights), tf.shape(weights)[0])
-    values = [tf.convert_to_tensor(variable.value) for variable in keras_variables(plan.model)]
+    values = [tf.convert_to_tensor(variable.value) for variable in plan.held_back]
     local = run_model(share, whole, state, values, in_float32, phase, plan)
     total, table, written = sum_over_replicas(local, share)
     unscaled = scaling.unscale_gradients(total.gradients, state)

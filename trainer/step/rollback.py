@@ -6,11 +6,13 @@ reach of the loss. Their values are read before the step and written back if it 
 every replica's own, since copies may differ.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from trainer.step.held_back import contents
 
 Copies = list[list[tf.Tensor]]
 
@@ -29,15 +31,6 @@ def variables_in_reach(roots: Collection[Any], held_back: Collection[Any]) -> li
     found = {id(node): node for node in nodes if isinstance(node, (tf.Variable, keras.Variable))}
     known = {id(variable) for variable in held_back}
     return [variable for key, variable in found.items() if key not in known]
-
-
-def contents(root: Any) -> list[Any]:
-    """Returns what is in a container, however deep; anything else is in itself."""
-    if isinstance(root, Mapping):
-        root = list(root.values())
-    if isinstance(root, (list, tuple, set)):
-        return [leaf for item in root for leaf in contents(item)]
-    return [root]
 
 
 def read_copies(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> Copies:
