@@ -24,11 +24,9 @@ class Action:
         ValueError: unless exactly one period is given, and it is positive.
 
     Example:
-        >>> seen = []
-        >>> action = Action(lambda trainer: seen.append("now"), every_steps=100)
-        >>> action.when_due(None, before=90, step=110)
-        >>> seen
-        ['now']
+        >>> action = Action(lambda trainer: print(trainer.totals), every_steps=100)
+        >>> action.is_due(before=90, step=110), action.is_due(before=110, step=190)
+        (True, False)
     """
 
     call: Callable[[Any], None]
@@ -51,12 +49,13 @@ class Action:
             )
         self._last = time.monotonic()
 
-    def when_due(self, trainer: Any, before: int, step: int) -> None:
-        """Calls it if its period has ended since step `before`."""
+    def is_due(self, before: int, step: int) -> bool:
+        """Returns whether its period has ended since step `before`."""
         if self.every_steps is not None:
-            due = step // self.every_steps > before // self.every_steps
-        else:
-            due = time.monotonic() - self._last >= (self.every_secs or 0)
-        if due:
-            self._last = time.monotonic()
-            self.call(trainer)
+            return step // self.every_steps > before // self.every_steps
+        return time.monotonic() - self._last >= (self.every_secs or 0)
+
+    def __call__(self, trainer: Any) -> None:
+        """Calls it, and begins a new period."""
+        self._last = time.monotonic()
+        self.call(trainer)

@@ -141,6 +141,9 @@ def setting_of(trainer: Any) -> dict[str, Any]:
         "precision": trainer.precision.name,
         "jit_compile": trainer.jit_compile,
         "num_microbatches": trainer.num_microbatches,
+        "alternate_optimizers": trainer.alternate_optimizers,
+        "loss_scale": trainer.loss_scale_argument,
+        "rule": repr(trainer.rule),
         "num_replicas": trainer.strategy.num_replicas_in_sync,
         "strategy": trainer.strategy_name,
     }

@@ -92,6 +92,11 @@ class RunLog:
             self._append(self._skip_line(step_of(steps, place)))
         return steps
 
+    @property
+    def pending(self) -> bool:
+        """Whether `flush` has anything to write."""
+        return any(report.step.shape[0] for report in self._reports)
+
     def flush(self, target: int, totals: Totals, metrics: dict[str, float]) -> None:
         """Prints and writes what has been read since the last time; something must have.
 

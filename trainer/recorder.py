@@ -86,6 +86,7 @@ class FlightRecorder:
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True)]
         size = sum(array.nbytes for array in [*state.values(), *leaves])
         if size > self._max_bytes:
+            self.latest = None
             logging.warning(
                 "An overflow at step %d is not kept: it takes %d bytes, and max_overflow_bytes is "
                 "%d.",
@@ -111,7 +112,8 @@ class FlightRecorder:
 
     def _make_room(self) -> None:
         """Removes the oldest records until the others are few and small enough."""
-        kept = sorted(self._folder.glob("step-*[0-9]"))
+        # By age and not by step: a run that was taken up again may come to earlier steps.
+        kept = sorted(self._folder.glob("step-*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
         while len(kept) > self._max_records or (len(kept) > 1 and bytes_in(kept) > self._max_bytes):
             shutil.rmtree(kept.pop(0))
 

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError("Give the folder of one record.")
     path = pathlib.Path(argv[1])
     arguments = dict(read_record(path)[0].setting)
+    del arguments["rule"]  # which is compared
     replicas = arguments.pop("num_replicas")
     if arguments["strategy"] is None:  # it was an object, and the trainer must make its own
         del arguments["strategy"]

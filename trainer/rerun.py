@@ -63,8 +63,7 @@ def run_again(
         run = TrainState(plan.rule)
     at_scale = plan.rule.initial_state()._replace(loss_scale=tf.constant(record.loss_scale))
     run.loss_scaler.assign(at_scale)
-    step = tf.function(lambda iterator: attempt_step(next(iterator), once, run), autograph=False)
-    report = step(iter(dataset))
+    report = tf.function(lambda iterator: attempt_step(next(iterator), once, run))(iter(dataset))
     again = StepReport(*(field.numpy() for field in report))
     write_state(variables, state, plan.strategy)  # an update, if there was one, is undone
     numbers = dict.fromkeys(report_spec(0)._fields, 0) | dataclasses.asdict(record)
@@ -131,7 +130,7 @@ class Look:
                 self.names = [place for place, _ in seen]
                 return tf.stack([finite for _, finite in seen]), result.written
 
-        self._probed = tf.function(probed, jit_compile=plan.jit_compile or None, autograph=False)
+        self._probed = tf.function(probed, jit_compile=plan.jit_compile or None)
 
     def at(self, share: strategies.Share, *args: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Returns whether each of `names` was finite, and what the pass would write."""
@@ -149,7 +148,7 @@ def any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
 def check_setting(recorded: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises ValueError unless a trainer computes as the record's did."""
     for name, value in recorded.items():
-        if name != "strategy" and ours.get(name) != value:
+        if name not in ("strategy", "loss_scale") and ours.get(name) != value:
             raise ValueError(
                 f"`{name}` must be the record's to run it again; got {ours.get(name)!r} for a "
                 f"record of {value!r}. Computed in another way, the step need not end in the same "

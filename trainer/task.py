@@ -97,7 +97,9 @@ class Task:
         """Returns the weight of each example's loss in the mean over the global batch.
 
         Called on the global batch. The default is ones, or the third of (x, y, sample_weight).
-        A language model returns token counts; padding has weight 0.
+        A language model returns token counts; padding has weight 0. A row of weight 0 still runs
+        through the model, so let padding repeat a real example: the derivative of a loss that is
+        inf or NaN is NaN at any weight.
 
         Returns:
             Shape (examples,), float32; meant to be at least 0, which is not checked.
@@ -117,7 +119,13 @@ class Task:
             batch: this replica's examples; there may be none.
             aux: what `compute_loss` returned for them beside the losses; () if nothing.
         """
-        if self.metrics and self._loss_fn is not None:
+        if self.metrics and self._loss_fn is None:
+            raise ValueError(
+                f"`update_metrics` must be overridden beside compute_loss; got metrics "
+                f"{', '.join(self.metrics)} and no loss_fn. Nothing would ever update them. "
+                "Override update_metrics(batch, aux), or leave the metrics out."
+            )
+        if self.metrics:
             _, y, sample_weight = _unpack(batch)
             for metric in self.metrics.values():
                 metric.update_state(y, aux, sample_weight=sample_weight)

@@ -171,6 +171,9 @@ class Trainer(Task):
         self.clip = Clip(global_clipnorm, clipnorm, clipvalue)
         self.precision = scaling.Precision(precision)
         self.rule = settings.resolve_rule(loss_scale, self.precision)
+        # As it was typed, if it can be: a record of an overflow says it.
+        plain = loss_scale is None or isinstance(loss_scale, (str, float, int))
+        self.loss_scale_argument = loss_scale if plain else "auto"
         self.strategy = settings.resolve_strategy(strategy)
         self.strategy_name = strategy if isinstance(strategy, str) else None
         self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
@@ -218,11 +221,13 @@ class Trainer(Task):
     @property
     def totals(self) -> Totals:
         """How the steps so far have ended. Waits for the device."""
+        self._check_started("totals")
         return Totals.from_state(self._state)
 
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step. Waits for the device."""
+        self._check_started("loss_scale")
         return float(self._state.loss_scaler.loss_scale)
 
     def train_step(self, batch: Any) -> StepReport:
@@ -276,7 +281,8 @@ class Trainer(Task):
 
         Raises:
             ValueError, TypeError: if data, model or optimizer cannot be trained.
-            TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped.
+            TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped, or the
+                weights, or with on_nonfinite_loss="raise" a loss, were inf or NaN.
         """
         began = time.perf_counter()
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
@@ -296,7 +302,9 @@ class Trainer(Task):
         if start:
             log.say(f"going on from step {start}")
         self._stop_asked = False
-        self._state.halted.assign(value=False)
+        if self._state.halted.numpy():  # by an earlier call, whose error the user has seen
+            self._state.halted.assign(value=False)
+            self._state.skips_in_a_row.assign(0)
         self.on_train_begin()
         step, saved = self._run(iter(without_end(data)), target, log, evaluated, eval_interval)
         summary = TrainSummary(
@@ -340,7 +348,8 @@ class Trainer(Task):
             evaluate_now = last or crossed(eval_interval, before, step)
             save_now = last or crossed(self.checkpoint_interval, before, step)
             log_now = last or crossed(self.log_interval, before, step)
-            if log_now or evaluate_now or save_now:
+            due = [action for action in self.actions if action.is_due(before, step)]
+            if log_now or evaluate_now or save_now or due:
                 self._check_alive(log, target)
             if log_now:
                 self._write_log(log, target)
@@ -348,8 +357,8 @@ class Trainer(Task):
                 log.evaluation(step, self._evaluate(evaluated, "float32", averaged=None))
             if save_now:
                 saved = self._checkpoints.save(step)
-            for action in self.actions:
-                action.when_due(self, before, step)
+            for action in due:
+                action(self)
             self.on_loop_end(step)
         if step < target:
             saved = self._end_early(log, step, target)
@@ -366,8 +375,10 @@ class Trainer(Task):
         return strategies.any_worker(self._stop_asked, self.strategy)
 
     def _end_early(self, log: RunLog, step: int, target: int) -> str | None:
-        """Leaves everything as after a last step."""
+        """Reads and writes what is left, and saves."""
         self._check_alive(log, target)
+        if log.pending:
+            self._write_log(log, target)
         log.say(f"stopped at step {step} of {target}, as asked")
         return self._checkpoints.save(step)
 
@@ -431,6 +442,7 @@ class Trainer(Task):
             path: where.
             averaged: as for `evaluate`.
         """
+        self._check_started("export")
         with as_asked(self._plan, averaged):
             self.model.save(path)
 
@@ -495,6 +507,15 @@ class Trainer(Task):
         self._evaluator, self._recorder = parts.evaluator, parts.recorder
         self._checkpoints = parts.checkpoints
         self._started = True
+
+    def _check_started(self, name: str) -> None:
+        """Raises RuntimeError before there is anything to look at."""
+        if not self._started:
+            raise RuntimeError(
+                f"`{name}` must be asked for after train, evaluate or predict; got a trainer that "
+                "has seen no data. The first batch builds the model and restores a run. Call one "
+                "of the three before."
+            )
 
     @property
     def _variable_names(self) -> list[str]:

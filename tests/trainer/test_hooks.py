@@ -1,12 +1,14 @@
 """What a subclass may hook into, and what is done now and then."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
-from trainer import Action
+from trainer import Action, TrainingStuckError
 
 
 class Hooked(Linear):
@@ -104,9 +106,9 @@ def test_actions_are_due_by_seconds(monkeypatch):
     by_steps = Action(passing, every_steps=1)
     by_time = Action(lambda trainer: seen.append(("due", trainer.totals.attempted)), every_secs=10)
     trainer = Linear(actions=[by_steps, by_time], verbose=False)
-    trainer.train(slopes(1.0, 2.0), steps=6, global_batch=2)
+    trainer.train(slopes(1.0, 2.0), steps=8, global_batch=2)
 
-    assert [step for kind, step in seen if kind == "due"] == [3, 6]
+    assert [step for kind, step in seen if kind == "due"] == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -250,3 +252,57 @@ def test_one_average_is_enough(ema_momentum, message):
         trainer.train(slopes(1.0), steps=1, global_batch=1)
 
     assert str(error.value) == message
+
+
+def test_a_run_that_must_not_go_on_calls_no_action():
+    """It ends where an action would be due, though the log is read much later; and says so."""
+    seen = []
+    action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=2)
+    trainer = Linear(on_nonfinite_loss="raise", actions=[action], log_interval=100, verbose=False)
+    with pytest.raises(TrainingStuckError, match="`compute_loss` must return finite losses"):
+        trainer.train(slopes(np.nan), steps=50, global_batch=1)
+
+    assert seen == []
+    assert trainer.totals.attempted == 1
+
+
+def test_a_run_that_is_stopped_has_written_its_log(tmp_path):
+    """Also before the first line was due."""
+    action = Action(lambda trainer: trainer.stop(), every_steps=3)
+    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100, verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+    assert json.loads(line)["step"] == 3
+
+
+def test_metrics_that_nobody_updates_are_refused():
+    """A compute_loss of one's own and a metric need an update_metrics."""
+
+    class Forgetful(Linear):
+        def build_metrics(self):
+            return {"mean": keras.metrics.Mean()}
+
+    with pytest.raises(
+        ValueError, match=r"`update_metrics` must be overridden beside compute_loss"
+    ):
+        Forgetful(verbose=False).train(slopes(1.0), steps=1, global_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("totals", lambda trainer: trainer.totals),
+        ("loss_scale", lambda trainer: trainer.loss_scale),
+        ("export", lambda trainer: trainer.export("model.keras")),
+    ],
+)
+def test_before_any_data_there_is_nothing_to_look_at(name, ask):
+    """The error says what to call first."""
+    with pytest.raises(RuntimeError) as error:
+        ask(Linear(verbose=False))
+
+    assert str(error.value) == (
+        f"`{name}` must be asked for after train, evaluate or predict; got a trainer that has seen no "
+        "data. The first batch builds the model and restores a run. Call one of the three before."
+    )

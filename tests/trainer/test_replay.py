@@ -68,7 +68,7 @@ def batch(kind, example, examples=24):
     return values
 
 
-def record(tmp_path, kind, example=0, **arguments):
+def record(tmp_path, kind, example=0, steps=8, **arguments):
     """Trains over one good batch and a bad one, again and again; returns the records' folders."""
     batches = [batch(None, 0), batch(kind, example)]
     specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]]), batches[0])
@@ -76,7 +76,7 @@ def record(tmp_path, kind, example=0, **arguments):
     trainer = Layered(
         model_dir=tmp_path, verbose=False, max_overflow_records=2, seed=1, **arguments
     )
-    trainer.train(data, steps=8)
+    trainer.train(data, steps=steps)
     return trainer, sorted((tmp_path / "overflows").iterdir())
 
 
@@ -151,6 +151,19 @@ def test_the_oldest_records_make_room(tmp_path):
 
     assert [path.name for path in records] == ["step-00000006", "step-00000008"]
     assert [path.name for path in kept] == ["step-00000008"]
+
+
+def test_the_newest_record_stays_though_an_older_one_is_of_a_later_step(tmp_path):
+    """A run that was taken up again comes to earlier steps; the record it makes is the one that stays."""
+    _, [*_, kept] = record(tmp_path, "loss")
+    later = kept.rename(kept.parent / "step-00000500")
+    _, kept = record(tmp_path, "loss", steps=10)
+
+    assert [path.name for path in kept] == ["step-00000010", "step-00000500"]
+    _, kept = record(tmp_path, "loss", steps=12)
+
+    assert [path.name for path in kept] == ["step-00000010", "step-00000012"]
+    assert not later.exists()
 
 
 def test_a_plain_module_is_run_again_too(tmp_path):

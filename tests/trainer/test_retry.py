@@ -306,29 +306,32 @@ def test_every_attempt_is_handed_the_same(mirrored, replicas):
         drawn_before |= drawn
 
 
+FLOOR = {"min_scale": 2.0**4}
+
+
 @pytest.mark.parametrize(
-    ("rule", "retries", "scale"),
+    ("rule", "retries", "last", "left"),
     [
-        (scaling.DynamicLossScale(2.0**4, min_scale=2.0**4), 0, 2.0**4),
-        (scaling.DynamicLossScale(2.0**6, min_scale=2.0**4), 2, 2.0**4),
-        (scaling.DynamicLossScale(2.0**6, min_scale=2.0**4, hysteresis=3), 2, 2.0**4),
-        (scaling.FixedLossScale(2.0**15), 0, 2.0**15),
-        (scaling.NoLossScale(), 0, 1.0),
+        (scaling.DynamicLossScale(2.0**4, **FLOOR), [0, 0], 2.0**4, [2.0**4, 2.0**4]),
+        (scaling.DynamicLossScale(2.0**6, **FLOOR), [2, 1], 2.0**4, [2.0**5, 2.0**4]),
+        (scaling.DynamicLossScale(2.0**6, hysteresis=3, **FLOOR), [2, 2], 2.0**4, [2.0**6] * 2),
+        (scaling.FixedLossScale(2.0**15), [0, 0], 2.0**15, [2.0**15] * 2),
+        (scaling.NoLossScale(), [0, 0], 1.0, [1.0] * 2),
     ],
 )
-def test_where_no_other_scale_is_left_the_step_is_skipped(rule, retries, scale):
+def test_where_no_other_scale_is_left_the_step_is_skipped(rule, retries, last, left):
     """L6: a rule that has come to its floor, or that never moves, is not asked again: the attempt would
-    end the same way.
+    end the same way. The scale is then left where a single overflow would have left it.
     """
     trainer = Linear(loss_scale=rule, on_overflow="retry", **HALF)
     cause = Cause.MODEL if hasattr(rule, "min_scale") else Cause.BACKWARD
-    for expected in (retries, 0):
+    for expected, scale in zip(retries, left, strict=True):
         [report] = attempt(trainer, [slopes(1e6)])
 
         assert (report.grads_finite, report.retries) == (False, expected)
-        assert (Cause(report.cause), report.loss_scale, trainer.loss_scale) == (cause, scale, scale)
+        assert (Cause(report.cause), report.loss_scale, trainer.loss_scale) == (cause, last, scale)
         assert trainer.weight == 1.0
-    assert (trainer.totals.skipped, trainer.totals.retries) == (2, retries)
+    assert (trainer.totals.skipped, trainer.totals.retries) == (2, sum(retries))
 
 
 @pytest.mark.parametrize("max_retries", [1, 8, 9])
@@ -455,7 +458,7 @@ class Oracle:
 
     def step(self, slope):
         """Returns (applied, retries, the scale of the last attempt)."""
-        retries = 0
+        retries, single = 0, None
         while True:
             used = self.scale
             if not np.isfinite(slope):
@@ -464,8 +467,12 @@ class Oracle:
                 self.weight -= slope
                 self.finite()
                 return True, retries, used
-            if used == self.rule.min_scale:
-                return False, retries, used  # the model's
+            if used == self.rule.min_scale:  # the model's: all but the first overflow is forgotten
+                if single:
+                    self.scale, self.finite_steps, self.left = single
+                return False, retries, used
+            self.overflow()
+            single = single or (self.scale, self.finite_steps, self.left)
             while self.scale == used:
                 self.overflow()
             if retries == self.max_retries:
@@ -596,3 +603,24 @@ def test_a_rule_that_bears_overflows_costs_no_retries():
 
     assert (report.grads_finite, report.retries) == (False, 0)
     assert (state["loss_scale"], state["overflows_left"]) == (2.0**16, 4)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_batch_that_no_scale_helps_costs_one_backoff(mirrored, replicas):
+    """L17: a derivative that is NaN at every scale is tried down to the floor and found to be the
+    model's; the scale then stands where a single overflow would have left it, not at the floor.
+    """
+
+    class Rooted(Linear):
+        def compute_loss(self, batch, training):
+            return tf.sqrt((super().compute_loss(batch, training) - 1.0) ** 2)
+
+    trainer = Rooted(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        loss_scale=scaling.DynamicLossScale(),
+        on_overflow="retry",
+    )
+    [report] = attempt(trainer, [slopes(*[1.0] * replicas)])
+
+    assert (scaling.Cause(report.cause).name, report.retries) == ("MODEL", 29)
+    assert trainer.loss_scale == 2.0**14

@@ -439,6 +439,39 @@ def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
     assert [copy.item() for copy in copies(trainer.model.layers[0].moving_mean)] == [8.0] * 3
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_statistic_that_would_become_infinite_stops_the_update(mirrored, replicas):
+    """L5, L6: a layer that squares 300 in float16 for a statistic of its own, which the loss never
+    sees, stops the step as a forward cause; the statistic keeps its bits. One that was infinite to
+    begin with stops nothing.
+    """
+
+    class Squares(keras.layers.Layer):
+        def build(self, shape):
+            del shape
+            weight = {"shape": (), "trainable": False}
+            self.mean = self.add_weight(initializer="zeros", **weight)
+            self.most = self.add_weight(initializer=keras.initializers.Constant(-np.inf), **weight)
+
+        def call(self, inputs):
+            self.mean.assign(keras.ops.mean(keras.ops.square(inputs)))
+            self.most.assign(keras.ops.minimum(self.most, 0.0))
+            return inputs
+
+    class Squared(Linear):
+        def build_model(self):
+            return keras.Sequential([keras.Input([1]), Squares(), keras.layers.Dense(1)])
+
+    trainer = Squared(strategy=mirrored(replicas) if replicas > 1 else "default", **HALF)
+    good, bad = slopes(*[1.0] * replicas), slopes(*[1.0] * replicas)
+    bad["x"] = np.float32([[1.0]] * (replicas - 1) + [[300.0]])
+    first, second = attempt(trainer, [good, bad])
+
+    assert first.grads_finite
+    assert (second.grads_finite, second.cause) == (False, Cause.FORWARD)
+    assert [copy.item() for copy in copies(trainer.model.layers[0].mean)] == [1.0] * replicas
+
+
 def test_a_rule_that_asks_is_told_the_magnitude():
     """`needs_magnitude` brings the largest absolute value of the unscaled gradient."""
     told = []

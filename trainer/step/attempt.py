@@ -30,6 +30,7 @@ class Attempt(NamedTuple):
     outcome: Outcome
     loss_scale: tf.Tensor  # shape=(), float32: the scale it used
     state: Any  # the loss-scale rule's, after it
+    unretried: Any  # the same, had the step not been meant to be attempted again
     again: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `state`
 
 
@@ -54,7 +55,9 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
         attempt_once, batch=batch, weights=weights, in_float32=in_float32, plan=plan
     )
     state = run.loss_scaler.state
-    last, retries = attempt_again(once, state, plan) if plan.max_retries else (once(state), 0)
+    last, retries = (
+        attempt_until_applied(once, state, plan) if plan.max_retries else (once(state), 0)
+    )
     run.loss_scaler.assign(last.state)
     run.count(last.outcome, retries, in_float32, plan)
     return StepReport(
@@ -68,27 +71,41 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
     )
 
 
-def attempt_again(once: Any, state: Any, plan: StepPlan) -> tuple[Attempt, tf.Tensor]:
+def attempt_until_applied(once: Any, state: Any, plan: StepPlan) -> tuple[Attempt, tf.Tensor]:
     """Attempts an update until it is applied, no other scale can help, or enough is enough.
 
     Whatever an attempt might have moved is put back before the next: it sees the same
     weights, statistics and random numbers, at another scale.
 
     Returns:
-        The last attempt, and how many came before it: shape (), int32.
+        The last attempt, and how many came before it: shape (), int32. If no scale could help,
+        the loss scale is where it would be after a single overflow.
     """
     counts = scaling.stats.COUNTS if plan.record_gradients else 0
     nothing = tf.nest.map_structure(
         lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(counts)
     )
-    start = Attempt(nothing, state.loss_scale, state, tf.constant(True))
+    start = Attempt(nothing, state.loss_scale, state, state, tf.constant(True))
+
+    def body(attempts: tf.Tensor, last: Attempt) -> tuple[tf.Tensor, Attempt]:
+        now = once(last.state)
+        first = tf.nest.map_structure(
+            lambda new, old: tf.where(attempts == 0, new, old), now.unretried, last.unretried
+        )
+        return attempts + 1, now._replace(unretried=first)
+
     attempts, last = tf.while_loop(
         lambda attempts, last: last.again & (attempts <= plan.max_retries),
-        lambda attempts, last: (attempts + 1, once(last.state)),
+        body,
         (tf.constant(0), start),
         parallel_iterations=1,
     )
-    return last, attempts - 1
+    # The way down to the floor was for nothing, and the way up again takes thousands of steps.
+    hopeless = last.outcome.cause == int(scaling.Cause.MODEL)
+    kept = tf.nest.map_structure(
+        lambda moved, first: tf.where(hopeless, first, moved), last.state, last.unretried
+    )
+    return last._replace(state=kept), attempts - 1
 
 
 def attempt_once(
@@ -115,14 +132,18 @@ def attempt_once(
     curable = verdict.overflowed
     if not plan.attribute_causes:
         verdict = verdict._replace(cause=scaling.Cause.BACKWARD)
-    after = plan.rule.advance(state, verdict)
-    if plan.max_retries:
-        after = advanced_until_moved(after, state, verdict, curable, plan)
+    unretried = plan.rule.advance(state, verdict)
     if in_float32 is not None:
         # What fits in float32 says nothing of the scale that half precision needs.
-        after = tf.nest.map_structure(lambda new, old: tf.where(in_float32, old, new), after, state)
+        unretried = tf.nest.map_structure(
+            lambda new, old: tf.where(in_float32, old, new), unretried, state
+        )
+        curable &= ~in_float32
+    after = unretried
+    if plan.max_retries:
+        after = advanced_until_moved(unretried, state, verdict, curable, plan)
     moved = after.loss_scale != state.loss_scale
-    return Attempt(outcome, state.loss_scale, after, curable & moved)
+    return Attempt(outcome, state.loss_scale, after, unretried, curable & moved)
 
 
 def advanced_until_moved(
@@ -206,7 +227,15 @@ def explained(agreed: ReplicaResult, phase: Phase, state: Any, plan: StepPlan) -
         tf.convert_to_tensor(plan.model.trainable_variables[position])
         for position in phase.positions
     ]
-    finding = locate(agreed.table, agreed.summed, agreed.unscaled, weights, state, plan.rule)
+    finding = locate(
+        agreed.table,
+        agreed.statistics_finite,
+        agreed.summed,
+        agreed.unscaled,
+        weights,
+        state,
+        plan.rule,
+    )
     known = finding.bad_variable >= 0
     position = tf.gather(phase.positions, tf.maximum(finding.bad_variable, 0))
     finding = finding._replace(bad_variable=tf.where(known, position, -1))

@@ -50,7 +50,8 @@ def held_back_variables(model: Any, others: Sequence[Any] = ()) -> list[keras.Va
     for leaf in contents(others):
         if isinstance(leaf, keras.Layer) and leaf is not model:
             beside += leaf.non_trainable_variables
-    return own + [state for state in [*beside, *seed_states(others)] if id(state) not in known]
+    beside = list({id(state): state for state in [*beside, *seed_states(others)]}.values())
+    return own + [state for state in beside if id(state) not in known]
 
 
 def seed_states(roots: Sequence[Any]) -> list[keras.Variable]:

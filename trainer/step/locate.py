@@ -52,12 +52,19 @@ def own_row(trouble: Trouble, context: tf.distribute.ReplicaContext) -> Table:
 
 
 def locate(
-    table: Table, summed: list[Any], unscaled: list[Any], weights: list[Any], state: Any, rule: Any
+    table: Table,
+    statistics_finite: tf.Tensor,
+    summed: list[Any],
+    unscaled: list[Any],
+    weights: list[Any],
+    state: Any,
+    rule: Any,
 ) -> Finding:
     """Finds where a step first met a non-finite value.
 
     Args:
         table: of all replicas.
+        statistics_finite: whether what the forward pass would write is: shape (), bool.
         summed: the gradients summed over replicas, still scaled; None where there is none.
         unscaled: the same, unscaled.
         weights: the values of the same variables.
@@ -92,7 +99,7 @@ def locate(
 
     finite = {
         "weights_finite": tf.reduce_all(in_weights == 0),
-        "loss_finite": tf.reduce_all(table.forward == 0),
+        "loss_finite": tf.reduce_all(table.forward == 0) & statistics_finite,
         "local_gradients_finite": tf.reduce_all(table.gradient == 0),
         "summed_gradients_finite": tf.reduce_all(in_summed == 0),
         "unscaled_gradients_finite": False,  # or the step would not have been skipped

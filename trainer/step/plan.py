@@ -23,7 +23,7 @@ class Phase:
 
     objectives: tuple[Objective, ...]
     differentiate: Any  # a tf.function of (share, whole, state, values), returning a Microbatch
-    differentiate_in_float32: Any  # the same in float32; None for a `tf.Module`
+    differentiate_in_float32: Any  # the same in float32, which a `tf.Module` cannot
 
     @property
     def positions(self) -> list[int]:

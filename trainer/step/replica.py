@@ -24,6 +24,7 @@ class ReplicaResult(NamedTuple):
 
     outcome: Outcome  # as if nothing were wrong: `locate` says what is
     table: Table
+    statistics_finite: tf.Tensor  # shape=(), bool: of `written`
     gradients: list[Any]  # summed, unscaled, clipped: ready to apply
     summed: list[Any]  # the same before they were unscaled
     unscaled: list[Any]  # and before they were clipped
@@ -62,11 +63,12 @@ def replica_step(
     max_magnitude, magnitude_counts = measure(
         unscaled, state, magnitude=plan.rule.needs_magnitude, counts=plan.record_gradients
     )
+    statistics_finite = stay_finite(written, values)
     outcome = Outcome(
         loss=total.loss,
         regularization_loss=total.regularization_loss,
         gradient_norm=gradient_norm,
-        grads_finite=table.all_finite & tf.math.is_finite(gradient_norm),
+        grads_finite=table.all_finite & statistics_finite & tf.math.is_finite(gradient_norm),
         **no_finding()._asdict(),
         max_magnitude=max_magnitude,
         magnitude_counts=magnitude_counts,
@@ -74,6 +76,7 @@ def replica_step(
     return ReplicaResult(
         outcome=outcome,
         table=table,
+        statistics_finite=statistics_finite,
         gradients=clip(unscaled, gradient_norm, plan.clip),
         summed=total.gradients,
         unscaled=unscaled,
@@ -137,7 +140,7 @@ def sum_over_replicas(
     """
     took_part = tf.cast(share.examples > 0, tf.float32)
     statistics = {
-        position: value * tf.cast(took_part, value.dtype)
+        position: tf.where(took_part > 0, value, tf.zeros_like(value))
         for position, value in local.written.items()
         if value.dtype.is_floating
     }
@@ -149,3 +152,17 @@ def sum_over_replicas(
     total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
     means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
     return total, table, local.written | means
+
+
+def stay_finite(written: dict[str, tf.Tensor], before: list[tf.Tensor]) -> tf.Tensor:
+    """Returns whether nothing that was finite is about to become inf or NaN: shape (), bool.
+
+    A statistic that has become so would stay so. Means over replicas are everybody's, so this
+    needs no agreement.
+    """
+    floats = {position: value for position, value in written.items() if value.dtype.is_floating}
+    flags = [
+        scaling.all_finite(value) | ~scaling.all_finite(before[int(position)])
+        for position, value in floats.items()
+    ]
+    return tf.reduce_all(flags) if flags else tf.constant(True)

@@ -100,6 +100,8 @@ def describe_skip(report: StepReport, variable_names: list[str]) -> str:
     }
     name = variable_names[int(report.bad_variable)] if report.bad_variable >= 0 else None
     place = places.get(cause, "in {}").format(name or "all gradients together")
+    if cause is scaling.Cause.FORWARD and not report.inf_count + report.nan_count:
+        place = "in model.losses or in what a layer would write"
     replica = f" on replica {int(report.bad_replica)}" if report.bad_replica >= 0 else ""
     counts = f"{int(report.inf_count)} inf, {int(report.nan_count)} NaN"
     return f"{cause.name.lower()}, {place}{replica}: {counts}"
