@@ -182,3 +182,8 @@ def test_numpy_counts_are_counts():
         state, expected = rule.advance(state, finite), same.advance(expected, finite)
 
         assert oracle.numbers(expected) == oracle.numbers(state)
+
+
+def test_the_longest_interval_may_be_asked_for():
+    """L4: 2^30 steps, the most that a counter holds, stand for a scale that never grows."""
+    assert DynamicLossScale(growth_interval=2**30).growth_interval == 2**30
