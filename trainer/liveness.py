@@ -7,6 +7,7 @@ from absl import logging
 
 import scaling
 from trainer.policy import Policy
+from trainer.report import power_of_two
 from trainer.step.report import StepReport, describe_skip
 
 HINTS = {
@@ -102,7 +103,7 @@ def scale_path(steps: StepReport, longest: int = 8) -> str:
     """
     scales = steps.loss_scale
     changed = np.flatnonzero(np.diff(scales, prepend=0.0))[-longest:]
-    return ", ".join(f"2^{round(np.log2(scales[place]))}" for place in changed)
+    return ", ".join(power_of_two(scales[place]) for place in changed)
 
 
 def step_of(steps: StepReport, place: Any) -> StepReport:

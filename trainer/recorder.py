@@ -155,12 +155,8 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
 
 
 def read_state(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """Returns every copy of some variables, by "position/copy"."""
-    return {
-        f"{position}/{place}": copy.numpy()
-        for position, variable in enumerate(variables)
-        for place, copy in enumerate(copies_of(variable, strategy))
-    }
+    """Returns the values of `copies_by_name`."""
+    return {name: copy.numpy() for name, copy in copies_by_name(variables, strategy).items()}
 
 
 def write_state(
@@ -171,11 +167,7 @@ def write_state(
     Raises:
         ValueError: if the variables are not those that were read.
     """
-    copies = {
-        f"{position}/{place}": copy
-        for position, variable in enumerate(variables)
-        for place, copy in enumerate(copies_of(variable, strategy))
-    }
+    copies = copies_by_name(variables, strategy)
     shapes = {name: tuple(copy.shape) for name, copy in copies.items()}
     found = {name: array.shape for name, array in state.items()}
     if shapes != found:
@@ -187,6 +179,17 @@ def write_state(
         )
     for name, copy in copies.items():
         copy.assign(state[name])
+
+
+def copies_by_name(
+    variables: Sequence[Any], strategy: tf.distribute.Strategy
+) -> dict[str, tf.Variable]:
+    """Returns every copy of some variables, by "position/copy"."""
+    return {
+        f"{position}/{place}": copy
+        for position, variable in enumerate(variables)
+        for place, copy in enumerate(copies_of(variable, strategy))
+    }
 
 
 def bytes_in(folders: Sequence[pathlib.Path]) -> int:

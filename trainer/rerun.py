@@ -14,7 +14,7 @@ from trainer.step.accumulate import with_written
 from trainer.step.attempt import attempt_step
 from trainer.step.differentiate import Whole
 from trainer.step.plan import Phase, StepPlan
-from trainer.step.report import StepReport, describe_skip, report_spec
+from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
 
@@ -55,7 +55,7 @@ def run_again(
     Raises:
         ValueError: if the model has other variables.
     """
-    names = [getattr(v, "path", v.name) for v in plan.model.trainable_variables]
+    names = plan.variable_names
     variables = recorded_variables(plan)
     write_state(variables, state, plan.strategy)
     once = dataclasses.replace(plan, max_retries=0, float32_after=0 if record.in_float32 else None)
@@ -66,7 +66,7 @@ def run_again(
     report = tf.function(lambda iterator: attempt_step(next(iterator), once, run))(iter(dataset))
     again = StepReport(*(field.numpy() for field in report))
     write_state(variables, state, plan.strategy)  # an update, if there was one, is undone
-    numbers = dict.fromkeys(report_spec(0)._fields, 0) | dataclasses.asdict(record)
+    numbers = dict.fromkeys(StepReport._fields, 0) | dataclasses.asdict(record)
     recorded = StepReport(**{name: numbers[name] for name in StepReport._fields})
     return Replay(
         recorded=describe_skip(recorded, names),

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.step.plan import ones
+
 
 class Task:
     """Model, optimizer, loss and metrics. `Trainer` is a `Task` that knows how to run.
@@ -106,7 +108,7 @@ class Task:
         """
         if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) == 3:
             return batch[2]
-        return tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])
+        return ones(batch)
 
     def build_metrics(self) -> dict[str, keras.metrics.Metric]:
         """Returns new Keras metrics by name. Called twice: evaluation has its own."""

@@ -294,7 +294,7 @@ class Trainer(Task):
         log = RunLog(
             self.model_dir,
             self.verbose,
-            self._variable_names,
+            self._plan.variable_names,
             self.precision.name,
             replicas * self.num_microbatches,
         )
@@ -517,10 +517,6 @@ class Trainer(Task):
                 "of the three before."
             )
 
-    @property
-    def _variable_names(self) -> list[str]:
-        return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
-
     def _check_alive(self, log: RunLog, target: int) -> None:
         """Reads what has happened since the last time, and ends a run that must not go on."""
         steps = log.read()
@@ -528,7 +524,7 @@ class Trainer(Task):
             return
         record = self._recorder.latest if self._recorder else None
         try:
-            check_alive(steps, self.policy, self._variable_names, record)
+            check_alive(steps, self.policy, self._plan.variable_names, record)
         except TrainingStuckError:
             self._write_log(log, target)
             raise

@@ -9,6 +9,7 @@ import tensorflow as tf
 import scaling
 from trainer.keras_private import all_layers
 from trainer.step.clip import Clip
+from trainer.step.rollback import tensorflow_variable
 
 
 def check_model(model: Any, precision: scaling.Precision) -> None:
@@ -122,8 +123,7 @@ def check_variables(model: Any, strategy: tf.distribute.Strategy) -> None:
                 "precision loses every update smaller than 2^-11 of a weight. Use a mixed_ policy, "
                 "which computes in half and keeps float32 master weights."
             )
-        inner = variable.value if isinstance(variable, keras.Variable) else variable
-        if not strategy.extended.variable_created_in_scope(inner):
+        if not strategy.extended.variable_created_in_scope(tensorflow_variable(variable)):
             raise ValueError(
                 f"`model` must be made in the scope of the trainer's strategy; got {name!r}, made "
                 "outside it. Each replica needs its own copy. Build it in build_model(), or pass a "

@@ -53,6 +53,11 @@ class StepPlan:
     held_back: tuple[keras.Variable, ...]  # what Keras computes with and may write; weights first
     undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
 
+    @property
+    def variable_names(self) -> list[str]:
+        """Of `model.trainable_variables`, to say where a step went wrong."""
+        return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
+
 
 def plan_step(
     *,
