@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import check_state
 from scaling.half import check_power_of_two
 from scaling.rule import use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
@@ -56,8 +57,8 @@ class FixedLossScale:
 
     def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
         """Returns the one state there is, also after one that was saved at another scale."""
+        check_state(state, FixedLossScaleState)
         as_verdict(verdict)
-        del state
         return self.initial_state()
 
 
@@ -94,6 +95,6 @@ class NoLossScale:
 
     def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
         """Returns the one state there is."""
+        check_state(state, NoLossScaleState)
         as_verdict(verdict)
-        del state
         return self.initial_state()

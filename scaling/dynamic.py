@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import check_state
 from scaling.half import check_power_of_two
 from scaling.rule import check_bounds, check_count, check_factors, keep_unless, use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
@@ -101,7 +102,15 @@ class DynamicLossScale:
         check_count(
             "grace_steps", self.grace_steps, "It counts finite steps.", "0 counts them all", least=0
         )
-        for scale, interval in self.low_scale_intervals:
+        pairs = self.low_scale_intervals
+        if not isinstance(pairs, tuple | list) or not all(
+            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+        ):
+            raise ValueError(
+                f"`low_scale_intervals` must be pairs (scale, interval); got {pairs!r}. Below the "
+                "scale, that interval counts. Use for instance ((2.0, 25), (8.0, 100))."
+            )
+        for scale, interval in pairs:
             check_power_of_two("low_scale_intervals", scale)
             check_count("low_scale_intervals", interval, "It counts finite steps.", "25 is usual")
         use_plain_numbers(self)
@@ -126,8 +135,9 @@ class DynamicLossScale:
             The state after the step.
 
         Raises:
-            TypeError, ValueError: if the verdict is not one bool.
+            TypeError, ValueError: if the state is not this rule's, or the verdict not one bool.
         """
+        check_state(state, DynamicLossScaleState)
         verdict = as_verdict(verdict)
         finite_steps = state.finite_steps + 1
         # `>=` and not `==`: a run that goes on with a shorter interval must still grow.

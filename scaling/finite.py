@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.checks import as_tensor
+
 
 def all_finite(structure: Any) -> tf.Tensor:
     """Returns whether no element of a structure is inf or NaN. Does not wait for the device.
@@ -18,6 +20,9 @@ def all_finite(structure: Any) -> tf.Tensor:
     Returns:
         Shape (), bool.
 
+    Raises:
+        TypeError: if something in it is no tensor and cannot become one.
+
     Example:
         >>> bool(all_finite([tf.constant([1.0, 2.0]), None]))
         True
@@ -28,7 +33,7 @@ def all_finite(structure: Any) -> tf.Tensor:
     for leaf in tf.nest.flatten(structure):
         if leaf is None:
             continue
-        tensor = leaf.values if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
+        tensor = as_tensor("structure", leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf)
         if tensor.dtype.is_floating or tensor.dtype.is_complex:
             flags.append(is_finite(tensor))
     return tf.reduce_all(tf.stack(flags))

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.checks import as_tensor, loss_scale_of
 from scaling.constant import NoLossScaleState
 
 
@@ -22,7 +23,7 @@ def scale_loss(loss: Any, state: Any) -> tf.Tensor:
         The shape of `loss`; float32, or float64 if the loss was.
 
     Raises:
-        TypeError: if the loss is not of a float dtype.
+        TypeError: if the loss is not of a float dtype, or the state holds no scale.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
@@ -34,7 +35,8 @@ def scale_loss(loss: Any, state: Any) -> tf.Tensor:
         >>> scaled.dtype.name, float(scaled) == 2.0**19
         ('float32', True)
     """
-    loss = tf.convert_to_tensor(loss)
+    loss_scale = loss_scale_of(state)
+    loss = as_tensor("loss", loss)
     if not loss.dtype.is_floating:
         raise TypeError(
             f"`loss` must be of a float dtype; got {loss.dtype.name}. Integers have no gradient. "
@@ -43,7 +45,7 @@ def scale_loss(loss: Any, state: Any) -> tf.Tensor:
     loss = at_least_float32(loss)
     if isinstance(state, NoLossScaleState):
         return loss
-    return loss * tf.cast(state.loss_scale, loss.dtype)
+    return loss * tf.cast(loss_scale, loss.dtype)
 
 
 def unscale_gradients(gradients: Any, state: Any) -> Any:
@@ -60,7 +62,7 @@ def unscale_gradients(gradients: Any, state: Any) -> Any:
         state: the state that was handed to `scale_loss`.
 
     Raises:
-        TypeError: if a gradient is complex, or not of a float dtype.
+        TypeError: if a gradient is complex, or not of a float dtype, or the state holds no scale.
 
     Returns:
         The same structure; float32 (float64 stays float64). None stays None, and
@@ -73,7 +75,7 @@ def unscale_gradients(gradients: Any, state: Any) -> Any:
         >>> float(half), half.dtype.name, nothing
         (0.001953125, 'float32', None)
     """
-    reciprocal = 1.0 / state.loss_scale
+    reciprocal = 1.0 / loss_scale_of(state)
 
     def unscale(gradient: Any) -> Any:
         if gradient is None:
@@ -83,7 +85,7 @@ def unscale_gradients(gradients: Any, state: Any) -> Any:
             return tf.IndexedSlices(
                 unscale(gradient.values), gradient.indices, gradient.dense_shape
             )
-        gradient = at_least_float32(tf.convert_to_tensor(gradient))
+        gradient = at_least_float32(as_tensor("gradients", gradient))
         if isinstance(state, NoLossScaleState):
             return gradient
         return gradient * tf.cast(reciprocal, gradient.dtype)

@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import check_state
 from scaling.half import HALF_BITS, HALF_MAX, floor_power_of_two
 from scaling.rule import (
     check_bounds,
@@ -95,17 +96,10 @@ class HeadroomLossScale:
         """Refuses constants under which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
-        check_count(
-            "headroom_bits", self.headroom_bits, "It counts factors of two.", "4 is usual", least=0
-        )
+        check_headroom_bits(self.headroom_bits)
         check_count(
             "growth_interval", self.growth_interval, "It counts finite steps.", "100 is usual"
         )
-        if self.headroom_bits > HALF_BITS:
-            raise ValueError(
-                f"`headroom_bits` must be at most {HALF_BITS}; got {self.headroom_bits!r}. Float16 "
-                "has no more between its smallest and its largest number. 4 is usual."
-            )
         use_plain_numbers(self)
 
     def initial_state(self) -> HeadroomLossScaleState:
@@ -131,8 +125,10 @@ class HeadroomLossScale:
             The state after the step.
 
         Raises:
+            TypeError: if the state is not this rule's.
             ValueError: if the verdict has no magnitude.
         """
+        check_state(state, HeadroomLossScaleState)
         verdict = as_verdict(verdict)
         magnitude = magnitude_of(verdict, "HeadroomLossScale")
         following = self._follow(state, verdict.overflowed, magnitude)
@@ -177,3 +173,13 @@ class HeadroomLossScale:
 
     def _clip(self, loss_scale: tf.Tensor) -> tf.Tensor:
         return tf.clip_by_value(loss_scale, self.min_scale, self.max_scale)
+
+
+def check_headroom_bits(bits: int) -> None:
+    """Raises ValueError unless so many factors of two fit between float16's ends."""
+    check_count("headroom_bits", bits, "It counts factors of two.", "4 is usual", least=0)
+    if bits > HALF_BITS:
+        raise ValueError(
+            f"`headroom_bits` must be at most {HALF_BITS}; got {bits!r}. Float16 has no more "
+            "between its smallest and its largest number. 4 is usual."
+        )

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import as_tensor, check_bool
 from scaling.constant import FixedLossScaleState
 from scaling.gradients import unscale_gradients
 from scaling.layerwise_rule import LayerwiseLossScale
@@ -53,6 +54,7 @@ def layerwise_gradients(
         The loss, the gradients and each layer's total scale.
 
     Raises:
+        TypeError: if another argument is not what it is said to be.
         ValueError: if `layers` is another model, empty, or trains a layer twice; if no
             gradient reaches a layer that is trained.
 
@@ -63,10 +65,11 @@ def layerwise_gradients(
         >>> [[gradient.shape.as_list() for gradient in layer] for layer in result.gradients]
         [[[4, 2], [2]], [[2, 1], [1]]]
     """
-    rule = rule or LayerwiseLossScale()
+    rule = LayerwiseLossScale() if rule is None else rule
     layers = _chain(layers)
+    _check_rest(loss_fn, rule, training)
     passes: list[_Pass] = []
-    outputs = tf.convert_to_tensor(inputs)
+    outputs = as_tensor("inputs", inputs)
     for layer in layers:
         passes.append(_forward(layer, outputs, training, is_first=not passes))
         outputs = passes[-1].outputs
@@ -134,6 +137,21 @@ def _chain(layers: Any) -> list[Any]:
             "of what branches, and a list of the layers."
         )
     return list(chain)
+
+
+def _check_rest(loss_fn: Any, rule: Any, training: Any) -> None:
+    """Refuses what would be found out only after the forward pass, or never."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function of the last layer's outputs; got {loss_fn!r}. It is "
+            "differentiated once, as it stands. Pass for instance tf.reduce_mean."
+        )
+    if not isinstance(rule, LayerwiseLossScale):
+        raise TypeError(
+            f"`rule` must be a LayerwiseLossScale; got {type(rule).__name__}. It looks at one "
+            "layer at a time, where other rules look at steps. Pass LayerwiseLossScale(), or None."
+        )
+    check_bool("training", training, "Keras's layers are told so.", "True is usual")
 
 
 def _check_once(layers: list[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.checks import as_tensor, check_scalar
 from scaling.half import HALF_FLUSHED, HALF_MAX, check_power_of_two, floor_power_of_two, is_number
 
 SMALLEST_HALF = 2 * HALF_FLUSHED  # the smallest positive float16; the paper rounds it to 6e-8
@@ -84,8 +85,30 @@ class LayerwiseLossScale:
         Returns:
             Shape (), float32: a power of two within `[1, max_total_scale]`, at most
             `max_layer_scale` times `above`; `above` itself if the gradient is not finite.
+
+        Raises:
+            TypeError: if the gradient is not of a float dtype, or something is no tensor.
+            ValueError: if a kernel has fewer dimensions than two, or `above` has any.
         """
-        kernels = [tf.cast(tf.convert_to_tensor(kernel), tf.float32) for kernel in kernels]
+        gradient, inputs = as_tensor("gradient", gradient), as_tensor("inputs", inputs)
+        if not gradient.dtype.is_floating:
+            raise TypeError(
+                f"`gradient` must be of a float dtype; got {gradient.dtype.name}. It is what "
+                "float16 may flush. Pass the gradient of the layer's outputs."
+            )
+        check_scalar(
+            "above",
+            as_tensor("above", above),
+            "It is one factor for all of the gradient.",
+            "Pass the total scale of the layer above, 1.0 for the last",
+        )
+        kernels = [tf.cast(as_tensor("kernels", kernel), tf.float32) for kernel in kernels]
+        for kernel in kernels:
+            if len(kernel.shape) < 2:
+                raise ValueError(
+                    f"`kernels` must be of rank 2 or more; got shape {tuple(kernel.shape)}. "
+                    "Gradients are multiplied with matrices. Pass a list, without biases."
+                )
         deviation, largest = _deviation(gradient), _largest(gradient)
         if kernels:
             rows = tf.cast(tf.size(gradient) // tf.shape(gradient)[-1], tf.float32)

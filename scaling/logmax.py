@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import check_state
 from scaling.half import HALF_MAX, is_number, two_to_the
 from scaling.rule import check_bounds, keep_unless, magnitude_of, use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
@@ -119,8 +120,10 @@ class LogMaxLossScale:
             The state after the step.
 
         Raises:
+            TypeError: if the state is not this rule's.
             ValueError: if the verdict has no magnitude.
         """
+        check_state(state, LogMaxLossScaleState)
         verdict = as_verdict(verdict)
         magnitude = magnitude_of(verdict, "LogMaxLossScale")
         scale, overflowed = state.loss_scale, verdict.overflowed

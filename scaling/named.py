@@ -1,15 +1,17 @@
 """Rules by name, as flags and command lines give them."""
 
 import ast
+import dataclasses
 import re
 from typing import Any
 
+from scaling.checks import nearest
 from scaling.constant import FixedLossScale, NoLossScale
 from scaling.dynamic import DynamicLossScale
 from scaling.half import is_number
 from scaling.headroom import HeadroomLossScale
 from scaling.logmax import LogMaxLossScale
-from scaling.presets import PRESETS, preset
+from scaling.presets import PRESETS, fields_of, preset
 from scaling.rule import LossScaleRule
 from scaling.tolerant import TolerantLossScale
 
@@ -34,6 +36,7 @@ def parse_rule(text: str) -> LossScaleRule:
             "dynamic:growth_interval=500:initial_scale=2^20". Numbers may be powers of two.
 
     Raises:
+        TypeError: if it is no text.
         ValueError: for a name, a field or a number that is not known.
 
     Example:
@@ -44,14 +47,26 @@ def parse_rule(text: str) -> LossScaleRule:
         >>> parse_rule("deepspeed:version=0.16:hysteresis=4").hysteresis
         4
     """
-    name, *assignments = text.strip().split(":")
-    if is_number(number := parse_value(name)) and not assignments:
-        return FixedLossScale(number)
-    if name not in RULES and name not in PRESETS:
-        raise ValueError(
-            f"`loss_scale` must be a number or one of {', '.join([*RULES, *PRESETS])}; got "
-            f"{text!r}. No rule has that name. Use for instance 1024 or dynamic."
+    if not isinstance(text, str):
+        raise TypeError(
+            f"`text` must be a string; got {text!r}. It is what stands on a command line. Pass for "
+            'instance "dynamic", or make the rule itself.'
         )
+    name, *assignments = text.strip().split(":")
+    if is_number(number := parse_value(name)):
+        if assignments:
+            raise ValueError(
+                f"`loss_scale` must have no fields behind a number; got {text!r}. A fixed scale "
+                f"never moves. Use {name} alone, or dynamic:initial_scale={text}."
+            )
+        return FixedLossScale(number)
+    names = [*RULES, *PRESETS]
+    if name not in names:
+        raise ValueError(
+            f"`loss_scale` must be a number or one of {', '.join(names)}; got {text!r}. No rule "
+            f"has that name. {nearest(name, names, 'Use for instance 1024 or dynamic.')}"
+        )
+    known = [*fields_of(name), "version"] if name in PRESETS else own_fields(name)
     fields: dict[str, Any] = {}
     for assignment in assignments:
         field, equals, value = assignment.partition("=")
@@ -60,14 +75,23 @@ def parse_rule(text: str) -> LossScaleRule:
                 f"`loss_scale` must give fields as field=value; got {assignment!r} in {text!r}. A "
                 "name alone says nothing. Use for instance dynamic:growth_interval=500."
             )
+        if field not in known:
+            raise ValueError(
+                f"`loss_scale` must name fields of the rule; got {field!r} in {text!r}. {name} has "
+                f"{', '.join(known) or 'no fields'}. {nearest(field, known, 'Name only these.')}"
+            )
         fields[field] = value if field == "version" else parse_value(value)
-    try:
-        return RULES[name](**fields) if name in RULES else preset(name, **fields)
-    except TypeError as error:
+    if name == "fixed" and not fields:
         raise ValueError(
-            f"`loss_scale` must name fields of the rule; got {text!r}. {name} has no such field, "
-            f"or lacks one: {error}."
-        ) from error
+            f"`loss_scale` must say which scale is fixed; got {text!r}. No scale is usual. Use for "
+            "instance 1024 or fixed:loss_scale=1024."
+        )
+    return RULES[name](**fields) if name in RULES else preset(name, **fields)
+
+
+def own_fields(name: str) -> list[str]:
+    """Returns the fields of a rule of this room, sorted."""
+    return sorted(field.name for field in dataclasses.fields(RULES[name]))
 
 
 def parse_value(text: str) -> Any:

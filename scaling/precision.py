@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.checks import as_tensor
+
 COMPUTE_DTYPES = {
     "float32": "float32",
     "mixed_float16": "float16",
@@ -62,11 +64,19 @@ class Precision:
         return self.compute_dtype == "float16"
 
     def cast_to_compute(self, tree: Any) -> Any:
-        """Returns `tree` with every float tensor in `compute_dtype`; all else as it is."""
+        """Returns `tree` with every float tensor in `compute_dtype`; all else as it is.
+
+        Raises:
+            TypeError: if something in it is no tensor and cannot become one.
+        """
         return cast_floats(tree, self.compute_dtype)
 
     def cast_to_variable(self, tree: Any) -> Any:
-        """Returns `tree` with every float tensor in `variable_dtype`; all else as it is."""
+        """Returns `tree` with every float tensor in `variable_dtype`; all else as it is.
+
+        Raises:
+            TypeError: if something in it is no tensor and cannot become one.
+        """
         return cast_floats(tree, self.variable_dtype)
 
 
@@ -78,7 +88,7 @@ def cast_floats(tree: Any, dtype: str) -> Any:
             return None
         if isinstance(leaf, tf.IndexedSlices):
             return tf.IndexedSlices(cast(leaf.values), leaf.indices, leaf.dense_shape)
-        tensor = tf.convert_to_tensor(leaf)
+        tensor = as_tensor("tree", leaf)
         return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
 
     return tf.nest.map_structure(cast, tree)

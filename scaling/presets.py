@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from scaling.checks import nearest
 from scaling.dynamic import DynamicLossScale
 from scaling.half import LARGEST_SCALE, SMALLEST_SCALE
 from scaling.rule import LossScaleRule, check_count
@@ -101,10 +102,10 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
         0
     """
     if name not in PRESETS:
+        own = "Use one of these, or scaling.DynamicLossScale with constants of your own."
         raise ValueError(
             f"`name` must be one of {', '.join(PRESETS)}; got {name!r}. A preset is known by the "
-            "system it moves like. Use one of these, or scaling.DynamicLossScale with constants "
-            "of your own."
+            f"system it moves like. {nearest(name, PRESETS, own)}"
         )
     versions = PRESETS[name]
     if version is not None and version not in versions:
@@ -115,12 +116,18 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
             f"`version` must {rule} for {name}; got {version!r}. Only what the table lists was "
             "held against the system. Read there where its law changed, or give no version."
         )
-    make = versions[version] if version else list(versions.values())[-1]
-    known = {field.name for field in dataclasses.fields(make())}  # type: ignore[arg-type]
-    unknown = sorted(set(overrides) - known)
+    known = fields_of(name)
+    unknown = sorted(set(overrides) - set(known))
     if unknown:
         raise TypeError(
             f"`overrides` must be fields of the preset's rule; got {', '.join(unknown)}. {name} "
-            f"has {', '.join(sorted(known))}. Use these names."
+            f"has {', '.join(known)}. {nearest(unknown[0], known, 'Use these names.')}"
         )
+    make = versions[version] if version else list(versions.values())[-1]
     return make(**overrides)
+
+
+def fields_of(name: str) -> list[str]:
+    """Returns the fields of a preset's rule, which its versions have in common; sorted."""
+    rule: Any = list(PRESETS[name].values())[-1]()
+    return sorted(field.name for field in dataclasses.fields(rule))

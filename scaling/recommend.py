@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.half import HALF_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from scaling.headroom import check_headroom_bits
 from scaling.stats import GradientStats, flushed_share
 
 
@@ -52,7 +53,8 @@ def recommend(
         The scale, and what it would lose in which variable.
 
     Raises:
-        ValueError: if there are not as many names as variables.
+        TypeError: if `stats` are none.
+        ValueError: if there are not as many names as variables, or no such headroom.
 
     Example:
         >>> import scaling
@@ -61,6 +63,12 @@ def recommend(
         >>> print(recommend(scaling.gradient_stats([gradient], state), ["dense/kernel"]))
         2^16 would lose 25.00% of dense/kernel. The largest gradient, 0.03125 in dense/kernel, ...
     """
+    if not isinstance(stats, GradientStats):
+        raise TypeError(
+            f"`stats` must be a GradientStats; got {type(stats).__name__}. The scale follows from "
+            "how often each exponent occurs. Pass scaling.gradient_stats(gradients, state)."
+        )
+    check_headroom_bits(headroom_bits)
     variables = int(stats.max_magnitude.shape[0])
     names = [f"gradient {index}" for index in range(variables)] if names is None else list(names)
     if len(names) != variables:

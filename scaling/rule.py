@@ -114,6 +114,16 @@ def check_factors(growth_factor: float, backoff_factor: float) -> None:
         )
 
 
+def check_rule(rule: Any) -> None:
+    """Raises TypeError unless `rule` is one, of this room or of somebody's own."""
+    is_rule = hasattr(rule, "initial_state") and hasattr(rule, "advance")
+    if not is_rule or isinstance(rule, type):
+        raise TypeError(
+            f"`rule` must be a loss-scale rule; got {rule!r}. A rule has initial_state() and "
+            "advance(). Use for instance scaling.DynamicLossScale(growth_interval=500)."
+        )
+
+
 def use_plain_numbers(rule: Any) -> None:
     """Turns a rule's numbers, which may be NumPy's or ints, into its fields' types, once for all.
 

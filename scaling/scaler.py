@@ -5,10 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.checks import check_state
 from scaling.gradients import scale_loss, unscale_gradients
 from scaling.half import check_power_of_two
 from scaling.order import CallOrder, Token
-from scaling.rule import LossScaleRule
+from scaling.rule import LossScaleRule, check_rule
 from scaling.verdict import Cause, Verdict, VerdictLike, as_verdict
 
 
@@ -27,6 +28,9 @@ class LossScaler(tf.Module):
     Args:
         rule: a `DynamicLossScale`, any other rule of this room, or one of your own.
 
+    Raises:
+        TypeError: if it is no rule.
+
     Example:
         >>> import scaling
         >>> scaler = scaling.LossScaler(scaling.DynamicLossScale(initial_scale=4.0))
@@ -43,6 +47,7 @@ class LossScaler(tf.Module):
 
     def __init__(self, rule: LossScaleRule) -> None:
         """Makes one variable for each field of the rule's state."""
+        check_rule(rule)
         super().__init__(name="loss_scaler")
         self.rule = rule
         self._order = CallOrder()
@@ -147,7 +152,12 @@ class LossScaler(tf.Module):
                 )
 
     def assign(self, state: Any) -> None:
-        """Replaces the state, as the caller has computed it; the same on every replica."""
+        """Replaces the state, as the caller has computed it; the same on every replica.
+
+        Raises:
+            TypeError: if it is no state of the scaler's rule.
+        """
+        check_state(state, self._state_type)
         for field, value in state._asdict().items():
             self._variables[field].assign(value)
 
@@ -197,6 +207,7 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         Shape (), bool: whether all gradients of all losses were finite on every replica.
 
     Raises:
+        TypeError: if `scalers` are none.
         ValueError: if there are not as many verdicts as scalers.
         RuntimeError: if a scaler's loss was not unscaled.
 
@@ -211,6 +222,12 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         >>> [float(scaler.loss_scale) for scaler in scalers]
         [4.0, 8.0]
     """
+    is_list = isinstance(scalers, tuple | list) and scalers
+    if not is_list or not all(isinstance(scaler, LossScaler) for scaler in scalers):
+        raise TypeError(
+            f"`scalers` must be a list of LossScalers; got {type(scalers).__name__}. Each loss has "
+            "its own. Pass for instance [generator_scaler, discriminator_scaler]."
+        )
     if len(scalers) != len(verdicts):
         raise ValueError(
             f"`verdicts` must hold one for each scaler; got {len(verdicts)} for {len(scalers)}. "

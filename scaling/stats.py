@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import as_tensor, loss_scale_of
 from scaling.gradients import at_least_float32, coalesce
-from scaling.half import HALF_FLUSHED, ceil_log2
+from scaling.half import HALF_FLUSHED, ceil_log2, check_power_of_two
 
 # A magnitude in (2^(e-1), 2^e] is counted under e; what lies outside goes to the end columns.
 LOWEST_EXPONENT = -96
@@ -61,7 +62,11 @@ class GradientStats(NamedTuple):
 
         Returns:
             Shape (variables,), float32, in [0, 1].
+
+        Raises:
+            ValueError: if the factor is no power of two.
         """
+        check_power_of_two("factor", factor, suggestion=2.0)
         return flushed_share(self.counts, self.loss_scale * factor)
 
 
@@ -82,6 +87,9 @@ def gradient_stats(gradients: Any, state: Any) -> GradientStats:
         One row for each gradient, in the order of `tf.nest.flatten`. A count above 2^24 is
         rounded to float32.
 
+    Raises:
+        TypeError: if a gradient is not of a float dtype, or the state holds no scale.
+
     Example:
         >>> import scaling
         >>> state = scaling.FixedLossScale(1.0).initial_state()
@@ -89,10 +97,11 @@ def gradient_stats(gradients: Any, state: Any) -> GradientStats:
         >>> int(stats.zero_count[0]), float(stats.max_magnitude[0])
         (1, 1.5)
     """
+    loss_scale = tf.convert_to_tensor(loss_scale_of(state))
     rows = [row_of(gradient) for gradient in tf.nest.flatten(gradients)]
     counts, largest = zip(*rows, strict=True) if rows else ([], [])
     return GradientStats(
-        loss_scale=tf.convert_to_tensor(state.loss_scale),
+        loss_scale=loss_scale,
         counts=tf.reshape(tf.stack(counts) if counts else (), [-1, COUNTS]),
         max_magnitude=tf.reshape(tf.stack(largest) if largest else (), [-1]),
     )
@@ -104,7 +113,7 @@ def row_of(gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.zeros([COUNTS]), tf.zeros([])
     gradient = coalesce(gradient)
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    magnitude = tf.abs(tf.cast(at_least_float32(tf.convert_to_tensor(values)), tf.float32))
+    magnitude = tf.abs(tf.cast(at_least_float32(as_tensor("gradients", values)), tf.float32))
     magnitude = tf.reshape(magnitude, [-1])
     finite = tf.math.is_finite(magnitude)
     column = tf.clip_by_value(ceil_log2(magnitude) - LOWEST_EXPONENT, 0, EXPONENTS - 1)

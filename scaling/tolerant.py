@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
+from scaling.checks import check_bool, check_state
 from scaling.half import is_number
 from scaling.rule import check_bounds, check_count, check_factors, keep_unless, use_plain_numbers
 from scaling.verdict import VerdictLike, as_verdict
@@ -95,6 +96,12 @@ class TolerantLossScale:
                 "of steps that may overflow, and with 1 the scale would never back off. 0 backs "
                 "off at once."
             )
+        check_bool(
+            "scale_interval",
+            self.scale_interval,
+            "It says whether the growth interval moves with the scale.",
+            "True is what metaseq does",
+        )
         use_plain_numbers(self)
 
     def initial_state(self) -> TolerantLossScaleState:
@@ -121,8 +128,9 @@ class TolerantLossScale:
             The state after the step.
 
         Raises:
-            TypeError, ValueError: if the verdict is not one bool.
+            TypeError, ValueError: if the state is not this rule's, or the verdict not one bool.
         """
+        check_state(state, TolerantLossScaleState)
         verdict = as_verdict(verdict)
         overflowed = verdict.overflowed
         interval = state.growth_interval if self.scale_interval else self.growth_interval

@@ -5,6 +5,8 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from scaling.checks import as_flag
+
 
 class Cause(enum.IntEnum):
     """Where a step first met an inf or a NaN, in the order in which it looks. `NONE`: nowhere.
@@ -53,6 +55,9 @@ def find_cause(
     Returns:
         A `Cause`: shape (), int32.
 
+    Raises:
+        TypeError, ValueError: if one is not one bool.
+
     Example:
         >>> cause = find_cause(loss_finite=True, local_gradients_finite=False,
         ...     summed_gradients_finite=False, unscaled_gradients_finite=False)
@@ -60,18 +65,31 @@ def find_cause(
         'BACKWARD'
     """
     for_want_of_range = tf.where(
-        at_min_scale, [int(Cause.MODEL)] * 2, [int(Cause.BACKWARD), int(Cause.REDUCTION)]
+        as_flag(
+            "at_min_scale",
+            at_min_scale,
+            "It says whether no smaller scale is left.",
+            "Pass state.loss_scale <= rule.min_scale",
+        ),
+        [int(Cause.MODEL)] * 2,
+        [int(Cause.BACKWARD), int(Cause.REDUCTION)],
     )
-    places = [
-        (unscaled_gradients_finite, int(Cause.UNSCALING)),
-        (summed_gradients_finite, for_want_of_range[1]),
-        (local_gradients_finite, for_want_of_range[0]),
-        (loss_finite, int(Cause.FORWARD)),
-        (weights_finite, int(Cause.WEIGHTS)),
-    ]
+    places = {
+        "unscaled_gradients_finite": (unscaled_gradients_finite, int(Cause.UNSCALING)),
+        "summed_gradients_finite": (summed_gradients_finite, for_want_of_range[1]),
+        "local_gradients_finite": (local_gradients_finite, for_want_of_range[0]),
+        "loss_finite": (loss_finite, int(Cause.FORWARD)),
+        "weights_finite": (weights_finite, int(Cause.WEIGHTS)),
+    }
     cause = tf.constant(int(Cause.NONE))
-    for finite, place in places:  # from the last place to the first, which wins
-        cause = tf.where(finite, cause, place)
+    for name, (finite, place) in places.items():  # from the last place to the first, which wins
+        flag = as_flag(
+            name,
+            finite,
+            "It says whether all numbers were finite at that place.",
+            "Pass scaling.all_finite() of them",
+        )
+        cause = tf.where(flag, cause, place)
     return cause
 
 
@@ -114,23 +132,24 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
         verdict: a `Verdict`, or grads_finite alone: a Python bool or a bool tensor, shape ().
 
     Raises:
-        ValueError: if grads_finite is not a scalar.
+        ValueError: if grads_finite is not a scalar, or the cause is a number that none has.
         TypeError: if grads_finite is not a bool.
 
     Example:
         >>> bool(as_verdict(False).overflowed)
         True
     """
+    name = "verdict.grads_finite" if isinstance(verdict, Verdict) else "verdict"
     verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict)
-    grads_finite = tf.convert_to_tensor(verdict.grads_finite)
-    if grads_finite.dtype != tf.bool:
-        raise TypeError(
-            f"`grads_finite` must be a bool; got {grads_finite.dtype.name}. It answers whether "
-            "every gradient was finite. Pass scaling.all_finite(gradients)."
-        )
-    if grads_finite.shape.rank not in (0, None):
+    grads_finite = as_flag(
+        name,
+        verdict.grads_finite,
+        "It answers whether every gradient was finite.",
+        "Pass scaling.all_finite(gradients)",
+    )
+    if not tf.is_tensor(verdict.cause) and verdict.cause not in list(Cause):
         raise ValueError(
-            f"`grads_finite` must be a scalar; got shape {tuple(grads_finite.shape)}. There is one "
-            "verdict per step. Pass scaling.all_finite(gradients)."
+            f"`verdict.cause` must be a scaling.Cause; got {verdict.cause!r}. It says where the "
+            "step was first not finite. Pass what scaling.find_cause() returned, or leave it out."
         )
     return verdict._replace(grads_finite=grads_finite)

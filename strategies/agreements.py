@@ -21,6 +21,7 @@ def sum_gradients(gradients: Any) -> Any:
 
     Raises:
         RuntimeError: if called in cross-replica context.
+        TypeError: if something in it is no number.
 
     Example:
         >>> @tf.function
@@ -35,10 +36,11 @@ def sum_gradients(gradients: Any) -> Any:
         [3.0, 3.0]
     """
     context = _replica_context("sum_gradients")
-    if context.num_replicas_in_sync == 1:
-        return gradients
     flat = tf.nest.flatten(gradients)
     present = [leaf for leaf in flat if leaf is not None]
+    _check_numbers(present)
+    if context.num_replicas_in_sync == 1:
+        return gradients
     sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
     return tf.nest.pack_sequence_as(
         gradients, [None if leaf is None else next(sums) for leaf in flat]
@@ -60,12 +62,24 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
 
     Raises:
         RuntimeError: if called in cross-replica context.
+        TypeError, ValueError: if `flag` is not one bool.
 
     Example:
         >>> bool(agree(tf.constant(True)))
         True
     """
-    against = sum_gradients(tf.cast(~tf.convert_to_tensor(flag), tf.float32))
+    flag = tf.convert_to_tensor(flag)
+    if flag.dtype != tf.bool:
+        raise TypeError(
+            f"`flag` must be a bool; got {flag.dtype.name}. It is this replica's answer. Pass for "
+            "instance scaling.all_finite(gradients)."
+        )
+    if flag.shape.rank not in (0, None):
+        raise ValueError(
+            f"`flag` must be a scalar; got shape {tuple(flag.shape)}. Each replica gives one "
+            "answer. Pass for instance scaling.all_finite(gradients)."
+        )
+    against = sum_gradients(tf.cast(~flag, tf.float32))
     # The count is compared with 0, never with 1: two replicas may say no at once.
     return tf.equal(against, 0.0)
 
@@ -79,10 +93,22 @@ def any_worker(flag: bool, strategy: tf.distribute.Strategy) -> bool:
         flag: this worker's.
         strategy: whose workers.
 
+    Raises:
+        TypeError: if one is none.
+
     Example:
         >>> any_worker(True, tf.distribute.get_strategy())
         True
     """
+    if flag not in (True, False):
+        raise TypeError(
+            f"`flag` must be True or False; got {flag!r}. It is this worker's answer. Pass a bool."
+        )
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. It knows the workers. "
+            'Pass for instance strategies.create("mirrored").'
+        )
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return flag
     asked = tf.constant(float(flag))
@@ -94,8 +120,19 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(
-            f"`strategies.{caller}` must be called in replica context; got cross-replica context. "
+            f"`{caller}` must be called in replica context; got cross-replica context. "
             "Each replica brings its own value. Call it inside the function given to "
             "strategy.run()."
         )
     return context
+
+
+def _check_numbers(tensors: list[Any]) -> None:
+    """Refuses what cannot be summed."""
+    for tensor in tensors:
+        dtype = tf.as_dtype(getattr(tensor, "dtype", type(tensor)))
+        if not (dtype.is_floating or dtype.is_integer):
+            raise TypeError(
+                f"`gradients` must be of floats or integers; got {dtype.name}. Replicas add them "
+                "up. Use agree() for a bool."
+            )

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from strategies.checks import check_count, static_shape
+
 
 class Share(NamedTuple):
     """One part of a batch."""
@@ -26,10 +28,27 @@ def whole(batch: Any, weights: tf.Tensor) -> Share:
         batch: any structure of tensors whose first dimension is the example.
         weights: shape (global_batch,), float32: the weight of each example's loss.
 
+    Raises:
+        ValueError: if the shapes say that these are not as many weights as examples.
+
     Example:
         >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
         5
     """
+    shape = static_shape(weights)
+    if shape.rank not in (1, None):
+        raise ValueError(
+            f"`weights` must have one dimension; got shape {tuple(shape)}. There is a weight for "
+            "each example. Pass for instance tf.ones([global_batch])."
+        )
+    for tensor in tf.nest.flatten(batch):
+        found = static_shape(tensor)
+        if not found[:1].is_compatible_with(shape):
+            raise ValueError(
+                "`batch` must have as many examples as there are weights; got shapes "
+                f"{tuple(found)} and {tuple(shape)}. The first dimension is the example. Cut them "
+                "to the same length."
+            )
     return Share(batch, weights, tf.shape(weights)[0])
 
 
@@ -44,6 +63,10 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     Returns:
         The part's rows. If there are none, one row that repeats a real example with weight 0.
 
+    Raises:
+        TypeError: if `share` is none.
+        ValueError: if there is no part of that number.
+
     Example:
         >>> share = whole(tf.range(7), tf.ones([7]))
         >>> [take(share, index, 3).batch.numpy().tolist() for index in range(3)]
@@ -52,6 +75,17 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         >>> last.batch.numpy().tolist(), last.weights.numpy().tolist(), int(last.examples)
         ([1], [0.0], 0)
     """
+    if not isinstance(share, Share):
+        raise TypeError(
+            f"`share` must be a Share; got {type(share).__name__}. It knows how many of its rows "
+            "count. Pass strategies.whole(batch, weights), or a part of it."
+        )
+    check_count("parts", parts, "The share is cut into so many.")
+    if not tf.is_tensor(index) and index not in range(parts):
+        raise ValueError(
+            f"`index` must be an int below parts = {parts}, or a tensor of one; got {index!r}. "
+            "Parts are counted from 0. Pass the replica's number, or the microbatch's."
+        )
     if parts == 1:
         return share
     size, larger = share.examples // parts, share.examples % parts
@@ -72,11 +106,15 @@ def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int)
     """Refuses a nominal global batch that leaves a microbatch without an example.
 
     Raises:
-        ValueError: if there are fewer examples than replicas x microbatches.
+        ValueError: if there are fewer examples than replicas x microbatches, or one is no int of
+            at least 1.
 
     Example:
         >>> check_divisible(64, num_replicas=2, num_microbatches=4)
     """
+    check_count("global_batch", global_batch, "It counts examples.")
+    check_count("num_replicas", num_replicas, "It counts the batch's shares.")
+    check_count("num_microbatches", num_microbatches, "It counts the parts of each share.")
     if global_batch < num_replicas * num_microbatches:
         raise ValueError(
             f"`global_batch` must be at least replicas x microbatches = {num_replicas} x "

@@ -1,8 +1,10 @@
 """How each strategy of ours is made. A new one is a function here and a line in `registry.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
+
+from strategies.checks import check_count
 
 
 def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
@@ -52,6 +54,7 @@ def split_cpu(count: int) -> None:
         count: how many logical CPU devices there shall be.
 
     Raises:
+        ValueError: if it is no int of at least 1.
         RuntimeError: if TensorFlow has started already with another number; it cannot be
             changed then.
 
@@ -60,6 +63,7 @@ def split_cpu(count: int) -> None:
         >>> [device.name for device in tf.config.list_logical_devices("CPU")][-1]
         '/device:CPU:3'
     """
+    check_count("count", count, "It counts devices.")
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(
@@ -81,6 +85,11 @@ def _named(devices: Sequence[str]) -> list[str]:
         raise TypeError(
             f"`devices` must be a list of names; got the string {devices!r}. Each item is a "
             f"device. Pass [{devices!r}]."
+        )
+    if not isinstance(devices, Iterable):
+        raise TypeError(
+            f"`devices` must be a list of names; got {devices!r}. Each item is a device. Pass for "
+            'instance ["GPU:0", "GPU:1"].'
         )
     return list(devices)
 

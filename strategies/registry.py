@@ -54,6 +54,7 @@ def register(name: str, factory: Factory) -> None:
             `tf.distribute.Strategy`.
 
     Raises:
+        TypeError: if the name is no text, or the factory no function.
         ValueError: if the name is taken.
 
     Example:
@@ -61,6 +62,17 @@ def register(name: str, factory: Factory) -> None:
         >>> create("last_cpu").num_replicas_in_sync
         1
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`name` must be a string; got {name!r}. It is what a command line says. Pass for "
+            'instance "mine".'
+        )
+    if not callable(factory):
+        raise TypeError(
+            f"`factory` must be a function of devices; got {type(factory).__name__}. Each create() "
+            "makes a new strategy. Pass for instance lambda devices: "
+            "tf.distribute.MirroredStrategy(devices)."
+        )
     if name in _FACTORIES:
         raise ValueError(
             f"`name` must be new; got {name!r}. A strategy of that name is registered already. "

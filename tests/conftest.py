@@ -20,8 +20,13 @@ settings.load_profile("halfstep")
 
 
 def pytest_addoption(parser):
-    """`--full`: the random searches to their full length, as CI runs them."""
+    """`--full` is what CI runs; `--regenerate` is for whoever has changed an error."""
     parser.addoption("--full", action="store_true", help="random searches to their full length")
+    parser.addoption(
+        "--regenerate",
+        action="store_true",
+        help="write docs/errors.md anew instead of comparing it",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -52,9 +52,14 @@ def attempt(trainer, batches):
     trainer._start(next(iter(dataset)))
     iterator = iter(dataset)
     for _ in batches:
-        trainer._state.halted.assign(False)
-        report, _ = trainer._run_steps(iterator, tf.constant(1))
+        trainer._parts.state.halted.assign(False)
+        report, _ = trainer._parts.run_steps(iterator, tf.constant(1))
         yield report.__class__(*(field.numpy()[0].tolist() for field in report))
+
+
+def count_from_0(state):
+    """Takes a `TrainState` back to before the first step, whose random numbers are drawn next."""
+    state.outcomes.assign(tf.zeros_like(state.outcomes))
 
 
 def copies(variable):

@@ -1,9 +1,23 @@
 """The training loop: `Trainer`, and what its runs report. `trainer.step` is the step alone."""
 
 from trainer.actions import Action
+from trainer.checkpoint import CheckpointError
+from trainer.divergence import DivergedError, Divergence
 from trainer.liveness import TrainingStuckError
 from trainer.report import Totals, TrainSummary
 from trainer.step.report import StepReport
 from trainer.trainer import Trainer
+from trainer.training import DataError
 
-__all__ = ["Action", "StepReport", "Totals", "TrainSummary", "Trainer", "TrainingStuckError"]
+__all__ = [
+    "Action",
+    "CheckpointError",
+    "DataError",
+    "DivergedError",
+    "Divergence",
+    "StepReport",
+    "Totals",
+    "TrainSummary",
+    "Trainer",
+    "TrainingStuckError",
+]

@@ -44,8 +44,14 @@ def as_asked(plan: StepPlan, averaged: bool | None) -> contextlib.AbstractContex
         averaged: whether the averages; None: if there are any.
 
     Raises:
+        TypeError: if it was not asked in these words.
         ValueError: if there are none.
     """
+    if averaged is not None and not isinstance(averaged, bool):
+        raise TypeError(
+            f"`averaged` must be True, False or None; got {averaged!r}. It says whether the "
+            "moving average takes the weights' place. Leave it at None."
+        )
     if averaged and not keeps_average(plan):
         raise ValueError(
             "`averaged` must be None or False if no average is kept; got True. There is nothing to "

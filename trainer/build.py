@@ -9,7 +9,9 @@ import tensorflow as tf
 
 import scaling
 from trainer import settings
-from trainer.checkpoint import Checkpoints, check_restored_scale
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.contents import Contents, attributes_with_variables
+from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.evaluation import Evaluator
 from trainer.loop import run_steps
 from trainer.recorder import FlightRecorder
@@ -24,15 +26,11 @@ class Parts(NamedTuple):
     plan: StepPlan
     state: TrainState
     run_steps: Any  # a tf.function: see `loop.run_steps`
+    stop: tf.Variable  # shape=(), bool: set, from any thread, it ends `run_steps` and evaluations
+    metrics: dict[bool, dict[str, keras.metrics.Metric]]  # of training; True: of evaluations
     evaluator: Evaluator
     checkpoints: Checkpoints
     recorder: FlightRecorder | None
-
-
-def build_metrics(trainer: Any) -> dict[bool, dict[str, keras.metrics.Metric]]:
-    """Makes the metrics of the training (False), and those of evaluations (True)."""
-    with trainer.strategy.scope():
-        return {False: trainer.build_metrics(), True: trainer.build_metrics()}
 
 
 def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
@@ -52,17 +50,18 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
     with strategy.scope():
         build_model(trainer, batch, forward)
         plan = make_plan(trainer)
-        state = TrainState(trainer.rule)
-        items = {"model": model, "state": state, **optimizers_by_item(trainer.optimizer)}
-        checkpoints = Checkpoints(
-            trainer.model_dir, trainer.max_to_keep, **items, **trainer.checkpoint_items()
-        )
-        if path := checkpoints.restore():
-            check_restored_scale(trainer.rule, float(state.loss_scaler.loss_scale), path)
+        state = TrainState(trainer.rule, trainer.seed)
+        metrics = build_metrics(trainer)
+        checkpoints = make_checkpoints(trainer, state, metrics[False])
+        if not checkpoints.restore() and trainer.saving.init_from:
+            warm_start(trainer.saving.init_from, model)
+    # Not in the strategy's scope: a plain variable, which another thread can assign.
+    stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     loop = functools.partial(
         run_steps,
         trainer.train_step,
         state.halted,
+        stop,
         counts=scaling.stats.COUNTS if trainer.record_gradients else 0,
         keep_overflows=trainer.max_overflow_records > 0,
     )
@@ -71,12 +70,66 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
         plan=plan,
         state=state,
         run_steps=tf.function(loop),
+        stop=stop,
+        metrics=metrics,
         evaluator=Evaluator(
-            trainer, strategy, objectives, trainer.eval_step, jit_compile=trainer.jit_compile
+            trainer,
+            strategy,
+            objectives,
+            trainer.eval_step,
+            stop,
+            jit_compile=trainer.jit_compile,
         ),
         checkpoints=checkpoints,
-        recorder=make_recorder(trainer, plan) if trainer.max_overflow_records else None,
+        recorder=make_recorder(trainer, plan, state) if trainer.max_overflow_records else None,
     )
+
+
+def build_metrics(trainer: Any) -> dict[bool, dict[str, keras.metrics.Metric]]:
+    """Makes the metrics of the training (False), and those of evaluations (True)."""
+    made = {False: trainer.build_metrics(), True: trainer.build_metrics()}
+    for metrics in made.values():
+        if not isinstance(metrics, dict):
+            raise TypeError(
+                f"`metrics` must be made by name, in a dict; got {type(metrics).__name__}. The log "
+                "calls them by their names. Return for instance "
+                '{"accuracy": keras.metrics.Accuracy()}.'
+            )
+    return made
+
+
+def make_checkpoints(
+    trainer: Any, state: TrainState, metrics: dict[str, keras.metrics.Metric]
+) -> Checkpoints:
+    """Says what a checkpoint holds: whatever the trainer has that keeps variables."""
+    model, optimizers = trainer.model, optimizers_by_item(trainer.optimizer)
+    own = {name: each for name, each in vars(state).items() if isinstance(each, tf.Variable)}
+    items = {"model": model, "state": tf.train.Checkpoint(**own), **optimizers}
+    items |= check_items(trainer.checkpoint_items(), items)
+    others = attributes_with_variables(trainer, [*items.values(), *metrics.values()])
+    contents = Contents(items | {"trainer": others}, state.loss_scaler, metrics, trainer.strategy)
+    variables = {"model": weights_of(model)}
+    variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
+    return Checkpoints(
+        trainer.model_dir,
+        trainer.saving.max_to_keep,
+        contents,
+        variables,
+        trainer.rule,
+        trainer.strategy,
+        asynchronous=trainer.saving.async_checkpoint,
+    )
+
+
+def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
+    """Returns the items, or raises ValueError if a name is one of ours."""
+    for name in items:
+        if name in (*taken, "trainer"):
+            raise ValueError(
+                f"`checkpoint_items` must return names of its own; got {name!r}. A checkpoint has "
+                "that already. Call it something else."
+            )
+    return items
 
 
 def build_model(trainer: Any, batch: Any, forward: Callable[..., Any]) -> None:
@@ -123,7 +176,7 @@ def optimizers_by_item(optimizer: Any) -> dict[str, Any]:
     return {"optimizer": optimizer}
 
 
-def make_recorder(trainer: Any, plan: StepPlan) -> FlightRecorder:
+def make_recorder(trainer: Any, plan: StepPlan, state: TrainState) -> FlightRecorder:
     """Returns a flight recorder for a trainer that has a `model_dir`."""
     return FlightRecorder(
         trainer.model_dir / "overflows",
@@ -131,6 +184,7 @@ def make_recorder(trainer: Any, plan: StepPlan) -> FlightRecorder:
         trainer.max_overflow_bytes,
         recorded_variables(plan),
         trainer.strategy,
+        state.random_seed,
         setting_of(trainer),
     )
 

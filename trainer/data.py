@@ -72,6 +72,18 @@ def are_arrays(data: Any) -> bool:
     return not isinstance(data, tf.data.Dataset) and not callable(data)
 
 
+def same_data(before: Any, now: Any, global_batch: int, found: Batches) -> bool:
+    """Returns whether data handed in are those that were handed in before: the same objects."""
+    if not are_arrays(now):
+        return before is now
+    if are_arrays(before) and global_batch == found.global_batch:
+        pairs = zip(tf.nest.flatten(before), tf.nest.flatten(now), strict=False)
+        return len(tf.nest.flatten(before)) == len(tf.nest.flatten(now)) and all(
+            one is other for one, other in pairs
+        )
+    return False
+
+
 def check_ends(found: Batches, argument: str) -> None:
     """Raises ValueError if a data set to evaluate on never ends."""
     if int(found.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
@@ -86,7 +98,8 @@ def without_end(found: Batches) -> tf.data.Dataset:
     dataset = found.dataset
     if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.repeat()
-    return dataset.prefetch(tf.data.AUTOTUNE)
+    # Two, and not AUTOTUNE: what has been fetched is part of every checkpoint.
+    return dataset.prefetch(2)
 
 
 def steps_to_take(steps: Any, epochs: int | None, found: Batches) -> int:
@@ -150,11 +163,12 @@ def _from_arrays(
             f"or arrays; got {type(data).__name__}. Nothing else can be batched. Pass for instance "
             "(x, y) with global_batch=64."
         )
-    if global_batch is None or global_batch < 1:
+    if global_batch is None:
         raise ValueError(
-            f"`global_batch` must be at least 1 when `{argument}` is arrays; got {global_batch!r}. "
-            "Arrays do not say how to batch them. Pass for instance global_batch=64."
+            f"`global_batch` must be at least 1 when `{argument}` is arrays; got None. Arrays do "
+            "not say how to batch them. Pass for instance global_batch=64."
         )
+    check_count("global_batch", global_batch)
     arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
     lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in tf.nest.flatten(arrays)]
     if len(set(lengths)) != 1:

@@ -15,6 +15,7 @@ from trainer.step.checks import check_weights
 from trainer.step.differentiate import losses_and_aux, weighted_sum
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective
+from trainer.step.randomness import seed_states
 from trainer.step.replica import my_share
 from trainer.task import Task
 
@@ -29,6 +30,7 @@ class Evaluator:
         strategy: where the replicas run.
         objectives: what is trained; their losses are added up.
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
+        stop: shape (), bool: while it is true, what may be stopped is.
         jit_compile: whether training is compiled, and so whatever computes as in training.
     """
 
@@ -38,6 +40,7 @@ class Evaluator:
         strategy: tf.distribute.Strategy,
         objectives: Sequence[Objective],
         eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
+        stop: tf.Variable,
         *,
         jit_compile: bool,
     ) -> None:
@@ -56,8 +59,7 @@ class Evaluator:
         self._compute_loss = {way: forward(task.compute_loss, way) for way in PRECISIONS}
         self._precision = PRECISIONS[0]  # of the evaluation that is running
         self._evaluate = {
-            way: tf.function(functools.partial(evaluate_all, eval_step=eval_step))
-            for way in PRECISIONS
+            way: tf.function(functools.partial(evaluate_all, eval_step, stop)) for way in PRECISIONS
         }
         self._predict = {
             precision: tf.function(
@@ -71,13 +73,20 @@ class Evaluator:
             for precision in PRECISIONS
         }
 
-    def evaluate(self, dataset: tf.data.Dataset, precision: str) -> dict[str, float]:
-        """Returns the weighted mean loss and the task's metrics over a data set."""
+    def evaluate(
+        self, dataset: tf.data.Dataset, precision: str, *, stoppable: bool
+    ) -> dict[str, float] | None:
+        """Returns the weighted mean loss and the task's metrics over a data set.
+
+        None if it may be stopped, and was.
+        """
         for metric in self._task.metrics.values():
             metric.reset_state()
         with self._computing_in(precision):
             self._precision = precision
-            total, weight = self._evaluate[precision](iter(dataset))
+            total, weight, whole = self._evaluate[precision](iter(dataset), tf.constant(stoppable))
+        if not whole:
+            return None
         metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
@@ -109,12 +118,16 @@ class Evaluator:
 
 
 def evaluate_all(
-    iterator: Any, eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]]
-) -> tuple[tf.Tensor, tf.Tensor]:
+    eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
+    stop: tf.Variable,
+    iterator: Any,
+    stoppable: tf.Tensor,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Evaluates every batch that is left in an iterator. Trace it in a `tf.function`.
 
     Returns:
-        The weighted sum of losses and the sum of weights, over all replicas: shape (), float32.
+        The weighted sum of losses and the sum of weights, over all replicas: shape (), float32;
+        and whether these were all: shape (), bool.
     """
 
     def body(following: Any, total: tf.Tensor, weight: tf.Tensor) -> tuple:
@@ -122,13 +135,13 @@ def evaluate_all(
         return iterator.get_next_as_optional(), total + losses, weight + weights
 
     # Written out, not left to AutoGraph: where that gives up, a `for` would never end.
-    _, total, weight = tf.while_loop(
-        lambda following, *_: following.has_value(),
+    following, total, weight = tf.while_loop(
+        lambda following, *_: following.has_value() & ~(stop.read_value() & stoppable),
         body,
         (iterator.get_next_as_optional(), tf.constant(0.0), tf.constant(0.0)),
         parallel_iterations=1,
     )
-    return total, weight
+    return total, weight, ~following.has_value()
 
 
 def replica_evaluate(
@@ -182,4 +195,5 @@ def nothing_written(model: Any) -> contextlib.AbstractContextManager[Any]:
 
     Else a random number that is drawn in an evaluation would be missing in the training.
     """
-    return keras.StatelessScope([(v, v.value) for v in held_back_variables(model)])
+    variables = [*held_back_variables(model), *seed_states(model)]
+    return keras.StatelessScope([(variable, variable.value) for variable in variables])

@@ -28,6 +28,11 @@ from absl import flags, logging
 import scaling
 import strategies
 from trainer import policy
+from trainer.checkpoint.best import BETTER
+from trainer.checkpoint.position import WAYS
+from trainer.checkpoint.setting import ARGUMENTS
+from trainer.divergence import Divergence
+from trainer.settings import check_writable
 from trainer.trainer import Trainer
 
 # Flags defined here belong to the script that calls `define_flags`, so that its
@@ -74,6 +79,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     integer("log_steps", 100, "Steps between log lines.", **count)
     integer("validation_interval", None, "Steps between evaluations.", **count)
     integer("checkpoint_interval", None, "Steps between checkpoints.", **count)
+    define_saving_flags(flag_values)
     enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
     boolean("record_gradients", False, "Keep what scaling.simulate needs.", **where)
     enum("on_overflow", "skip", policy.ON_OVERFLOW, "What an overflow does.", **where)
@@ -99,6 +105,29 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
         flag_values.set_default(name, value)
 
 
+def define_saving_flags(flag_values: flags.FlagValues) -> None:
+    """Defines those of what is saved of a run, and how it is taken up again."""
+    where = {"flag_values": flag_values}
+    count = {"lower_bound": 1, **where}
+    flags.DEFINE_float("checkpoint_secs", None, "Seconds between checkpoints.", **where)
+    flags.DEFINE_integer("max_to_keep", 5, "How many checkpoints stay.", **count)
+    flags.DEFINE_boolean("async_checkpoint", False, "Write checkpoints in a thread.", **where)
+    flags.DEFINE_integer(
+        "keep_best", 0, "Of how many evaluations to keep the model.", lower_bound=0, **where
+    )
+    flags.DEFINE_string("best_metric", "loss", "Which result says which are best.", **where)
+    flags.DEFINE_enum("best_is", "lowest", list(BETTER), "Of that metric.", **where)
+    flags.DEFINE_enum(
+        "data_resume", "exact", WAYS, "How to find the place in the data again.", **where
+    )
+    flags.DEFINE_multi_enum(
+        "allow_changes", [], list(ARGUMENTS), "What may differ on resuming.", **where
+    )
+    flags.DEFINE_string("init_from", None, "Whose weights to begin with.", **where)
+    flags.DEFINE_float("loss_upper_bound", None, "A loss above it restores a checkpoint.", **where)
+    flags.DEFINE_integer("recovery_max_trials", 3, "How often it may.", **count)
+
+
 def make_trainer(
     trainer_class: type[TrainerType], flag_values: flags.FlagValues = FLAGS, **arguments: Any
 ) -> TrainerType:
@@ -111,12 +140,22 @@ def make_trainer(
         trainer_class: `Trainer` or a subclass that takes the same arguments.
         flag_values: the parsed flags.
         **arguments: what the flags do not say, or what shall not follow them.
+
+    Raises:
+        TypeError, ValueError: for what `Trainer` refuses, and for flags that contradict each other.
     """
+    if not callable(trainer_class):
+        raise TypeError(
+            f"`trainer_class` must be Trainer or a subclass; got {trainer_class!r}. It is called "
+            "with what the flags say. Pass the class itself."
+        )
     no_gpu = not tf.config.list_physical_devices("GPU")
     if flag_values.distribution_strategy == "mirrored" and no_gpu:
         strategies.split_cpu(flag_values.logical_cpus)
     if flag_values.model_dir:
-        save_flags(pathlib.Path(flag_values.model_dir), flag_values)
+        model_dir = pathlib.Path(flag_values.model_dir)
+        check_writable(model_dir)
+        save_flags(model_dir, flag_values)
     from_flags = {
         "model_dir": flag_values.model_dir,
         "strategy": flag_values.distribution_strategy,
@@ -133,11 +172,29 @@ def make_trainer(
         "steps_per_loop": flag_values.steps_per_loop,
         "log_interval": flag_values.log_steps,
         "checkpoint_interval": flag_values.checkpoint_interval,
+        "checkpoint_secs": flag_values.checkpoint_secs,
+        "max_to_keep": flag_values.max_to_keep,
+        "async_checkpoint": flag_values.async_checkpoint,
+        "keep_best": flag_values.keep_best,
+        "best_metric": flag_values.best_metric,
+        "best_is": flag_values.best_is,
+        "data_resume": flag_values.data_resume,
+        "allow_changes": flag_values.allow_changes,
+        "init_from": flag_values.init_from,
+        "divergence": parse_divergence(flag_values),
         "jit_compile": {"auto": "auto", "true": True, "false": False}[flag_values.jit_compile],
         "seed": flag_values.seed,
         "record_gradients": flag_values.record_gradients,
     }
     return trainer_class(**from_flags | arguments)
+
+
+def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:
+    """Returns what `Trainer` takes as `divergence`."""
+    bound = flag_values.loss_upper_bound
+    if bound is None:
+        return None
+    return Divergence(loss_above=bound, max_recoveries=flag_values.recovery_max_trials)
 
 
 def parse_loss_scale(flag_values: flags.FlagValues) -> Any:
@@ -154,6 +211,13 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> Any:
         scale = flag_values.initial_loss_scale
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
         return scaling.DynamicLossScale(initial_scale=scale, max_scale=ceiling)
+    initial = flag_values["initial_loss_scale"]
+    if initial.value != initial.default:  # which stands in flags.cfg, too
+        raise ValueError(
+            "`--initial_loss_scale` must be left out unless --loss_scale is auto or dynamic; got "
+            f"{initial.value:g} beside --loss_scale={text}. Only these begin at "
+            "it. Give fields after the rule's name, as in dynamic:initial_scale=2^20."
+        )
     return scaling.parse_rule(text)
 
 

@@ -149,12 +149,43 @@ class RunLog:
         numbers = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         self._append({"step": step, "split": split, **numbers})
 
+    def event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
+        """Writes a line about something that happened once, for programs."""
+        self._append({"step": step, "split": kind, **facts})
+
+    def rewind(self, step: int) -> None:
+        """Removes the lines of later steps, which a run that is taken up again will take anew.
+
+        So a step has its lines once, whatever happened. A line that was cut off goes, too.
+        """
+        path = self._model_dir / "metrics.jsonl" if self._model_dir else None
+        if path is None or not path.exists():
+            return
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and is_of(line, step)]
+        if kept != lines:
+            unfinished = path.with_name(path.name + ".tmp")
+            unfinished.write_text("".join(kept))
+            unfinished.replace(path)
+
     def _append(self, line: dict[str, Any]) -> None:
         """Adds a line to `metrics.jsonl`, if there is a `model_dir`."""
         if self._model_dir is not None:
             self._model_dir.mkdir(parents=True, exist_ok=True)
             with (self._model_dir / "metrics.jsonl").open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
+
+
+def is_of(line: str, last: int) -> bool:
+    """Returns whether a line of `metrics.jsonl` is to stay when the run goes back to step `last`.
+
+    That the run was taken back before is not forgotten by it.
+    """
+    try:
+        facts = json.loads(line)
+    except ValueError:  # it was cut off, and another process wrote on
+        return False
+    return facts["step"] <= last or facts["split"] == "recovery"
 
 
 def joined(reports: list[StepReport]) -> StepReport:

@@ -33,13 +33,15 @@ class Record:
     bad_variable: int
     inf_count: int
     nan_count: int
+    random_seed: int  # of the run: what random numbers are made from, with the step
     setting: dict[str, Any]  # what must be the same for the same verdict
 
     @classmethod
-    def of(cls, report: StepReport, setting: dict[str, Any]) -> "Record":
+    def of(cls, report: StepReport, random_seed: int, setting: dict[str, Any]) -> "Record":
         """Takes from a report, of one step in NumPy numbers, what a record keeps."""
-        names = [field.name for field in dataclasses.fields(cls)][:-1]
-        return cls(**{name: getattr(report, name).item() for name in names}, setting=setting)
+        names = [field.name for field in dataclasses.fields(cls) if field.name in report._fields]
+        reported = {name: getattr(report, name).item() for name in names}
+        return cls(**reported, random_seed=random_seed, setting=setting)
 
 
 class FlightRecorder:
@@ -51,6 +53,7 @@ class FlightRecorder:
         max_bytes: how large they may be together; one that is larger is not kept.
         variables: what the loss reads.
         strategy: whose replicas have copies of them.
+        random_seed: of the run: shape (), int64.
         setting: what a record says of the run.
     """
 
@@ -61,6 +64,7 @@ class FlightRecorder:
         max_bytes: int,
         variables: Sequence[Any],
         strategy: tf.distribute.Strategy,
+        random_seed: tf.Variable,
         setting: dict[str, Any],
     ) -> None:
         """Looks for nothing yet."""
@@ -69,6 +73,7 @@ class FlightRecorder:
         self._max_bytes = max_bytes
         self._variables = variables
         self._strategy = strategy
+        self._random_seed = random_seed
         self._setting = setting
         self.latest: pathlib.Path | None = None
 
@@ -81,7 +86,7 @@ class FlightRecorder:
             spec: what was known of it when the step was traced: TensorFlow computes a little
                 otherwise where it knows more.
         """
-        record = Record.of(report, self._setting)
+        record = Record.of(report, int(self._random_seed.numpy()), self._setting)
         state = read_state(self._variables, self._strategy)
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True)]
         size = sum(array.nbytes for array in [*state.values(), *leaves])
@@ -150,7 +155,8 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
     except (OSError, TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise ValueError(
             f"`overflow` must be a folder that the flight recorder wrote; got {path}, which cannot "
-            f"be read: {error}. Give one of model_dir/overflows/step-*."
+            f"be read: {error}. It takes a batch and a state to run a step again. Give one of "
+            "model_dir/overflows/step-*."
         ) from error
 
 

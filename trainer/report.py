@@ -147,10 +147,14 @@ class TrainSummary:
     loss_scale: float
     seconds: float  # of this call, tracing and compiling included
     checkpoint: str | None  # where the run can be taken up again
+    checkpoint_bytes: int = 0  # how large that is; 0 if this call saved nothing
+    position_bytes: int = 0  # how much of it is the position in the data
 
     def __str__(self) -> str:
         """The last line a person reads."""
         where = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
+        if self.checkpoint_bytes:
+            where += f" ({size(self.checkpoint_bytes)}, {size(self.position_bytes)} for the data)"
         behind = self.totals.skipped
         schedule = f"; the schedule is {behind} updates behind the steps" if behind else ""
         return (
@@ -158,3 +162,16 @@ class TrainSummary:
             f"{self.totals.applied} applied, {self.totals}, "
             f"loss_scale {power_of_two(self.loss_scale)}{schedule}{where}"
         )
+
+
+def size(number: int) -> str:
+    """Returns a number of bytes the way people say it.
+
+    Example:
+        >>> size(70), size(13_648), size(152_000_000)
+        ('70 B', '13.6 kB', '152.0 MB')
+    """
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if number >= 10**power:
+            return f"{number / 10**power:.1f} {unit}"
+    return f"{number} B"

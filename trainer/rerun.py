@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import scaling
 import strategies
 from trainer.probe import probing
 from trainer.recorder import Record, write_state
@@ -14,6 +15,7 @@ from trainer.step.accumulate import with_written
 from trainer.step.attempt import attempt_step
 from trainer.step.differentiate import Whole
 from trainer.step.plan import Phase, StepPlan
+from trainer.step.randomness import key_source, make_keys
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
@@ -60,7 +62,9 @@ def run_again(
     write_state(variables, state, plan.strategy)
     once = dataclasses.replace(plan, max_retries=0, float32_after=0 if record.in_float32 else None)
     with plan.strategy.scope():
-        run = TrainState(plan.rule)
+        run = TrainState(plan.rule, record.random_seed)
+    before = tf.one_hot(scaling.Cause.NONE, len(scaling.Cause), dtype=tf.int64) * (record.step - 1)
+    run.outcomes.assign(before)  # random numbers are the step's
     at_scale = plan.rule.initial_state()._replace(loss_scale=tf.constant(record.loss_scale))
     run.loss_scaler.assign(at_scale)
     report = tf.function(lambda iterator: attempt_step(next(iterator), once, run))(iter(dataset))
@@ -97,14 +101,18 @@ def first_bad_place(
     share = strategies.take(
         strategies.whole(batch, weights), replica, plan.strategy.num_replicas_in_sync
     )
-    for phase in plan.phases:
+    replicas = plan.strategy.num_replicas_in_sync
+    random = tf.constant([record.random_seed, record.step - 1], tf.int64)
+    for number, phase in enumerate(plan.phases):
+        source = key_source(random, number, len(plan.phases))
+        keys = make_keys(source, replica, replicas, plan.num_microbatches, len(plan.seeds))
         values = [
             copies_of(variable, plan.strategy)[replica].read_value() for variable in plan.held_back
         ]
         look = Look(phase, plan, dataset.element_spec, in_float32=record.in_float32)
         for index in range(plan.num_microbatches):
             part = strategies.take(share, index, plan.num_microbatches)
-            flags, written = look.at(part, whole, state, values)
+            flags, written = look.at(part, whole, state, values, keys[index])
             bad = np.flatnonzero(~flags.numpy())
             if bad.size:
                 return look.names[bad[0]]

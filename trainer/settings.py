@@ -2,15 +2,21 @@
 
 import contextlib
 import difflib
+import inspect
 import numbers
+import os
+import pathlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 import scaling
 import strategies
+from scaling.checks import nearest
 
 
 def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.Strategy:
@@ -41,13 +47,52 @@ def resolve_rule(loss_scale: Any, precision: scaling.Precision) -> scaling.LossS
         return scaling.FixedLossScale(loss_scale)  # type: ignore[arg-type]  # NumPy's numbers too
     if isinstance(loss_scale, str):
         return scaling.parse_rule(loss_scale)
-    if not hasattr(loss_scale, "advance") or not hasattr(loss_scale, "initial_state"):
+    is_rule = hasattr(loss_scale, "advance") and hasattr(loss_scale, "initial_state")
+    if not is_rule or isinstance(loss_scale, type):
+        is_class = isinstance(loss_scale, type)
+        found = f"class {loss_scale.__name__}" if is_class else type(loss_scale).__name__
         raise TypeError(
-            f"`loss_scale` must be a rule if it is an object; got {type(loss_scale).__name__}. A "
-            "rule has initial_state() and advance(). Use for instance "
+            f"`loss_scale` must be a rule if it is an object; got {found}. A rule has "
+            "initial_state() and advance(). Use for instance "
             "scaling.DynamicLossScale(growth_interval=500)."
         )
     return loss_scale
+
+
+def resolve_loss(loss_fn: Any) -> Any:
+    """Returns the Keras loss of a name; anything else that can be one passes through.
+
+    Raises:
+        ValueError: for a name that Keras does not know.
+        TypeError: for a class.
+    """
+    if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
+        raise TypeError(
+            f"`loss_fn` must be a keras.losses.Loss that is made; got the class {loss_fn.__name__}."
+            " A call of it makes a loss and computes none. Put () behind it."
+        )
+    if not isinstance(loss_fn, str):
+        return loss_fn
+    try:
+        return keras.losses.get(loss_fn)
+    except ValueError as error:
+        known = [name for name, each in vars(keras.losses).items() if callable(each)]
+        raise ValueError(
+            f"`loss_fn` must be a name that Keras knows; got {loss_fn!r}. keras.losses has none "
+            f"of that name. {nearest(loss_fn, known, 'Use for instance mse.')}"
+        ) from error
+
+
+def check_optimizer_name(name: str) -> None:
+    """Raises ValueError if Keras has no optimizer of a name. It makes none: that has its place."""
+    base = keras.optimizers.Optimizer
+    classes = [each for each in vars(keras.optimizers).values() if isinstance(each, type)]
+    known = [each.__name__.lower() for each in classes if issubclass(each, base) and each != base]
+    if name.lower() not in known and keras.saving.get_registered_object(name) is None:
+        raise ValueError(
+            f"`optimizer` must be a name that Keras knows; got {name!r}. keras.optimizers has none "
+            f"of that name. {nearest(name.lower(), known, 'Use for instance adam.')}"
+        )
 
 
 def resolve_jit_compile(
@@ -86,6 +131,99 @@ def check_count(name: str, value: Any) -> None:
         )
 
 
+def check_whole(name: str, value: Any) -> None:
+    """Raises ValueError, naming the argument, unless `value` is an int of at least 0."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"`{name}` must be an int of at least 0; got {value!r}. It says how many; 0 is none at "
+            "all. Use 0 or more."
+        )
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raises TypeError, naming the argument, unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"`{name}` must be True or False; got {value!r}. It says whether or not. Use one of "
+            "the two."
+        )
+
+
+def check_seed(
+    seed: Any, bits: int = 32, why: str = "NumPy's generators are seeded with it, too."
+) -> None:
+    """Raises ValueError unless a seed is None, or an int that all who are given it can take."""
+    whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    if seed is not None and not (whole and 0 <= seed < 2**bits):
+        raise ValueError(
+            f"`seed` must be an int from 0 to 2^{bits} - 1, or None; got {seed!r}. {why} Use for "
+            "instance 0."
+        )
+
+
+def check_momentum(ema_momentum: Any) -> None:
+    """Raises ValueError unless an average of the weights can be kept with it."""
+    if ema_momentum is None:
+        return
+    if not scaling.half.is_number(ema_momentum) or not 0 < ema_momentum < 1:
+        raise ValueError(
+            f"`ema_momentum` must be between 0 and 1; got {ema_momentum!r}. It is the share of the "
+            "old average that an update keeps. 0.999 is usual."
+        )
+
+
+def check_path(name: str, value: Any, example: str, *, optional: bool = False) -> None:
+    """Raises TypeError, naming the argument, unless `value` can be a path, or may be None."""
+    if value is None and optional:
+        return
+    if not isinstance(value, (str, os.PathLike)) or value == "":
+        rule = "a path, or None" if optional else "a path"
+        raise TypeError(
+            f"`{name}` must be {rule}; got {value!r}. It says where files are. Use for instance "
+            f'"{example}".'
+        )
+
+
+def check_no_unknown(unknown: dict[str, Any], function: Any) -> None:
+    """Raises TypeError for arguments that there are not, and names the nearest that there is."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
+        raise TypeError(
+            f"`{name}` must be an argument of Trainer; got one that is not. It would have no "
+            f"effect. {hint}"
+        )
+
+
+def warn_of_conflicts(loss_scale: Any, precision: scaling.Precision) -> None:
+    """Says once what may be meant, but is seldom."""
+    if loss_scale is None and precision.needs_loss_scale:
+        logging.log_first_n(
+            logging.WARNING,
+            "loss_scale=None with precision=%r: small gradients are lost to underflow. Use "
+            'loss_scale="dynamic", or "none" if that is what you want.',
+            1,
+            precision.name,
+        )
+
+
+def check_writable(model_dir: pathlib.Path | None) -> None:
+    """Raises ValueError unless files can be written to a `model_dir`, which is made."""
+    if model_dir is None:
+        return
+    try:
+        model_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=model_dir) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ValueError(
+            f"`model_dir` must be a directory that can be written to; got {str(model_dir)!r}: "
+            f"{error.strerror}. Checkpoints and logs go there. Use another one, or None to write "
+            "nothing."
+        ) from error
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError, naming the argument, unless `value` is one of some words."""
     if value not in choices:
@@ -97,15 +235,29 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         )
 
 
-def check_records(max_overflow_records: Any, model_dir: Any) -> None:
-    """Raises ValueError unless the flight recorder is off, or has a place to write to."""
-    if max_overflow_records == 0:
-        return
-    check_count("max_overflow_records", max_overflow_records)
-    if model_dir is None:
+def check_kept(name: str, count: Any, model_dir: Any, what: str) -> None:
+    """Raises ValueError unless nothing shall be kept, or there is a place to keep it."""
+    check_whole(name, count)
+    if count and model_dir is None:
         raise ValueError(
-            f"`max_overflow_records` must be 0 without `model_dir`; got {max_overflow_records}. "
-            "Records are files. Pass model_dir=."
+            f"`{name}` must be 0 without `model_dir`; got {count}. {what} are files. Pass "
+            "model_dir=."
+        )
+
+
+def check_export(model: Any, path: Any) -> None:
+    """Raises TypeError or ValueError unless a model can be written to a `.keras` file."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`export` must be asked of a trainer of a keras.Model; got {type(model).__name__}. "
+            "Only Keras can write one to a file with its layers. Use tf.saved_model.save, or "
+            "tf.train.Checkpoint(model=trainer.model)."
+        )
+    check_path("path", path, "model.keras")
+    if not str(path).endswith(".keras"):
+        raise ValueError(
+            f"`path` must end in .keras; got {str(path)!r}. Keras tells the format by it. Use for "
+            'instance "model.keras".'
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer import settings
 from trainer.step.plan import ones
 
 
@@ -39,10 +40,17 @@ class Task:
                 "training and once for evaluation. Pass for instance "
                 'lambda: {"accuracy": keras.metrics.Accuracy()}.'
             )
+        check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
+        check_given(
+            "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"
+        )
+        check_given("loss_fn", loss_fn, str, "a keras.losses.Loss, its name")
+        if isinstance(optimizer, str):
+            settings.check_optimizer_name(optimizer)
         self._given_model = model
         self._given_optimizer = optimizer
         self._given_metrics = metrics
-        self._loss_fn = keras.losses.get(loss_fn) if isinstance(loss_fn, str) else loss_fn
+        self._loss_fn = settings.resolve_loss(loss_fn)
 
     def build_model(self) -> Any:
         """Returns a new `keras.Model` or `tf.Module`.
@@ -143,7 +151,10 @@ class Task:
         """Called before each inner loop; `step` steps have been taken."""
 
     def on_loop_end(self, step: int) -> None:
-        """Called after each inner loop, when its log, evaluation and checkpoint are done."""
+        """Called after each inner loop, its log, evaluation and actions; then it is saved."""
+
+    def on_recovery(self, step: int, restored: int) -> None:
+        """Called when a run that diverged by `step` was taken back to step `restored`."""
 
     def on_train_end(self, summary: Any) -> None:
         """Called by `train` with the `TrainSummary` that it is about to return."""
@@ -162,6 +173,15 @@ class Task:
         if isinstance(self.model, keras.Model):
             return self.model(x, training=training)
         return self.model(x)
+
+
+def check_given(name: str, value: Any, kinds: Any, what: str) -> None:
+    """Raises TypeError unless an argument is None, of some kinds, or a function."""
+    if value is not None and not isinstance(value, kinds) and not callable(value):
+        raise TypeError(
+            f"`{name}` must be {what} or a function; got {type(value).__name__}. The trainer could "
+            "do nothing with it. Pass one of these, or override the method in a subclass."
+        )
 
 
 def _unpack(batch: Any) -> tuple[Any, Any, Any]:

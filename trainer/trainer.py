@@ -13,21 +13,23 @@ from absl import logging
 import scaling
 import strategies
 from trainer import settings
-from trainer.actions import Action
+from trainer.actions import Action, check_actions
 from trainer.averages import as_asked
-from trainer.build import build, build_metrics, setting_of
-from trainer.checkpoint import Checkpoints
-from trainer.data import Batches, are_arrays, batches, check_ends, steps_to_take, without_end
-from trainer.evaluation import Evaluator
-from trainer.liveness import TrainingStuckError, check_alive
+from trainer.build import Parts, build, setting_of
+from trainer.checkpoint.best import export_model
+from trainer.checkpoint.position import DataPosition
+from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
+from trainer.divergence import Divergence, LossWatch, check_divergence
 from trainer.log import RunLog
-from trainer.loop import crossed, next_stop
 from trainer.policy import Policy
-from trainer.recorder import FlightRecorder, keep_overflow, read_record
+from trainer.recorder import read_record
 from trainer.report import Totals, TrainSummary
 from trainer.rerun import Replay, check_setting, run_again
-from trainer.step import Clip, StepPlan, StepReport, TrainState, attempt_step
+from trainer.saving import Saving
+from trainer.signals import StopSignals
+from trainer.step import Clip, StepReport, attempt_step
 from trainer.task import Task
+from trainer.training import Training
 
 
 class Trainer(Task):
@@ -62,14 +64,31 @@ class Trainer(Task):
             weights that those before it leave, instead of all at the old weights. All move, or
             none.
         steps_per_loop: steps in one graph call; the host does nothing in between.
-        checkpoint_interval: steps between checkpoints; None saves at the end only.
+        checkpoint_interval: steps between checkpoints; None saves at the end only, and when the
+            run is stopped.
+        checkpoint_secs: seconds between checkpoints, at least; may be given beside the steps.
         max_to_keep: how many checkpoints stay.
+        async_checkpoint: whether to write them in a thread, from a copy of the variables.
+        keep_best: of how many evaluations `model_dir/best` keeps the model.
+        best_metric: which result of an evaluation says which are best.
+        best_is: "lowest" or "highest".
+        data_resume: how a run that is taken up again finds its place in the data: "exact" saves
+            the position; "skip" reads and drops as many batches as were taken; "restart" begins
+            a new pass.
+        allow_changes: what may differ from the run in `model_dir` that is taken up:
+            "precision", "loss_scale" (the new rule begins at its first scale), "seed",
+            "num_replicas", "global_batch", "data" (the data begin anew after a change of one of
+            the last two, and of the seed).
+        init_from: whose weights to begin with, if there is no checkpoint in `model_dir`: a
+            checkpoint, a `model_dir`, or a file of Keras weights. Nothing else is taken over.
+        divergence: when the run counts as diverged and is taken back: a `trainer.Divergence`.
         log_interval: steps between lines of the log.
         verbose: whether to print them.
         jit_compile: whether XLA compiles each replica's forward and backward pass. "auto" does
             so for float16 on CPU.
-        seed: for initial weights and for shuffling arrays; sets Python's, NumPy's and
-            TensorFlow's seeds when the model is built. None leaves them alone.
+        seed: for initial weights, for shuffling arrays and for what steps draw; sets Python's,
+            NumPy's and TensorFlow's seeds when the model is built, from 0 to 2^32 - 1. None leaves
+            those alone, and takes one by chance for what steps draw.
         on_overflow: "skip" leaves out a batch whose gradients overflow; "retry" attempts it
             again in the same step, at the next scale that the rule comes to, up to
             `max_retries` times. Nothing else differs between attempts.
@@ -107,13 +126,7 @@ class Trainer(Task):
         3.0
     """
 
-    # Made by `_start`, when data has come.
-    _plan: StepPlan
-    _state: TrainState
-    _run_steps: Any
-    _evaluator: Evaluator
-    _checkpoints: Checkpoints
-    _recorder: FlightRecorder | None
+    _parts: Parts  # made by `_start`, when data has come
 
     def __init__(
         self,
@@ -134,7 +147,16 @@ class Trainer(Task):
         alternate_optimizers: bool = False,
         steps_per_loop: int = 10,
         checkpoint_interval: int | None = None,
+        checkpoint_secs: float | None = None,
         max_to_keep: int = 5,
+        async_checkpoint: bool = False,
+        keep_best: int = 0,
+        best_metric: str = "loss",
+        best_is: str = "lowest",
+        data_resume: str = "exact",
+        allow_changes: Sequence[str] = (),
+        init_from: str | pathlib.Path | None = None,
+        divergence: Divergence | None = None,
         log_interval: int = 100,
         verbose: bool = True,
         jit_compile: bool | str = "auto",
@@ -149,17 +171,38 @@ class Trainer(Task):
         max_overflow_bytes: int = 2**30,
         record_gradients: bool = False,
         actions: Sequence[Action] = (),
+        **unknown: Any,
     ) -> None:
         """Checks the arguments. Nothing is built until data comes."""
+        settings.check_no_unknown(unknown, Trainer.__init__)
         super().__init__(model, optimizer, loss_fn, metrics)
+        settings.check_path("model_dir", model_dir, "runs/digits", optional=True)
+        settings.check_path("init_from", init_from, "runs/digits/ckpt-1000", optional=True)
         settings.check_count("num_microbatches", num_microbatches)
         settings.check_count("steps_per_loop", steps_per_loop)
-        settings.check_count("max_to_keep", max_to_keep)
         settings.check_count("log_interval", log_interval)
         settings.check_count("max_overflow_bytes", max_overflow_bytes)
-        if checkpoint_interval is not None:
-            settings.check_count("checkpoint_interval", checkpoint_interval)
-        settings.check_records(max_overflow_records, model_dir)
+        settings.check_kept("max_overflow_records", max_overflow_records, model_dir, "Records")
+        settings.check_kept("keep_best", keep_best, model_dir, "Models")
+        settings.check_bool("alternate_optimizers", alternate_optimizers)
+        settings.check_bool("verbose", verbose)
+        settings.check_bool("record_gradients", record_gradients)
+        settings.check_momentum(ema_momentum)
+        settings.check_seed(seed)
+        check_actions(actions)
+        check_divergence(divergence, model_dir)
+        self.saving = Saving(
+            checkpoint_interval,
+            checkpoint_secs,
+            max_to_keep,
+            async_checkpoint,
+            keep_best,
+            best_metric,
+            best_is,
+            data_resume,
+            allow_changes,
+            pathlib.Path(init_from) if init_from is not None else None,
+        )
         self.policy = Policy(
             on_overflow,
             max_retries,
@@ -170,6 +213,7 @@ class Trainer(Task):
         )
         self.clip = Clip(global_clipnorm, clipnorm, clipvalue)
         self.precision = scaling.Precision(precision)
+        settings.warn_of_conflicts(loss_scale, self.precision)
         self.rule = settings.resolve_rule(loss_scale, self.precision)
         # As it was typed, if it can be: a record of an overflow says it.
         plain = loss_scale is None or isinstance(loss_scale, (str, float, int))
@@ -181,8 +225,6 @@ class Trainer(Task):
         self.ema_momentum = ema_momentum
         self.alternate_optimizers = alternate_optimizers
         self.steps_per_loop = steps_per_loop
-        self.checkpoint_interval = checkpoint_interval
-        self.max_to_keep = max_to_keep
         self.log_interval = log_interval
         self.verbose = verbose
         self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
@@ -192,9 +234,11 @@ class Trainer(Task):
         self.record_gradients = record_gradients
         self.actions = list(actions)
         self._started = False
-        self._metrics_of: dict[bool, dict[str, keras.metrics.Metric]] = {False: {}, True: {}}
+        self.divergence = divergence
+        self._watch = LossWatch(divergence) if divergence else None
         self._evaluating = False
-        self._stop_asked = False
+        self._trained_on: tuple[Any, DataPosition] | None = None
+        self.stop_asked = False
 
     # What a run is made of. Built when first asked for, so that a subclass may set its own
     # attributes after super().__init__().
@@ -216,19 +260,19 @@ class Trainer(Task):
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics in use: evaluation has its own."""
-        return self._metrics_of[self._evaluating]
+        return self._parts.metrics[self._evaluating] if self._started else {}
 
     @property
     def totals(self) -> Totals:
         """How the steps so far have ended. Waits for the device."""
         self._check_started("totals")
-        return Totals.from_state(self._state)
+        return Totals.from_state(self._parts.state)
 
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step. Waits for the device."""
         self._check_started("loss_scale")
-        return float(self._state.loss_scaler.loss_scale)
+        return float(self._parts.state.loss_scaler.loss_scale)
 
     def train_step(self, batch: Any) -> StepReport:
         """Attempts one update with a global batch. Called in cross-replica context, in a graph.
@@ -239,7 +283,7 @@ class Trainer(Task):
         Returns:
             The step's report, each field of shape ().
         """
-        return attempt_step(batch, self._plan, self._state)
+        return attempt_step(batch, self._parts.plan, self._parts.state)
 
     def eval_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Evaluates one global batch. Called in cross-replica context, in a graph.
@@ -250,7 +294,7 @@ class Trainer(Task):
         Returns:
             The weighted sum of its losses, and the sum of its weights: shape (), float32.
         """
-        return self._evaluator.evaluate_batch(batch)
+        return self._parts.evaluator.evaluate_batch(batch)
 
     def train(
         self,
@@ -283,104 +327,84 @@ class Trainer(Task):
             ValueError, TypeError: if data, model or optimizer cannot be trained.
             TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped, or the
                 weights, or with on_nonfinite_loss="raise" a loss, were inf or NaN.
+            DataError: if the data raise, or end though they said that they would not.
+            CheckpointError: if a checkpoint cannot be written; those before it are as they were.
+            DivergedError: see `Divergence`.
+            SystemExit, KeyboardInterrupt: after SIGTERM, with code 75, and SIGINT; all is saved.
         """
         began = time.perf_counter()
-        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
-        target = steps_to_take(steps, epochs, data)
-        replicas = self.strategy.num_replicas_in_sync
-        strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
-        evaluated = self._evaluation_data(eval_data, eval_interval, data.global_batch)
-        self._start(data.first)
-        log = RunLog(
-            self.model_dir,
-            self.verbose,
-            self._plan.variable_names,
-            self.precision.name,
-            replicas * self.num_microbatches,
-        )
-        start = self.totals.attempted
-        if start:
-            log.say(f"going on from step {start}")
-        self._stop_asked = False
-        if self._state.halted.numpy():  # by an earlier call, whose error the user has seen
-            self._state.halted.assign(value=False)
-            self._state.skips_in_a_row.assign(0)
-        self.on_train_begin()
-        step, saved = self._run(iter(without_end(data)), target, log, evaluated, eval_interval)
-        summary = TrainSummary(
-            step=step,
-            steps_run=step - start,
-            totals=self.totals,
-            loss_scale=self.loss_scale,
-            seconds=time.perf_counter() - began,
-            checkpoint=saved or self._checkpoints.latest,
-        )
-        log.say(str(summary))
-        self.on_train_end(summary)
+        settings.check_writable(self.model_dir)
+        self.stop_asked = False
+        if self._started:
+            self._parts.stop.assign(value=False)
+        with StopSignals(self.stop) as signals:
+            data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+            target = steps_to_take(steps, epochs, data)
+            replicas = self.strategy.num_replicas_in_sync
+            strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+            evaluate = self._evaluation(eval_data, eval_interval, data.global_batch)
+            self._start(data.first)
+            if evaluate:
+                self.saving.check_results(["loss", *self._parts.metrics[True]])
+            log = self._new_log()
+            training = Training(
+                self,
+                self._parts,
+                self._position(train_data, data),
+                self._watch,
+                log,
+                target,
+                evaluate,
+                eval_interval,
+                self._export_into,
+            )
+            start = training.take_up()
+            self.on_train_begin()
+            step = training.run()
+            latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes
+            summary = TrainSummary(
+                step=step,
+                steps_run=step - start,
+                totals=self.totals,
+                loss_scale=self.loss_scale,
+                seconds=time.perf_counter() - began,
+                checkpoint=str(latest) if latest else None,
+                checkpoint_bytes=sum(sizes.values()),
+                position_bytes=sizes.get("data", 0),
+            )
+            log.say(str(summary))
+            self.on_train_end(summary)
+            signals.end_process()
         return summary
 
-    def _run(
-        self,
-        iterator: Any,
-        target: int,
-        log: RunLog,
-        evaluated: Batches | None,
-        eval_interval: int | None,
-    ) -> tuple[int, str | None]:
-        """Takes inner loops until the target, or until somebody asks to stop.
+    def _new_log(self) -> RunLog:
+        shares = self.strategy.num_replicas_in_sync * self.num_microbatches
+        names = self._parts.plan.variable_names
+        return RunLog(self.model_dir, self.verbose, names, self.precision.name, shares)
 
-        Returns:
-            The step it has come to, and its last checkpoint, if it saved any.
-        """
-        start = step = self.totals.attempted
-        periods = [action.every_steps for action in self.actions]
-        saved = None
-        while step < target and not self._stopping():
-            self.on_loop_begin(step)
-            stops = [eval_interval, self.checkpoint_interval, *periods]
-            before, step = step, next_stop(step, target, self.steps_per_loop, stops)
-            report, batch = self._run_steps(iterator, tf.constant(step - before))
-            log.add(report, compiling=before == start)
-            if self._recorder:  # then the loop ends early where there is something to record
-                step = before + keep_overflow(self._recorder, report, batch, iterator.element_spec)
-                self._check_alive(log, target)
-            last = step == target
-            evaluate_now = last or crossed(eval_interval, before, step)
-            save_now = last or crossed(self.checkpoint_interval, before, step)
-            log_now = last or crossed(self.log_interval, before, step)
-            due = [action for action in self.actions if action.is_due(before, step)]
-            if log_now or evaluate_now or save_now or due:
-                self._check_alive(log, target)
-            if log_now:
-                self._write_log(log, target)
-            if evaluate_now and evaluated:
-                log.evaluation(step, self._evaluate(evaluated, "float32", averaged=None))
-            if save_now:
-                saved = self._checkpoints.save(step)
-            for action in due:
-                action(self)
-            self.on_loop_end(step)
-        if step < target:
-            saved = self._end_early(log, step, target)
-        return step, saved
+    def _position(self, train_data: Any, data: Batches) -> DataPosition:
+        """Returns where the run stands in its data: at the beginning, if they are others."""
+        before, self._trained_on = self._trained_on, None
+        if before and same_data(before[0], train_data, before[1].data.global_batch, data):
+            position = before[1]
+        else:
+            position = DataPosition(data, self.saving.data_resume)
+            if self.model_dir and not are_arrays(train_data):
+                position.check_savable()
+        self._trained_on = train_data, position
+        return position
 
     def stop(self) -> None:
-        """Asks `train` to end after the inner loop that is running; it saves before it does.
+        """Asks `train` to end after the step that is running; it saves before it does.
 
-        On several workers one that asks is enough: all end after the same step.
+        It may be called from any thread. On several workers one that asks is enough: all end after
+        the same inner loop.
         """
-        self._stop_asked = True
-
-    def _stopping(self) -> bool:
-        return strategies.any_worker(self._stop_asked, self.strategy)
-
-    def _end_early(self, log: RunLog, step: int, target: int) -> str | None:
-        """Reads and writes what is left, and saves."""
-        self._check_alive(log, target)
-        if log.pending:
-            self._write_log(log, target)
-        log.say(f"stopped at step {step} of {target}, as asked")
-        return self._checkpoints.save(step)
+        self.stop_asked = True
+        if self._started and not isinstance(
+            self.strategy, tf.distribute.MultiWorkerMirroredStrategy
+        ):
+            self._parts.stop.assign(value=True)
 
     def evaluate(
         self,
@@ -408,7 +432,7 @@ class Trainer(Task):
         self._start(found.first)
         if self.model_dir and not self.totals.attempted:
             logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
-        return self._evaluate(found, precision, averaged)
+        return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
     def predict(
         self,
@@ -432,8 +456,8 @@ class Trainer(Task):
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
         self._start(found.first, lambda batch, training: self.predict_batch(batch))  # noqa: ARG005
-        with as_asked(self._plan, averaged):
-            return self._evaluator.predict(found.dataset, precision)
+        with as_asked(self._parts.plan, averaged):
+            return self._parts.evaluator.predict(found.dataset, precision)
 
     def export(self, path: str | pathlib.Path, *, averaged: bool | None = None) -> None:
         """Writes a Keras model to a `.keras` file.
@@ -441,9 +465,13 @@ class Trainer(Task):
         Args:
             path: where.
             averaged: as for `evaluate`.
+
+        Raises:
+            TypeError, ValueError: if it is another kind of file, or no Keras model.
         """
         self._check_started("export")
-        with as_asked(self._plan, averaged):
+        settings.check_export(self.model, path)
+        with as_asked(self._parts.plan, averaged):
             self.model.save(path)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
@@ -460,15 +488,16 @@ class Trainer(Task):
         Raises:
             ValueError: if it is no record, or one of another model or another way to compute.
         """
+        settings.check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
         check_setting(record.setting, setting_of(self))
         self._start(next(iter(dataset)))
-        return run_again(record, dataset, state, self._plan)
+        return run_again(record, dataset, state, self._parts.plan)
 
-    def _evaluation_data(
+    def _evaluation(
         self, eval_data: Any, eval_interval: int | None, global_batch: int
-    ) -> Batches | None:
-        """Reads what to evaluate on while training, before the first step."""
+    ) -> Callable[[], dict[str, float] | None] | None:
+        """Reads what to evaluate on while training, before the first step; returns how."""
         if eval_interval is not None:
             settings.check_count("eval_interval", eval_interval)
         if eval_data is None:
@@ -481,13 +510,21 @@ class Trainer(Task):
         of_arrays = global_batch if are_arrays(eval_data) else None
         found = batches(eval_data, "eval_data", self.strategy, of_arrays)
         check_ends(found, "eval_data")
-        return found
+        return functools.partial(self._evaluate, found, "float32", averaged=None, stoppable=True)
 
-    def _evaluate(self, found: Batches, precision: str, averaged: bool | None) -> dict[str, float]:
+    def _export_into(self, folder: pathlib.Path) -> None:
+        """Writes the model as it was evaluated into a folder."""
+        with as_asked(self._parts.plan, averaged=None):
+            export_model(self.model, folder)
+
+    def _evaluate(
+        self, found: Batches, precision: str, averaged: bool | None, *, stoppable: bool
+    ) -> dict[str, float] | None:
+        """Returns the results of an evaluation, or None if it may be stopped, and was."""
         self._evaluating = True
         try:
-            with as_asked(self._plan, averaged):
-                return self._evaluator.evaluate(found.dataset, precision)
+            with as_asked(self._parts.plan, averaged):
+                return self._parts.evaluator.evaluate(found.dataset, precision, stoppable=stoppable)
         finally:
             self._evaluating = False
 
@@ -501,12 +538,9 @@ class Trainer(Task):
         """
         if self._started:
             return
-        parts = build(self, batch, forward or self.compute_loss)
-        self._metrics_of = build_metrics(self)
-        self._plan, self._state, self._run_steps = parts.plan, parts.state, parts.run_steps
-        self._evaluator, self._recorder = parts.evaluator, parts.recorder
-        self._checkpoints = parts.checkpoints
+        self._parts = build(self, batch, forward or self.compute_loss)
         self._started = True
+        self._parts.stop.assign(self.stop_asked)  # asked while it was built
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError before there is anything to look at."""
@@ -516,22 +550,3 @@ class Trainer(Task):
                 "has seen no data. The first batch builds the model and restores a run. Call one "
                 "of the three before."
             )
-
-    def _check_alive(self, log: RunLog, target: int) -> None:
-        """Reads what has happened since the last time, and ends a run that must not go on."""
-        steps = log.read()
-        if steps is None:
-            return
-        record = self._recorder.latest if self._recorder else None
-        try:
-            check_alive(steps, self.policy, self._plan.variable_names, record)
-        except TrainingStuckError:
-            self._write_log(log, target)
-            raise
-
-    def _write_log(self, log: RunLog, target: int) -> None:
-        """Prints and writes what has happened since the last time."""
-        metrics = {name: float(metric.result()) for name, metric in self.metrics.items()}
-        log.flush(target, self.totals, metrics)
-        for metric in self.metrics.values():
-            metric.reset_state()

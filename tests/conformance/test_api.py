@@ -10,18 +10,22 @@ import pytest
 import scaling
 import strategies
 import trainer
+import trainer.checkpoint
 import trainer.step
 
 ROOMS = [scaling, strategies, trainer, trainer.step]
 MODULES = [
     importlib.import_module(f"{room.__name__}.{found.name}")
-    for room in ROOMS
+    for room in [*ROOMS, trainer.checkpoint]
     for found in pkgutil.iter_modules(room.__path__)
 ]
 PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
 
 # Names whose use is another name's example.
 WITHOUT_EXAMPLE = {
+    "CheckpointError": "Trainer",
+    "DataError": "Trainer",
+    "DivergedError": "Trainer",
     "Share": "take",
     "StepReport": "Trainer",
     "Totals": "Trainer",

@@ -13,6 +13,7 @@ PAPERS = [
     "strategies/README.md",
     "trainer/README.md",
     "docs/hooks.md",
+    "docs/resume.md",
 ]
 
 

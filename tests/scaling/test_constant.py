@@ -36,5 +36,5 @@ def test_a_fixed_scale_must_be_a_power_of_two():
 @pytest.mark.parametrize("rule", [FixedLossScale(8.0), NoLossScale()])
 def test_constant_rules_read_their_verdict_all_the_same(rule):
     """What is no verdict is refused also by a rule that would not have moved."""
-    with pytest.raises(TypeError, match="`grads_finite` must be a bool; got float32"):
+    with pytest.raises(TypeError, match=r"`verdict\.grads_finite` must be a bool; got float32"):
         rule.advance(rule.initial_state(), scaling.Verdict(1.0))

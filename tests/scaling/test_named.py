@@ -61,7 +61,12 @@ KNOWN = (
         (
             "dynamix",
             f"`loss_scale` must be a number or one of {KNOWN}; got 'dynamix'. No rule has that "
-            "name. Use for instance 1024 or dynamic.",
+            "name. Did you mean 'dynamic'?",
+        ),
+        (
+            "1,024",
+            f"`loss_scale` must be a number or one of {KNOWN}; got '1,024'. No rule has that name. "
+            "Use for instance 1024 or dynamic.",
         ),
         (
             "dynamic:hysteresis",
@@ -76,9 +81,31 @@ KNOWN = (
         ),
         (
             "headroom:bits=3",
-            "`loss_scale` must name fields of the rule; got 'headroom:bits=3'. headroom has no "
-            "such field, or lacks one: HeadroomLossScale.__init__() got an unexpected keyword "
-            "argument 'bits'.",
+            "`loss_scale` must name fields of the rule; got 'bits' in 'headroom:bits=3'. headroom "
+            "has backoff_factor, growth_factor, growth_interval, headroom_bits, initial_scale, "
+            "max_scale, min_scale. Name only these.",
+        ),
+        (
+            "jmp:intial_scale=8",
+            "`loss_scale` must name fields of the rule; got 'intial_scale' in 'jmp:intial_scale=8'. "
+            "jmp has backoff_factor, grace_steps, growth_factor, growth_interval, hysteresis, "
+            "hysteresis_refill, initial_scale, low_scale_intervals, max_scale, min_scale, version. "
+            "Did you mean 'initial_scale'?",
+        ),
+        (
+            "none:loss_scale=1",
+            "`loss_scale` must name fields of the rule; got 'loss_scale' in 'none:loss_scale=1'. "
+            "none has no fields. Name only these.",
+        ),
+        (
+            "fixed",
+            "`loss_scale` must say which scale is fixed; got 'fixed'. No scale is usual. Use for "
+            "instance 1024 or fixed:loss_scale=1024.",
+        ),
+        (
+            "2^10:growth_interval=5",
+            "`loss_scale` must have no fields behind a number; got '2^10:growth_interval=5'. A fixed "
+            "scale never moves. Use 2^10 alone, or dynamic:initial_scale=2^10:growth_interval=5.",
         ),
         (
             "2^999",

@@ -143,14 +143,14 @@ def test_a_verdict_must_be_one_bool(rule):
     with pytest.raises(TypeError) as error:
         rule.advance(state, tf.constant(1.0))
     assert str(error.value) == (
-        "`grads_finite` must be a bool; got float32. It answers whether every gradient was finite. "
+        "`verdict` must be a bool; got float32. It answers whether every gradient was finite. "
         "Pass scaling.all_finite(gradients)."
     )
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         rule.advance(state, tf.constant([True, False]))
     assert str(error.value) == (
-        "`grads_finite` must be a scalar; got shape (2,). There is one verdict per step. Pass "
-        "scaling.all_finite(gradients)."
+        "`verdict` must be a scalar; got shape (2,). It answers whether every gradient was finite. "
+        "Pass scaling.all_finite(gradients)."
     )
 
 

@@ -45,7 +45,11 @@ def test_every_flag_reaches_the_trainer():
     assert (made.num_microbatches, made.clip, made.steps_per_loop) == (2, Clip(0.5), 7)
     assert made.policy == Policy("retry", 40, "raise", 9, "hold")
     assert made.ema_momentum == 0.9
-    assert (made.log_interval, made.checkpoint_interval, made.max_to_keep) == (14, 21, 2)
+    assert (made.log_interval, made.saving.checkpoint_interval, made.saving.max_to_keep) == (
+        14,
+        21,
+        2,
+    )
     assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)
 
 
@@ -84,6 +88,18 @@ def test_a_loss_scale_that_is_no_word_and_no_number():
         match=r"`loss_scale` must be a number or one of none, fixed.*; got 'dynamo'",
     ):
         make_trainer(Linear, values)
+
+
+def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
+    """Every flag stands in it, defaults too; a default contradicts nothing."""
+    monkeypatch.setattr("sys.argv", [__name__])  # whose flags are written
+    values = parse("--loss_scale=1024", f"--model_dir={tmp_path}", initial_loss_scale=64.0)
+    make_trainer(Linear, values)
+    again = parse(f"--flagfile={tmp_path / 'flags.cfg'}", initial_loss_scale=64.0)
+
+    assert "--initial_loss_scale=64.0" in (tmp_path / "flags.cfg").read_text().split("\n")
+    assert again.flag_values_dict() == values.flag_values_dict()
+    assert make_trainer(Linear, again).rule == scaling.FixedLossScale(1024.0)
 
 
 def test_a_script_has_its_own_defaults():

@@ -73,7 +73,7 @@ def test_hooks_are_called_in_order(tmp_path):
     assert trainer.evaluate(slopes(1.0, 3.0), global_batch=1)["loss"] == 2 * 2.0 * trainer.weight
     assert trainer.batches_evaluated == 1
 
-    again = Hooked(model_dir=tmp_path)
+    again = Hooked(model_dir=tmp_path, data_resume="restart")
     again.train(slopes(2.0, np.nan), steps=5, global_batch=2)
 
     assert again.calls[0] == ("train begins", 3)
@@ -247,9 +247,10 @@ def test_one_average_is_enough(ema_momentum, message):
         def build_optimizer(self):
             return keras.optimizers.SGD(1.0, use_ema=True)
 
-    trainer = Averaging(ema_momentum=ema_momentum, verbose=False)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        trainer.train(slopes(1.0), steps=1, global_batch=1)
+        Averaging(ema_momentum=ema_momentum, verbose=False).train(
+            slopes(1.0), steps=1, global_batch=1
+        )
 
     assert str(error.value) == message
 

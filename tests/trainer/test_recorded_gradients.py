@@ -44,6 +44,7 @@ def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
         precision=precision,
         loss_scale=rule,
         model_dir=model_dir,
+        data_resume="restart",
         verbose=False,
         record_gradients=True,
         log_interval=25,
@@ -171,7 +172,7 @@ def recording(tmp_path):
 
 def operations(trainer):
     """The kinds of operations in a trainer's loop, the functions it calls included."""
-    [concrete] = trainer._run_steps._list_all_concrete_functions()
+    [concrete] = trainer._parts.run_steps._list_all_concrete_functions()
     functions = concrete.graph.as_graph_def().library.function
     return {node.op for function in functions for node in function.node_def}
 

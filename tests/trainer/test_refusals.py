@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 from helpers import Linear, linear_model, slopes
 
 import scaling
@@ -73,7 +74,7 @@ def weightless():
             {"loss_scale": "dynamite"},
             "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, headroom, "
             "keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, metaseq, flax, jmp; got "
-            "'dynamite'. No rule has that name. Use for instance 1024 or dynamic.",
+            "'dynamite'. No rule has that name. Did you mean 'dynamic'?",
         ),
         (
             {"loss_scale": [1]},
@@ -302,29 +303,71 @@ def test_a_frozen_half_backbone_with_a_float32_head_is_no_stranger():
     assert train(make(model=transfer, precision="mixed_float16")).totals.applied == 1
 
 
+def another_rule(ours, theirs):
+    """What is said of a run that is gone on with under another rule."""
+    return (
+        f"`loss_scale` must be that of the run in PATH to go on with it; got loss_scale "
+        f"{repr(ours)!r} for {repr(theirs)!r} there. The run would go on under another rule. Use "
+        'another model_dir, or pass allow_changes=("loss_scale",).'
+    )
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
         (
             {"loss_scale": 2.0**20},
             {"loss_scale": 1024.0},
-            "`loss_scale` must be the rule that the run",
+            "`loss_scale` must be that of the run in PATH to go on with it; got loss_scale "
+            "'FixedLossScale(loss_scale=1024.0)' for 'FixedLossScale(loss_scale=1048576.0)' there. "
+            "The run would go on under another rule. Use another model_dir, or pass "
+            'allow_changes=("loss_scale",).',
         ),
         (
             {"loss_scale": scaling.DynamicLossScale(2.0**20)},
             {"loss_scale": scaling.DynamicLossScale(max_scale=2.0**16)},
-            "`loss_scale` must be the rule that the run began with",
+            another_rule(
+                scaling.DynamicLossScale(max_scale=2.0**16), scaling.DynamicLossScale(2.0**20)
+            ),
         ),
-        ({"loss_scale": None}, {"loss_scale": "dynamic"}, "`model_dir` must be new, or that of"),
-        ({}, {"model": lambda: linear_model(units=2)}, "`model_dir` must be new, or that of"),
-        ({}, {"optimizer": keras.optimizers.Adam}, "`model_dir` must be new, or that of"),
+        (
+            {"loss_scale": None},
+            {"loss_scale": "dynamic"},
+            another_rule(scaling.DynamicLossScale(), scaling.NoLossScale()),
+        ),
+        (
+            {"seed": 0},
+            {"seed": 1},
+            "`seed` must be that of the run in PATH to go on with it; got seed 1 for 0 there. The run "
+            "would go on with other random numbers and, of arrays, other batches. Use another "
+            'model_dir, or pass allow_changes=("seed",).',
+        ),
+        (
+            {},
+            {"model": lambda: linear_model(units=2)},
+            "`model_dir` must be new, or that of a run with the same model; got PATH, where a variable "
+            "differs: sequential_1/dense_1/kernel: float32 (1, 2) here for sequential/dense/kernel: "
+            "float32 (1, 1) there, at place 0. Its values would have nowhere to go. Use another "
+            "model_dir, with init_from= to take over a model's weights alone.",
+        ),
+        (
+            {},
+            {"optimizer": keras.optimizers.Adam},
+            "`model_dir` must be new, or that of a run with the same optimizer; got PATH, where a "
+            "variable differs: adam/sequential_1_dense_1_kernel_momentum: float32 (1, 1) here for none "
+            "there, at place 2. Its values would have nowhere to go. Use another model_dir, with "
+            "init_from= to take over a model's weights alone.",
+        ),
     ],
 )
 def test_a_run_goes_on_only_as_it_began(tmp_path, first, second, message):
-    """L3, L12: another rule, model or optimizer in the same directory is refused."""
+    """L3, L12: another rule, seed, model or optimizer in the same directory is refused."""
+    keras.backend.clear_session()  # so that layer names start from the beginning
     train(make(model_dir=tmp_path, **first))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared
         train(make(model_dir=tmp_path, **second), steps=2)
+
+    assert str(error.value) == message.replace("PATH", str(tmp_path / "ckpt-1"))
 
 
 @pytest.mark.parametrize(
@@ -568,3 +611,56 @@ def test_refused_rules_never_reach_a_step():
     """L3: the constants of a rule are checked before a trainer can be given it."""
     with pytest.raises(ValueError, match="`growth_factor` must be greater than 1"):
         make(loss_scale=scaling.DynamicLossScale(growth_factor=0.5))
+
+
+def test_float16_without_a_loss_scale_is_warned_of_once(monkeypatch, caplog):
+    """It may be meant, and "none" says that it is."""
+    monkeypatch.setattr(logging, "_log_counter_per_token", {})  # another test may have met it
+    with caplog.at_level("WARNING"):
+        make(precision="mixed_float16", loss_scale="none")
+        make(precision="mixed_bfloat16", loss_scale=None)
+        make(precision="mixed_float16")
+        assert not caplog.records
+        for _ in range(2):
+            make(precision="mixed_float16", loss_scale=None)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "loss_scale=None with precision='mixed_float16': small gradients are lost to underflow. Use "
+        'loss_scale="dynamic", or "none" if that is what you want.'
+    ]
+
+
+def test_only_a_keras_model_is_exported():
+    """A module has no layers to write."""
+
+    class Line(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable([[1.0]])
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    trainer = make(model=Line)
+    trainer.predict(X, global_batch=4)
+    with pytest.raises(TypeError) as error:
+        trainer.export("model.keras")
+
+    assert str(error.value) == (
+        "`export` must be asked of a trainer of a keras.Model; got Line. Only Keras can write one to "
+        "a file with its layers. Use tf.saved_model.save, or "
+        "tf.train.Checkpoint(model=trainer.model)."
+    )
+
+
+def test_a_registered_optimizer_has_a_name():
+    """Keras knows the names of one's own, too."""
+
+    @keras.saving.register_keras_serializable("own")
+    class Halved(keras.optimizers.SGD):
+        pass
+
+    try:
+        assert isinstance(make(optimizer="own>Halved").optimizer, Halved)
+    finally:
+        del keras.saving.get_custom_objects()["own>Halved"]

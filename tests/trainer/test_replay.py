@@ -74,7 +74,12 @@ def record(tmp_path, kind, example=0, steps=8, **arguments):
     specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]]), batches[0])
     data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
     trainer = Layered(
-        model_dir=tmp_path, verbose=False, max_overflow_records=2, seed=1, **arguments
+        model_dir=tmp_path,
+        verbose=False,
+        max_overflow_records=2,
+        seed=1,
+        data_resume="restart",
+        **arguments,
     )
     trainer.train(data, steps=steps)
     return trainer, sorted((tmp_path / "overflows").iterdir())

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import attempt, copies
+from helpers import attempt, copies, count_from_0
 
 import scaling
 from scaling import Cause
@@ -310,8 +310,8 @@ def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
 @pytest.mark.parametrize("alternate", [False, True])
 def test_an_update_moves_both(duels, replicas, alternate):
     """The converse, without which the test above shows nothing: an applied step moves every one of
-    these variables but the rates, and all copies agree afterwards, but for the metric's, which add
-    up.
+    these variables but the rates and the states of seed generators, which no step moves; and all
+    copies agree afterwards, but for the metric's, which add up.
     """
     trainer = duels(replicas, alternate)
     before = trainer.bits()
@@ -320,7 +320,10 @@ def test_an_update_moves_both(duels, replicas, alternate):
     still = before.keys() - moved(before, trainer.bits())
 
     assert report.grads_finite
-    assert {name.split("/")[-1].split(" copy")[0] for name in still} == {"learning_rate"}
+    assert {name.split("/")[-1].split(" copy")[0] for name in still} == {
+        "learning_rate",
+        "seed_generator_state",
+    }
     for variable in trainer.moving():
         different = {copy.tobytes() for copy in copies(variable)}
         assert len(different) == 1 or "mean/" in variable.path, variable.path
@@ -348,14 +351,16 @@ def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
     """
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
     trainer = poisoned(strategy, alternate, on_overflow="retry")
-    start, state = read_copies(trainer.moving(), strategy), trainer._state.loss_scaler.state
+    start, state = read_copies(trainer.moving(), strategy), trainer._parts.state.loss_scaler.state
     for bad in NAMES:
         batch = points(6, [bad], slope=1e4)
-        trainer._state.loss_scaler.assign(state)
+        trainer._parts.state.loss_scaler.assign(state)
+        count_from_0(trainer._parts.state)
         [retried] = attempt(trainer, [batch])
         after = trainer.bits()
         write_copies(trainer.moving(), start, strategy)
-        trainer._state.loss_scaler.assign(
+        count_from_0(trainer._parts.state)
+        trainer._parts.state.loss_scaler.assign(
             state._replace(loss_scale=tf.constant(retried.loss_scale))
         )
         [at_once] = attempt(trainer, [batch])

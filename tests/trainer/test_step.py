@@ -204,7 +204,7 @@ def restless():
 
     def reset():
         trainer.model.trainable_variables[0].assign([[0.0]])
-        trainer._state.loss_scaler.assign(rule.initial_state())
+        trainer._parts.state.loss_scaler.assign(rule.initial_state())
         return trainer
 
     return reset

@@ -14,7 +14,7 @@ def accumulate(
     whole: Whole,
     state: Any,
     values: list[tf.Tensor],
-    num_microbatches: int,
+    keys: tf.Tensor,
 ) -> Microbatch:
     """Differentiates a replica's share, one microbatch at a time.
 
@@ -23,23 +23,27 @@ def accumulate(
     writes nothing.
 
     Args:
-        differentiate: a `tf.function` of (share, whole, state, values), returning a `Microbatch`.
+        differentiate: a `tf.function` of (share, whole, state, values, keys), returning a
+            `Microbatch`.
         share: this replica's part of the global batch.
         whole: the global batch's weight and size.
         state: the loss-scale rule's state.
         values: of the variables held back, before the step.
-        num_microbatches: how many parts to cut the share into.
+        keys: of seed generators, for each microbatch: shape (microbatches, generators, 2). Into
+            so many parts the share is cut.
 
     Returns:
         The summed contribution and trouble, what the last microbatch wrote, and aux of the whole
         share.
     """
+    num_microbatches = keys.shape[0]
     first = strategies.take(share, 0, num_microbatches)
     if num_microbatches == 1:
-        return differentiate(first, whole, state, values)
+        return differentiate(first, whole, state, values, keys[0])
 
     # Tracing once beforehand says which gradients are None, what is written, what aux is like.
-    expected = differentiate.get_concrete_function(first, whole, state, values).structured_outputs
+    traced = differentiate.get_concrete_function(first, whole, state, values, keys[0])
+    expected = traced.structured_outputs
     aux_parts = tf.nest.map_structure(
         lambda spec: tf.TensorArray(
             spec.dtype, num_microbatches, infer_shape=False, element_shape=spec.shape
@@ -52,7 +56,7 @@ def accumulate(
     ) -> tuple:
         part = strategies.take(share, index, num_microbatches)
         now = with_written(values, written)
-        result = differentiate(part, whole, state, now)
+        result = differentiate(part, whole, state, now, keys[index])
         rows = real_rows(result.aux, part)
         return (
             index + 1,

@@ -15,6 +15,7 @@ from trainer.step.checks import check_same_rule, check_weights
 from trainer.step.commit import commit
 from trainer.step.locate import locate
 from trainer.step.plan import Phase, StepPlan
+from trainer.step.randomness import key_source
 from trainer.step.replica import ReplicaResult, replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
@@ -51,8 +52,10 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
     check_same_rule(plan, run)
     weights = check_weights(plan.example_weights(batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
+    # Of the step and not of the attempt: at another scale the same numbers are drawn.
+    random = tf.stack([run.random_seed.read_value(), run.step])
     once = functools.partial(
-        attempt_once, batch=batch, weights=weights, in_float32=in_float32, plan=plan
+        attempt_once, batch=batch, weights=weights, random=random, in_float32=in_float32, plan=plan
     )
     state = run.loss_scaler.state
     last, retries = (
@@ -109,7 +112,13 @@ def attempt_until_applied(once: Any, state: Any, plan: StepPlan) -> tuple[Attemp
 
 
 def attempt_once(
-    state: Any, *, batch: Any, weights: tf.Tensor, in_float32: tf.Tensor | None, plan: StepPlan
+    state: Any,
+    *,
+    batch: Any,
+    weights: tf.Tensor,
+    random: tf.Tensor,
+    in_float32: tf.Tensor | None,
+    plan: StepPlan,
 ) -> Attempt:
     """Attempts an update at one scale; applies it, or moves nothing.
 
@@ -117,11 +126,13 @@ def attempt_once(
         state: the loss-scale rule's: its one scale multiplies and divides.
         batch: the global batch.
         weights: shape (global_batch,), float32.
+        random: the run's seed, and the steps before this one: shape (2,), int64.
         in_float32: whether to compute in float32: shape (), bool; None never does.
         plan: the run's constants.
     """
     before = read_copies(plan.undo, plan.strategy)
-    outcome = attempt_phases(plan.phases, before, batch, weights, state, in_float32, plan=plan)
+    rest = (before, batch, weights, state, random, in_float32)
+    outcome = attempt_phases(plan.phases, *rest, plan=plan)
     if plan.undo:
         tf.cond(
             outcome.grads_finite,
@@ -185,6 +196,7 @@ def attempt_phases(
     batch: Any,
     weights: tf.Tensor,
     state: Any,
+    random: tf.Tensor,
     in_float32: tf.Tensor | None,
     *,
     plan: StepPlan,
@@ -197,7 +209,8 @@ def attempt_phases(
         batch: the global batch.
         weights: shape (global_batch,), float32.
         state: the loss-scale rule's.
-        in_float32: as in `attempt_once`.
+        random: as in `attempt_once`.
+        in_float32: as there.
         plan: the run's constants.
 
     Returns:
@@ -205,15 +218,16 @@ def attempt_phases(
     """
     phase, later = phases[0], phases[1:]
     replica = functools.partial(replica_step, phase=phase, plan=plan)
-    result = plan.strategy.run(replica, args=(batch, weights, state, in_float32))
+    source = key_source(random, len(plan.phases) - len(phases), len(plan.phases))
+    result = plan.strategy.run(replica, args=(batch, weights, state, source, in_float32))
     agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
 
     def applied() -> Outcome:
         commit(result, agreed.written, before, phase, plan, last=not later)
         if not later:
             return agreed.outcome
-        rest = attempt_phases(later, before, batch, weights, state, in_float32, plan=plan)
-        return together(agreed.outcome, rest)
+        rest = (before, batch, weights, state, random, in_float32)
+        return together(agreed.outcome, attempt_phases(later, *rest, plan=plan))
 
     # The condition stands outside the replicas: what is behind it may be a collective.
     return tf.cond(

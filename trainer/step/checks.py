@@ -8,24 +8,31 @@ import tensorflow as tf
 
 import scaling
 from trainer.keras_private import all_layers
+from trainer.settings import check_bool, check_count
 from trainer.step.clip import Clip
 from trainer.step.rollback import tensorflow_variable
 
 
 def check_model(model: Any, precision: scaling.Precision) -> None:
     """Raises TypeError or ValueError unless the step can run this model, built or not."""
-    if not isinstance(model, (keras.Model, tf.Module)):
-        raise TypeError(
-            f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. The step "
-            "needs to find its variables. Return one from build_model(), or pass model=."
-        )
+    check_is_model(model)
     if isinstance(model, keras.Model):
         check_not_its_own_trainer(model)
         check_input_rounding(model, precision)
 
 
+def check_is_model(model: Any) -> None:
+    """Raises TypeError for anything else."""
+    if not isinstance(model, (keras.Model, tf.Module)):
+        raise TypeError(
+            f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. The step "
+            "needs to find its variables. Return one from build_model(), or pass model=."
+        )
+
+
 def check_built_model(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError unless the step can train the variables this model has made."""
+    """Raises TypeError or ValueError unless the step can train what this model has made."""
+    check_is_model(model)
     if not model.trainable_variables:
         raise ValueError(
             "`model` must have trainable variables; got none. There is nothing to update. Create "
@@ -195,7 +202,7 @@ def check_own_settings(
             )
     if ema_momentum is None:
         return
-    if not 0 < ema_momentum < 1:
+    if not scaling.half.is_number(ema_momentum) or not 0 < ema_momentum < 1:
         raise ValueError(
             f"`ema_momentum` must be between 0 and 1; got {ema_momentum!r}. It is the share of the "
             "old average that an update keeps. 0.999 is usual."
@@ -208,10 +215,62 @@ def check_own_settings(
         )
 
 
+def check_kinds(strategy: Any, rule: Any, clip: Any) -> None:
+    """Raises TypeError unless these are what their names say."""
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. The replicas are its. "
+            'Pass for instance strategies.create("mirrored").'
+        )
+    scaling.rule.check_rule(rule)
+    if not isinstance(clip, Clip):
+        raise TypeError(
+            f"`clip` must be a Clip; got {clip!r}. It names what it bounds. Pass for instance "
+            "Clip(global_clipnorm=1.0), or Clip() for no bound."
+        )
+
+
+def check_lists(halting_causes: Any, others: Any) -> None:
+    """Raises TypeError unless the one is a list of causes, and the other a list."""
+    is_list = isinstance(halting_causes, (tuple, list))
+    if not is_list or not all(cause in list(scaling.Cause) for cause in halting_causes):
+        raise TypeError(
+            f"`halting_causes` must be a list of scaling.Cause; got {halting_causes!r}. After a "
+            "skip for one of them the run ends. Pass for instance [scaling.Cause.WEIGHTS]."
+        )
+    if not isinstance(others, (tuple, list)):
+        raise TypeError(
+            f"`others` must be a list; got {type(others).__name__}. The loss may write to each of "
+            "its items. Pass [it]."
+        )
+
+
+def check_functions(**functions: Any) -> None:
+    """Raises TypeError, naming the argument, for what cannot be called."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(
+                f"`{name}` must be a function; got {type(function).__name__}. Every step calls it. "
+                "Pass one that takes what plan_step says."
+            )
+
+
+def check_bools(**flags: Any) -> None:
+    """Raises TypeError, naming the argument, for what is neither True nor False."""
+    for name, flag in flags.items():
+        check_bool(name, flag)
+
+
+def check_counts(**counts: Any) -> None:
+    """Raises ValueError, naming the argument, for what is no int of at least 1."""
+    for name, count in counts.items():
+        check_count(name, count)
+
+
 def check_weights(weights: Any, batch: Any) -> tf.Tensor:
     """Returns example weights as float32, shape (global_batch,), or raises ValueError."""
     weights = tf.convert_to_tensor(weights)
-    rows = tf.nest.flatten(batch)[0].shape[0]
+    rows = first_tensor(batch).shape[0]
     if weights.shape.rank != 1 or (rows and weights.shape[0] not in (None, rows)):
         raise ValueError(
             f"`example_weights` must return one weight per example, shape ({rows or 'examples'},); "
@@ -221,8 +280,30 @@ def check_weights(weights: Any, batch: Any) -> tf.Tensor:
     return tf.cast(weights, tf.float32)
 
 
+def first_tensor(batch: Any) -> Any:
+    """Returns a batch's first tensor; raises ValueError if no example can be told from it."""
+    shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(batch)]
+    if not shapes or shapes[0].rank == 0:
+        raise ValueError(
+            "`batch` must hold tensors whose first dimension is the example; got "
+            f"{'one of shape ()' if shapes else 'none'}. Each replica takes its share of it. Batch "
+            "what you have, tensor[None] if it is one example."
+        )
+    return tf.nest.flatten(batch)[0]
+
+
 def check_same_rule(plan: Any, run: Any) -> None:
-    """Raises ValueError if a run's state is that of another rule than the step's."""
+    """Raises TypeError or ValueError unless there is a plan, and a run's state of the same rule."""
+    if not hasattr(plan, "phases"):
+        raise TypeError(
+            f"`plan` must be a StepPlan; got {type(plan).__name__}. It says how a step goes. Pass "
+            "what plan_step() returned."
+        )
+    if not hasattr(run, "loss_scaler"):
+        raise TypeError(
+            f"`run` must be a TrainState; got {type(run).__name__}. It counts the steps beside "
+            "keeping the loss scale. Make it TrainState(plan.rule)."
+        )
     ours, theirs = plan.rule, run.loss_scaler.rule
     if ours is not theirs and ours != theirs:
         raise ValueError(

@@ -67,9 +67,11 @@ def differentiate(
     whole: Whole,
     state: Any,
     values: list[tf.Tensor],
+    keys: tf.Tensor,
     *,
     model: Any,
     held_back: Sequence[keras.Variable],
+    seeds: Sequence[keras.Variable],
     compute_loss: Any,
     objectives: Sequence[Objective],
     dense: bool,
@@ -81,8 +83,10 @@ def differentiate(
         whole: what they are a share of.
         state: the loss-scale rule's state; its scale multiplies the objectives.
         values: of `held_back`.
+        keys: of `seeds`: shape (len(seeds), 2), int64.
         model: a `keras.Model`, or a `tf.Module`.
         held_back: what the pass computes with and may write, weights first.
+        seeds: the states of seed generators, which count on from their keys.
         compute_loss: the user's: (batch, training) -> losses, or (losses, aux).
         objectives: whose gradients are wanted, each of its own variables.
         dense: whether sparse gradients are to be made dense.
@@ -90,7 +94,9 @@ def differentiate(
     weights = values[: len(model.trainable_variables)]
     with tf.GradientTape(persistent=len(objectives) > 1) as tape:
         tape.watch(weights)
-        passed = forward(share.batch, values, model, held_back, compute_loss, objectives)
+        passed = forward(
+            share.batch, values, keys, model, held_back, seeds, compute_loss, objectives
+        )
         losses = {
             objective.name: weighted_mean(passed.losses[objective.name], share, whole)
             for objective in objectives
@@ -135,16 +141,21 @@ def find_trouble(contribution: Contribution, losses: list[tf.Tensor]) -> Trouble
 def forward(
     batch: Any,
     values: list[tf.Tensor],
+    keys: tf.Tensor,
     model: Any,
     held_back: Sequence[keras.Variable],
+    seeds: Sequence[keras.Variable],
     compute_loss: Any,
     objectives: Sequence[Objective],
 ) -> ForwardPass:
     """Runs the user's `compute_loss` without letting a Keras model write anything."""
+    keys = tf.unstack(keys, num=len(seeds))
     if not isinstance(model, keras.Model):
+        for seed, key in zip(seeds, keys, strict=True):
+            seed.assign(key)
         losses, aux = losses_and_aux(compute_loss(batch, training=True), batch, objectives)
         return ForwardPass(losses, aux, tf.constant(0.0), [])
-    with penalties_in_float32(model), HoldBack(held_back, values) as scope:
+    with penalties_in_float32(model), HoldBack([*held_back, *seeds], [*values, *keys]) as scope:
         losses, aux = losses_and_aux(compute_loss(batch, training=True), batch, objectives)
         added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses)
     scope.check_all_known()

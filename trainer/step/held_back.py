@@ -37,32 +37,25 @@ class HoldBack(keras.StatelessScope):
 def held_back_variables(model: Any, others: Sequence[Any] = ()) -> list[keras.Variable]:
     """Returns what a Keras model computes with, its weights first; nothing for a `tf.Module`.
 
+    Seed generators are not among it: see `randomness.seed_states`.
+
     Args:
         model: the model.
-        others: what else the loss may draw random numbers from: generators and layers, in
-            containers however deep.
+        others: what else the loss may call: layers, in containers however deep.
     """
     if not isinstance(model, keras.Model):
         return []
-    own = [*model.trainable_variables, *model.non_trainable_variables]
-    known = {id(variable) for variable in own}
-    beside: list[keras.Variable] = []
+    found = [*model.trainable_variables, *model.non_trainable_variables]
     for leaf in contents(others):
         if isinstance(leaf, keras.Layer) and leaf is not model:
-            beside += leaf.non_trainable_variables
-    beside = list({id(state): state for state in [*beside, *seed_states(others)]}.values())
-    return own + [state for state in beside if id(state) not in known]
+            found += leaf.non_trainable_variables
+    once = {id(variable): variable for variable in found if not is_seed_state(variable)}
+    return list(once.values())
 
 
-def seed_states(roots: Sequence[Any]) -> list[keras.Variable]:
-    """Returns the states of Keras's seed generators in some containers and `tf.Module`s."""
-    leaves = contents(roots)
-    modules = [leaf for leaf in leaves if isinstance(leaf, tf.Module)]
-    for module in modules:
-        for inner in (module, *module.submodules):
-            leaves += contents(vars(inner))
-    found = [leaf.state for leaf in leaves if isinstance(leaf, keras.random.SeedGenerator)]
-    return list({id(state): state for state in found}.values())
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Returns whether a variable is the state of a seed generator."""
+    return variable.name == "seed_generator_state"
 
 
 def contents(root: Any) -> list[Any]:

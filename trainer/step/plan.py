@@ -9,11 +9,13 @@ import tensorflow as tf
 
 import scaling
 from trainer.keras_private import computing_in_float32
+from trainer.settings import check_whole
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
-from trainer.step.held_back import held_back_variables, seed_states
+from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective, objectives_of
+from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
 
 
@@ -22,7 +24,7 @@ class Phase:
     """Objectives whose gradients are taken together, at the same weights."""
 
     objectives: tuple[Objective, ...]
-    differentiate: Any  # a tf.function of (share, whole, state, values), returning a Microbatch
+    differentiate: Any  # a tf.function; see `differentiate.differentiate`
     differentiate_in_float32: Any  # the same in float32, which a `tf.Module` cannot
 
     @property
@@ -50,6 +52,7 @@ class StepPlan:
     halting_causes: tuple[scaling.Cause, ...]  # after one of these no further step is attempted
     max_skips: int  # nor after this many skips in a row
     float32_after: int | None  # after this many, a step is computed in float32
+    seeds: tuple[keras.Variable, ...]  # states of seed generators, given a key in each step
     held_back: tuple[keras.Variable, ...]  # what Keras computes with and may write; weights first
     undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
 
@@ -129,6 +132,25 @@ def plan_step(
         >>> scaling.Cause(int(report.cause)).name, int(report.bad_replica), int(run.step)
         ('FORWARD', 0, 2)
     """
+    example_weights = ones if example_weights is None else example_weights
+    update_metrics = no_metrics if update_metrics is None else update_metrics
+    checks.check_kinds(strategy, rule, clip)
+    checks.check_lists(halting_causes, others)
+    checks.check_functions(
+        compute_loss=compute_loss, example_weights=example_weights, update_metrics=update_metrics
+    )
+    checks.check_bools(
+        alternate=alternate,
+        jit_compile=jit_compile,
+        record_gradients=record_gradients,
+        attribute_causes=attribute_causes,
+    )
+    checks.check_counts(
+        num_microbatches=num_microbatches,
+        max_skips=max_skips,
+        float32_after=1 if float32_after is None else float32_after,
+    )
+    check_whole("max_retries", max_retries)
     checks.check_built_model(model, strategy)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     objectives = objectives_of(model, optimizer)
@@ -139,6 +161,7 @@ def plan_step(
         objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
     held_back = held_back_variables(model, others)
+    seeds = seed_states(model, others)
 
     def phase(group: Sequence[Objective]) -> Phase:
         def run(*args: Any) -> Any:
@@ -146,6 +169,7 @@ def plan_step(
                 *args,
                 model=model,
                 held_back=held_back,
+                seeds=seeds,
                 compute_loss=compute_loss,
                 objectives=group,
                 dense=jit_compile or num_microbatches > 1 or float32_after is not None,
@@ -162,9 +186,9 @@ def plan_step(
 
     groups = [[objective] for objective in objectives] if alternate else [objectives]
     slots = [variable for one in objectives for variable in one.optimizer.variables]
-    undo = variables_in_reach([model, *others], held_back=[*held_back, *slots])
-    if not held_back:  # a `tf.Module`, which writes them itself
-        undo += seed_states([model, *others])
+    undo = variables_in_reach([model, *others], held_back=[*held_back, *seeds, *slots])
+    if not held_back:  # a `tf.Module`, in which they are written and not only handed in
+        undo += seeds
     if len(groups) > 1:  # then some have moved when a later one cannot
         undo += [*held_back, *slots]
     return StepPlan(
@@ -172,8 +196,8 @@ def plan_step(
         model=model,
         rule=rule,
         phases=tuple(phase(group) for group in groups),
-        example_weights=example_weights or ones,
-        update_metrics=update_metrics or (lambda batch, aux: None),  # noqa: ARG005
+        example_weights=example_weights,
+        update_metrics=update_metrics,
         num_microbatches=num_microbatches,
         clip=clip,
         jit_compile=jit_compile,
@@ -183,6 +207,7 @@ def plan_step(
         halting_causes=tuple(halting_causes),
         max_skips=max_skips,
         float32_after=float32_after,
+        seeds=tuple(seeds),
         held_back=tuple(held_back),
         undo=tuple(undo),
     )
@@ -190,4 +215,8 @@ def plan_step(
 
 def ones(batch: Any) -> tf.Tensor:
     """Returns a weight of 1 for each example of a batch."""
-    return tf.ones(tf.shape(tf.nest.flatten(batch)[0])[:1])
+    return tf.ones(tf.shape(checks.first_tensor(batch))[:1])
+
+
+def no_metrics(batch: Any, aux: Any) -> None:
+    """Updates nothing."""

@@ -16,6 +16,7 @@ from trainer.step.differentiate import Contribution, Microbatch, Whole
 from trainer.step.locate import Table, no_finding, own_row
 from trainer.step.measure import global_norm, measure
 from trainer.step.plan import Phase, StepPlan
+from trainer.step.randomness import make_keys
 from trainer.step.report import Outcome
 
 
@@ -37,6 +38,7 @@ def replica_step(
     batch: Any,
     weights: tf.Tensor,
     state: Any,
+    source: tf.Tensor,
     in_float32: tf.Tensor | None,
     *,
     phase: Phase,
@@ -49,6 +51,7 @@ def replica_step(
         weights: shape (global_batch,), float32: the examples' weights.
         state: the loss-scale rule's state. Its scale multiplies the loss and divides the
             gradients; nobody reads the scale a second time.
+        source: of random numbers: shape (2,), int64: see `randomness.key_source`.
         in_float32: whether to compute in float32: shape (), bool; None never does.
         phase: whose losses, and which gradients.
         plan: the run's constants.
@@ -56,7 +59,15 @@ def replica_step(
     share = my_share(batch, weights)
     whole = Whole(tf.reduce_sum(weights), tf.shape(weights)[0])
     values = [tf.convert_to_tensor(variable.value) for variable in plan.held_back]
-    local = run_model(share, whole, state, values, in_float32, phase, plan)
+    context = tf.distribute.get_replica_context()
+    keys = make_keys(
+        source,
+        context.replica_id_in_sync_group,
+        context.num_replicas_in_sync,
+        plan.num_microbatches,
+        len(plan.seeds),
+    )
+    local = run_model(share, whole, state, values, keys, in_float32, phase, plan)
     total, table, written = sum_over_replicas(local, share)
     unscaled = scaling.unscale_gradients(total.gradients, state)
     gradient_norm = global_norm(unscaled)
@@ -103,12 +114,13 @@ def run_model(
     whole: Whole,
     state: Any,
     values: list[tf.Tensor],
+    keys: tf.Tensor,
     in_float32: tf.Tensor | None,
     phase: Phase,
     plan: StepPlan,
 ) -> Microbatch:
     """Runs a replica's share forward and backward, in half precision or in float32."""
-    rest = (share, whole, state, values, plan.num_microbatches)
+    rest = (share, whole, state, values, keys)
     if in_float32 is None:
         return accumulate(phase.differentiate, *rest)
 
@@ -116,7 +128,7 @@ def run_model(
         result = accumulate(phase.differentiate_in_float32, *rest)
         # What a half-precision pass returned beside its losses may have been half.
         first = strategies.take(share, 0, plan.num_microbatches)
-        usual = phase.differentiate.get_concrete_function(first, whole, state, values)
+        usual = phase.differentiate.get_concrete_function(first, whole, state, values, keys[0])
         aux = usual.structured_outputs.aux
         cast = tf.nest.map_structure(lambda new, spec: tf.cast(new, spec.dtype), result.aux, aux)
         return result._replace(aux=cast)

@@ -1,11 +1,13 @@
 """What a run remembers beside its model and optimizer: the loss scale, and how its steps ended."""
 
+import secrets
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import scaling
+from trainer.settings import check_seed
 from trainer.step.plan import StepPlan
 from trainer.step.report import Outcome
 
@@ -17,11 +19,23 @@ class TrainState(tf.Module):
     construction: `outcomes[Cause.NONE]` are the applied ones. Retries are counted apart.
     """
 
-    def __init__(self, rule: scaling.LossScaleRule) -> None:
-        """Starts at step 0, at the rule's first scale."""
+    def __init__(self, rule: scaling.LossScaleRule, seed: int | None = None) -> None:
+        """Starts at step 0, at the rule's first scale.
+
+        Args:
+            rule: the loss-scale rule.
+            seed: of all random numbers that steps draw, from 0 to 2^63 - 1; None takes one by
+                chance.
+
+        Raises:
+            TypeError, ValueError: if one of them is something else.
+        """
+        check_seed(seed, bits=63, why="It is kept as an int64.")
         super().__init__(name="train_state")
         self.loss_scaler = scaling.LossScaler(rule)
         self.outcomes = counter("outcomes", len(scaling.Cause))
+        chosen = secrets.randbits(62) if seed is None else seed
+        self.random_seed = tf.Variable(chosen, trainable=False, dtype=tf.int64, name="random_seed")
         self.retries = counter("retries")
         self.float32_steps = counter("float32_steps")
         self.skips_in_a_row = counter("skips_in_a_row")

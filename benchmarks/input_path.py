@@ -1,0 +1,119 @@
+"""What it costs that every replica cuts its share out of one plain iterator's global batch.
+
+TensorFlow's own way is `experimental_distribute_dataset`, whose iterator cannot be saved. Both
+ways feed the same training step of a small convolutional network on CIFAR's shapes, and take
+turns; what is printed is the ratio of their times, a round each.
+
+    python benchmarks/input_path.py --replicas=2 --batch_size=64
+"""
+
+import os
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import strategies
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("replicas", 2, "Logical CPU devices.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 64, "Examples in a global batch.", lower_bound=1)
+flags.DEFINE_integer("rounds", 15, "How often each way has its turn.", lower_bound=1)
+flags.DEFINE_integer("steps", 10, "Steps in a turn.", lower_bound=1)
+
+
+def build_model():
+    """Three convolutions and a dense layer, 10 classes."""
+    return keras.Sequential(
+        [
+            keras.Input([32, 32, 3]),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(64, 3, strides=2, activation="relu"),
+            keras.layers.Conv2D(64, 3, strides=2, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
+def dataset(batch_size):
+    """Random images, in memory, batched to the global batch."""
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=[1024, 32, 32, 3]).astype(np.float32)
+    labels = rng.integers(0, 10, size=[1024])
+    rows = tf.data.Dataset.range(1024).shuffle(1024, seed=1).repeat().batch(batch_size)
+    return rows.map(lambda row: (tf.gather(images, row), tf.gather(labels, row))).prefetch(2)
+
+
+def make_ways(strategy, batch_size):
+    """Returns both ways as functions that take some steps."""
+    with strategy.scope():
+        model = build_model()
+        optimizer = keras.optimizers.SGD(1e-3)
+        optimizer.build(model.trainable_variables)
+    cross_entropy = keras.ops.sparse_categorical_crossentropy
+
+    def learn(images, labels):
+        with tf.GradientTape() as tape:
+            losses = cross_entropy(labels, model(images, training=True), from_logits=True)
+            loss = tf.reduce_sum(losses) / batch_size
+        optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+    def learn_from_share(images, labels):
+        context = tf.distribute.get_replica_context()
+        replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+        with tf.device("/device:CPU:0"):
+            batch = strategies.whole((images, labels), tf.ones([batch_size]))
+            share = strategies.take(batch, replica, replicas)
+        learn(*share.batch)
+
+    @tf.function
+    def sliced(iterator, steps):
+        for _ in tf.range(steps):
+            strategy.run(learn_from_share, args=next(iterator))
+
+    @tf.function
+    def distributed(iterator, steps):
+        for _ in tf.range(steps):
+            strategy.run(learn, args=next(iterator))
+
+    data = dataset(batch_size)
+    return {
+        "sliced": (sliced, iter(data)),
+        "distributed": (distributed, iter(strategy.experimental_distribute_dataset(data))),
+    }
+
+
+def seconds(way, steps):
+    """How long some steps take."""
+    function, iterator = way
+    began = time.perf_counter()
+    function(iterator, tf.constant(steps))
+    return time.perf_counter() - began
+
+
+def main(_):
+    """Measures, and prints one line."""
+    strategies.split_cpu(FLAGS.replicas)
+    devices = [f"CPU:{index}" for index in range(FLAGS.replicas)]
+    ways = make_ways(strategies.create("mirrored", devices), FLAGS.batch_size)
+    for way in ways.values():
+        seconds(way, 2)
+    ratios = []
+    for number in range(FLAGS.rounds):
+        order = list(ways) if number % 2 else list(ways)[::-1]
+        took = {name: seconds(ways[name], FLAGS.steps) for name in order}
+        ratios.append(took["sliced"] / took["distributed"])
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    print(
+        f"{FLAGS.replicas} replicas, global batch {FLAGS.batch_size}: sliced / distributed "
+        f"{middle:.3f} (quartiles {low:.3f} to {high:.3f}, {FLAGS.rounds} rounds)"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

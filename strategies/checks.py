@@ -1,0 +1,19 @@
+"""What this room asks of its arguments, from what Python knows: nothing is added to a graph."""
+
+import numbers
+from typing import Any
+
+import tensorflow as tf
+
+
+def check_count(name: str, value: Any, why: str) -> None:
+    """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(
+            f"`{name}` must be an int of at least 1; got {value!r}. {why} Use 1 or more."
+        )
+
+
+def static_shape(tensor: Any) -> tf.TensorShape:
+    """Returns what is known of a tensor's shape; a number, or anything else, has no dimension."""
+    return tf.TensorShape(getattr(tensor, "shape", ()))

@@ -1,0 +1,926 @@
+"""Every public argument with a value that it refuses, and docs/errors.md, which is made of them.
+
+A new argument has a case here, or its reason among `EXEMPT`.
+"""
+
+import contextlib
+import functools
+import inspect
+import pathlib
+import re
+import tempfile
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import flags
+from helpers import linear_model
+
+import scaling
+import strategies
+import trainer.flags
+import trainer.step
+from strategies import factories, registry
+
+
+def public(module):
+    """What a room offers, by name."""
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+# A new room has a line here and one in `CASES`, and `good` has what its examples need.
+ROOMS = {
+    "scaling": public(scaling),
+    "strategies": public(strategies),
+    "trainer": public(trainer),
+    "trainer.flags": {
+        "define_flags": trainer.flags.define_flags,
+        "make_trainer": trainer.flags.make_trainer,
+    },
+    "trainer.step": public(trainer.step),
+}
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
+
+INTRODUCTION = """\
+# Errors
+
+What every public argument refuses, and the error that says so, as the tests met it: this page is
+made by `pytest tests/conformance/test_errors.py --regenerate`. In the examples `rule`, `state`,
+`scaler`, `token`, `gradients`, `stats`, `finite`, `share`, `mirrored`, `model`, `batch`, `plan`,
+`run`, `data`, `started`, `flag_values` and `parsed` are good ones, and so is every argument that is
+left out; `notes.txt` is a file, and there is no folder `runs`.
+"""
+
+FLAGS_INTRODUCTION = """
+## Flags
+
+What the command line of a script refuses, with the flags that `define_flags` defines. absl checks
+what it can while it parses; the rest is refused where `make_trainer` makes the trainer, or where
+the trainer is run.
+
+| flag | for instance | error |
+|---|---|---|
+"""
+
+# By public name, with `.method` behind it where it is a method: an argument, and an example. Where
+# the call itself is the mistake, its name stands for the argument. A third item is what the message
+# calls the argument, if it has another name where people meet it: `parse_rule` says `loss_scale`,
+# as `Trainer` and the flags do.
+SCALING = {
+    "DynamicLossScale": [
+        ("initial_scale", "scaling.DynamicLossScale(initial_scale=1000.0)"),
+        ("initial_scale", "scaling.DynamicLossScale(initial_scale=2.0**25)"),
+        ("growth_interval", "scaling.DynamicLossScale(growth_interval=0)"),
+        ("growth_interval", "scaling.DynamicLossScale(growth_interval=2**30 + 1)"),
+        ("growth_factor", "scaling.DynamicLossScale(growth_factor=1.0)"),
+        ("growth_factor", "scaling.DynamicLossScale(growth_factor=1.5)"),
+        ("backoff_factor", "scaling.DynamicLossScale(backoff_factor=2.0)"),
+        ("min_scale", "scaling.DynamicLossScale(min_scale=0.0)"),
+        ("min_scale", "scaling.DynamicLossScale(min_scale=2.0**25)"),
+        ("max_scale", 'scaling.DynamicLossScale(max_scale=float("inf"))'),
+        ("hysteresis", "scaling.DynamicLossScale(hysteresis=1.5)"),
+        ("hysteresis_refill", 'scaling.DynamicLossScale(hysteresis_refill="never")'),
+        ("grace_steps", "scaling.DynamicLossScale(grace_steps=-1)"),
+        ("low_scale_intervals", "scaling.DynamicLossScale(low_scale_intervals=(2.0, 25))"),
+        ("low_scale_intervals", "scaling.DynamicLossScale(low_scale_intervals=((2.0, 0),))"),
+    ],
+    "DynamicLossScale.advance": [
+        ("state", "rule.advance(2.0**15, True)"),
+        ("verdict", "rule.advance(state, 1.0)"),
+    ],
+    "FixedLossScale": [("loss_scale", "scaling.FixedLossScale(1000)")],
+    "FixedLossScale.advance": [
+        ("state", "scaling.FixedLossScale(8.0).advance(state, True)"),
+        (
+            "verdict",
+            "fixed = scaling.FixedLossScale(8.0); fixed.advance(fixed.initial_state(), [True])",
+        ),
+    ],
+    "GradientStats.flushed": [("factor", "stats.flushed(factor=3.0)")],
+    "HeadroomLossScale": [
+        ("initial_scale", "scaling.HeadroomLossScale(initial_scale=1000.0)"),
+        ("headroom_bits", "scaling.HeadroomLossScale(headroom_bits=-1)"),
+        ("headroom_bits", "scaling.HeadroomLossScale(headroom_bits=41)"),
+        ("growth_interval", "scaling.HeadroomLossScale(growth_interval=0)"),
+        ("growth_factor", "scaling.HeadroomLossScale(growth_factor=0.5)"),
+        ("backoff_factor", "scaling.HeadroomLossScale(backoff_factor=1.0)"),
+        ("min_scale", "scaling.HeadroomLossScale(min_scale=-1.0)"),
+        ("max_scale", "scaling.HeadroomLossScale(max_scale=65504.0)"),
+    ],
+    "HeadroomLossScale.advance": [
+        ("state", "scaling.HeadroomLossScale().advance(state, True)"),
+        (
+            "verdict",
+            "headroom = scaling.HeadroomLossScale(); headroom.advance(headroom.initial_state(), 1)",
+        ),
+    ],
+    "LayerwiseLossScale": [
+        ("max_layer_scale", "scaling.LayerwiseLossScale(max_layer_scale=0.5)"),
+        ("max_total_scale", "scaling.LayerwiseLossScale(max_total_scale=1000.0)"),
+        ("underflow_share", "scaling.LayerwiseLossScale(underflow_share=1)"),
+    ],
+    "LayerwiseLossScale.total_scale": [
+        ("gradient", "scaling.LayerwiseLossScale().total_scale(tf.range(2), batch, [], 1.0)"),
+        ("inputs", "scaling.LayerwiseLossScale().total_scale(batch, None, [tf.eye(2)], 1.0)"),
+        ("kernels", "scaling.LayerwiseLossScale().total_scale(batch, batch, tf.eye(2), 1.0)"),
+        ("above", "scaling.LayerwiseLossScale().total_scale(batch, batch, [], tf.ones([2]))"),
+    ],
+    "LogMaxLossScale": [
+        ("initial_scale", "scaling.LogMaxLossScale(initial_scale=1000.0)"),
+        ("min_scale", "scaling.LogMaxLossScale(min_scale=0.0)"),
+        ("max_scale", "scaling.LogMaxLossScale(max_scale=2.0**127)"),
+        ("mean_decay", "scaling.LogMaxLossScale(mean_decay=1.0)"),
+        ("deviation_decay", "scaling.LogMaxLossScale(deviation_decay=-0.1)"),
+        ("deviations", "scaling.LogMaxLossScale(deviations=101)"),
+    ],
+    "LogMaxLossScale.advance": [
+        ("state", "scaling.LogMaxLossScale().advance(None, True)"),
+        (
+            "verdict",
+            "logmax = scaling.LogMaxLossScale(); logmax.advance(logmax.initial_state(), None)",
+        ),
+    ],
+    "LossScaler": [
+        ("rule", 'scaling.LossScaler("dynamic")'),
+        ("rule", "scaling.LossScaler(scaling.DynamicLossScale)"),
+        (
+            "LossScaler",
+            "outside = scaling.LossScaler(rule); mirrored.run(lambda: "
+            "(outside.unscale(gradients, outside.scale(1.0)[1]), outside.update(True)))",
+        ),
+    ],
+    "LossScaler.scale": [("loss", "scaler.scale(tf.constant(1))")],
+    "LossScaler.unscale": [
+        ("gradients", "scaler.unscale([tf.constant(1)], token)"),
+        ("token", "scaler.unscale(gradients, scaler.state)"),
+        ("token", "scaler.unscale(gradients, token); scaler.unscale(gradients, token)"),
+        ("token", "scaler.unscale(gradients, scaling.LossScaler(rule).scale(1.0)[1])"),
+        ("token", "scaler.reset(); scaler.unscale(gradients, token)"),
+    ],
+    "LossScaler.update": [
+        ("verdict", "scaler.update(gradients)"),
+        ("update", "scaling.LossScaler(rule).update(True)"),
+        ("update", "scaler.scale(1.0); scaler.update(True)"),
+    ],
+    "LossScaler.assign": [("state", 'scaler.assign({"loss_scale": 8.0})')],
+    "LossScaler.load_state_dict": [
+        ("state", 'scaler.load_state_dict({"loss_scale": 8.0})'),
+        (
+            "state",
+            'scaler.load_state_dict(scaler.state_dict() | {"loss_scale": 3.0})',
+            "loss_scale",
+        ),
+    ],
+    "NoLossScale.advance": [
+        ("state", "scaling.NoLossScale().advance(state, True)"),
+        (
+            "verdict",
+            'none = scaling.NoLossScale(); none.advance(none.initial_state(), "finite")',
+        ),
+    ],
+    "Precision": [("name", 'scaling.Precision("float16")', "precision")],
+    "Precision.cast_to_compute": [
+        ("tree", 'scaling.Precision("mixed_float16").cast_to_compute([model])')
+    ],
+    "Precision.cast_to_variable": [
+        ("tree", 'scaling.Precision("mixed_float16").cast_to_variable([model])')
+    ],
+    "TolerantLossScale": [
+        ("initial_scale", "scaling.TolerantLossScale(initial_scale=1000.0)"),
+        ("growth_interval", "scaling.TolerantLossScale(growth_interval=True)"),
+        ("growth_factor", "scaling.TolerantLossScale(growth_factor=3.0)"),
+        ("backoff_factor", "scaling.TolerantLossScale(backoff_factor=0.8)"),
+        ("min_scale", "scaling.TolerantLossScale(min_scale=2.0**-127)"),
+        ("max_scale", "scaling.TolerantLossScale(max_scale=3.0)"),
+        ("tolerance", "scaling.TolerantLossScale(tolerance=1.0)"),
+        ("scale_interval", 'scaling.TolerantLossScale(scale_interval="no")'),
+    ],
+    "TolerantLossScale.advance": [
+        ("state", "scaling.TolerantLossScale().advance(state, True)"),
+        (
+            "verdict",
+            "tolerant = scaling.TolerantLossScale(); tolerant.advance(tolerant.initial_state(), 0)",
+        ),
+    ],
+    "Verdict": [
+        ("grads_finite", "rule.advance(state, scaling.Verdict(1.0))", "verdict.grads_finite"),
+        ("cause", "rule.advance(state, scaling.Verdict(False, cause=9))", "verdict.cause"),
+        (
+            "max_magnitude",
+            "headroom = scaling.HeadroomLossScale(); "
+            "headroom.advance(headroom.initial_state(), scaling.Verdict(True))",
+            "verdict.max_magnitude",
+        ),
+    ],
+    "all_finite": [("structure", "scaling.all_finite([model])")],
+    "as_verdict": [
+        ("verdict", "scaling.as_verdict(1.0)"),
+        ("verdict", "scaling.as_verdict([True, False])"),
+    ],
+    "coalesce": [
+        ("gradient", "scaling.coalesce(tf.IndexedSlices(tf.range(2), tf.range(2)))", "gradients")
+    ],
+    "find_cause": [
+        (flag, f'scaling.find_cause(**finite | {{"{flag}": 1.0}})')
+        for flag in inspect.signature(scaling.find_cause).parameters
+    ],
+    "gradient_stats": [
+        ("gradients", "scaling.gradient_stats([tf.constant(1)], state)"),
+        ("state", "scaling.gradient_stats(gradients, 2.0**15)"),
+    ],
+    "layerwise_gradients": [
+        ("layers", "scaling.layerwise_gradients([], batch, tf.reduce_mean)"),
+        ("layers", "scaling.layerwise_gradients([model, model], batch, tf.reduce_mean)"),
+        ("inputs", "scaling.layerwise_gradients([model], None, tf.reduce_mean)"),
+        ("loss_fn", 'scaling.layerwise_gradients([model], batch, "mse")'),
+        ("rule", "scaling.layerwise_gradients([model], batch, tf.reduce_mean, rule)"),
+        (
+            "training",
+            'scaling.layerwise_gradients([model], batch, tf.reduce_mean, training="yes")',
+        ),
+    ],
+    "parse_rule": [
+        ("text", "scaling.parse_rule(1024)"),
+        ("text", 'scaling.parse_rule("1000")', "loss_scale"),
+        ("text", 'scaling.parse_rule("pytorhc")', "loss_scale"),
+        ("text", 'scaling.parse_rule("fixed")', "loss_scale"),
+        ("text", 'scaling.parse_rule("dynamic:500")', "loss_scale"),
+        ("text", 'scaling.parse_rule("1024:growth_interval=5")', "loss_scale"),
+        ("text", 'scaling.parse_rule("dynamic:growth_intervall=500")', "loss_scale"),
+    ],
+    "preset": [
+        ("name", 'scaling.preset("deepsped")'),
+        ("name", 'scaling.preset("caffe")'),
+        ("version", 'scaling.preset("deepspeed", version="0.17")'),
+        ("version", 'scaling.preset("megatron", version="0.9")'),
+        ("overrides", 'scaling.preset("pytorch", growth_intervall=500)'),
+    ],
+    "recommend": [
+        ("stats", "scaling.recommend(gradients)"),
+        ("names", 'scaling.recommend(stats, ["kernel", "bias"])'),
+        ("headroom_bits", "scaling.recommend(stats, headroom_bits=0.5)"),
+    ],
+    "scale_loss": [
+        ("loss", "scaling.scale_loss(tf.constant(1), state)"),
+        ("loss", "scaling.scale_loss(None, state)"),
+        ("state", "scaling.scale_loss(1.0, 2.0**15)"),
+    ],
+    "unscale_gradients": [
+        ("gradients", "scaling.unscale_gradients([tf.constant(1j)], state)"),
+        ("state", "scaling.unscale_gradients(gradients, 2.0**15)"),
+    ],
+    "update_together": [
+        ("scalers", "scaling.update_together(scaler, [True])"),
+        ("verdicts", "scaling.update_together([scaler], [True, True])"),
+    ],
+}
+
+STRATEGIES = {
+    "agree": [
+        ("flag", "strategies.agree(1)"),
+        ("flag", "strategies.agree([True, False])"),
+    ],
+    "any_worker": [
+        ("flag", 'strategies.any_worker("no", tf.distribute.get_strategy())'),
+        ("strategy", 'strategies.any_worker(False, "mirrored")'),
+    ],
+    "check_divisible": [
+        ("global_batch", "strategies.check_divisible(3, num_replicas=2, num_microbatches=2)"),
+        ("global_batch", "strategies.check_divisible(4.5, num_replicas=2, num_microbatches=2)"),
+        ("num_replicas", "strategies.check_divisible(64, num_replicas=0, num_microbatches=2)"),
+        ("num_microbatches", "strategies.check_divisible(64, num_replicas=2, num_microbatches=-1)"),
+    ],
+    "create": [
+        ("name", 'strategies.create("miror")', "strategy"),
+        ("name", 'strategies.create("tpu")', "strategy"),
+        ("devices", 'strategies.create("default", ["CPU:0"])'),
+        ("devices", 'strategies.create("one_device", ["CPU:0", "CPU:1"])'),
+        ("devices", 'strategies.create("one_device", "CPU:0")'),
+        ("devices", 'strategies.create("mirrored", ["CPU:0", "CPU:0"])'),
+        ("devices", 'strategies.create("mirrored", 2)'),
+    ],
+    "register": [
+        ("name", 'strategies.register("mirrored", lambda devices: mirrored)'),
+        ("name", "strategies.register(None, lambda devices: mirrored)"),
+        ("factory", 'strategies.register("mine", mirrored)'),
+    ],
+    "split_cpu": [
+        ("count", "strategies.split_cpu(0)"),
+        ("count", "strategies.split_cpu(3)"),
+    ],
+    "sum_gradients": [
+        ("gradients", "strategies.sum_gradients([tf.constant(True)])"),
+        ("sum_gradients", "with mirrored.scope(): strategies.sum_gradients(gradients)"),
+    ],
+    "take": [
+        ("share", "strategies.take(batch, 0, 2)"),
+        ("index", "strategies.take(share, 2, parts=2)"),
+        ("parts", "strategies.take(share, 0, parts=0)"),
+    ],
+    "whole": [
+        ("batch", "strategies.whole(tf.ones([4, 1]), tf.ones([3]))"),
+        ("batch", "strategies.whole(1.0, tf.ones([3]))"),
+        ("weights", "strategies.whole(tf.ones([4, 1]), 1.0)"),
+    ],
+}
+
+GO = ".train(data, 1, global_batch=4)"
+TRAINER = {
+    "Action": [
+        ("call", "Action(None, every_steps=10)"),
+        ("every_steps", "Action(print)"),
+        ("every_steps", "Action(print, every_steps=0)"),
+        ("every_secs", 'Action(print, every_secs="60")'),
+        ("every_secs", "Action(print, every_steps=10, every_secs=60)", "every_steps"),
+    ],
+    "Divergence": [
+        ("loss_above", "Divergence()"),
+        ("loss_above", 'Divergence(loss_above=float("nan"))'),
+        ("loss_above", 'Divergence(loss_above="100")'),
+        ("rise", "Divergence(rise=1.0)"),
+        ("window", "Divergence(rise=2.0, window=0)"),
+        ("max_recoveries", "Divergence(rise=2.0, max_recoveries=0)"),
+        ("skip_data", 'Divergence(rise=2.0, skip_data="no")'),
+    ],
+    "Trainer": [
+        ("model", 'Trainer(model="resnet")'),
+        ("model", f"Trainer(model=None){GO}"),
+        ("model", f"Trainer(model=lambda: batch){GO}"),
+        ("optimizer", "Trainer(optimizer=0.1)"),
+        ("optimizer", 'Trainer(optimizer="sdg")'),
+        ("loss_fn", 'Trainer(loss_fn="categorical_crosentropy")'),
+        ("loss_fn", "Trainer(loss_fn=keras.losses.MeanSquaredError)"),
+        ("loss_fn", "Trainer(loss_fn=[0.5])"),
+        ("metrics", 'Trainer(metrics=["accuracy"])'),
+        ("metrics", f"Trainer(metrics=lambda: [keras.metrics.Mean()]){GO}"),
+        ("model_dir", "Trainer(model_dir=3)"),
+        ("model_dir", 'Trainer(model_dir="")'),
+        ("model_dir", f'Trainer(model_dir="notes.txt"){GO}'),
+        ("strategy", 'Trainer(strategy="miror")'),
+        ("strategy", "Trainer(strategy=2)"),
+        ("precision", 'Trainer(precision="float16")'),
+        ("loss_scale", "Trainer(loss_scale=1000)"),
+        ("loss_scale", "Trainer(loss_scale=True)"),
+        ("loss_scale", 'Trainer(loss_scale="dynamite")'),
+        ("loss_scale", 'Trainer(loss_scale="1024:growth_interval=5")'),
+        ("loss_scale", 'Trainer(loss_scale="fixed:loss_scale=1024:growth_interval=5")'),
+        ("loss_scale", "Trainer(loss_scale=[1024])"),
+        ("loss_scale", "Trainer(loss_scale=scaling.DynamicLossScale)"),
+        ("num_microbatches", "Trainer(num_microbatches=0)"),
+        ("num_microbatches", f"Trainer(num_microbatches=8){GO}", "global_batch"),
+        ("global_clipnorm", "Trainer(global_clipnorm=0.0)"),
+        ("global_clipnorm", "Trainer(global_clipnorm=1.0, clipnorm=1.0)"),
+        (
+            "global_clipnorm",
+            f"Trainer(optimizer=keras.optimizers.SGD(clipnorm=2.0), global_clipnorm=1.0){GO}",
+        ),
+        ("clipnorm", 'Trainer(clipnorm="1.0")'),
+        ("clipvalue", "Trainer(clipvalue=-1.0)"),
+        ("ema_momentum", "Trainer(ema_momentum=1.0)"),
+        (
+            "ema_momentum",
+            f"Trainer(optimizer=keras.optimizers.SGD(use_ema=True), ema_momentum=0.9){GO}",
+        ),
+        ("alternate_optimizers", 'Trainer(alternate_optimizers="yes")'),
+        ("steps_per_loop", "Trainer(steps_per_loop=2.5)"),
+        ("checkpoint_interval", "Trainer(checkpoint_interval=0)"),
+        ("checkpoint_secs", "Trainer(checkpoint_secs=-60)"),
+        ("checkpoint_secs", 'Trainer(checkpoint_secs="600")'),
+        ("max_to_keep", "Trainer(max_to_keep=0)"),
+        ("async_checkpoint", "Trainer(async_checkpoint=None)"),
+        ("keep_best", "Trainer(keep_best=-1)"),
+        ("keep_best", "Trainer(keep_best=3)"),
+        ("best_metric", "Trainer(best_metric=None)"),
+        (
+            "best_metric",
+            'Trainer(model_dir="runs/new", keep_best=1, best_metric="accuracy")'
+            ".train(data, 1, global_batch=4, eval_data=data)",
+        ),
+        ("best_is", 'Trainer(best_is="lower")'),
+        ("data_resume", 'Trainer(data_resume="exakt")'),
+        ("allow_changes", 'Trainer(allow_changes="seed")'),
+        ("allow_changes", 'Trainer(allow_changes=["weights"])'),
+        ("allow_changes", "Trainer(allow_changes=True)"),
+        ("init_from", "Trainer(init_from=1000)"),
+        ("init_from", f'Trainer(init_from="runs/old"){GO}'),
+        ("divergence", "Trainer(divergence=100.0)"),
+        ("divergence", "Trainer(divergence=Divergence(loss_above=100.0))"),
+        ("log_interval", "Trainer(log_interval=0)"),
+        ("verbose", "Trainer(verbose=1)"),
+        ("jit_compile", 'Trainer(jit_compile="yes")'),
+        ("seed", "Trainer(seed=-1)"),
+        ("seed", "Trainer(seed=2**32)"),
+        ("on_overflow", 'Trainer(on_overflow="rety")'),
+        ("max_retries", "Trainer(max_retries=0)"),
+        ("attribute_causes", "Trainer(attribute_causes=0)"),
+        ("on_nonfinite_loss", 'Trainer(on_nonfinite_loss="retry")'),
+        ("max_consecutive_skips", "Trainer(max_consecutive_skips=0)"),
+        ("on_stuck", 'Trainer(on_stuck="wait")'),
+        ("on_stuck", f'Trainer(model=tf.Module, on_stuck="float32"){GO}'),
+        ("max_overflow_records", "Trainer(max_overflow_records=-1)"),
+        ("max_overflow_records", "Trainer(max_overflow_records=5)"),
+        ("max_overflow_bytes", "Trainer(max_overflow_bytes=1e9)"),
+        ("record_gradients", "Trainer(record_gradients=10)"),
+        ("actions", "Trainer(actions=[print])"),
+        ("actions", "Trainer(actions=print)"),
+        ("unknown", "Trainer(los_scale=1024)", "los_scale"),
+    ],
+    "Trainer.train": [
+        ("train_data", 'Trainer().train("digits", 1, global_batch=4)'),
+        ("train_data", "Trainer().train(([1.0, 2.0], [1.0, 2.0]), 1, global_batch=2)"),
+        ("train_data", "Trainer().train((batch, batch[:2]), 1, global_batch=4)"),
+        ("train_data", "Trainer().train((batch[:0], batch[:0]), 1, global_batch=4)"),
+        ("train_data", "Trainer().train(tf.data.Dataset.range(4), 1)"),
+        ("train_data", "Trainer().train(lambda context: data, 1)"),
+        (
+            "train_data",
+            'Trainer(model_dir="runs/new")'
+            ".train(tf.data.Dataset.from_tensors(data)"
+            ".map(lambda x, y: (x + tf.random.normal([4, 1]), y)), 1)",
+        ),
+        ("steps", "Trainer().train(data, global_batch=4)"),
+        ("steps", "Trainer().train(data, 1, epochs=1, global_batch=4)"),
+        ("steps", "Trainer().train(data, 0, global_batch=4)"),
+        ("epochs", "Trainer().train(data, epochs=0.5, global_batch=4)"),
+        (
+            "epochs",
+            "Trainer().train(tf.data.Dataset.from_tensors(data).repeat(), epochs=1)",
+        ),
+        ("global_batch", "Trainer().train(data, 1)"),
+        ("global_batch", 'Trainer().train(data, 1, global_batch="4")'),
+        ("global_batch", "Trainer(strategy=mirrored).train(data, 1, global_batch=1)"),
+        (
+            "global_batch",
+            "Trainer().train(tf.data.Dataset.from_tensors(data), 1, global_batch=4)",
+        ),
+        ("eval_data", 'Trainer().train(data, 1, global_batch=4, eval_data="test")'),
+        (
+            "eval_data",
+            "Trainer().train(data, 1, global_batch=4, "
+            "eval_data=tf.data.Dataset.from_tensors(data).repeat())",
+        ),
+        ("eval_interval", "Trainer().train(data, 1, global_batch=4, eval_interval=1)"),
+        (
+            "eval_interval",
+            "Trainer().train(data, 1, global_batch=4, eval_data=data, eval_interval=0)",
+        ),
+    ],
+    "Trainer.evaluate": [
+        ("data", 'started.evaluate("test")'),
+        ("data", "started.evaluate(tf.data.Dataset.from_tensors(data).repeat())"),
+        ("global_batch", "started.evaluate(data)"),
+        ("precision", 'started.evaluate(data, global_batch=4, precision="float16")'),
+        ("averaged", "started.evaluate(data, global_batch=4, averaged=True)"),
+        ("averaged", 'started.evaluate(data, global_batch=4, averaged="yes")'),
+    ],
+    "Trainer.predict": [
+        ("data", "started.predict(tf.data.Dataset.from_tensors(batch).repeat())"),
+        ("global_batch", "started.predict(batch, global_batch=0)"),
+        ("precision", 'started.predict(batch, global_batch=4, precision="half")'),
+        ("averaged", "started.predict(batch, global_batch=4, averaged=True)"),
+    ],
+    "Trainer.export": [
+        ("export", 'Trainer().export("model.keras")'),
+        ("path", "started.export(None)"),
+        ("path", 'started.export("model.h5")'),
+        ("averaged", 'started.export("model.keras", averaged=True)'),
+    ],
+    "Trainer.replay": [
+        ("overflow", "Trainer().replay(None)"),
+        ("overflow", 'Trainer().replay("runs/old")'),
+    ],
+}
+
+OF_FLAGS = {
+    "define_flags": [("defaults", "define_flags(flag_values, train_step=600)", "define_flags")],
+    "make_trainer": [
+        ("trainer_class", "make_trainer(None, parsed)"),
+        ("arguments", "make_trainer(Trainer, parsed, los_scale=1024)", "los_scale"),
+    ],
+}
+
+STEP = {
+    "Clip": [
+        ("global_clipnorm", "Clip(global_clipnorm=-1.0)"),
+        ("global_clipnorm", "Clip(global_clipnorm=1.0, clipvalue=0.5)"),
+        ("clipnorm", 'Clip(clipnorm="1.0")'),
+        ("clipvalue", 'Clip(clipvalue=float("nan"))'),
+    ],
+    "TrainState": [
+        ("rule", 'TrainState("dynamic")'),
+        ("seed", "TrainState(rule, seed=0.5)"),
+        ("seed", "TrainState(rule, seed=2**63)"),
+    ],
+    "attempt_step": [
+        ("batch", "attempt_step((), plan, run)"),
+        ("batch", "attempt_step(tf.constant(1.0), plan, run)"),
+        ("plan", "attempt_step(batch, run, plan)"),
+        ("run", "attempt_step(batch, plan, scaler)"),
+        ("run", "attempt_step(batch, plan, TrainState(scaling.NoLossScale()))"),
+    ],
+    "plan_step": [
+        ("strategy", 'plan_step(strategy="mirrored")'),
+        ("model", "plan_step(model=tf.nn.relu)"),
+        ("model", 'plan_step(model=keras.Sequential(name="empty"))'),
+        ("optimizer", 'plan_step(optimizer="sgd")'),
+        ("optimizer", "plan_step(optimizer=keras.optimizers.SGD(loss_scale_factor=8.0))"),
+        ("compute_loss", 'plan_step(compute_loss="mse")'),
+        ("rule", 'plan_step(rule="dynamic")'),
+        ("example_weights", "plan_step(example_weights=tf.ones([4]))"),
+        ("update_metrics", 'plan_step(update_metrics=["accuracy"])'),
+        ("alternate", 'plan_step(alternate="yes")'),
+        ("num_microbatches", "plan_step(num_microbatches=0)"),
+        ("clip", "plan_step(clip=1.0)"),
+        ("ema_momentum", "plan_step(ema_momentum=1.0)"),
+        ("ema_momentum", 'plan_step(ema_momentum="0.99")'),
+        ("jit_compile", 'plan_step(jit_compile="auto")'),
+        ("record_gradients", "plan_step(record_gradients=None)"),
+        ("max_retries", "plan_step(max_retries=-1)"),
+        ("attribute_causes", 'plan_step(attribute_causes="backward")'),
+        ("halting_causes", "plan_step(halting_causes=scaling.Cause.WEIGHTS)"),
+        ("halting_causes", 'plan_step(halting_causes=["forward"])'),
+        ("max_skips", "plan_step(max_skips=0)"),
+        ("float32_after", "plan_step(float32_after=1.5)"),
+        ("others", "plan_step(others=model)"),
+    ],
+}
+
+CASES = {
+    "scaling": SCALING,
+    "strategies": STRATEGIES,
+    "trainer": TRAINER,
+    "trainer.flags": OF_FLAGS,
+    "trainer.step": STEP,
+}
+
+# A flag, and a command line. A third item is what the message calls it, if that is not absl's, who
+# says `flag --batch_size=0`, and has another name.
+FLAGS = [
+    ("model_dir", "--model_dir=notes.txt"),
+    ("mode", "--mode=evaluate"),
+    ("distribution_strategy", "--distribution_strategy=miror", "strategy"),
+    ("logical_cpus", "--logical_cpus=0"),
+    ("precision", "--precision=half"),
+    ("loss_scale", "--loss_scale=dynamite"),
+    ("loss_scale", "--loss_scale=1024:growth_interval=5"),
+    ("initial_loss_scale", "--initial_loss_scale=high"),
+    ("initial_loss_scale", "--loss_scale=dynamic --initial_loss_scale=1000", "initial_scale"),
+    (
+        "initial_loss_scale",
+        "--loss_scale=1024 --initial_loss_scale=65536",
+        "--initial_loss_scale",
+    ),
+    ("batch_size", "--batch_size=0"),
+    ("num_microbatches", "--num_microbatches=two"),
+    ("global_clipnorm", "--global_clipnorm=tight"),
+    ("global_clipnorm", "--global_clipnorm=0"),
+    ("ema_momentum", "--ema_momentum=1"),
+    ("train_steps", "--train_steps=1e6"),
+    ("steps_per_loop", "--steps_per_loop=0"),
+    ("log_steps", "--log_steps=0"),
+    ("validation_interval", "--validation_interval=0"),
+    ("checkpoint_interval", "--checkpoint_interval=0"),
+    ("checkpoint_secs", "--checkpoint_secs=0"),
+    ("max_to_keep", "--max_to_keep=0"),
+    ("async_checkpoint", "--async_checkpoint=maybe"),
+    ("keep_best", "--keep_best=-1"),
+    ("keep_best", "--keep_best=3"),
+    ("best_metric", "--model_dir=runs/new --keep_best=1 --best_metric=accuracy"),
+    ("best_is", "--best_is=lower"),
+    ("data_resume", "--data_resume=exakt"),
+    ("allow_changes", "--allow_changes=weights"),
+    ("init_from", "--init_from=runs/old"),
+    ("loss_upper_bound", "--loss_upper_bound=nan", "loss_above"),
+    ("loss_upper_bound", "--loss_upper_bound=100", "divergence"),
+    ("recovery_max_trials", "--recovery_max_trials=0"),
+    ("jit_compile", "--jit_compile=yes"),
+    ("record_gradients", "--record_gradients=maybe"),
+    ("on_overflow", "--on_overflow=rety"),
+    ("on_nonfinite_loss", "--on_nonfinite_loss=retry"),
+    ("max_consecutive_skips", "--max_consecutive_skips=0"),
+    ("on_stuck", "--on_stuck=wait"),
+    ("max_overflow_records", "--max_overflow_records=-1"),
+    ("max_overflow_records", "--max_overflow_records=5"),
+    ("overflow", "--mode=replay"),
+    ("overflow", "--mode=replay --overflow=runs/old"),
+    ("seed", "--seed=-1"),
+    (UNKNOWN := "precison", "--precison=mixed_float16"),
+]
+
+# By public name, as above, and argument: why no value of it is bad. "*" is all that it takes.
+MADE = "made here, for others to read"
+HOOK = "the library calls it, and what it hands over is its own"
+EXEMPT = {
+    ("Action.is_due", "*"): HOOK,
+    ("Action.set_state", "*"): HOOK,
+    ("Cause", "*"): "an enumeration, whose members are known by name",
+    ("CheckpointError", "*"): MADE,
+    ("DataError", "*"): MADE,
+    ("DivergedError", "*"): MADE,
+    ("DynamicLossScaleState", "*"): MADE,
+    ("FixedLossScaleState", "*"): MADE,
+    ("GradientStats", "*"): MADE,
+    ("HeadroomLossScaleState", "*"): MADE,
+    ("LayerwiseGradients", "*"): MADE,
+    ("LogMaxLossScaleState", "*"): MADE,
+    ("LossScaleRule", "*"): "a protocol, which nobody calls",
+    ("LossScaleRule.advance", "*"): "a protocol, which nobody calls",
+    ("NoLossScaleState", "*"): MADE,
+    ("Recommendation", "*"): MADE,
+    ("Share", "*"): MADE,
+    ("StepPlan", "*"): MADE,
+    ("StepReport", "*"): MADE,
+    ("Token", "*"): MADE,
+    ("TolerantLossScaleState", "*"): MADE,
+    ("Totals", "*"): MADE,
+    ("TrainState.count", "*"): "`attempt_step` calls it, with what it has made itself",
+    ("TrainState.due_in_float32", "*"): "`attempt_step` calls it, with what its plan says",
+    ("TrainSummary", "*"): MADE,
+    ("Trainer.compute_loss", "*"): HOOK,
+    ("Trainer.eval_step", "*"): HOOK,
+    ("Trainer.example_weights", "*"): HOOK,
+    ("Trainer.on_loop_begin", "*"): HOOK,
+    ("Trainer.on_loop_end", "*"): HOOK,
+    ("Trainer.on_recovery", "*"): HOOK,
+    ("Trainer.on_train_end", "*"): HOOK,
+    ("Trainer.predict_batch", "*"): HOOK,
+    ("Trainer.train_step", "*"): HOOK,
+    ("Trainer.update_metrics", "*"): HOOK,
+    ("TrainingStuckError", "*"): MADE,
+    ("define_flags", "flag_values"): "absl's own, which it makes",
+    ("make_trainer", "flag_values"): "absl's own, which it makes",
+}
+
+
+@functools.cache
+def lasting():
+    """What is good in the examples, takes time to make, and does not change."""
+    strategy, rule = tf.distribute.get_strategy(), scaling.DynamicLossScale()
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)], name="model")
+    plan_step = functools.partial(
+        trainer.step.plan_step,
+        strategy=strategy,
+        model=model,
+        optimizer=keras.optimizers.SGD(),
+        compute_loss=lambda batch, training: model(batch, training=training)[:, 0],
+        rule=rule,
+    )
+    data = np.ones([4, 1], np.float32), np.ones([4, 1], np.float32)
+    make = functools.partial(
+        trainer.Trainer, model=linear_model, optimizer="sgd", loss_fn="mse", verbose=False
+    )
+    started = make()
+    started.predict(data[0], global_batch=4)
+    return {
+        "rule": rule,
+        "mirrored": strategies.create("mirrored", ["CPU:0", "CPU:1"]),
+        "model": model,
+        "plan_step": plan_step,
+        "plan": plan_step(),
+        "data": data,
+        "Trainer": make,
+        "started": started,
+        "parsed": parse(),
+    }
+
+
+def new_flags():
+    """Flags as absl has them before a script has defined its own."""
+    flag_values = flags.FlagValues()
+    flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=flag_values)
+    return flag_values
+
+
+def parse(*arguments):
+    """What a script knows of its command line."""
+    flag_values = new_flags()
+    trainer.flags.define_flags(flag_values)
+    flag_values(["script.py", *arguments])
+    return flag_values
+
+
+def run_script(*arguments):
+    """Makes a trainer of a command line, and runs it."""
+    flag_values, data = parse(*arguments), lasting()["data"]
+    made = trainer.flags.make_trainer(lasting()["Trainer"], flag_values)
+    if flag_values.mode == "replay":
+        made.replay(flag_values.overflow)
+    made.train(data, flag_values.train_steps, global_batch=4, eval_data=data)
+
+
+def good():
+    """The names that examples use: the rooms', and good values for what they are not about."""
+    rule = lasting()["rule"]
+    state, scaler, gradients = rule.initial_state(), scaling.LossScaler(rule), [tf.ones([2])]
+    return {
+        **{
+            name: value
+            for room in ROOMS
+            if room != "scaling"
+            for name, value in ROOMS[room].items()
+        },
+        "keras": keras,
+        "np": np,
+        "scaling": scaling,
+        "strategies": strategies,
+        "tf": tf,
+        **lasting(),
+        "state": state,
+        "scaler": scaler,
+        "token": scaler.scale(tf.constant(1.0))[1],
+        "gradients": gradients,
+        "stats": scaling.gradient_stats(gradients, state),
+        "finite": dict.fromkeys(inspect.signature(scaling.find_cause).parameters, True),
+        "batch": tf.ones([4, 1]),
+        "share": strategies.whole(tf.range(4), tf.ones([4])),
+        "run": trainer.step.TrainState(rule),
+        "flag_values": new_flags(),
+    }
+
+
+def error_of(call):
+    """What a call raises, as Python prints it."""
+    ours = {name: getattr(factories, name) for name in ("default", "one_device", "mirrored")}
+    # Another test may have registered a strategy, and an error lists them. And no path in an error
+    # shall be of one machine.
+    with (
+        mock.patch.dict(registry._FACTORIES, ours, clear=True),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+    ):
+        pathlib.Path("notes.txt").touch()
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError, flags.Error) as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@functools.cache
+def refusal(code):
+    """What an example raises."""
+    names = good()
+    return error_of(lambda: exec(code, names))  # noqa: S102 - the text is what a reader sees
+
+
+@functools.cache
+def refusal_of_flags(line):
+    """What a command line raises."""
+    return error_of(lambda: run_script(*line.split()))
+
+
+ALL_CASES = [
+    (name, argument, code, *(word or [argument]))
+    for room in CASES.values()
+    for name, cases in room.items()
+    for argument, code, *word in cases
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "word"), [case[2:] for case in ALL_CASES], ids=[case[2] for case in ALL_CASES]
+)
+def test_bad_input_is_refused(code, word):
+    """Which argument, what it must be, what it was; why, and what to do: each in a sentence."""
+    check_form(refusal(code), word)
+
+
+@pytest.mark.parametrize(
+    ("flag", "line", "word"),
+    [(flag, line, *(word or [flag])) for flag, line, *word in FLAGS],
+    ids=[line for _, line, *_ in FLAGS],
+)
+def test_a_bad_flag_is_refused(flag, line, word):
+    """By absl, in its own words, or by what is made of it, in ours."""
+    refused = refusal_of_flags(line)
+    if flag == UNKNOWN:
+        assert refused == (
+            "UnrecognizedFlagError: Unknown command line flag 'precison'. Did you mean: precision ?"
+        )
+    elif refused.startswith("IllegalFlagValueError: "):
+        assert refused.startswith(f"IllegalFlagValueError: flag --{flag}=")
+    else:
+        check_form(refused, word)
+
+
+def check_form(refused, word):
+    """Raises unless an error is in our words."""
+    kind, _, message = refused.partition(": ")
+    rule, _, found = message.partition("; got ")
+
+    assert kind in {"TypeError", "ValueError", "RuntimeError"}, message
+    assert rule.startswith(f"`{word}` must "), message
+    assert re.search(r"\.$|\. Did you mean '\S+'\?$", found), message
+    assert len(found.split(". ")) >= 3, message
+
+
+def arguments_of(function):
+    """The names of what a function takes from its caller."""
+    return set(inspect.signature(function).parameters) - {"self", "_cls"}
+
+
+def takes(name, value):
+    """What a public name takes, and each public method of ours that it has."""
+    if not inspect.isclass(value):
+        return {name: arguments_of(value)}
+    constructor = value.__new__ if issubclass(value, tuple) else value.__init__
+    return {name: arguments_of(constructor)} | {
+        f"{name}.{method}": arguments_of(function)
+        for method, function in inspect.getmembers(value, inspect.isfunction)
+        if not method.startswith("_") and function.__module__.split(".")[0] in OURS
+    }
+
+
+OURS = {room.split(".")[0] for room in ROOMS}
+ARGUMENTS = {
+    room: {
+        name: arguments
+        for public_name, value in names.items()
+        for name, arguments in takes(public_name, value).items()
+    }
+    for room, names in ROOMS.items()
+}
+
+
+def test_every_flag_has_a_case():
+    """And every case but the last one a flag that there is."""
+    defined = set(parse()) - set(new_flags())
+
+    assert {flag for flag, *_ in FLAGS} == {*defined, UNKNOWN}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_argument_has_a_case_or_a_reason(room):
+    """And every case an argument, or the call itself: nothing is forgotten, nothing stale stays."""
+    assert CASES[room].keys() <= ARGUMENTS[room].keys()
+    for name, taken in ARGUMENTS[room].items():
+        cases = {argument for argument, *_ in CASES[room].get(name, ())} - {name.split(".")[-1]}
+        exempt = {one for one in taken if EXEMPT.keys() & {(name, one), (name, "*")}}
+
+        assert cases == taken - exempt, name
+
+
+def test_every_reason_is_needed():
+    """An exemption is of something that can be given."""
+    taken = {
+        (name, argument)
+        for room in ARGUMENTS.values()
+        for name, arguments in room.items()
+        for argument in arguments
+    }
+
+    assert EXEMPT.keys() <= taken | {(name, "*") for name, _ in taken}
+
+
+def in_a_cell(message):
+    """A message as it stands in a table: but for its backticks, nothing in it is markup."""
+    parts = message.split("`")
+    parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def row(name, argument, code):
+    """A line of a table, for an argument."""
+    _, _, method = name.partition(".")
+    if argument == name.split(".")[-1]:
+        argument = f"`{argument}()`"
+    else:
+        argument = f"`{argument}` of `{method}`" if method else f"`{argument}`"
+    return line_of(argument, code, refusal(code))
+
+
+def line_of(what, example, refused):
+    """A line of a table."""
+    cells = [what, f"`{example}`", in_a_cell(refused)]
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
+
+
+def page():
+    """docs/errors.md, as the cases make it."""
+    text = INTRODUCTION
+    for room, names in ROOMS.items():
+        for public_name in names:
+            rows = [
+                row(name, argument, code)
+                for name, cases in CASES[room].items()
+                for argument, code, *_ in cases
+                if name.split(".")[0] == public_name
+            ]
+            if rows:
+                text += f"\n## `{room}.{public_name}`\n\n"
+                text += "| argument | for instance | error |\n|---|---|---|\n" + "".join(rows)
+    return (
+        text
+        + FLAGS_INTRODUCTION
+        + "".join(line_of(f"`--{flag}`", line, refusal_of_flags(line)) for flag, line, *_ in FLAGS)
+    )
+
+
+def test_the_page_says_what_the_tests_say(request):
+    """docs/errors.md is made of these cases; `--regenerate` writes it anew."""
+    if request.config.getoption("--regenerate"):
+        PAGE.write_text(page())
+
+    assert PAGE.read_text() == page()

@@ -1,0 +1,119 @@
+"""A training run to be killed and started again: python killed_run.py MODEL_DIR STRATEGY STEPS.
+
+It has whatever a run has to remember: Dropout, BatchNorm, momentum, a moving average of the
+weights, a metric, a shuffled pipeline, and a loss scale that grows until a step overflows.
+When it is done it leaves `final.json`: a digest of every replica's copy of every variable, of
+the next batches, and of the numbers in `metrics.jsonl`.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import scaling
+import strategies
+from trainer import Trainer
+from trainer.step.rollback import copies_of, variables_in_reach
+
+CHECKPOINT_INTERVAL = 10
+LOOP = 5
+EXAMPLES = 150
+
+
+class KilledRun(Trainer):
+    """Says where each inner loop begins, so that what was done can be counted."""
+
+    def build_model(self):
+        """Everything that keeps something."""
+        return keras.Sequential(
+            [
+                keras.Input([8]),
+                keras.layers.Dense(24),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(24, activation="relu"),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    def on_loop_begin(self, step):
+        """Before each loop."""
+        with (self.model_dir / "loops.txt").open("a") as loops:
+            loops.write(f"{os.getpid()} {step}\n")
+
+
+def pipeline():
+    """Shuffled anew in every pass, mapped, batched with a short last batch, fetched ahead."""
+    x = np.random.default_rng(1).normal(size=[EXAMPLES, 8]).astype(np.float32)
+    y = np.tanh(x.sum(axis=1, keepdims=True))
+    rows = tf.data.Dataset.range(EXAMPLES).shuffle(100, seed=5)
+    examples = rows.map(lambda row: (tf.gather(x, row), tf.gather(y, row)))
+    return examples.batch(16).prefetch(tf.data.AUTOTUNE)
+
+
+def make(model_dir, strategy):
+    """The trainer, in float16: without XLA, whose choice could differ between runs."""
+    return KilledRun(
+        model_dir=model_dir,
+        strategy=strategy,
+        optimizer=lambda: keras.optimizers.SGD(0.003, momentum=0.9),
+        loss_fn="mse",
+        metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        precision="mixed_float16",
+        loss_scale=scaling.DynamicLossScale(initial_scale=2.0**12, growth_interval=20),
+        ema_momentum=0.9,
+        jit_compile=False,
+        steps_per_loop=LOOP,
+        checkpoint_interval=CHECKPOINT_INTERVAL,
+        log_interval=CHECKPOINT_INTERVAL,
+        seed=3,
+    )
+
+
+def digest(array):
+    """Of the bits of an array."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def final_state(trainer):
+    """Digests of all that a run has come to."""
+    parts = trainer._parts
+    roots = [trainer.model, trainer.optimizer, parts.state, list(parts.metrics[False].values())]
+    variables = variables_in_reach(roots, held_back=())
+    found = {
+        f"{place} {variable.name} copy {copy}": digest(value.numpy())
+        for place, variable in enumerate(variables)
+        for copy, value in enumerate(copies_of(variable, trainer.strategy))
+    }
+    _, position = trainer._trained_on
+    for place in range(30):
+        batch = next(position.iterator)
+        found[f"batch {place}"] = digest(np.concatenate([leaf.numpy() for leaf in batch], axis=1))
+    lines = (trainer.model_dir / "metrics.jsonl").read_text().splitlines()
+    numbers = [json.loads(line) for line in lines]
+    for line in numbers:
+        line.pop("examples_per_second", None)
+    found["metrics.jsonl"] = json.dumps(numbers)
+    return found
+
+
+def main(model_dir, strategy, steps):
+    """Trains to the target and leaves what it has come to."""
+    strategies.split_cpu(2)
+    trainer = make(pathlib.Path(model_dir), strategy)
+    trainer.train(pipeline(), steps=int(steps))
+    assert trainer.totals.skipped > 0
+    (trainer.model_dir / "final.json").write_text(json.dumps(final_state(trainer), indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

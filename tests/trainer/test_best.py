@@ -1,0 +1,283 @@
+"""The models of the evaluations that came out best."""
+
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import Trainer
+from trainer.checkpoint import folder
+from trainer.checkpoint.best import Best
+
+NAN = math.nan
+
+
+def export(path):
+    """Stands for a model: a file."""
+    (path / "model").write_text(path.name)
+
+
+def consider(model_dir, losses, keep=2, which="lowest"):
+    """Considers evaluations at steps 1, 2, 3, ...; returns which were kept, and what stays."""
+    kept = []
+    for step, loss in enumerate(losses, start=1):
+        # A new object each time, as a run has that was taken up again.
+        best = Best(model_dir, keep, "loss", which)
+        if best.consider(step, {"loss": loss, "other": 0.0}, export):
+            kept.append(step)
+    return kept, list(folder.committed(model_dir / "best", "step"))
+
+
+@pytest.mark.parametrize(
+    ("losses", "which", "kept", "stay"),
+    [
+        ([3.0, 2.0, 4.0, 1.0], "lowest", [1, 2, 4], [2, 4]),
+        ([3.0, 2.0, 4.0, 1.0], "highest", [1, 2, 3], [1, 3]),
+        # Of equal ones those that came first.
+        ([1.0, 1.0, 1.0, 1.0], "lowest", [1, 2], [1, 2]),
+        ([2.0, 1.0, 2.0, 1.0, 1.0], "lowest", [1, 2, 4], [2, 4]),
+        ([NAN, 2.0, NAN, 1.0, 3.0], "lowest", [2, 4], [2, 4]),
+        ([NAN, -2.0, math.inf, 1.0], "highest", [2, 3, 4], [3, 4]),
+        ([math.inf, 5.0], "lowest", [2], [2]),
+        ([-math.inf, 5.0, 7.0], "lowest", [1, 2], [1, 2]),
+        ([-0.0, 0.0, 0.0], "lowest", [1, 2], [1, 2]),
+    ],
+)
+def test_the_best_stay(tmp_path, losses, which, kept, stay):
+    """Lowest or highest; what is not a number is never best; a restart between any two changes
+    nothing, since what is best stands in the folders.
+    """
+    assert consider(tmp_path, losses, which=which) == (kept, stay)
+    for step in stay:
+        path = tmp_path / "best" / f"step-{step}"
+        facts = folder.read_manifest(path)
+        assert (facts["step"], facts["results"]) == (step, {"loss": losses[step - 1], "other": 0.0})
+        assert (path / "model").exists()
+
+
+@given(
+    losses=st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, NAN]), max_size=8),
+    keep=st.integers(1, 3),
+    which=st.sampled_from(["lowest", "highest"]),
+)
+def test_the_best_are_the_first_of_a_sorted_list(tmp_path_factory, losses, keep, which):
+    """However evaluations come out."""
+    _, stay = consider(tmp_path_factory.mktemp("run"), losses, keep, which)
+    sign = 1 if which == "lowest" else -1
+    numbers = [(step, loss) for step, loss in enumerate(losses, 1) if not math.isnan(loss)]
+    ranked = sorted((sign * loss, step) for step, loss in numbers)
+
+    assert stay == sorted(step for _, step in ranked[:keep])
+
+
+def test_a_metric_there_is_not_is_an_error(tmp_path):
+    """It names those there are."""
+    best = Best(tmp_path, 1, "accuracy", "highest")
+    with pytest.raises(ValueError, match="best_metric") as error:
+        best.consider(1, {"loss": 1.0, "auc": 0.5}, export)
+
+    assert str(error.value) == (
+        "`best_metric` must be a result of the evaluation; got 'accuracy' where it has loss, auc. It "
+        "says which models are kept. Choose one of them."
+    )
+    assert not (tmp_path / "best").exists()
+
+
+def test_an_export_that_is_cut_off_leaves_what_was_best(tmp_path):
+    """Nothing is removed before the new one is in place, and no half of one is ever listed."""
+    consider(tmp_path, [3.0, 2.0])
+
+    def dying(path):
+        export(path)
+        raise KeyboardInterrupt
+
+    best = Best(tmp_path, 2, "loss", "lowest")
+    with pytest.raises(KeyboardInterrupt):
+        best.consider(3, {"loss": 1.0}, dying)
+    assert list(folder.committed(tmp_path / "best", "step")) == [1, 2]
+    assert list(best.ranked().values()) == [2.0, 3.0]
+    best.consider(4, {"loss": 1.5}, export)
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["step-2", "step-4"]
+
+
+def test_an_evaluation_that_is_done_again_takes_its_old_place(tmp_path):
+    """A run that is taken up again comes to it anew: it does not compete with itself."""
+    consider(tmp_path, [3.0, 2.0])
+    best = Best(tmp_path, 2, "loss", "lowest")
+    assert best.consider(2, {"loss": 2.0}, export)
+    assert best.consider(1, {"loss": 2.5}, export)
+
+    assert list(best.ranked().items()) == [
+        (tmp_path / "best" / "step-2", 2.0),
+        (tmp_path / "best" / "step-1", 2.5),
+    ]
+
+
+def test_a_damaged_one_makes_room_first(tmp_path):
+    """It is worse than any; and so is one whose evaluation had no such metric."""
+    consider(tmp_path, [1.0, 2.0])
+    (tmp_path / "best" / "step-1" / "model").write_text("x")
+    best = Best(tmp_path, 2, "loss", "lowest")
+    assert list(best.ranked().values()) == [2.0, math.inf]
+    assert best.consider(3, {"loss": 9.0}, export)
+    assert list(folder.committed(tmp_path / "best", "step")) == [2, 3]
+
+    by_other = Best(tmp_path, 2, "new", "lowest")
+    assert by_other.consider(4, {"loss": 1.0, "new": 5.0}, export)
+    assert len(folder.committed(tmp_path / "best", "step")) == 2
+
+
+def test_fewer_may_be_kept_than_before(tmp_path):
+    """The worst go with the next that is kept."""
+    consider(tmp_path, [4.0, 3.0, 2.0], keep=3)
+    best = Best(tmp_path, 1, "loss", "lowest")
+    assert not best.consider(4, {"loss": 2.0}, export)
+    assert best.consider(5, {"loss": 1.0}, export)
+    assert list(folder.committed(tmp_path / "best", "step")) == [5]
+
+
+# In a run.
+
+# Of Keras, which reads its variables as NumPy 2 does not want it.
+KERAS_EXPORTS = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept:DeprecationWarning"
+)
+
+X = np.random.default_rng(3).normal(size=[12, 2]).astype(np.float32)
+Y = X @ np.float32([[1.0], [-2.0]])
+
+
+class Learning(Trainer):
+    """A line that is learned with a moving average of its weights, and BatchNorm before it."""
+
+    def __init__(self, **arguments):
+        """Keeps two."""
+        super().__init__(
+            loss_fn="mse",
+            metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            ema_momentum=0.5,
+            seed=1,
+            **{"verbose": False, "keep_best": 2} | arguments,
+        )
+
+    def build_model(self):
+        """See there."""
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input([2]), *layers])
+
+
+def results_of(model_dir):
+    """The results of evaluations by step, as the log has them."""
+    lines = [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        line["step"]: {"loss": line["loss"], "error": line["error"]}
+        for line in lines
+        if line["split"] == "validation"
+    }
+
+
+@KERAS_EXPORTS
+def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
+    """The averages of the weights, and statistics, of that step: evaluated again, the file comes to
+    the same numbers to the bit; and the run goes on from its own weights.
+    """
+    data = {"steps": 8, "global_batch": 4, "eval_data": (X, Y), "eval_interval": 1}
+    trainer = Learning(model_dir=tmp_path, best_metric="error", verbose=True)
+    trainer.train((X, Y), **data)
+    out = capsys.readouterr().out
+    plain = Learning(keep_best=0)
+    plain.train((X, Y), **data)
+
+    found = results_of(tmp_path)
+    best = sorted(found, key=lambda step: found[step]["error"])[:2]
+    kept = folder.committed(tmp_path / "best", "step")
+    assert list(kept) == sorted(best)
+    assert out.count(f"kept in {tmp_path / 'best'}") >= 2
+    for step, path in kept.items():
+        facts = folder.read_manifest(path)
+        assert facts["results"] == found[step]
+        assert set(facts["files"]) == {"model.keras"}
+        again = Trainer(
+            model=lambda path=path: keras.saving.load_model(path / "model.keras"),
+            optimizer="sgd",
+            loss_fn="mse",
+            metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+            verbose=False,
+        )
+        assert again.evaluate((X, Y), global_batch=4) == found[step]
+    for ours, theirs in zip(trainer.model.weights, plain.model.weights, strict=True):
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+@KERAS_EXPORTS
+def test_the_best_survive_a_restart(tmp_path):
+    """A run in two processes keeps what one would have kept."""
+
+    def kept(model_dir, *targets):
+        for steps in targets:
+            keras.utils.set_random_seed(0)
+            Learning(model_dir=model_dir, checkpoint_interval=2).train(
+                (X, Y), steps=steps, global_batch=4, eval_data=(X, Y), eval_interval=2
+            )
+        return {
+            step: folder.read_manifest(path)["results"]
+            for step, path in folder.committed(model_dir / "best", "step").items()
+        }
+
+    assert kept(tmp_path / "twice", 4, 8) == kept(tmp_path / "once", 8) != {}
+
+
+def test_a_run_whose_evaluations_have_no_such_metric_does_not_begin(tmp_path):
+    """What they have is known before the first step."""
+    trainer = Learning(model_dir=tmp_path, best_metric="accuracy")
+    with pytest.raises(ValueError, match="where it has loss, error"):
+        trainer.train((X, Y), steps=3, global_batch=4, eval_data=(X, Y))
+
+    assert list(tmp_path.rglob("ckpt-*")) == []
+
+
+def test_nothing_is_kept_without_being_asked_for(tmp_path):
+    """Nor without evaluations."""
+    Linear(model_dir=tmp_path / "a", verbose=False).train(
+        slopes(1.0), steps=1, global_batch=1, eval_data=slopes(1.0)
+    )
+    Linear(model_dir=tmp_path / "b", keep_best=1, verbose=False).train(
+        slopes(1.0), steps=1, global_batch=1
+    )
+
+    assert list(tmp_path.rglob("best")) == []
+
+
+def test_a_module_is_kept_as_its_variables(tmp_path):
+    """TensorFlow's own checkpoint, since nothing says how to write its code."""
+
+    class Module(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable([[1.0]])
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    class OfModule(Linear):
+        def build_model(self):
+            return Module()
+
+        def compute_loss(self, batch, training):
+            return self.model(batch["x"])[:, 0] * batch["slope"]
+
+    trainer = OfModule(model_dir=tmp_path, keep_best=1, verbose=False)
+    trainer.train(slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0))
+    path = tmp_path / "best" / "step-2"
+    again = Module()
+    tf.train.Checkpoint(model=again).read(str(path / "variables")).assert_consumed()
+
+    assert again.weight.numpy().item() == -1.0
+    assert folder.read_manifest(path)["results"] == {"loss": -1.0}

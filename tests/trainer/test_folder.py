@@ -1,0 +1,368 @@
+"""Folders that are there whole or not at all, and that notice a single wrong bit."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from trainer.checkpoint import folder
+
+FACTS = {"step": 12, "scale": 32768.0, "loss": 0.1, "none": None, "deep": {"list": [1, [2.5]]}}
+FILES = {"variables.index": bytes(range(256)), "deep/er/notes": b"some text\n", "empty": b""}
+
+
+class Killed(BaseException):
+    """What nobody catches."""
+
+
+def write(path, files=FILES, facts=FACTS):
+    """Commits a folder of files."""
+    unfinished = folder.begin(path)
+    for name, content in files.items():
+        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        (unfinished / name).write_bytes(content)
+    folder.commit(path, facts)
+
+
+def contents(path):
+    """Every file under a path but the manifest, by name."""
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != folder.MANIFEST
+    }
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A folder that was committed; whoever changes it puts it back."""
+    path = tmp_path_factory.mktemp("parent") / "ckpt-12"
+    write(path)
+    return path
+
+
+def test_a_folder_says_what_it_was_given(sound):
+    """A manifest returns the facts, and size and checksum of every file however deep."""
+    facts = folder.read_manifest(sound)
+    files = facts.pop("files")
+
+    assert facts == FACTS
+    assert contents(sound) == FILES
+    assert {name: file["bytes"] for name, file in files.items()} == {
+        name: len(content) for name, content in FILES.items()
+    }
+    # Of no bytes at all, as everybody knows it.
+    assert files["empty"]["sha256"].startswith("e3b0c44298fc1c149afbf4c8996fb924")
+    assert folder.MANIFEST not in files
+
+
+def test_facts_of_any_kind_that_json_holds_can_be_read_again(tmp_path):
+    """Numbers for keys become text, tuples lists; the folder is not damaged by that."""
+    write(tmp_path / "ckpt-1", facts={"state": {10: (1, 2), 2: float("inf")}, "ü": "Käse"})
+    facts = folder.read_manifest(tmp_path / "ckpt-1")
+
+    assert facts["state"] == {"10": [1, 2], "2": float("inf")}
+    assert facts["ü"] == "Käse"
+
+
+def test_a_manifest_is_for_people_too(sound):
+    """It is JSON on many lines, and ends as a text file does."""
+    text = (sound / folder.MANIFEST).read_text()
+
+    assert text.startswith('{\n "step": 12,\n "scale": 32768.0,\n')
+    assert text.endswith("}\n")
+    assert json.loads(text)["deep"] == FACTS["deep"]
+
+
+def assert_found(sound, name, damaged):
+    """Raises unless a file's wrong bytes are found, and told of that file; puts the right ones back."""
+    file = sound / name
+    before = file.read_bytes()
+    file.write_bytes(damaged)
+    try:
+        with pytest.raises(folder.DamagedError) as error:
+            folder.read_manifest(sound)
+    finally:
+        file.write_bytes(before)
+    assert str(error.value).startswith(f"{file} "), error.value
+
+
+@pytest.mark.parametrize("name", [*FILES, folder.MANIFEST])
+def test_every_flipped_bit_is_found(sound, name, full):
+    """In every byte of every file, the manifest's own among them, blanks too: any of its bits."""
+    right = (sound / name).read_bytes()
+    for place in range(len(right)):
+        for bit in range(8) if full else [place % 8]:
+            wrong = bytearray(right)
+            wrong[place] ^= 1 << bit
+            assert_found(sound, name, bytes(wrong))
+    folder.read_manifest(sound)
+
+
+@pytest.mark.parametrize("name", [*FILES, folder.MANIFEST])
+def test_every_truncation_is_found(sound, name):
+    """To any length; and so is a byte more, and a file that is gone or has become a folder."""
+    right = (sound / name).read_bytes()
+    for length in range(len(right)):
+        assert_found(sound, name, right[:length])
+    assert_found(sound, name, right + b"\n")
+    aside = (sound / name).rename(sound.parent / "aside")
+    with pytest.raises(folder.DamagedError, match=r"run\.json cannot be read|is missing"):
+        folder.read_manifest(sound)
+    (sound / name).mkdir()
+    with pytest.raises(folder.DamagedError, match=r"run\.json cannot be read|is missing"):
+        folder.read_manifest(sound)
+    (sound / name).rmdir()
+    aside.rename(sound / name)
+    folder.read_manifest(sound)
+
+
+@given(data=st.data())
+@example(data=None)
+def test_any_other_bytes_are_found(sound, data):
+    """However many bytes of a file become whatever else."""
+    if data is None:  # a blank for a blank: the same JSON
+        right = (sound / folder.MANIFEST).read_bytes()
+        assert_found(sound, folder.MANIFEST, right.replace(b"\n", b" ", 1))
+        return
+    name = data.draw(st.sampled_from([*FILES, folder.MANIFEST]))
+    right = (sound / name).read_bytes()
+    start = data.draw(st.integers(0, len(right)))
+    end = data.draw(st.integers(start, len(right)))
+    wrong = right[:start] + data.draw(st.binary(max_size=20)) + right[end:]
+    if wrong != right:
+        assert_found(sound, name, wrong)
+
+
+def test_what_cannot_be_read_is_damaged(sound, monkeypatch):
+    """A disk that fails on reading is no different: another folder may do."""
+
+    def failing(file):
+        raise OSError(5, "Input/output error", str(file))
+
+    monkeypatch.setattr(folder, "checksum", failing)
+    with pytest.raises(folder.DamagedError) as error:
+        folder.read_manifest(sound)
+
+    file = sound / "deep/er/notes"
+    assert str(error.value) == f"{file} cannot be read: [Errno 5] Input/output error: '{file}'"
+
+
+def test_each_kind_of_damage_has_its_words(sound):
+    """A message names the file, and what is wrong with it."""
+
+    def told(name, content):
+        file = sound / name
+        before = file.read_bytes()
+        file.write_bytes(content)
+        try:
+            with pytest.raises(folder.DamagedError) as error:
+                folder.read_manifest(sound)
+        finally:
+            file.write_bytes(before)
+        return str(error.value)
+
+    manifest = sound / "run.json"
+    text = manifest.read_bytes()
+    assert (
+        told("variables.index", b"x") == f"{sound / 'variables.index'} has 1 bytes instead of 256"
+    )
+    assert (
+        told("variables.index", bytes(256))
+        == f"{sound / 'variables.index'} was changed: its checksum does not fit"
+    )
+    assert (
+        told("run.json", text.replace(b'"step": 12', b'"step": 13'))
+        == f"{manifest} was changed: its checksum does not fit"
+    )
+    assert (
+        told("run.json", b"")
+        == f"{manifest} cannot be read: Expecting value: line 1 column 1 (char 0)"
+    )
+    assert told("run.json", b"[]").startswith(f"{manifest} cannot be read: ")
+    assert told("run.json", b"{}") == f"{manifest} cannot be read: 'sha256'"
+    aside = (sound / "empty").rename(sound.parent / "aside")
+    with pytest.raises(folder.DamagedError) as error:
+        folder.read_manifest(sound)
+    aside.rename(sound / "empty")
+    assert str(error.value) == f"{sound / 'empty'} is missing"
+
+
+def kill_at(monkeypatch, call):
+    """Makes the process die as it enters the given one of all calls that touch the disk."""
+    calls = [0]
+
+    def dying(owner, name):
+        real = getattr(owner, name)
+
+        def replacement(*args, **kwargs):
+            if calls[0] == call:
+                if name == "rmtree":  # dies on the way
+                    for file in list(pathlib.Path(args[0]).rglob("*.index")):
+                        file.unlink()
+                raise Killed
+            calls[0] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, replacement)
+
+    dying(pathlib.Path, "rename")
+    dying(pathlib.Path, "mkdir")
+    dying(pathlib.Path, "write_text")
+    dying(shutil, "rmtree")
+    dying(folder, "checksum")
+    dying(os, "fsync")
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch, replacing):
+    """Killed at any call, a process leaves the old folder whole, or the new one, and what it left
+    beside them is never listed; after `tidy` there is nothing else.
+    """
+    path, old, new = tmp_path / "ckpt-3", {"a.index": b"old"}, {"a.index": b"new", "b.index": b"x"}
+    if replacing:
+        write(path, old, {"old": True})
+    outcomes = []
+    for call in range(100):
+        with monkeypatch.context() as patch:
+            kill_at(patch, call)
+            try:
+                write(path, new, {"old": False})
+                killed = False
+            except Killed:
+                killed = True
+        assert set(folder.committed(tmp_path, "ckpt")) <= {3}
+        for listed in folder.committed(tmp_path, "ckpt").values():
+            folder.read_manifest(listed)
+        folder.tidy(tmp_path, "ckpt")
+        found = folder.committed(tmp_path, "ckpt")
+        assert {each.name for each in tmp_path.iterdir()} == {each.name for each in found.values()}
+        if found:
+            facts = folder.read_manifest(path)
+            assert contents(path) == (old if facts["old"] else new)
+            outcomes.append("old" if facts["old"] else "new")
+        else:
+            outcomes.append("none")
+        if not killed:
+            break
+        shutil.rmtree(path, ignore_errors=True)
+        if replacing:
+            write(path, old, {"old": True})
+
+    before = "old" if replacing else "none"
+    changed = outcomes.index("new")
+    assert outcomes == [before] * changed + ["new"] * (len(outcomes) - changed)
+    assert not killed
+    assert changed > 8
+
+
+def test_only_what_was_committed_is_listed(tmp_path):
+    """By number, ascending; neither what was begun, nor files, nor other names."""
+    for name in ("ckpt-20", "ckpt-3", "ckpt-100", "step-5"):
+        write(tmp_path / name)
+    folder.begin(tmp_path / "ckpt-7")
+    for name in ("ckpt-8.old", "ckpt-", "ckpt-x", "ckpt--3", "ckpt-3 copy", "my-ckpt-4"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ckpt-9").write_text("a file")
+
+    assert list(folder.committed(tmp_path, "ckpt").items()) == [
+        (step, tmp_path / f"ckpt-{step}") for step in (3, 20, 100)
+    ]
+    assert folder.committed(tmp_path / "none", "ckpt") == {}
+
+
+def test_tidy_leaves_everything_else_alone(tmp_path):
+    """Sound folders, others' names, and files."""
+    write(tmp_path / "ckpt-3")
+    folder.begin(tmp_path / "ckpt-7")
+    folder.begin(tmp_path / "step-7")
+    (tmp_path / "notes.tmp").write_text("mine")
+    folder.tidy(tmp_path, "ckpt")
+    folder.tidy(tmp_path / "none", "ckpt")
+
+    assert {each.name for each in tmp_path.iterdir()} == {"ckpt-3", "step-7.tmp", "notes.tmp"}
+    assert folder.read_manifest(tmp_path / "ckpt-3")["step"] == 12
+
+
+def test_tidy_ends_a_replacement(tmp_path):
+    """Whatever of the two was in place when the process was killed."""
+    write(tmp_path / "ckpt-3", {"a": b"old"})
+    (tmp_path / "ckpt-3").rename(tmp_path / "ckpt-3.old")
+    folder.tidy(tmp_path, "ckpt")
+    assert contents(tmp_path / "ckpt-3") == {"a": b"old"}
+
+    (tmp_path / "ckpt-3").rename(tmp_path / "ckpt-3.old")
+    write(tmp_path / "ckpt-3", {"a": b"new"})
+    folder.tidy(tmp_path, "ckpt")
+    assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
+    assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
+
+
+def test_a_folder_replaces_another(tmp_path):
+    """Nothing of the one before stays, and nothing that was begun before."""
+    write(tmp_path / "ckpt-3", {"a": b"old", "b": b"old"})
+    (folder.begin(tmp_path / "ckpt-3") / "c").write_bytes(b"of a process that was killed")
+    write(tmp_path / "ckpt-3", {"a": b"new"})
+
+    assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
+    assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
+
+
+def test_what_was_begun_can_be_abandoned(tmp_path):
+    """And what is in place stays."""
+    write(tmp_path / "ckpt-3", {"a": b"old"})
+    (folder.begin(tmp_path / "ckpt-3") / "a").write_bytes(b"new")
+    folder.abandon(tmp_path / "ckpt-3")
+    folder.abandon(tmp_path / "ckpt-4")
+
+    assert contents(tmp_path / "ckpt-3") == {"a": b"old"}
+    assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
+
+
+def test_everything_is_flushed_before_it_is_in_place(tmp_path, monkeypatch):
+    """Every file, the manifest and the folder survive a loss of power before the rename, and the
+    rename itself does afterwards.
+    """
+    done, fsync, rename = [], os.fsync, pathlib.Path.rename
+
+    def remembering(handle):
+        done.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def renamed(self, target):
+        done.append("renamed")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", remembering)
+    monkeypatch.setattr(pathlib.Path, "rename", renamed)
+    path = tmp_path / "ckpt-3"
+    write(path, {"a": b"1", "b": b"2"})
+    inodes = [each.stat().st_ino for each in (path / "a", path / "b", path / "run.json", path)]
+
+    assert done == [*inodes, "renamed", tmp_path.stat().st_ino]
+
+
+def test_folders_need_no_tensorflow(tmp_path):
+    """A checkpoint can be looked at where TensorFlow is not installed."""
+    write(tmp_path / "ckpt-3")
+    program = (
+        "import importlib.util, pathlib, sys\n"
+        "spec = importlib.util.spec_from_file_location('folder', sys.argv[1])\n"
+        "folder = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(folder)\n"
+        "print(folder.read_manifest(pathlib.Path(sys.argv[2]))['step'], 'tensorflow' in sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program, str(folder.__file__), str(tmp_path / "ckpt-3")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert told.stdout.split() == ["12", "False"]

@@ -1,0 +1,147 @@
+"""L12 by murder: a run that is killed again and again ends with the bits of one that is not."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import time
+
+import killed_run
+import pytest
+
+from trainer.checkpoint.folder import committed
+
+SCRIPT = pathlib.Path(killed_run.__file__)
+ROOT = SCRIPT.parents[1]
+INTERVAL = killed_run.CHECKPOINT_INTERVAL
+
+
+def start(model_dir, strategy, steps, out):
+    """Starts the run: the same command every time."""
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(model_dir), strategy, str(steps)],
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def last_commit(model_dir):
+    """The step of the newest checkpoint that was committed; None if there is none."""
+    steps = committed(model_dir, "ckpt") if model_dir.exists() else {}
+    return max(steps, default=None)
+
+
+def wait_until(condition, process, out):
+    """Waits for a condition; fails if the process ends before, or a minute has gone."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, pathlib.Path(out.name).read_text()
+        assert time.monotonic() < end, pathlib.Path(out.name).read_text()
+        time.sleep(0.0005)
+
+
+def murder(model_dir, strategy, steps, out, how, wait):
+    """Starts the run and kills it; returns what there was to see.
+
+    Args:
+        model_dir: of the run.
+        strategy: its name.
+        steps: the target.
+        out: an open file for what it prints.
+        how: "anywhere" counts the seconds from the start; "on the way" from its first commit;
+            "in a save" waits in addition for a save to begin.
+        wait: how many seconds.
+    """
+    before = last_commit(model_dir)
+    process = start(model_dir, strategy, steps, out)
+    try:
+        if how != "anywhere":
+            wait_until(lambda: last_commit(model_dir) != before, process, out)
+        end = time.monotonic() + wait
+        wait_until(lambda: time.monotonic() > end, process, out)
+        if how == "in a save":
+            wait_until(lambda: any(model_dir.glob("ckpt-*.tmp/*")), process, out)
+    finally:
+        process.kill()
+        process.wait()
+    return {
+        "had": before,
+        "left": last_commit(model_dir),
+        "in_save": any(model_dir.glob("ckpt-*.tmp")),
+        "pid": process.pid,
+    }
+
+
+def finish(model_dir, strategy, steps, out):
+    """Runs to the end; returns the process's id."""
+    process = start(model_dir, strategy, steps, out)
+    try:
+        assert process.wait(timeout=300) == 0, pathlib.Path(out.name).read_text()
+    finally:
+        process.kill()
+    return process.pid
+
+
+def loops_of(model_dir):
+    """Where inner loops began, by process."""
+    found = {}
+    for line in (model_dir / "loops.txt").read_text().splitlines():
+        pid, step = map(int, line.split())
+        found.setdefault(pid, []).append(step)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, capsys):
+    """L12: weights, slots, averages, statistics on every replica, scale and counters, data position,
+    randomness, metrics: killed at random moments, also inside a save, and started again by the same
+    command, a run ends with the bits of one never disturbed. It came from the last committed step
+    every time, and took no more steps in all than target + kills x checkpoint interval.
+    """
+    kills = 26 if full else 2
+    steps = 1800 if full else 150
+    chance = random.Random(7)  # noqa: S311  # nothing to keep secret
+    ways = ["on the way", "in a save", "on the way", "anywhere"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    with (tmp_path / "whole.txt").open("w+") as out:
+        finish(whole, strategy, steps, out)
+    seen = []
+    with (tmp_path / "killed.txt").open("w+") as out:
+        for number in range(kills):
+            how = ways[number % len(ways)]
+            wait = chance.uniform(5, 9) if how == "anywhere" else chance.uniform(0, 0.3)
+            seen.append(murder(killed, strategy, steps, out, how, wait))
+        left = last_commit(killed)
+        last = finish(killed, strategy, steps, out)
+        printed = pathlib.Path(out.name).read_text()
+
+    expected, actual = [
+        json.loads((folder / "final.json").read_text()) for folder in (whole, killed)
+    ]
+    differing = [name for name in expected if expected[name] != actual.get(name)]
+    assert differing == []
+    assert expected.keys() == actual.keys()
+    assert len(expected) > 60
+
+    loops = loops_of(killed)
+    came_from = {loops[life["pid"]][0]: life["had"] for life in seen if life["pid"] in loops}
+    assert all(first == (had or 0) for first, had in came_from.items())
+    assert loops[last][0] == left
+    logged = {int(step) for step in re.findall(r"going on from step (\d+) \(", printed)}
+    assert {had for had in came_from.values() if had} | {left} <= logged
+    executed = sum(max(begun) + killed_run.LOOP - min(begun) for begun in loops.values())
+    assert executed <= steps + kills * INTERVAL
+    after_commit = sum(life["left"] is not None for life in seen)
+    in_save = sum(life["in_save"] for life in seen)
+    with capsys.disabled():
+        sys.stdout.write(
+            f"{strategy}: {kills} kills, {after_commit} after the first commit, {in_save} in a save; "
+            f"{executed} steps executed for {steps}; {len(expected)} digests, {len(differing)} differ\n"
+        )
+    assert after_commit >= 0.9 * kills
+    assert in_save >= (5 if full else 1)

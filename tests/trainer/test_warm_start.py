@@ -1,0 +1,354 @@
+"""`init_from`: a new run that begins with the weights of an old one, and with nothing else of it."""
+
+import re
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, copies, linear_model, slopes
+
+import scaling
+from trainer.checkpoint import folder
+
+# Of Keras, which reads its variables as NumPy 2 does not want it.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept:DeprecationWarning"
+)
+
+ROWS = np.random.default_rng(2).normal(size=[8, 3]).astype(np.float32)
+DATA = {"x": ROWS, "slope": ROWS[:, 0]}
+
+
+class Deep(Linear):
+    """A layer, BatchNorm, Dropout and a layer; an optimizer with momentum, average and schedule."""
+
+    units = 4
+
+    def __init__(self, **arguments):
+        """A rule that moves."""
+        rule = scaling.DynamicLossScale(2.0**3, growth_interval=1)
+        settings = {"loss_scale": rule, "verbose": False, "jit_compile": False}
+        super().__init__(**settings | arguments)
+
+    def build_model(self):
+        """See there."""
+        return keras.Sequential(
+            [
+                keras.Input([3]),
+                keras.layers.Dense(self.units),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5, seed=3),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    def build_optimizer(self):
+        """See there."""
+        rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+        return keras.optimizers.SGD(rate, momentum=0.9, use_ema=True, ema_momentum=0.5)
+
+    def weights(self):
+        """Every weight, on the first replica."""
+        return [copies(variable)[0] for variable in self.model.weights]
+
+    def started(self):
+        """Builds it as the first batch would."""
+        self._start(tf.nest.map_structure(tf.constant, DATA))
+        return self
+
+
+def evaluated(trainer):
+    """What an evaluation in float32 comes to."""
+    return trainer.evaluate(DATA, global_batch=8)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    """A run of some steps, evaluated and exported in every way there is."""
+    keras.utils.set_random_seed(0)
+    path = tmp_path_factory.mktemp("old")
+    trainer = Deep(model_dir=path / "run", checkpoint_interval=2, keep_best=1, seed=3)
+    trainer.train(DATA, steps=4, global_batch=4, eval_data=DATA)
+    trainer.export(path / "plain.keras", averaged=False)
+    trainer.model.save_weights(path / "some.weights.h5")
+    return path, trainer
+
+
+def assert_only_weights(trainer, weights):
+    """Raises unless a trainer has some weights and is at the very beginning else."""
+    for ours, theirs in zip(trainer.weights(), weights, strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    assert trainer.totals.attempted == 0
+    assert trainer.loss_scale == 8.0
+    assert int(trainer.optimizer.iterations.numpy()) == 0
+    slots = [variable for variable in trainer.optimizer.variables if "momentum" in variable.path]
+    assert slots
+    assert all(not np.any(variable.numpy()) for variable in slots)
+
+
+@pytest.mark.parametrize(
+    "what", ["run/ckpt-4", "run", "plain.keras", "some.weights.h5", "run/best/step-4/model.keras"]
+)
+def test_only_the_weights_are_taken_over(old, tmp_path, what):
+    """From a checkpoint, a `model_dir`, or a file of Keras weights: statistics of layers too; slots,
+    averages, counts and scale begin anew, and so does the random seed.
+    """
+    path, trainer = old
+    weights = trainer.weights()
+    if "best" in what:  # which are the averages, as they were evaluated
+        averages = [v for v in trainer.optimizer.variables if v.path.endswith("_average")]
+        trained = {variable.path for variable in trainer.model.trainable_variables}
+        for place, variable in enumerate(trainer.model.weights):
+            if variable.path in trained:
+                weights[place] = averages.pop(0).numpy()
+        assert averages == []
+    new = Deep(model_dir=tmp_path / "new", init_from=path / what, seed=9).started()
+
+    assert_only_weights(new, weights)
+    assert int(new._parts.state.random_seed.numpy()) == 9
+    assert evaluated(new) == evaluated(Deep(init_from=str(path / what), seed=10).started())
+
+
+def test_the_checkpoint_that_is_named_is_taken_and_of_a_run_the_newest(old):
+    """Each has other weights."""
+    path, _ = old
+    early = Deep(init_from=path / "run" / "ckpt-2").started().weights()
+    late = Deep(init_from=path / "run" / "ckpt-4").started().weights()
+    newest = Deep(init_from=path / "run").started().weights()
+
+    assert all(np.array_equal(one, other) for one, other in zip(late, newest, strict=True))
+    assert not any(np.array_equal(one, other) for one, other in zip(early, late, strict=True))
+
+
+def test_a_folder_of_the_best_models_is_taken_too(old, tmp_path):
+    """Of a Keras model as of a `tf.Module`, by the folder's name."""
+    path, _ = old
+    by_folder = Deep(init_from=path / "run" / "best" / "step-4").started()
+    by_file = Deep(init_from=path / "run" / "best" / "step-4" / "model.keras").started()
+    assert_only_weights(by_folder, by_file.weights())
+
+    def make(**arguments):
+        return OfModule(verbose=False, **arguments)
+
+    before = make(model_dir=tmp_path, keep_best=1)
+    data = slopes(1.0, 2.0)
+    before.train(data, steps=3, global_batch=2, eval_data=data)
+    after = make(init_from=tmp_path / "best" / "step-3")
+    after._start(tf.nest.map_structure(tf.constant, data))
+    assert after.model.weight.numpy().item() == before.model.weight.numpy().item() == -3.5
+    assert after.model.fixed.numpy() == 7.0
+
+
+class Plain(tf.Module):
+    """A model without Keras, with something that is not trained."""
+
+    def __init__(self, name="fixed"):
+        """The latter's name."""
+        super().__init__()
+        self.weight = tf.Variable([[1.0]])
+        setattr(self, name, tf.Variable(1.0, trainable=False, name="any"))
+
+    def __call__(self, x):
+        """Linear."""
+        return x @ self.weight
+
+
+class OfModule(Linear):
+    """Trains it."""
+
+    attribute = "fixed"
+
+    def build_model(self):
+        """See there."""
+        return Plain(self.attribute)
+
+    def compute_loss(self, batch, training):
+        """As `Linear`'s."""
+        return self.model(batch["x"])[:, 0] * batch["slope"]
+
+    def on_train_begin(self):
+        """What is not trained is changed by hand."""
+        self.model.fixed.assign(7.0)
+
+
+def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
+    """Values are found by attributes; one that finds none would keep what it began with."""
+
+    class Renamed(OfModule):
+        attribute = "renamed"
+
+    data = slopes(1.0, 2.0)
+    OfModule(model_dir=tmp_path, verbose=False).train(data, steps=3, global_batch=2)
+    for argument in ("init_from", "model_dir"):
+        with pytest.raises(ValueError, match="every variable") as error:
+            Renamed(**{argument: tmp_path}, verbose=False).train(data, steps=4, global_batch=2)
+        assert str(error.value).startswith(
+            f"`{argument}` must have a value for every variable; got {tmp_path / 'ckpt-3'}: "
+        )
+        assert "<tf.Variable 'any:0' shape=() dtype=float32, numpy=1.0>" in str(error.value)
+
+
+def test_a_checkpoint_in_model_dir_wins(old, tmp_path):
+    """So the same command, with `init_from`, goes on where it was left; the old run may be gone."""
+    path, _ = old
+    shutil.copytree(path / "run" / "ckpt-2", tmp_path / "old")
+    arguments = {"model_dir": tmp_path / "new", "init_from": tmp_path / "old", "seed": 4}
+    first = Deep(**arguments)
+    first.train(DATA, steps=3, global_batch=4)
+    shutil.rmtree(tmp_path / "old")
+    second = Deep(**arguments)
+    summary = second.train(DATA, steps=3, global_batch=4)
+
+    assert (summary.step, summary.steps_run) == (3, 0)
+    for ours, theirs in zip(second.weights(), first.weights(), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    assert int(second.optimizer.iterations.numpy()) == 3
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("what", ["run", "plain.keras"])
+def test_weights_are_taken_into_another_precision(old, precision, what):
+    """They are float32 in each."""
+    path, trainer = old
+    new = Deep(init_from=path / what, precision=precision).started()
+
+    assert_only_weights(new, trainer.weights())
+    assert new.model.layers[0].compute_dtype == precision.removeprefix("mixed_")
+
+
+@pytest.mark.parametrize("what", ["run", "plain.keras", "some.weights.h5"])
+def test_every_replica_gets_the_weights(old, mirrored, what):
+    """Each its copy; the old run had one."""
+    path, trainer = old
+    new = Deep(init_from=path / what, strategy=mirrored(2)).started()
+
+    assert_only_weights(new, trainer.weights())
+    for variable in new.model.weights:
+        one, other = copies(variable)
+        assert one.tobytes() == other.tobytes()
+
+
+class Wider(Deep):
+    """Does not fit."""
+
+    units = 5
+
+
+def refused(trainer, argument="init_from"):
+    """Returns the message with which a trainer refuses to start."""
+    with pytest.raises(ValueError, match=f"`{argument}` must") as error:
+        trainer.started()
+    assert trainer._started is False
+    return str(error.value)
+
+
+def test_a_checkpoint_of_another_model_does_not_fit(old):
+    """The first variable that differs is named, with both shapes."""
+    path, _ = old
+    told = refused(Wider(init_from=path / "run"))
+    names = r"sequential(_\d+)?/dense(_\d+)?/kernel"
+
+    assert re.fullmatch(
+        re.escape(
+            "`init_from` must be that of a run with the same model; got "
+            f"{path / 'run' / 'ckpt-4'}, where a variable differs: "
+        )
+        + names
+        + re.escape(": float32 (3, 5) here for ")
+        + names
+        + re.escape(
+            ": float32 (3, 4) there, at place 0. Its values would have nowhere to go. Use another "
+            "init_from, or None to begin with new weights."
+        ),
+        told,
+    )
+
+
+@pytest.mark.parametrize("what", ["plain.keras", "some.weights.h5"])
+def test_a_file_of_another_model_does_not_fit(old, what):
+    """Keras says what does not; the message says what to do."""
+    path, _ = old
+    told = refused(Wider(init_from=path / what))
+    keras.utils.set_random_seed(0)
+    with pytest.raises(ValueError, match="hape") as keras_says:
+        Wider().started().model.load_weights(path / what)
+
+    # Keras numbers layers through.
+    numbers = re.compile(r"_\d+\b")
+    assert numbers.sub("", told) == numbers.sub(
+        "",
+        f"`init_from` must be a file of this model's weights; got {str(path / what)!r}: "
+        f"{keras_says.value} They would have nowhere to go. Use another file, or None to begin with "
+        "new weights.",
+    )
+
+
+@pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "a.txt"])
+def test_a_file_of_something_else_does_not_fit(tmp_path, name):
+    """Whatever error Keras has for it."""
+    (tmp_path / name).write_text("nonsense")
+    told = refused(Deep(init_from=tmp_path / name))
+
+    assert told.startswith(
+        f"`init_from` must be a file of this model's weights; got {str(tmp_path / name)!r}: "
+    )
+    assert told.endswith(
+        " They would have nowhere to go. Use another file, or None to begin with new weights."
+    )
+
+
+def test_there_must_be_something_to_begin_with(old, tmp_path):
+    """Neither an empty folder nor a name that leads nowhere; a file is for Keras models."""
+    path, _ = old
+
+    def told(where):
+        return (
+            "`init_from` must be a checkpoint, a model_dir that has one, or a file of Keras weights; "
+            f"got {str(where)!r}. There is nothing to begin with. Give for instance "
+            "model_dir/ckpt-1000."
+        )
+
+    for where in (tmp_path, tmp_path / "nowhere"):
+        assert refused(Deep(init_from=where)) == told(where)
+    module = OfModule(init_from=path / "plain.keras", verbose=False)
+    with pytest.raises(ValueError, match="init_from") as error:
+        module.train(slopes(1.0), steps=1, global_batch=1)
+    assert str(error.value) == told(path / "plain.keras")
+
+
+def test_a_damaged_checkpoint_is_none_to_begin_with(old, tmp_path):
+    """Of a run the newest sound one is taken; if that is named, or there is none, it is an error."""
+    path, _ = old
+    run = shutil.copytree(path / "run", tmp_path / "run")
+    (run / "ckpt-4" / "variables.index").write_bytes(b"")
+    early = Deep(init_from=path / "run" / "ckpt-2").started().weights()
+    for ours, theirs in zip(Deep(init_from=run).started().weights(), early, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+    size = (path / "run" / "ckpt-4" / "variables.index").stat().st_size
+    assert refused(Deep(init_from=run / "ckpt-4")) == (
+        "`init_from` must hold a sound checkpoint if it holds any; got 1 damaged ones: "
+        f"{run / 'ckpt-4' / 'variables.index'} has 0 bytes instead of {size}. Starting anew in their "
+        "place would lose what may be saved of them. Mend or remove them, or use another init_from."
+    )
+
+
+def test_a_model_that_is_small_can_begin_with_the_weights_of_a_linear_one(tmp_path):
+    """Whatever optimizer the old run had."""
+    Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=3, global_batch=1)
+
+    class WithAdam(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.Adam(1.0)
+
+        def build_model(self):
+            return linear_model()
+
+    new = WithAdam(model_dir=tmp_path / "new", init_from=tmp_path / "old", verbose=False)
+    summary = new.train(slopes(1.0), steps=1, global_batch=1)
+
+    assert (summary.step, summary.steps_run) == (1, 1)
+    assert new.weight == pytest.approx(-3.0, abs=1e-4)
+    assert list(folder.committed(tmp_path / "new", "ckpt")) == [1]

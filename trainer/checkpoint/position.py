@@ -1,0 +1,150 @@
+"""Where a run stands in its data: the position of one plain iterator.
+
+Every replica takes its share of the batches of one iterator (see `strategies/division.py`),
+so one position is everybody's. TensorFlow can save that of a plain iterator, through
+shuffle, repeat and prefetch; it cannot save that of a distributed one.
+"""
+
+import pathlib
+import re
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.data import Batches, without_end
+
+WAYS = ("exact", "skip", "restart")
+
+
+class DataPosition:
+    """An iterator over a run's data that a checkpoint can hold.
+
+    Args:
+        data: what is trained on.
+        way: how it is taken up again: "exact" saves the position; "skip" reads and drops as
+            many batches as were taken; "restart" begins a new pass.
+    """
+
+    def __init__(self, data: Batches, way: str) -> None:
+        """Starts at the beginning."""
+        self.data = data
+        self.way = way
+        self._dataset = without_end(data)
+        self.iterator = iter(self._dataset)
+        self.taken = 0  # batches, since the run began
+
+    def check_savable(self) -> None:
+        """Raises ValueError if the position cannot be saved, or would not be exact."""
+        if self.way == "exact":
+            check_savable(self.data.dataset)
+
+    def write(self, folder: str) -> None:
+        """Writes the position into a folder, if it is to be saved."""
+        if self.way == "exact":
+            tf.train.Checkpoint(iterator=self.iterator).write(f"{folder}/data")
+
+    def read(self, folder: pathlib.Path, batches_taken: int) -> None:
+        """Goes to where a checkpoint was written.
+
+        Args:
+            folder: the checkpoint's.
+            batches_taken: how many batches had been taken by then.
+
+        Raises:
+            ValueError: if there is no position, or one of another pipeline.
+        """
+        if self.way == "exact":
+            try:
+                tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
+            except tf.errors.OpError as error:
+                raise no_position(folder, error) from error
+        elif self.way == "skip":
+            if self.taken:
+                self.iterator = iter(self._dataset)
+            self.drop(batches_taken)
+        self.taken = batches_taken
+
+    def drop(self, count: int) -> None:
+        """Takes batches and leaves them unused."""
+        for _ in range(count):
+            next(self.iterator)
+        self.taken += count
+
+
+def check_savable(dataset: tf.data.Dataset) -> None:
+    """Raises ValueError if a pipeline cannot go on exactly where it was.
+
+    Its graph is looked at, which holds a copy of what the pipeline holds in memory, for a
+    moment.
+
+    Raises:
+        ValueError: it names the operation that keeps a state, or draws without a seed.
+    """
+    try:
+        variant = tf.data.experimental.to_variant(dataset)
+        serialized = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=variant,
+            external_state_policy=2,  # FAIL: an operation with a state is an error
+        )
+        graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    except tf.errors.FailedPreconditionError as error:
+        found = re.search(r"(\w+) is stateful", error.message)
+        name = found[1] if found else error.message
+        raise not_exact(f"the stateful operation {name}", SOURCES.get(name, "")) from error
+    except tf.errors.OpError:
+        return  # too large to look at
+    for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
+        if name := drawn_without_seed(nodes):
+            raise not_exact(f"{name} without a seed", "Give it seed=. ")
+
+
+SOURCES = {
+    "PyFunc": "It comes with from_generator or numpy_function. ",
+    "EagerPyFunc": "It comes with py_function. ",
+    "DummySeedGenerator": "It comes with shuffle within interleave or flat_map. ",
+}
+
+
+def not_exact(what: str, hint: str) -> ValueError:
+    """Returns the error for a pipeline whose position cannot be kept."""
+    return ValueError(
+        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A run "
+        f"that is taken up again would see other data. {hint}Or pass data_resume="
+        '"skip", which reads as many batches as were taken and drops them, or "restart", which '
+        "begins a new pass."
+    )
+
+
+def no_position(folder: pathlib.Path, error: tf.errors.OpError) -> ValueError:
+    """Returns the error for a position that cannot be gone to."""
+    if not (folder / "data.index").exists():
+        return ValueError(
+            f"`data_resume` must be that of the run in {folder} to go on where its data were; got "
+            "'exact', and no position was saved there. The run would see other data. Pass "
+            'data_resume="skip" or "restart", as before.'
+        )
+    return ValueError(
+        f"`train_data` must be that of the run in {folder} to go on where its data were; got "
+        f"another pipeline: {error.message.splitlines()[0]} The run would see other data. Make "
+        'the pipeline as it was, or pass data_resume="skip" or "restart".'
+    )
+
+
+def drawn_without_seed(nodes: Any) -> str | None:
+    """Returns the first operation of a graph that takes a new seed in every process, or None."""
+    zeros = {
+        node.name for node in nodes if node.op == "Const" and is_zero(node.attr["value"].tensor)
+    }
+    for node in nodes:
+        if node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
+            seeds = [name.split(":")[0] for name in node.input]
+            if sum(name in zeros for name in seeds) >= 2:
+                return node.op
+    return None
+
+
+def is_zero(tensor: Any) -> bool:
+    """Returns whether a tensor proto is the integer 0."""
+    return tensor.dtype == tf.int64.as_datatype_enum and (
+        not tensor.tensor_shape.dim and not tf.make_ndarray(tensor)
+    )
