@@ -59,6 +59,8 @@ def batches(
         dataset = data if is_dataset else _from_function(data, argument, strategy)
     first = _first(dataset, argument)
     cardinality = int(dataset.cardinality())
+    if are_arrays(data):
+        cardinality = -(-len(tf.nest.flatten(data)[0]) // _examples(first, argument))
     return Batches(
         dataset=dataset,
         first=first,
@@ -178,13 +180,30 @@ def _from_arrays(
         )
     if lengths[0] == 0:
         raise _empty(argument)
-    # Shuffling indices and not examples keeps the shuffle buffer small.
-    indices = tf.data.Dataset.range(lengths[0])
-    if shuffle_seed is not None:
-        indices = indices.shuffle(lengths[0], seed=shuffle_seed)
-    return indices.batch(global_batch).map(
+    if shuffle_seed is None:
+        indices = tf.data.Dataset.range(lengths[0]).batch(global_batch)
+    else:
+        indices = shuffled_for_ever(lengths[0], global_batch, shuffle_seed)
+    return indices.map(
         lambda rows: tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
     )
+
+
+def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:
+    """Returns batches of indices, pass after pass, each in an order of its own.
+
+    An order is a function of seed and pass alone: `Dataset.shuffle` would also depend on
+    TensorFlow's global seed, and would put its buffer into every checkpoint.
+    """
+
+    def one_pass(number: tf.Tensor) -> tf.data.Dataset:
+        indices = tf.range(examples, dtype=tf.int64)
+        seeds = tf.stack([tf.constant(seed, tf.int64), number])
+        order = tf.random.experimental.stateless_shuffle(indices, seeds, alg="philox")
+        return tf.data.Dataset.from_tensor_slices(order).batch(global_batch)
+
+    endless = tf.data.Dataset.counter().flat_map(one_pass)
+    return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
 
 
 def _first(dataset: tf.data.Dataset, argument: str) -> Any:

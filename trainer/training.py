@@ -314,7 +314,8 @@ class Training:
             "strategy": type(trainer.strategy).__name__,
             "jit_compile": trainer.jit_compile,
             "global_batch": data.global_batch,
-            "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch",
+            "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch"
+            f"{self._position.pipeline}",
             "data_resume": self._position.way,
         }
 
@@ -352,18 +353,25 @@ class Training:
         self._parts.checkpoints.wait()
         last = self._parts.checkpoints.latest
         where = f"The last checkpoint is {last}." if last else "Nothing was saved."
+        ahead = ""
+        if last and self._position.way == "exact":
+            ahead = (
+                " Batches are read ahead: if that checkpoint holds this one already, "
+                'data_resume="skip" goes on from it without.'
+            )
         if isinstance(error, tf.errors.OutOfRangeError) or NOT_INFINITE in error.message:
             return DataError(
                 f"`train_data` must not end before the run does; got its end after step {step} of "
                 f"{self._target}. It says that it has none, or a further pass found nothing. "
-                f"{where} Leave out assert_cardinality(), or let a generator begin anew each time."
+                f"{where} Leave out assert_cardinality(), or let a generator begin anew each "
+                f"time.{ahead}"
             )
         if re.search(r"IteratorGetNext(\]\]|\}\})", error.message):
             reason = reason_of(error.message)
             return DataError(
                 f"`train_data` must not raise; got {type(error).__name__} after step {step} of "
                 f"{self._target}: {reason}. {where} Mend the data, or leave out what it cannot "
-                "read with dataset.ignore_errors()."
+                f"read with dataset.ignore_errors().{ahead}"
             )
         error.add_note(f"raised in the step after {step}. {where}")
         return error

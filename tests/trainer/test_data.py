@@ -25,9 +25,28 @@ def test_arrays_keep_their_order_or_are_shuffled_in_every_epoch():
 
     assert rows(plain.dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert (plain.global_batch, plain.steps_per_epoch) == (4, 3)
-    first, second = (list(itertools.chain(*rows(shuffled.dataset))) for _ in range(2))
+    passes = rows(shuffled.dataset.take(6))
+    first, second = (list(itertools.chain(*each)) for each in (passes[:3], passes[3:]))
     assert sorted(first) == sorted(second) == X.tolist()
     assert first != second
+    assert (shuffled.global_batch, shuffled.steps_per_epoch) == (4, 3)
+    assert [len(batch) for batch in passes] == [4, 4, 2, 4, 4, 2]
+
+
+def test_the_order_is_that_of_the_seed_and_of_nothing_else():
+    """L12: TensorFlow's global seed, which a trainer sets when it builds its model, has no part in it."""
+
+    def order(seed):
+        found = batches(
+            {"x": X}, "data", tf.distribute.get_strategy(), global_batch=4, shuffle_seed=seed
+        )
+        return rows(found.dataset.take(9))
+
+    first = order(1)
+    tf.random.set_seed(7)
+
+    assert order(1) == first
+    assert order(2) != first
 
 
 def test_data_that_ends_is_repeated():

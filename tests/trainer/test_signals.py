@@ -354,6 +354,34 @@ def test_a_forked_process_has_signals_of_its_own():
     assert stop.received is None
 
 
+@pytest.mark.xfail(strict=True, reason="RunLog.say raises BrokenPipeError")
+def test_a_run_whose_reader_has_gone_is_stopped_all_the_same(tmp_path, monkeypatch):
+    """Who reads its output, as `tee` does, is sent the same signal, and may end before the run does:
+    the run is saved, and the code is 75.
+    """
+    reading, writing = os.pipe()
+
+    class Struck(signalled_run.SignalledRun):
+        def on_train_begin(self):
+            os.close(reading)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    trainer = Struck(model_dir=tmp_path, data_resume="skip")
+    gone = os.fdopen(writing, "w")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", gone)
+        try:
+            with pytest.raises(SystemExit) as raised:
+                trainer.train(data(), steps=5)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                gone.close()
+
+    assert last_commit(tmp_path) == 0
+    assert raised.value.code == 75
+
+
 @pytest.mark.parametrize("reader", ["gone", "asleep"])
 def test_a_second_signal_ends_a_process_that_cannot_say_so(reader):
     """Who reads what it prints may have gone at the same signal, as `tee` does, or wait."""

@@ -32,11 +32,12 @@ class DataPosition:
         self._dataset = without_end(data)
         self.iterator = iter(self._dataset)
         self.taken = 0  # batches, since the run began
+        self.pipeline = ""  # what it is made of, if that has been looked at
 
     def check_savable(self) -> None:
         """Raises ValueError if the position cannot be saved, or would not be exact."""
         if self.way == "exact":
-            check_savable(self.data.dataset)
+            self.pipeline = check_savable(self.data.dataset)
 
     def write(self, folder: str) -> None:
         """Writes the position into a folder, if it is to be saved."""
@@ -71,11 +72,14 @@ class DataPosition:
         self.taken += count
 
 
-def check_savable(dataset: tf.data.Dataset) -> None:
+def check_savable(dataset: tf.data.Dataset) -> str:
     """Raises ValueError if a pipeline cannot go on exactly where it was.
 
     Its graph is looked at, which holds a copy of what the pipeline holds in memory, for a
     moment.
+
+    Returns:
+        What the pipeline is made of, seeds included; "" if it is too large to look at.
 
     Raises:
         ValueError: it names the operation that keeps a state, or draws without a seed.
@@ -92,11 +96,28 @@ def check_savable(dataset: tf.data.Dataset) -> None:
         name = found[1] if found else error.message
         raise not_exact(f"the stateful operation {name}", SOURCES.get(name, "")) from error
     except tf.errors.OpError:
-        return  # too large to look at
+        return ""
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         if name := drawn_without_seed(nodes):
             raise not_exact(f"{name} without a seed", "Give it seed=. ")
+    return f": {' '.join(made_of(graph.node))}"
 
+
+def made_of(nodes: Any) -> list[str]:
+    """Returns the transformations of a pipeline, with the sizes and seeds that order its data."""
+    numbers = whole_numbers(nodes)
+    found = []
+    for node in nodes:
+        if node.op.startswith(ORDERING):
+            known = [str(numbers[name]) for name in node.input if name in numbers]
+            found.append(f"{node.op}({', '.join(known)})")
+        elif "Dataset" in node.op:
+            found.append(node.op)
+    return found
+
+
+SEEDED = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
+ORDERING = (*SEEDED, "RangeDataset", "BatchDataset", "TakeDataset", "SkipDataset", "ShardDataset")
 
 SOURCES = {
     "PyFunc": "It comes with from_generator or numpy_function. ",
@@ -132,19 +153,20 @@ def no_position(folder: pathlib.Path, error: tf.errors.OpError) -> ValueError:
 
 def drawn_without_seed(nodes: Any) -> str | None:
     """Returns the first operation of a graph that takes a new seed in every process, or None."""
-    zeros = {
-        node.name for node in nodes if node.op == "Const" and is_zero(node.attr["value"].tensor)
-    }
+    numbers = whole_numbers(nodes)
     for node in nodes:
-        if node.op.startswith(("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")):
-            seeds = [name.split(":")[0] for name in node.input]
-            if sum(name in zeros for name in seeds) >= 2:
+        if node.op.startswith(SEEDED):
+            known = [numbers.get(name.split(":")[0]) for name in node.input]
+            if known.count(0) >= 2:  # both seeds
                 return node.op
     return None
 
 
-def is_zero(tensor: Any) -> bool:
-    """Returns whether a tensor proto is the integer 0."""
-    return tensor.dtype == tf.int64.as_datatype_enum and (
-        not tensor.tensor_shape.dim and not tf.make_ndarray(tensor)
-    )
+def whole_numbers(nodes: Any) -> dict[str, int]:
+    """Returns the constants among some nodes that are single int64 numbers, by name."""
+    tensors = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
+    return {
+        name: int(tf.make_ndarray(tensor))
+        for name, tensor in tensors.items()
+        if tensor.dtype == tf.int64.as_datatype_enum and not tensor.tensor_shape.dim
+    }

@@ -61,7 +61,8 @@ class Checkpoints:
         # Where the run was last saved, or taken up; what that checkpoint says.
         self.latest: pathlib.Path | None = None
         self.facts: dict[str, Any] = {}
-        self._good = self.latest, self.facts  # before what is being written
+        # The same of the one before, while one is being written.
+        self._good: tuple[pathlib.Path | None, dict[str, Any]] = (None, {})
         self.bytes: dict[str, int] = {}  # how large its files are, by their first name
         self.taken_up = False  # whether the run has gone on from there, or begun
 
