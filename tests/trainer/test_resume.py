@@ -102,8 +102,8 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, 
     command, a run ends with the bits of one never disturbed. It came from the last committed step
     every time, and took no more steps in all than target + kills x checkpoint interval.
     """
-    kills = 26 if full else 2
-    steps = 1800 if full else 150
+    kills = 25 if full else 2
+    steps = 2500 if full else 150
     chance = random.Random(7)  # noqa: S311  # nothing to keep secret
     ways = ["on the way", "in a save", "on the way", "anywhere"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, 
     with (tmp_path / "killed.txt").open("w+") as out:
         for number in range(kills):
             how = ways[number % len(ways)]
-            wait = chance.uniform(5, 9) if how == "anywhere" else chance.uniform(0, 0.3)
+            wait = chance.uniform(4, 7) if how == "anywhere" else chance.uniform(0, 0.3)
             seen.append(murder(killed, strategy, steps, out, how, wait))
         left = last_commit(killed)
         last = finish(killed, strategy, steps, out)
