@@ -25,7 +25,7 @@ from trainer.step.rollback import copies_of, variables_in_reach
 
 CHECKPOINT_INTERVAL = 10
 LOOP = 5
-EXAMPLES = 150
+EXAMPLES = 200  # a pass is no multiple of the checkpoint interval
 
 
 class KilledRun(Trainer):

@@ -100,8 +100,10 @@ class Training:
             state.skips_in_a_row.assign(0)
         if checkpoints.taken_up or not checkpoints.latest:
             return self._start
-        saved = checkpoints.facts
-        ours, allowed = self.facts(), trainer.saving.allow_changes
+        saved, ours, allowed = dict(checkpoints.facts), self.facts(), trainer.saving.allow_changes
+        if saved["data_resume"] == ours["data_resume"]:  # else one of the two was not looked at
+            for facts in (saved, ours):
+                facts["data"] += facts["pipeline"]
         changed = check_same(saved, ours, allowed, checkpoints.latest)
         if "seed" in changed and trainer.seed is not None:
             state.random_seed.assign(trainer.seed)
@@ -314,8 +316,8 @@ class Training:
             "strategy": type(trainer.strategy).__name__,
             "jit_compile": trainer.jit_compile,
             "global_batch": data.global_batch,
-            "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch"
-            f"{self._position.pipeline}",
+            "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch",
+            "pipeline": self._position.pipeline,
             "data_resume": self._position.way,
         }
 

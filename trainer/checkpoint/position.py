@@ -3,6 +3,12 @@
 Every replica takes its share of the batches of one iterator (see `strategies/division.py`),
 so one position is everybody's. TensorFlow can save that of a plain iterator, through
 shuffle, repeat and prefetch; it cannot save that of a distributed one.
+
+One thing is missing in what it saves. A shuffle counts how often it was begun, and shuffles in
+another order each time. That count is part of the position of its iterator; and of that there
+is none left when a stage above, which fetches ahead, has come to the end of a pass that the
+run is still in. So a second iterator over one pass is saved beside it, from which nothing was
+ever taken: it is always at the beginning, and has the counts of all shuffles.
 """
 
 import pathlib
@@ -30,6 +36,7 @@ class DataPosition:
         self.data = data
         self.way = way
         self._dataset = without_end(data)
+        self._counts = iter(data.dataset)  # see above; made in every run, since it is counted, too
         self.iterator = iter(self._dataset)
         self.taken = 0  # batches, since the run began
         self.pipeline = ""  # what it is made of, if that has been looked at
@@ -41,8 +48,12 @@ class DataPosition:
 
     def write(self, folder: str) -> None:
         """Writes the position into a folder, if it is to be saved."""
-        if self.way == "exact":
-            tf.train.Checkpoint(iterator=self.iterator).write(f"{folder}/data")
+        if self.way != "exact":
+            return
+        before, after = None, write_iterator(self._counts, f"{folder}/counts")
+        while before != after:  # a stage that fetches ahead has begun a pass meanwhile
+            write_iterator(self.iterator, f"{folder}/data")
+            before, after = after, write_iterator(self._counts, f"{folder}/counts")
 
     def read(self, folder: pathlib.Path, batches_taken: int) -> None:
         """Goes to where a checkpoint was written.
@@ -57,6 +68,8 @@ class DataPosition:
         if self.way == "exact":
             try:
                 tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
+                # Last: to read the other has begun a pass.
+                tf.train.Checkpoint(iterator=self._counts).read(str(folder / "counts"))
             except tf.errors.OpError as error:
                 raise no_position(folder, error) from error
         elif self.way == "skip":
@@ -70,6 +83,13 @@ class DataPosition:
         for _ in range(count):
             next(self.iterator)
         self.taken += count
+
+
+def write_iterator(iterator: Any, prefix: str) -> bytes:
+    """Writes where an iterator stands; returns what was written."""
+    tf.train.Checkpoint(iterator=iterator).write(prefix)
+    with tf.io.gfile.GFile(f"{prefix}.data-00000-of-00001", "rb") as written:
+        return written.read()
 
 
 def check_savable(dataset: tf.data.Dataset) -> str:
@@ -100,6 +120,7 @@ def check_savable(dataset: tf.data.Dataset) -> str:
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         if name := drawn_without_seed(nodes):
             raise not_exact(f"{name} without a seed", "Give it seed=. ")
+    check_passes(graph.node)
     return f": {' '.join(made_of(graph.node))}"
 
 
@@ -160,6 +181,66 @@ def drawn_without_seed(nodes: Any) -> str | None:
             if known.count(0) >= 2:  # both seeds
                 return node.op
     return None
+
+
+def check_passes(nodes: Any) -> None:
+    """Raises ValueError for what would be taken up again in one pass, but not in those after it.
+
+    That is an operation that draws anew in each pass, but whose count is not in `DataPosition`'s
+    second iterator, since it is not begun with the pass; and, in TensorFlow 2.21, several data
+    sets in turn: where one has ended, the end of the others would not be noticed.
+    """
+    by_name = {node.name: node for node in nodes}
+    [last] = [node.input[0] for node in nodes if node.op == "_Retval"]
+    begun = begun_with(last, by_name, shuffles=False)
+    for node in nodes:
+        if any(node.attr[name].b for name in ANEW if name in node.attr) and node.name not in begun:
+            if node.name in begun_with(last, by_name, shuffles=True):
+                raise not_exact(
+                    f"{node.op} before another shuffle",
+                    "Shuffle once, or all but the last with reshuffle_each_iteration=False. ",
+                )
+            raise not_exact(
+                f"{node.op} in a part that is begun in the middle of a pass",
+                "Shuffle what concatenate or flat_map returns, not what they are given. ",
+            )
+        if node.op == IN_TURN and not node.attr["stop_on_empty_dataset"].b:
+            parts = [by_name[name.split(":")[0]] for name in node.input[1:]]
+            if any(may_end(part, by_name) for part in parts):
+                raise not_exact(
+                    f"{IN_TURN} of data that end",
+                    "It comes with sample_from_datasets and choose_from_datasets: repeat() what "
+                    "they are given, or pass stop_on_empty_dataset=True. ",
+                )
+
+
+ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+IN_TURN = "DirectedInterleaveDataset"
+
+
+def begun_with(name: str, by_name: dict[str, Any], *, shuffles: bool) -> set[str]:
+    """Returns which nodes' iterators are made as soon as that of one node is.
+
+    Args:
+        name: that node's.
+        by_name: all of them.
+        shuffles: whether to count what is made when a shuffle fills its buffer.
+    """
+    node = by_name[name.partition(":")[0]]
+    inputs = node.input if node.op in ("ZipDataset", IN_TURN) else node.input[:1]
+    if node.op.startswith("Shuffle") and not shuffles:
+        inputs = []
+    return {node.name}.union(*(begun_with(one, by_name, shuffles=shuffles) for one in inputs))
+
+
+def may_end(node: Any, by_name: dict[str, Any]) -> bool:
+    """Returns whether a part of a pipeline may come to an end, as far as can be seen."""
+    inputs = [by_name[name.partition(":")[0]] for name in node.input]
+    if node.op.startswith("Repeat"):
+        return inputs[1].attr["value"].tensor.int64_val[:] != [-1]
+    if node.op.startswith("Random"):
+        return False
+    return not inputs or node.op.startswith("Take") or may_end(inputs[0], by_name)
 
 
 def whole_numbers(nodes: Any) -> dict[str, int]:
