@@ -42,7 +42,7 @@ def test_digits_learns_in_float16(strategy):
     summary = re.search(r"600 steps in ([\d.]+) s: (\d+) applied, (\d+) skipped", half[-2])
 
     assert accuracy(half) >= 98.0
-    assert abs(accuracy(half) - accuracy(full)) <= 1.0
+    assert accuracy(half) >= accuracy(full) - 1.0
     assert skipped > 0
     assert int(summary[2]) + int(summary[3]) == 600
     assert int(summary[3]) >= skipped
