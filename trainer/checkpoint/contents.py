@@ -52,6 +52,10 @@ class Contents:
             f"variable_{place}": list(copies_of(variable, strategy))
             for place, variable in enumerate(differing)
         }
+        if any(len(each) < strategy.num_replicas_in_sync for each in by_place.values()):
+            # The others are other workers': what all come to is all that the chief can keep.
+            self.differing = ["kept: of all workers together", *self.differing]
+            by_place = {f"sum_{place}": each for place, each in enumerate(differing)}
         self.copies = tf.train.Checkpoint(**by_place)
 
     def write(self, folder: str) -> None:
