@@ -2,12 +2,12 @@
 
 from trainer.actions import Action
 from trainer.checkpoint import CheckpointError
+from trainer.data_errors import DataError
 from trainer.divergence import DivergedError, Divergence
 from trainer.liveness import TrainingStuckError
 from trainer.report import Totals, TrainSummary
 from trainer.step.report import StepReport
 from trainer.trainer import Trainer
-from trainer.training import DataError
 
 __all__ = [
     "Action",

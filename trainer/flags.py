@@ -106,8 +106,11 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
 
 
 def define_saving_flags(flag_values: flags.FlagValues) -> None:
-    """Defines those of what is saved of a run, and how it is taken up again."""
-    where = {"flag_values": flag_values}
+    """Defines those of what is saved of a run, and how it is taken up again.
+
+    They are rarely needed: --helpshort leaves them out, --helpfull shows them.
+    """
+    where = {"flag_values": flag_values, "module_name": __name__}
     count = {"lower_bound": 1, **where}
     flags.DEFINE_float("checkpoint_secs", None, "Seconds between checkpoints.", **where)
     flags.DEFINE_integer("max_to_keep", 5, "How many checkpoints stay.", **count)
@@ -226,7 +229,8 @@ def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:
     model_dir.mkdir(parents=True, exist_ok=True)
     lines = [
         flag.serialize()
-        for flag in flag_values.get_key_flags_for_module(sys.argv[0])
+        for module in (sys.argv[0], __name__)
+        for flag in flag_values.get_key_flags_for_module(module)
         if flag.value is not None
     ]
     # Written beside and then renamed: whoever reads it finds all of it or none.

@@ -59,9 +59,12 @@ class RunLog:
         self._began = time.perf_counter()
 
     def say(self, line: str) -> None:
-        """Prints a line, unless the run is to be quiet."""
+        """Prints a line, unless the run is to be quiet, or whoever read its output has gone."""
         if self._verbose:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except BrokenPipeError:
+                self._verbose = False
 
     def add(self, report: StepReport, *, compiling: bool) -> None:
         """Takes the report of one inner loop, without reading it.

@@ -57,13 +57,19 @@ class Saving:
             )
         check_changeable(self.allow_changes)
 
-    def check_results(self, names: Sequence[str]) -> None:
+    def check_results(self, names: Sequence[str] | None) -> None:
         """Raises ValueError if evaluations have no result to keep the best models by.
 
         Args:
-            names: of the results that they have.
+            names: of the results that they have; None if there are no evaluations.
         """
-        if self.keep_best and self.best_metric not in names:
+        if self.keep_best and names is None:
+            raise ValueError(
+                f"`eval_data` must be given where the best models are kept; got None with "
+                f"keep_best={self.keep_best}. Evaluations say which are best. Pass eval_data, or "
+                "leave out keep_best."
+            )
+        if self.keep_best and names is not None and self.best_metric not in names:
             raise ValueError(
                 f"`best_metric` must be a result of the evaluation; got {self.best_metric!r} where "
                 f"it has {', '.join(names)}. It says which models are kept. Choose one of them."

@@ -344,8 +344,8 @@ class Trainer(Task):
             strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
             evaluate = self._evaluation(eval_data, eval_interval, data.global_batch)
             self._start(data.first)
-            if evaluate:
-                self.saving.check_results(["loss", *self._parts.metrics[True]])
+            results = ["loss", *self._parts.metrics[True]]
+            self.saving.check_results(results if evaluate else None)
             log = self._new_log()
             training = Training(
                 self,
@@ -370,7 +370,7 @@ class Trainer(Task):
                 seconds=time.perf_counter() - began,
                 checkpoint=str(latest) if latest else None,
                 checkpoint_bytes=sum(sizes.values()),
-                position_bytes=sizes.get("data", 0),
+                position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
             )
             log.say(str(summary))
             self.on_train_end(summary)

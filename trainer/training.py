@@ -7,7 +7,6 @@ save, so that nothing is saved that has not been looked at, and nothing is missi
 
 import contextlib
 import pathlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from trainer.checkpoint import CheckpointError
 from trainer.checkpoint.best import Best
 from trainer.checkpoint.position import DataPosition
 from trainer.checkpoint.setting import check_same, versions
+from trainer.data_errors import explain, reason_of
 from trainer.divergence import DivergedError, LossWatch, Offence
 from trainer.liveness import TrainingStuckError, check_alive
 from trainer.log import RunLog
@@ -27,16 +27,6 @@ from trainer.loop import crossed, next_stop
 from trainer.recorder import keep_overflow
 from trainer.report import Totals
 from trainer.step.randomness import check_no_stateful_ops
-
-# How lines of a graph's error begin that do not say what was wrong.
-PLACES = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
-# What stands around the reason in such a line: which of several it is, and the operation.
-WRAPPING = re.compile(r"^ *\(0\) [A-Z_]+: +|^\{\{.*?\}\} | \[Op:\w+\].*|[:. ]+$")
-NOT_INFINITE = "Input dataset was expected to contain an infinite number of elements"
-
-
-class DataError(RuntimeError):
-    """The training data raised, or ended before the run did."""
 
 
 class Training:
@@ -156,10 +146,8 @@ class Training:
         try:
             report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
         except tf.errors.OpError as error:
-            explained = self._explained(error)
-            if explained is error:
-                raise  # with "from", it would be its own cause
-            raise explained from error
+            self._explain(error)
+            raise
         self._log.add(report, compiling=before == self._start)
         taken = int(report.step.shape[0])
         self._step = before + taken
@@ -168,6 +156,14 @@ class Training:
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
         if self._parts.recorder or self._step < end:  # maybe it must not go on
             self._look()
+
+    def _explain(self, error: tf.errors.OpError) -> None:
+        """Raises DataError for an error of the data; notes at others where the run stood."""
+        done = Totals.from_state(self._parts.state).attempted
+        self._position.taken += done + 1 - self._step  # with the batch of the step that raised
+        self._parts.checkpoints.wait()
+        latest, exact = self._parts.checkpoints.latest, self._position.way == "exact"
+        explain(error, done, self._target, latest, exact=exact)
 
     def _between(self, before: int) -> None:
         """Does what is due after an inner loop. Saving is the last of it, or it would miss some."""
@@ -347,44 +343,3 @@ class Training:
                 f"{self._trainer.model_dir}: {reason_of(str(error))}. What a run has done stands "
                 "there. Make room and run the same command again."
             ) from error
-
-    def _explained(self, error: tf.errors.OpError) -> Exception:
-        """Returns what to raise for an error of the inner loop."""
-        step = Totals.from_state(self._parts.state).attempted
-        self._position.taken += step + 1 - self._step  # with the batch of the step that raised
-        self._parts.checkpoints.wait()
-        last = self._parts.checkpoints.latest
-        where = f"The last checkpoint is {last}." if last else "Nothing was saved."
-        ahead = ""
-        if last and self._position.way == "exact":
-            ahead = (
-                " Batches are read ahead: if that checkpoint holds this one already, "
-                'data_resume="skip" goes on from it without.'
-            )
-        if isinstance(error, tf.errors.OutOfRangeError) or NOT_INFINITE in error.message:
-            return DataError(
-                f"`train_data` must not end before the run does; got its end after step {step} of "
-                f"{self._target}. It says that it has none, or a further pass found nothing. "
-                f"{where} Leave out assert_cardinality(), or let a generator begin anew each "
-                f"time.{ahead}"
-            )
-        if re.search(r"IteratorGetNext(\]\]|\}\})", error.message):
-            reason = reason_of(error.message)
-            return DataError(
-                f"`train_data` must not raise; got {type(error).__name__} after step {step} of "
-                f"{self._target}: {reason}. {where} Mend the data, or leave out what it cannot "
-                f"read with dataset.ignore_errors().{ahead}"
-            )
-        error.add_note(f"raised in the step after {step}. {where}")
-        return error
-
-
-def reason_of(message: str) -> str:
-    """Returns the line of TensorFlow's message that says what was wrong; the others say where.
-
-    Example:
-        >>> reason_of("/there/log; No space left on device [Op:FlushSummaryWriter] name: ")
-        '/there/log; No space left on device'
-    """
-    lines = [line for line in message.splitlines() if line and not PLACES.match(line)]
-    return WRAPPING.sub("", lines[0] if lines else message)

@@ -392,6 +392,10 @@ TRAINER = {
         ("async_checkpoint", "Trainer(async_checkpoint=None)"),
         ("keep_best", "Trainer(keep_best=-1)"),
         ("keep_best", "Trainer(keep_best=3)"),
+        (
+            "keep_best",
+            'Trainer(model_dir="runs/new", keep_best=3).train(data, 1, global_batch=4)',
+        ),
         ("best_metric", "Trainer(best_metric=None)"),
         (
             "best_metric",

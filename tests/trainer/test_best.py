@@ -76,19 +76,6 @@ def test_the_best_are_the_first_of_a_sorted_list(tmp_path_factory, losses, keep,
     assert stay == sorted(step for _, step in ranked[:keep])
 
 
-def test_a_metric_there_is_not_is_an_error(tmp_path):
-    """It names those there are."""
-    best = Best(tmp_path, 1, "accuracy", "highest")
-    with pytest.raises(ValueError, match="best_metric") as error:
-        best.consider(1, {"loss": 1.0, "auc": 0.5}, export)
-
-    assert str(error.value) == (
-        "`best_metric` must be a result of the evaluation; got 'accuracy' where it has loss, auc. It "
-        "says which models are kept. Choose one of them."
-    )
-    assert not (tmp_path / "best").exists()
-
-
 def test_an_export_that_is_cut_off_leaves_what_was_best(tmp_path):
     """Nothing is removed before the new one is in place, and no half of one is ever listed."""
     consider(tmp_path, [3.0, 2.0])

@@ -639,6 +639,7 @@ def test_a_checkpoint_can_be_read_by_people(tmp_path):
         "global_batch": 2,
         "data": "{'x': TensorSpec(shape=(None, 1), dtype=tf.float32, name=None), 'slope': "
         "TensorSpec(shape=(None,), dtype=tf.float32, name=None)}, 1 steps an epoch",
+        "pipeline": "",
         "data_resume": "exact",
         "batches_taken": 3,
         "scale": 8.0,
@@ -656,7 +657,13 @@ def test_a_checkpoint_can_be_read_by_people(tmp_path):
     assert sizes == {
         file.name: file.stat().st_size for file in path.iterdir() if file.name != "run.json"
     }
-    assert {name.split(".")[0] for name in sizes} == {"variables", "copies", "scale", "data"}
+    assert {name.split(".")[0] for name in sizes} == {
+        "variables",
+        "copies",
+        "scale",
+        "data",
+        "counts",
+    }
     assert sum(sizes.values()) < 8000
 
 

@@ -393,7 +393,7 @@ def not_exact(what, hint):
     """The whole message."""
     return (
         f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A run "
-        f'that is taken up again would see other data. {hint}Or pass data_resume="skip", which reads '
+        f'that is taken up again would see other data. {hint}Pass data_resume="skip", which reads '
         'as many batches as were taken and drops them, or "restart", which begins a new pass.'
     )
 

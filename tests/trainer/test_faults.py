@@ -20,7 +20,7 @@ from helpers import Linear, all_copies
 
 from trainer import Action, Divergence
 from trainer.checkpoint import CheckpointError, folder
-from trainer.training import DataError
+from trainer.data_errors import DataError
 
 TARGET = 12
 INTERVAL = 4

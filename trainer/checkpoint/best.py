@@ -45,15 +45,7 @@ class Best:
             step: whose model was evaluated.
             results: of the evaluation.
             export: writes the model into a folder.
-
-        Raises:
-            ValueError: if the evaluation has no such metric.
         """
-        if self._metric not in results:
-            raise ValueError(
-                f"`best_metric` must be a result of the evaluation; got {self._metric!r} where it "
-                f"has {', '.join(results)}. It says which models are kept. Choose one of them."
-            )
         path = self._parent / f"{PREFIX}-{step}"
         others = self.ranked()
         others.pop(path, None)  # of an evaluation that a run taken up again has come to anew

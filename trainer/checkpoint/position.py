@@ -151,9 +151,8 @@ def not_exact(what: str, hint: str) -> ValueError:
     """Returns the error for a pipeline whose position cannot be kept."""
     return ValueError(
         f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A run "
-        f"that is taken up again would see other data. {hint}Or pass data_resume="
-        '"skip", which reads as many batches as were taken and drops them, or "restart", which '
-        "begins a new pass."
+        f'that is taken up again would see other data. {hint}Pass data_resume="skip", which reads '
+        'as many batches as were taken and drops them, or "restart", which begins a new pass.'
     )
 
 

@@ -1,0 +1,81 @@
+"""Nothing that is read from `model_dir` runs code from it: seen from outside, by an audit hook."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+PROGRAM = '''
+import pathlib, pickle, sys, traceback
+
+import numpy as np
+import tensorflow as tf
+
+import make as golden
+
+seen = []
+
+def hook(event, arguments):
+    """Notes what makes objects out of bytes; Python itself reads compiled modules that way."""
+    if event in ("pickle.find_class", "marshal.loads", "marshal.load"):
+        files = [frame.filename for frame in traceback.extract_stack()]
+        if not any("importlib" in name for name in files):
+            seen.append((event, files[-2]))
+
+sys.addaudithook(hook)
+here = pathlib.Path(sys.argv[1])
+x, y = golden.data()
+x[5] = 1e30  # overflows in float16
+shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20, seed=1).batch(4)
+
+def make(folder, **arguments):
+    return golden.make(here / folder, max_overflow_records=1, keep_best=1, **arguments)
+
+def train(trainer, steps):
+    return trainer.train(shuffled, steps=steps, eval_data=golden.data()).steps_run
+
+train(make("run"), 3)
+print("before", seen)
+again = make("run")
+print("resumed for", train(again, 6))
+[kept] = (here / "run" / "overflows").iterdir()
+print("replayed:", again.replay(kept).recorded is not None)
+for name in ("run", "run/ckpt-3", "run/best"):
+    path = here / name
+    path = next(path.glob("step-*/model.keras")) if name.endswith("best") else path
+    make("new", init_from=path).evaluate(golden.data(), global_batch=4)
+print("after", seen)
+np.save(here / "objects.npy", np.array([pathlib.Path()], object), allow_pickle=True)
+np.load(here / "objects.npy", allow_pickle=True)
+print("the hook sees", seen[0][0])
+'''
+
+
+def test_nothing_in_model_dir_runs_code(tmp_path):
+    """A run is taken up, position in the data included, an overflow is replayed, and new runs begin
+    with its weights: no pickle is read on the way, nor compiled code; one that is, is seen.
+    """
+    (tmp_path / "program.py").write_text(PROGRAM)
+    result = subprocess.run(
+        [sys.executable, tmp_path / "program.py", tmp_path],
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'golden'}",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "before []",
+        "resumed for 3",
+        "replayed: True",
+        "after []",
+        "the hook sees pickle.find_class",
+    ]
