@@ -1,6 +1,7 @@
 """Where a step runs, how its batch is divided, and how its replicas agree."""
 
-from strategies.agreements import agree, any_worker, sum_gradients
+from strategies.agreements import agree, any_worker, from_chief, has_workers, is_chief, sum_gradients
+from strategies.cluster import find_cluster
 from strategies.division import Share, check_divisible, take, whole
 from strategies.factories import split_cpu
 from strategies.registry import create, names, register
@@ -11,6 +12,10 @@ __all__ = [
     "any_worker",
     "check_divisible",
     "create",
+    "find_cluster",
+    "from_chief",
+    "has_workers",
+    "is_chief",
     "names",
     "register",
     "split_cpu",

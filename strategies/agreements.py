@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from strategies.checks import check_strategy
+
 
 def sum_gradients(gradients: Any) -> Any:
     """Returns the sum over all replicas, on every replica. One all-reduce for the whole structure.
@@ -84,14 +86,17 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
     return tf.equal(against, 0.0)
 
 
-def any_worker(flag: bool, strategy: tf.distribute.Strategy) -> bool:
+def any_worker(flag: bool | tf.Tensor, strategy: tf.distribute.Strategy) -> Any:
     """Returns, on every worker, whether `flag` is true on any of them. Waits for all.
 
-    Call it outside any graph, on every worker. Where there is one worker it costs nothing.
+    Call it on every worker, in cross-replica context. Where there is one worker it costs nothing.
 
     Args:
-        flag: this worker's.
+        flag: this worker's: a bool, or in a graph a tensor of one.
         strategy: whose workers.
+
+    Returns:
+        A bool for a bool, and a tensor of shape () for a tensor.
 
     Raises:
         TypeError: if one is none.
@@ -100,20 +105,83 @@ def any_worker(flag: bool, strategy: tf.distribute.Strategy) -> bool:
         >>> any_worker(True, tf.distribute.get_strategy())
         True
     """
-    if flag not in (True, False):
+    is_tensor = tf.is_tensor(flag) and flag.dtype == tf.bool
+    if not is_tensor and flag not in (True, False):
         raise TypeError(
             f"`flag` must be True or False; got {flag!r}. It is this worker's answer. Pass a bool."
         )
-    if not isinstance(strategy, tf.distribute.Strategy):
-        raise TypeError(
-            f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. It knows the workers. "
-            'Pass for instance strategies.create("mirrored").'
-        )
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    check_strategy(strategy, "It knows the workers.")
+    if not has_workers(strategy):
         return flag
-    asked = tf.constant(float(flag))
-    total = strategy.run(sum_gradients, args=(asked,))
-    return float(strategy.experimental_local_results(total)[0]) > 0
+    # Within the replica, which gives the number the device that the sum is taken on.
+    total = strategy.run(lambda: sum_gradients(tf.cast(flag, tf.float32)))
+    answer = strategy.experimental_local_results(total)[0] > 0
+    return answer if is_tensor else bool(answer)
+
+
+def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
+    """Returns, on every worker, the number that the chief has brought. Waits for all.
+
+    Call it outside any graph, on every worker.
+
+    Args:
+        number: this worker's; the chief's counts.
+        strategy: whose workers.
+
+    Raises:
+        TypeError: if one is none.
+
+    Example:
+        >>> from_chief(7, tf.distribute.get_strategy())
+        7
+    """
+    if not isinstance(number, int):
+        raise TypeError(
+            f"`number` must be an int; got {number!r}. The chief's is told to all workers. Pass "
+            "for instance a step."
+        )
+    check_strategy(strategy, "It knows the workers.")
+    if not has_workers(strategy):
+        return number
+    def brought() -> tf.Tensor:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return sum_gradients(tf.where(replica == 0, tf.constant(number, tf.int64), 0))
+
+    return int(strategy.experimental_local_results(strategy.run(brought))[0])
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this process is the one that prints and keeps files: one of all workers.
+
+    Args:
+        strategy: whose workers.
+
+    Raises:
+        TypeError: if it is none.
+
+    Example:
+        >>> is_chief(tf.distribute.get_strategy())
+        True
+    """
+    check_strategy(strategy, "It knows the workers.")
+    return bool(strategy.extended.should_checkpoint)
+
+
+def has_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether other processes take the same steps as this one.
+
+    Args:
+        strategy: whose workers.
+
+    Raises:
+        TypeError: if it is none.
+
+    Example:
+        >>> has_workers(tf.distribute.get_strategy())
+        False
+    """
+    check_strategy(strategy, "It knows the workers.")
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def _replica_context(caller: str) -> tf.distribute.ReplicaContext:

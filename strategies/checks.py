@@ -17,3 +17,12 @@ def check_count(name: str, value: Any, why: str) -> None:
 def static_shape(tensor: Any) -> tf.TensorShape:
     """Returns what is known of a tensor's shape; a number, or anything else, has no dimension."""
     return tf.TensorShape(getattr(tensor, "shape", ()))
+
+
+def check_strategy(strategy: Any, why: str) -> None:
+    """Raises TypeError unless `strategy` is one of TensorFlow's."""
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. {why} "
+            'Pass for instance strategies.create("mirrored").'
+        )

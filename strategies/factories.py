@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from strategies.checks import check_count
+from strategies.cluster import find_cluster
 
 
 def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
@@ -45,6 +46,26 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(
         chosen, cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None
     )
+
+
+def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
+    """A copy of the model on each device of several machines, kept in step.
+
+    Every process of the job makes it, at its start, and waits there for the others.
+    """
+    if devices is not None:
+        raise ValueError(
+            f"`devices` must be None for multi_worker_mirrored; got {devices!r}. Each process uses "
+            "all its GPUs, or else its CPU. Set CUDA_VISIBLE_DEVICES to choose some."
+        )
+    cluster = find_cluster()
+    if cluster is None:
+        raise ValueError(
+            "`strategy` must not be multi_worker_mirrored without a job; got no TF_CONFIG, no "
+            "step of Slurm's and no HALFSTEP_WORKER_PODS. The processes could not find each other. "
+            'Start them with python -m strategies.launch --workers=2, or use "mirrored".'
+        )
+    return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=cluster)
 
 
 def split_cpu(count: int) -> None:

@@ -14,6 +14,7 @@ _FACTORIES: dict[str, Factory] = {
     "default": factories.default,
     "one_device": factories.one_device,
     "mirrored": factories.mirrored,
+    "multi_worker_mirrored": factories.multi_worker_mirrored,
 }
 
 

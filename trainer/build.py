@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 import scaling
+import strategies
 from trainer import settings
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.contents import Contents, attributes_with_variables
@@ -61,7 +62,7 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
         run_steps,
         trainer.train_step,
         state.halted,
-        stop,
+        lambda: strategies.any_worker(stop.read_value(), strategy),
         counts=scaling.stats.COUNTS if trainer.record_gradients else 0,
         keep_overflows=trainer.max_overflow_records > 0,
     )

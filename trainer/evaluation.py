@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import strategies
 from trainer.keras_private import computing_in_float32
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
@@ -47,6 +48,7 @@ class Evaluator:
         """Traces nothing yet."""
         self._task = task
         self._strategy = strategy
+        self._stop = stop
         self._objectives = objectives
         self._is_keras = isinstance(task.model, keras.Model)
 
@@ -59,7 +61,8 @@ class Evaluator:
         self._compute_loss = {way: forward(task.compute_loss, way) for way in PRECISIONS}
         self._precision = PRECISIONS[0]  # of the evaluation that is running
         self._evaluate = {
-            way: tf.function(functools.partial(evaluate_all, eval_step, stop)) for way in PRECISIONS
+            way: tf.function(functools.partial(evaluate_all, eval_step, stop, strategy))
+            for way in PRECISIONS
         }
         self._predict = {
             precision: tf.function(
@@ -84,9 +87,13 @@ class Evaluator:
             metric.reset_state()
         with self._computing_in(precision):
             self._precision = precision
-            total, weight, whole = self._evaluate[precision](iter(dataset), tf.constant(stoppable))
-        if not whole:
-            return None
+            iterator = iter(dataset)
+            total, weight, left = self._evaluate[precision](iterator, tf.constant(stoppable))
+        stopped = stoppable and strategies.any_worker(bool(self._stop), self._strategy)
+        if strategies.any_worker(bool(left), self._strategy):
+            if stopped:
+                return None
+            raise unequal(bool(left))
         metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
@@ -120,6 +127,7 @@ class Evaluator:
 def evaluate_all(
     eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
     stop: tf.Variable,
+    strategy: tf.distribute.Strategy,
     iterator: Any,
     stoppable: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -127,21 +135,37 @@ def evaluate_all(
 
     Returns:
         The weighted sum of losses and the sum of weights, over all replicas: shape (), float32;
-        and whether these were all: shape (), bool.
+        and whether a batch is left: shape (), bool.
     """
 
-    def body(following: Any, total: tf.Tensor, weight: tf.Tensor) -> tuple:
+    def going(following: Any) -> tf.Tensor:
+        end = ~following.has_value() | (stop.read_value() & stoppable)
+        return ~strategies.any_worker(end, strategy)
+
+    def body(following: Any, going_on: tf.Tensor, total: tf.Tensor, weight: tf.Tensor) -> tuple:
+        del going_on
         losses, weights = eval_step(following.get_value())
-        return iterator.get_next_as_optional(), total + losses, weight + weights
+        following = iterator.get_next_as_optional()
+        return following, going(following), total + losses, weight + weights
 
     # Written out, not left to AutoGraph: where that gives up, a `for` would never end.
-    following, total, weight = tf.while_loop(
-        lambda following, *_: following.has_value() & ~(stop.read_value() & stoppable),
+    first = iterator.get_next_as_optional()
+    following, _, total, weight = tf.while_loop(
+        lambda following, going_on, *_: going_on,  # noqa: ARG005
         body,
-        (iterator.get_next_as_optional(), tf.constant(0.0), tf.constant(0.0)),
+        (first, going(first), tf.constant(0.0), tf.constant(0.0)),
         parallel_iterations=1,
     )
-    return total, weight, ~following.has_value()
+    return total, weight, following.has_value()
+
+
+def unequal(left: bool) -> ValueError:
+    """Returns the error for an evaluation that not all workers could end."""
+    return ValueError(
+        "`eval_data` must be the same on every worker; got data of several lengths: "
+        f"{'some are left here' if left else 'others have some left'}. Each replica takes its "
+        "share of every batch. Do not divide them beforehand."
+    )
 
 
 def replica_evaluate(
@@ -176,9 +200,7 @@ def predict_batch(
 ) -> Any:
     """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`."""
     shares = strategy.run(replica_predict, args=(batch, model, method))
-    return tf.nest.map_structure(
-        lambda share: tf.concat(strategy.experimental_local_results(share), 0), shares
-    )
+    return tf.nest.map_structure(lambda share: strategy.gather(share, axis=0), shares)
 
 
 def replica_predict(batch: Any, model: Any, method: Callable[[Any], Any]) -> Any:

@@ -155,10 +155,6 @@ def make_trainer(
     no_gpu = not tf.config.list_physical_devices("GPU")
     if flag_values.distribution_strategy == "mirrored" and no_gpu:
         strategies.split_cpu(flag_values.logical_cpus)
-    if flag_values.model_dir:
-        model_dir = pathlib.Path(flag_values.model_dir)
-        check_writable(model_dir)
-        save_flags(model_dir, flag_values)
     from_flags = {
         "model_dir": flag_values.model_dir,
         "strategy": flag_values.distribution_strategy,
@@ -189,7 +185,12 @@ def make_trainer(
         "seed": flag_values.seed,
         "record_gradients": flag_values.record_gradients,
     }
-    return trainer_class(**from_flags | arguments)
+    made = trainer_class(**from_flags | arguments)
+    if flag_values.model_dir and made.is_chief:
+        model_dir = pathlib.Path(flag_values.model_dir)
+        check_writable(model_dir)
+        save_flags(model_dir, flag_values)
+    return made
 
 
 def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:

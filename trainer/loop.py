@@ -11,7 +11,7 @@ from trainer.step.report import StepReport, report_spec
 def run_steps(
     train_step: Callable[[Any], StepReport],
     halted: tf.Variable,
-    stop: tf.Variable,
+    stop_asked: Callable[[], tf.Tensor],
     iterator: Any,
     num_steps: tf.Tensor,
     *,
@@ -23,7 +23,8 @@ def run_steps(
     Args:
         train_step: takes a global batch, attempts an update, and reports.
         halted: shape (), bool: no step is taken while it is true: the run must not go on.
-        stop: the same: somebody has asked the run to end, maybe from another thread.
+        stop_asked: returns shape (), bool: whether somebody has asked the run to end, maybe from
+            another thread; the same on every worker.
         iterator: of a `tf.data.Dataset` of global batches; it must not end within these steps.
         num_steps: shape (), int32: a tensor, since a Python number would retrace.
         counts: how many magnitude counts a report holds.
@@ -46,7 +47,7 @@ def run_steps(
         batch = next(iterator)
         report = train_step(batch)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
-        going = ~(halted.read_value() | stop.read_value())
+        going = ~(halted.read_value() | stop_asked())
         if keep_overflows:
             going &= report.skips_in_a_row != 1
         return index + 1, going, batch if keep_overflows else (), written
@@ -54,7 +55,7 @@ def run_steps(
     _, _, batch, fields = tf.while_loop(
         lambda index, going, *_: going & (index < num_steps),
         body,
-        (tf.constant(0), ~(halted.read_value() | stop.read_value()), no_batch, fields),
+        (tf.constant(0), ~(halted.read_value() | stop_asked()), no_batch, fields),
         shape_invariants=(
             tf.TensorShape([]),
             tf.TensorShape([]),

@@ -245,6 +245,16 @@ def check_kept(name: str, count: Any, model_dir: Any, what: str) -> None:
         )
 
 
+def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError if skipped steps are to be kept that no single process could repeat."""
+    if max_overflow_records and strategies.has_workers(strategy):
+        raise ValueError(
+            f"`max_overflow_records` must be 0 with several workers; got {max_overflow_records}. A "
+            "record holds every replica's variables, and no worker has those of another. Leave it "
+            "out, or look for the overflow on one machine with num_microbatches=."
+        )
+
+
 def check_export(model: Any, path: Any) -> None:
     """Raises TypeError or ValueError unless a model can be written to a `.keras` file."""
     if not isinstance(model, keras.Model):

@@ -89,8 +89,11 @@ class StopSignals:
             self._ask_to_stop()
         self._reader.close()
 
-    def end_process(self) -> None:
+    def end_process(self, *, others: bool = False) -> None:
         """Raises what a signal asks for, when all is saved; returns if none has come.
+
+        Args:
+            others: whether another worker has been sent one.
 
         Raises:
             KeyboardInterrupt: after SIGINT.
@@ -99,7 +102,7 @@ class StopSignals:
         self.close()  # what comes from now on is not for the run
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
-        if self.received:
+        if self.received or others:
             sys.exit(EXIT_CODE)
 
 

@@ -219,6 +219,9 @@ class Trainer(Task):
         plain = loss_scale is None or isinstance(loss_scale, (str, float, int))
         self.loss_scale_argument = loss_scale if plain else "auto"
         self.strategy = settings.resolve_strategy(strategy)
+        # Of several workers one prints and keeps files. All read them.
+        self.is_chief = strategies.is_chief(self.strategy)
+        settings.check_recordable(max_overflow_records, self.strategy)
         self.strategy_name = strategy if isinstance(strategy, str) else None
         self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
         self.num_microbatches = num_microbatches
@@ -226,7 +229,7 @@ class Trainer(Task):
         self.alternate_optimizers = alternate_optimizers
         self.steps_per_loop = steps_per_loop
         self.log_interval = log_interval
-        self.verbose = verbose
+        self.verbose = verbose and self.is_chief
         self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
         self.seed = seed
         self.max_overflow_records = max_overflow_records
@@ -333,7 +336,7 @@ class Trainer(Task):
             SystemExit, KeyboardInterrupt: after SIGTERM, with code 75, and SIGINT; all is saved.
         """
         began = time.perf_counter()
-        settings.check_writable(self.model_dir)
+        settings.check_writable(self.model_dir if self.is_chief else None)
         self.stop_asked = False
         if self._started:
             self._parts.stop.assign(value=False)
@@ -374,13 +377,15 @@ class Trainer(Task):
             )
             log.say(str(summary))
             self.on_train_end(summary)
-            signals.end_process()
+            asked = strategies.any_worker(bool(signals.received), self.strategy)
+            signals.end_process(others=asked)
         return summary
 
     def _new_log(self) -> RunLog:
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
         names = self._parts.plan.variable_names
-        return RunLog(self.model_dir, self.verbose, names, self.precision.name, shares)
+        model_dir = self.model_dir if self.is_chief else None
+        return RunLog(model_dir, self.verbose, names, self.precision.name, shares)
 
     def _position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns where the run stands in its data: at the beginning, if they are others."""
@@ -389,7 +394,9 @@ class Trainer(Task):
             position = before[1]
         else:
             position = DataPosition(data, self.saving.data_resume)
-            if self.model_dir and not are_arrays(train_data):
+            # Workers that shuffle each in an order of its own would train on some data twice.
+            shared = self.model_dir or strategies.has_workers(self.strategy)
+            if shared and not are_arrays(train_data):
                 position.check_savable()
         self._trained_on = train_data, position
         return position
@@ -398,12 +405,10 @@ class Trainer(Task):
         """Asks `train` to end after the step that is running; it saves before it does.
 
         It may be called from any thread. On several workers one that asks is enough: all end after
-        the same inner loop.
+        the same step.
         """
         self.stop_asked = True
-        if self._started and not isinstance(
-            self.strategy, tf.distribute.MultiWorkerMirroredStrategy
-        ):
+        if self._started:
             self._parts.stop.assign(value=True)
 
     def evaluate(

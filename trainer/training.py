@@ -70,7 +70,8 @@ class Training:
         self._saved_at = parts.checkpoints.facts.get("step")
         self._saved = time.monotonic()
         self._offence: Offence | None = None  # seen, and not yet answered
-        keep = trainer.saving.keep_best if evaluate and trainer.model_dir else 0
+        keeps = evaluate and trainer.model_dir and trainer.is_chief
+        keep = trainer.saving.keep_best if keeps else 0
         self._best = keep and Best(
             trainer.model_dir, keep, trainer.saving.best_metric, trainer.saving.best_is
         )

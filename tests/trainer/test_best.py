@@ -231,15 +231,20 @@ def test_a_run_whose_evaluations_have_no_such_metric_does_not_begin(tmp_path):
 
 
 def test_nothing_is_kept_without_being_asked_for(tmp_path):
-    """Nor without evaluations."""
+    """And whoever asks for it must have evaluations: the error comes before the first step."""
     Linear(model_dir=tmp_path / "a", verbose=False).train(
         slopes(1.0), steps=1, global_batch=1, eval_data=slopes(1.0)
     )
-    Linear(model_dir=tmp_path / "b", keep_best=1, verbose=False).train(
-        slopes(1.0), steps=1, global_batch=1
-    )
+    trainer = Linear(model_dir=tmp_path / "b", keep_best=1, verbose=False)
+    with pytest.raises(ValueError, match="eval_data") as error:
+        trainer.train(slopes(1.0), steps=1, global_batch=1)
 
     assert list(tmp_path.rglob("best")) == []
+    assert str(error.value) == (
+        "`eval_data` must be given where the best models are kept; got None with keep_best=1. "
+        "Evaluations say which are best. Pass eval_data, or leave out keep_best."
+    )
+    assert trainer.totals.attempted == 0
 
 
 def test_a_module_is_kept_as_its_variables(tmp_path):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 import scaling
+import strategies
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.checkpoint.position import DataPosition
@@ -88,9 +89,12 @@ class Checkpoints:
         late = [step for step in found if before is not None and step >= before]
         later = [found.pop(step) for step in late]
         sound = newest_sound(found, "model_dir")
-        if sound is None:
+        # Another worker may look before the chief's last one is in its place.
+        chosen = strategies.from_chief(sound[1]["step"] if sound else -1, self._strategy)
+        if chosen < 0:
             return None
-        path, facts = sound
+        path = self._model_dir / f"{PREFIX}-{chosen}"
+        facts = sound[1] if sound and sound[0] == path else read_facts(path)
         if self._keeps_files:
             for each in later:
                 shutil.rmtree(each)
@@ -212,7 +216,22 @@ class Checkpoints:
     @property
     def _keeps_files(self) -> bool:
         """Whether this process is the one that keeps files."""
-        return self._strategy.extended.should_checkpoint
+        return strategies.is_chief(self._strategy)
+
+
+def read_facts(path: pathlib.Path) -> dict[str, Any]:
+    """Returns what the checkpoint says that the chief has chosen.
+
+    Raises:
+        ValueError: if it cannot be read here.
+    """
+    try:
+        return folder.read_manifest(path)
+    except folder.DamagedError as error:
+        raise ValueError(
+            f"`model_dir` must be the same for all workers; got {path.parent}, where {error}. The "
+            "chief goes on from there. Use a file system that all of them share."
+        ) from error
 
 
 def to_disk(path: pathlib.Path) -> None:
