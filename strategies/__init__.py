@@ -1,6 +1,13 @@
 """Where a step runs, how its batch is divided, and how its replicas agree."""
 
-from strategies.agreements import agree, any_worker, from_chief, has_workers, is_chief, sum_gradients
+from strategies.agreements import (
+    agree,
+    any_worker,
+    from_chief,
+    has_workers,
+    is_chief,
+    sum_gradients,
+)
 from strategies.cluster import find_cluster
 from strategies.division import Share, check_divisible, take, whole
 from strategies.factories import split_cpu

@@ -105,7 +105,7 @@ def any_worker(flag: bool | tf.Tensor, strategy: tf.distribute.Strategy) -> Any:
         >>> any_worker(True, tf.distribute.get_strategy())
         True
     """
-    is_tensor = tf.is_tensor(flag) and flag.dtype == tf.bool
+    is_tensor = isinstance(flag, tf.Tensor) and flag.dtype == tf.bool
     if not is_tensor and flag not in (True, False):
         raise TypeError(
             f"`flag` must be True or False; got {flag!r}. It is this worker's answer. Pass a bool."
@@ -143,6 +143,7 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
     check_strategy(strategy, "It knows the workers.")
     if not has_workers(strategy):
         return number
+
     def brought() -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return sum_gradients(tf.where(replica == 0, tf.constant(number, tf.int64), 0))

@@ -1,14 +1,14 @@
 """The job that this process is part of, as its scheduler says it."""
 
-import collections
 import json
 import os
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-Resolver = tf.distribute.cluster_resolver.ClusterResolver
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 KUBERNETES = "HALFSTEP_WORKER_PODS"
 # Where the processes of a Slurm step listen: the first one of a node here, and so on.
@@ -53,25 +53,34 @@ def from_tf_config(text: str) -> Resolver:
 
     TensorFlow's own resolver would be asked again and again, and hang where one waits in vain.
     """
-    try:
-        config = json.loads(text)
-        cluster, task = config["cluster"], config["task"]
-        addresses = cluster[task["type"]]
-        addresses[int(task["index"])]
-        twice = collections.Counter(each for job in cluster.values() for each in job)
-        if not all(isinstance(each, str) and ":" in each for each in twice):
-            raise ValueError("an address must be HOST:PORT")
-        if max(twice.values()) > 1:
-            raise ValueError(f"{max(twice, key=twice.__getitem__)} stands there twice")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+    reason = wrong_in(text)
+    if reason:
         raise ValueError(
             f"`TF_CONFIG` must name the processes of the job, and which one this is; got {text}: "
             f"{reason}. Without it they cannot find each other. Set it to for instance "
             '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": '
             '"worker", "index": 0}}, or unset it for one process.'
-        ) from error
+        )
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+def wrong_in(text: str) -> str | None:
+    """Returns what is wrong with a `TF_CONFIG`, or None."""
+    try:
+        config = json.loads(text)
+        cluster, task = config["cluster"], config["task"]
+        addresses = [each for job in cluster.values() for each in job]
+        mine = cluster[task["type"]][int(task["index"])]
+    except KeyError as error:
+        return f"there is no {error}"
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        return str(error)
+    for address in addresses:
+        if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
+            return f"{address!r} is no HOST:PORT"
+        if addresses.count(address) > 1:
+            return f"{address} stands there twice"
+    return None if mine else "there is no address of this process"
 
 
 def from_slurm() -> Resolver:
@@ -114,9 +123,9 @@ def from_kubernetes(selector: str) -> Resolver:
     mine = f"{os.environ.get('NODE_IP')}:{KUBERNETES_PORT}"
     if workers.count(mine) != 1 or len(set(workers)) != len(workers):
         raise ValueError(
-            f"`{KUBERNETES}` must select the pods of all workers, each on a node of its own; got "
-            f"{selector!r}, which finds {workers}, and NODE_IP {os.environ.get('NODE_IP')!r}. "
-            "Without it they cannot find each other. Set NODE_IP from status.hostIP, and "
+            f"`{KUBERNETES}` must find the pods of all workers, each on a node of its own; got "
+            f"{selector!r}, which gives {workers}, and NODE_IP {os.environ.get('NODE_IP')!r}. "
+            "Without it they cannot find each other. Set NODE_IP to status.hostIP, and "
             "hostNetwork: true."
         )
     return known({"worker": workers}, workers.index(mine), {})

@@ -12,6 +12,7 @@ SIGTERM are passed on to all. The exit code is that of the first process to fail
 import argparse
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -31,11 +32,11 @@ class Task(NamedTuple):
     """One process of a job."""
 
     kind: str  # "worker", "chief" or "ps"
-    index: int
+    number: int
 
     def __str__(self) -> str:
         """Returns what its lines begin with."""
-        return f"{self.kind} {self.index}"
+        return f"{self.kind} {self.number}"
 
 
 class Job:
@@ -66,8 +67,8 @@ class Job:
 
     def start(self, task: Task) -> None:
         """Starts one process, and a thread that passes on its lines."""
-        config = {"cluster": self.cluster, "task": {"type": task.kind, "index": task.index}}
-        process = subprocess.Popen(
+        config = {"cluster": self.cluster, "task": {"type": task.kind, "index": task.number}}
+        process = subprocess.Popen(  # noqa: S603  # what its user has typed
             self._command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--workers must be at least 1; got {chosen.workers}")
     if chosen.ps < 0:
         parser.error(f"--ps must be at least 0; got {chosen.ps}")
-    if not os.path.exists(chosen.script):
+    if not pathlib.Path(chosen.script).is_file():
         parser.error(f"SCRIPT must be a file; there is no {chosen.script!r}")
     command = [sys.executable, "-u", chosen.script, *chosen.flags]
     job = Job(command, chosen.workers, chosen.ps, sys.stdout)

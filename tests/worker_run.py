@@ -1,16 +1,17 @@
-"""A job's process, as a program: python worker_run.py OUT KIND STEPS [MODEL_DIR].
+"""A process of a job, as a program: python worker_run.py OUT KIND --steps=6 ...
 
 `plain` is SGD in float32, to be compared with one process that has the whole batch. `noisy` is
 float16 with BatchNorm, Dropout and a moving average; in step 3 the job's last replica alone
-overflows. After every step each process writes a line to `OUT/task-INDEX.jsonl`: a digest of
+overflows. After every inner loop each process writes a line to `OUT/KIND-INDEX.jsonl`: a digest of
 all that it keeps, the loss scale, and whether the step was applied.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import pathlib
-import sys
+import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -42,7 +43,7 @@ class WorkerRun(Trainer):
     def __init__(self, out, noisy, **arguments):
         """See the module."""
         super().__init__(**arguments)
-        self.out, self.noisy = out, noisy
+        self.out, self.noisy, self.pause = out, noisy, 0.0
 
     def build_model(self):
         """Layers that keep something if the run is noisy."""
@@ -84,43 +85,67 @@ class WorkerRun(Trainer):
         }
         with self.out.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
+        time.sleep(self.pause)
 
 
-def make(out, kind, strategy, model_dir=None):
+def make(out, kind, strategy, **arguments):
     """The trainer."""
     noisy = kind == "noisy"
     return WorkerRun(
         out,
         noisy,
         strategy=strategy,
-        model_dir=model_dir,
         precision="mixed_float16" if noisy else "float32",
         loss_scale=scaling.DynamicLossScale(initial_scale=2.0**8) if noisy else None,
         ema_momentum=0.9 if noisy else None,
         metrics=lambda: {"mean": keras.metrics.Mean()} if noisy else {},
         checkpoint_interval=4,
         jit_compile=False,
-        steps_per_loop=1,
-        log_interval=1,
+        log_interval=6,
         seed=3,
+        **arguments,
     )
 
 
-def data(steps):
-    """In the order in which they are."""
-    return tf.data.Dataset.from_tensor_slices(examples(steps)).batch(BATCH)
+def data(steps, raise_at=None):
+    """In the order in which they are; from some batch on they cannot be read, if that is said."""
+    dataset = tf.data.Dataset.from_tensor_slices(examples(steps)).batch(BATCH)
+    if raise_at is None:
+        return dataset
+
+    def readable(number, batch):
+        tf.debugging.assert_less(number, tf.constant(raise_at, tf.int64), "a torn file")
+        return batch
+
+    return dataset.enumerate().map(readable)
 
 
-def main(out, kind, steps, model_dir=None):
-    """Trains."""
+def main():
+    """Trains one kind after the other."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("kinds", nargs="+")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--model_dir")
+    parser.add_argument("--steps_per_loop", type=int, default=1)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--raise_at", type=int)
+    asked = parser.parse_args()
     strategy = strategies.create("multi_worker_mirrored")
     index = strategy.cluster_resolver.task_id
-    steps = int(steps)
-    for each in kind.split("+"):
-        path = pathlib.Path(out) / f"{each}-{index}.jsonl"
-        made = make(path, each, strategy, model_dir)
-        made.train(data(steps), steps=steps, eval_data=data(PLANTED), eval_interval=3)
+    for kind in asked.kinds:
+        made = make(
+            asked.out / f"{kind}-{index}.jsonl",
+            kind,
+            strategy,
+            model_dir=asked.model_dir,
+            steps_per_loop=asked.steps_per_loop,
+        )
+        made.pause = asked.pause
+        # The chief can read all.
+        train_data = data(asked.steps, asked.raise_at if index else None)
+        made.train(train_data, steps=asked.steps, eval_data=data(PLANTED), eval_interval=6)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

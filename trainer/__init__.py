@@ -5,6 +5,7 @@ from trainer.checkpoint import CheckpointError
 from trainer.data_errors import DataError
 from trainer.divergence import DivergedError, Divergence
 from trainer.liveness import TrainingStuckError
+from trainer.lost_worker import WorkerLostError
 from trainer.report import Totals, TrainSummary
 from trainer.step.report import StepReport
 from trainer.trainer import Trainer
@@ -20,4 +21,5 @@ __all__ = [
     "TrainSummary",
     "Trainer",
     "TrainingStuckError",
+    "WorkerLostError",
 ]

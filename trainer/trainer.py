@@ -333,6 +333,7 @@ class Trainer(Task):
             DataError: if the data raise, or end though they said that they would not.
             CheckpointError: if a checkpoint cannot be written; those before it are as they were.
             DivergedError: see `Divergence`.
+            WorkerLostError: if another worker's process has ended or answers no more.
             SystemExit, KeyboardInterrupt: after SIGTERM, with code 75, and SIGINT; all is saved.
         """
         began = time.perf_counter()

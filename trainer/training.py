@@ -24,6 +24,7 @@ from trainer.divergence import DivergedError, LossWatch, Offence
 from trainer.liveness import TrainingStuckError, check_alive
 from trainer.log import RunLog
 from trainer.loop import crossed, next_stop
+from trainer.lost_worker import naming_the_lost
 from trainer.recorder import keep_overflow
 from trainer.report import Totals
 from trainer.step.randomness import check_no_stateful_ops
@@ -116,6 +117,16 @@ class Training:
         Returns:
             The step it has come to.
         """
+        with naming_the_lost(self._trainer.strategy, self._where):
+            return self._run()
+
+    def _where(self) -> str:
+        """Returns after which step something has happened, and what is saved of the run."""
+        latest = self._parts.checkpoints.latest
+        saved = f"The last checkpoint is {latest}." if latest else "Nothing was saved."
+        return f"after step {Totals.from_state(self._parts.state).attempted}. {saved}"
+
+    def _run(self) -> int:
         trainer = self._trainer
         if self._watch and not self._parts.checkpoints.latest:
             self._save()  # so that there is always one to go back to

@@ -31,6 +31,7 @@ WITHOUT_EXAMPLE = {
     "Totals": "Trainer",
     "TrainSummary": "Trainer",
     "TrainingStuckError": "Trainer",
+    "WorkerLostError": "Trainer",
     "StepPlan": "plan_step",
     "TrainState": "plan_step",
     "attempt_step": "plan_step",

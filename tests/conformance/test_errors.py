@@ -286,6 +286,16 @@ STRATEGIES = {
         ("flag", 'strategies.any_worker("no", tf.distribute.get_strategy())'),
         ("strategy", 'strategies.any_worker(False, "mirrored")'),
     ],
+    "from_chief": [
+        ("number", "strategies.from_chief(0.5, tf.distribute.get_strategy())"),
+        ("strategy", 'strategies.from_chief(1, "mirrored")'),
+    ],
+    "has_workers": [
+        ("strategy", 'strategies.has_workers("mirrored")'),
+    ],
+    "is_chief": [
+        ("strategy", "strategies.is_chief(None)"),
+    ],
     "check_divisible": [
         ("global_batch", "strategies.check_divisible(3, num_replicas=2, num_microbatches=2)"),
         ("global_batch", "strategies.check_divisible(4.5, num_replicas=2, num_microbatches=2)"),
@@ -622,6 +632,7 @@ EXEMPT = {
     ("Cause", "*"): "an enumeration, whose members are known by name",
     ("CheckpointError", "*"): MADE,
     ("DataError", "*"): MADE,
+    ("WorkerLostError", "*"): MADE,
     ("DivergedError", "*"): MADE,
     ("DynamicLossScaleState", "*"): MADE,
     ("FixedLossScaleState", "*"): MADE,
