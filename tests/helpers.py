@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer import Trainer
+from trainer.data import untuned
 
 
 def linear_model(units=1, inputs=1):
@@ -48,7 +49,7 @@ def attempt(trainer, batches):
     specs = tf.nest.map_structure(
         lambda leaf, dtype: tf.TensorSpec([None, *np.shape(leaf)[1:]], dtype), batches[0], structure
     )
-    dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
+    dataset = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
     trainer._start(next(iter(dataset)))
     iterator = iter(dataset)
     for _ in batches:

@@ -184,9 +184,21 @@ def _from_arrays(
         indices = tf.data.Dataset.range(lengths[0]).batch(global_batch)
     else:
         indices = shuffled_for_ever(lengths[0], global_batch, shuffle_seed)
-    return indices.map(
+    gathered = indices.map(
         lambda rows: tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
     )
+    return untuned(gathered)
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a data set whose iterator has no thread that tunes it.
+
+    In TensorFlow 2.21 that thread can miss that its iterator is being removed, and is waited for
+    until it looks again: up to a minute.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:

@@ -16,6 +16,7 @@ import scaling
 from trainer import Trainer
 from trainer.checkpoint import CheckpointError, folder, saver
 from trainer.checkpoint.contents import compared, describe, first_difference
+from trainer.data import untuned
 from trainer.log import RunLog
 
 BATCHES = [everything.batch(seed=seed) for seed in range(4)]
@@ -109,7 +110,7 @@ class Everything(Trainer):
 def pipeline(batches=BATCHES):
     """The batches in turn."""
     stacked = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    return tf.data.Dataset.from_tensor_slices(stacked).batch(everything.EXAMPLES)
+    return untuned(tf.data.Dataset.from_tensor_slices(stacked).batch(everything.EXAMPLES))
 
 
 def first(data):
@@ -211,7 +212,7 @@ def test_a_modules_own_copies_come_back(tmp_path, mirrored):
         return OfModule(model_dir=tmp_path, strategy=mirrored(3), verbose=False)
 
     before, after = make(), make()
-    data = tf.data.Dataset.from_tensors(THIRDS)
+    data = untuned(tf.data.Dataset.from_tensors(THIRDS))
     before.train(data, steps=2)
     make_differ([before.model.seen])
     before._parts.checkpoints.save(2, before._parts.checkpoints.facts, None)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
 
 from trainer import Trainer
+from trainer.data import untuned
 
 X = np.random.default_rng(0).standard_normal([11, 5]).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -106,7 +107,7 @@ def test_metrics_are_updated_on_applied_steps_only():
     trainer = classifier(log_interval=100)
     bad = X.copy()
     bad[3] = np.inf
-    data = tf.data.Dataset.from_tensor_slices((np.stack([X, bad, X]), np.stack([Y] * 3)))
+    data = untuned(tf.data.Dataset.from_tensor_slices((np.stack([X, bad, X]), np.stack([Y] * 3))))
     trainer._start((tf.constant(X), tf.constant(Y)))
     trainer._parts.run_steps(iter(data), tf.constant(3))
 

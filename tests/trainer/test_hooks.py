@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 from trainer import Action, TrainingStuckError
+from trainer.data import untuned
 
 
 class Hooked(Linear):
@@ -175,7 +176,7 @@ def test_metrics_are_those_of_applied_steps():
 
     batches = [slopes(1.0), slopes(np.inf), slopes(3.0)]
     specs = {"x": tf.TensorSpec([None, 1]), "slope": tf.TensorSpec([None])}
-    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
+    data = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
     trainer = Measured(verbose=False, steps_per_loop=1, log_interval=100)
     trainer.train(data, steps=4)
 

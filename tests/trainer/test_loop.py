@@ -9,13 +9,14 @@ import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, attempt, slopes
 
 from trainer import Trainer
+from trainer.data import untuned
 from trainer.loop import crossed, next_stop
 
 
 def data(examples=10, global_batch=4):
     """A data set whose last batch is short."""
     arrays = {"x": np.ones([examples, 1], np.float32), "slope": np.ones(examples, np.float32)}
-    return tf.data.Dataset.from_tensor_slices(arrays).batch(global_batch)
+    return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(global_batch))
 
 
 def operations(concrete):
@@ -94,7 +95,7 @@ def test_convolutions_run_in_half(strategy):
         model=model, optimizer="sgd", loss_fn="mse", precision="mixed_float16", strategy=strategy
     )
     batch = (tf.ones([8, 6, 6, 1]), tf.ones([8, 1]))
-    batches = tf.data.Dataset.from_tensors(batch)
+    batches = untuned(tf.data.Dataset.from_tensors(batch))
     trainer._start(batch)
     concrete = trainer._parts.run_steps.get_concrete_function(iter(batches), tf.constant(1))
     found = [(name, dtype) for name, dtype in operations(concrete) if name in kinds]

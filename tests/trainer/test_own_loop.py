@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import scaling
+from trainer.data import untuned
 from trainer.step import Clip, TrainState, attempt_step, plan_step
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -108,7 +109,7 @@ def test_replicas_change_nothing_in_a_plain_loop(mirrored, arguments):
         "y": random.standard_normal(32).astype(np.float32),
         "weight": random.choice([0.0, 0.5, 3.0], 32).astype(np.float32),
     }
-    batches = tf.data.Dataset.from_tensor_slices(arrays).batch(9)
+    batches = untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(9))
     alone = trained(tf.distribute.get_strategy(), batches, **arguments)
     shared = trained(mirrored(3), batches, **arguments)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import scaling
 from scaling import Cause
 from trainer import Totals, Trainer, TrainingStuckError
+from trainer.data import untuned
 from trainer.liveness import HINTS
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
@@ -261,7 +262,7 @@ def numbered(*slopes_in_turn, replicas=1):
     """A dataset of batches, one slope each, for every replica."""
     slope = np.repeat(np.float32(slopes_in_turn)[:, None], replicas, axis=1)
     data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": slope}
-    return tf.data.Dataset.from_tensor_slices(data)
+    return untuned(tf.data.Dataset.from_tensor_slices(data))
 
 
 @pytest.mark.parametrize(
@@ -412,8 +413,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
         for choice in ("raise", "skip")
     }
     with pytest.raises(TrainingStuckError) as error:
-        made["raise"].train(tf.data.Dataset.from_tensor_slices(data), steps=6)
-    totals = made["skip"].train(tf.data.Dataset.from_tensor_slices(data), steps=6).totals
+        made["raise"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6)
+    totals = made["skip"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6).totals
 
     assert str(error.value) == (
         "`compute_loss` must return finite losses; got 1 skipped steps in a row by step 4, the last "

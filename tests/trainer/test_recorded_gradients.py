@@ -15,6 +15,7 @@ from scaling import Cause
 from scaling.half import HALF_MAX
 from scaling.play import best_fixed_scale, compare, play
 from scaling.record import read_record
+from trainer.data import untuned
 
 RULES = {
     "dynamic": scaling.DynamicLossScale(2.0**22, growth_interval=7),
@@ -39,7 +40,7 @@ def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
     """Trains over the batches with the gradients recorded; returns the summary."""
     data = batches()
     specs = {"x": tf.TensorSpec([3, 1]), "slope": tf.TensorSpec([3])}
-    dataset = tf.data.Dataset.from_generator(lambda: iter(data), output_signature=specs)
+    dataset = untuned(tf.data.Dataset.from_generator(lambda: iter(data), output_signature=specs))
     trainer = Linear(
         precision=precision,
         loss_scale=rule,

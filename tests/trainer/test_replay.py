@@ -14,6 +14,7 @@ from helpers import Linear, slopes
 
 import scaling
 from scaling import Cause
+from trainer.data import untuned
 from trainer.recorder import read_record
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def record(tmp_path, kind, example=0, steps=8, **arguments):
     """Trains over one good batch and a bad one, again and again; returns the records' folders."""
     batches = [batch(None, 0), batch(kind, example)]
     specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]]), batches[0])
-    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
+    data = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
     trainer = Layered(
         model_dir=tmp_path,
         verbose=False,
@@ -127,7 +128,7 @@ def test_recording_does_not_change_the_run(tmp_path):
     trainer, _ = record(tmp_path / "a", "overflow", steps_per_loop=5, **half)
     batches = [batch(None, 0), batch("overflow", 0)]
     specs = tf.nest.map_structure(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]]), batches[0])
-    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs)
+    data = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
     plain = Layered(verbose=False, seed=1, **half)
     plain.train(data, steps=8)
 
@@ -190,7 +191,7 @@ def test_a_plain_module_is_run_again_too(tmp_path):
             return self.model.weight * batch["slope"] * lost
 
     arguments = {"verbose": False, "max_overflow_records": 9}
-    data = tf.data.Dataset.from_tensor_slices(slopes(1.0, 3.0)).batch(1)
+    data = untuned(tf.data.Dataset.from_tensor_slices(slopes(1.0, 3.0)).batch(1))
     Noisy(model_dir=tmp_path, **arguments).train(data, steps=20)
     records = sorted((tmp_path / "overflows").iterdir())
     replays = [Noisy(verbose=False).replay(path) for path in records]

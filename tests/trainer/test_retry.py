@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import scaling
 from scaling import Cause
 from trainer import Totals, Trainer
+from trainer.data import untuned
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 LARGEST = float(np.finfo(np.float32).max)
@@ -392,7 +393,7 @@ def test_retries_are_counted_apart():
     # 2^18 to 2^15 are three retries, to 2^11 four more; after five scales 2^9 is left out.
     history = [1.0, np.nan, 1.0, 16.0, 2.0**12]
     data = {"x": np.ones([5, 1, 1], np.float32), "slope": np.float32(history)[:, None]}
-    summary = trainer.train(tf.data.Dataset.from_tensor_slices(data), steps=5)
+    summary = trainer.train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=5)
     totals = summary.totals
 
     assert totals == trainer.totals
@@ -428,7 +429,7 @@ def test_no_example_is_lost(mirrored, replicas, jit_compile):
             verbose=False,
             steps_per_loop=5,
         )
-        trainer.train(tf.data.Dataset.from_tensor_slices(data), epochs=1)
+        trainer.train(untuned(tf.data.Dataset.from_tensor_slices(data)), epochs=1)
         weights[on_overflow], totals[on_overflow] = trainer.weight, trainer.totals
 
     assert weights["retry"] == 1.0 - replicas * powers.sum()

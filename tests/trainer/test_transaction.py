@@ -10,6 +10,7 @@ from helpers import Linear, attempt, copies, count_from_0, linear_model, slopes
 import scaling
 from scaling import Cause
 from trainer import Trainer
+from trainer.data import untuned
 from trainer.step import TrainState, attempt_step, plan_step
 
 RULE = scaling.DynamicLossScale(2.0**15)
@@ -50,7 +51,7 @@ class Everything(Trainer):
 
     def step(self, batch):
         """One attempt; returns its report as numbers."""
-        data = tf.data.Dataset.from_tensors(batch)
+        data = untuned(tf.data.Dataset.from_tensors(batch))
         self._start(next(iter(data)))
         report, _ = self._parts.run_steps(iter(data), tf.constant(1))
         return report._replace(**{k: v.numpy()[0].tolist() for k, v in report._asdict().items()})

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.data import Batches, without_end
+from trainer.data import Batches, untuned, without_end
 
 WAYS = ("exact", "skip", "restart")
 
@@ -36,7 +36,7 @@ class DataPosition:
         self.data = data
         self.way = way
         self._dataset = without_end(data)
-        self._counts = iter(data.dataset)  # see above; made in every run, since it is counted, too
+        self._counts = iter(untuned(data.dataset))  # see above
         self.iterator = iter(self._dataset)
         self.taken = 0  # batches, since the run began
         self.pipeline = ""  # what it is made of, if that has been looked at
