@@ -1,5 +1,6 @@
 """`LossScaler`: a state in variables, for a loop of one's own."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,39 @@ class LossScaler(tf.Module):
         for field, value in state._asdict().items():
             self._variables[field].assign(value)
 
+    def merge(self, before: Any, after: Any) -> None:
+        """Takes over what a step has changed, where other workers change it, too, without waiting.
+
+        What has grown by one is added, which no other's addition can undo; what has changed
+        otherwise is written, and the rest is left alone. A step that used another scale than the
+        one now in use has nothing to say of this one.
+
+        Args:
+            before: the state that the step used.
+            after: what the rule has made of it.
+
+        Raises:
+            TypeError: if one is no state of the scaler's rule.
+
+        Example:
+            >>> import scaling
+            >>> scaler = LossScaler(scaling.DynamicLossScale(initial_scale=8.0))
+            >>> used = scaler.state
+            >>> halved = scaler.rule.advance(used, False)
+            >>> for worker in range(2):  # both have overflowed at 8
+            ...     scaler.merge(used, halved)
+            >>> float(scaler.loss_scale)
+            4.0
+        """
+        check_state(before, self._state_type)
+        check_state(after, self._state_type)
+        in_use = self._variables["loss_scale"].read_value() == before.loss_scale
+        for field, variable in self._variables.items():
+            old, new = getattr(before, field), getattr(after, field)
+            by_one = (new == old + 1) & variable.dtype.is_integer
+            changed = functools.partial(_add_or_write, variable, new, by_one)
+            tf.cond(in_use & (new != old), changed, lambda: False)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns every field of the state as a Python number. Waits for the device.
 
@@ -192,6 +226,20 @@ class LossScaler(tf.Module):
         check_power_of_two("loss_scale", state["loss_scale"])
         for field, variable in self._variables.items():
             variable.assign(tf.cast(state[field], variable.dtype))
+
+
+def _add_or_write(variable: tf.Variable, new: tf.Tensor, by_one: tf.Tensor) -> tf.Tensor:
+    """Adds 1 to a variable, or gives it a new value; returns True."""
+
+    def add() -> bool:
+        variable.assign_add(tf.ones_like(new))
+        return True
+
+    def write() -> bool:
+        variable.assign(new)
+        return True
+
+    return tf.cond(by_one, add, write)
 
 
 def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLike]) -> tf.Tensor:

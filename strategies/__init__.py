@@ -5,6 +5,7 @@ from strategies.agreements import (
     any_worker,
     from_chief,
     has_workers,
+    is_asynchronous,
     is_chief,
     sum_gradients,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "find_cluster",
     "from_chief",
     "has_workers",
+    "is_asynchronous",
     "is_chief",
     "names",
     "register",

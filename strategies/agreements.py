@@ -185,6 +185,23 @@ def has_workers(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
+def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether workers take steps without waiting for each other.
+
+    Args:
+        strategy: whose workers.
+
+    Raises:
+        TypeError: if it is none.
+
+    Example:
+        >>> is_asynchronous(tf.distribute.get_strategy())
+        False
+    """
+    check_strategy(strategy, "It knows the workers.")
+    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
 def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     context = tf.distribute.get_replica_context()
     if context is None:

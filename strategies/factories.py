@@ -1,5 +1,6 @@
 """How each strategy of ours is made. A new one is a function here and a line in `registry.py`."""
 
+import os
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
@@ -66,6 +67,38 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
             'Start them with python -m strategies.launch --workers=2, or use "mirrored".'
         )
     return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=cluster)
+
+
+def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
+    """The variables on servers; workers who take steps without waiting for each other.
+
+    The job's chief makes the strategy and says what is to be done. In a worker or a server this
+    never returns: the process does what it is told until it is ended.
+    """
+    if devices is not None:
+        raise ValueError(
+            f"`devices` must be None for parameter_server; got {devices!r}. Each worker computes "
+            "on what it has. Set CUDA_VISIBLE_DEVICES to choose some."
+        )
+    cluster = find_cluster()
+    kinds = cluster.cluster_spec().jobs if cluster else []
+    if cluster is None or not {"chief", "ps", "worker"} <= {*kinds}:
+        raise ValueError(
+            "`strategy` must not be parameter_server without a job of a chief, workers and "
+            f"servers (ps); got {', '.join(kinds) or 'none'}. The chief could not find the others. "
+            "Start them with python -m strategies.launch --workers=2 --ps=1, or set TF_CONFIG."
+        )
+    if cluster.task_type != "chief":
+        server = tf.distribute.Server(
+            cluster.cluster_spec(),
+            job_name=cluster.task_type,
+            task_index=cluster.task_id,
+            protocol=cluster.rpc_layer or "grpc",
+        )
+        server.join()
+    # Or the chief would wait for a worker that has gone, instead of giving its step to another.
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+    return tf.distribute.ParameterServerStrategy(cluster)
 
 
 def split_cpu(count: int) -> None:

@@ -4,8 +4,8 @@
     python -m strategies.launch --workers=2 --ps=1 SCRIPT --flags...
 
 Every process runs the same script and finds the others by its `TF_CONFIG`. With parameter
-servers there is one process more, the chief, who trains, and a worker that dies is started
-again; without, all take the same steps, and when one dies the others are ended. SIGINT and
+servers there is one process more, the chief, who trains, and a worker that is killed is
+started again; without, all take the same steps, and when one dies the others are ended. SIGINT and
 SIGTERM are passed on to all. The exit code is that of the first process to fail.
 """
 
@@ -118,7 +118,8 @@ class Job:
             ended = {task: each.poll() for task, each in self.processes.items()}
             failed = [task for task, code in ended.items() if code]
             for task in list(failed):
-                if has_chief and task.kind == "worker" and self._restarts[task] < MOST_RESTARTS:
+                killed = (ended[task] or 0) < 0 and self._restarts[task] < MOST_RESTARTS
+                if has_chief and task.kind == "worker" and killed:
                     self._restarts[task] += 1
                     self.say(f"{task} {how_it_ended(ended[task])}; it is started again")
                     self.start(task)

@@ -15,6 +15,7 @@ _FACTORIES: dict[str, Factory] = {
     "one_device": factories.one_device,
     "mirrored": factories.mirrored,
     "multi_worker_mirrored": factories.multi_worker_mirrored,
+    "parameter_server": factories.parameter_server,
 }
 
 

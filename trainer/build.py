@@ -16,6 +16,7 @@ from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.evaluation import Evaluator
 from trainer.loop import run_steps
 from trainer.recorder import FlightRecorder
+from trainer.remote import RemoteSteps
 from trainer.rerun import recorded_variables
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_model, check_policies
@@ -58,19 +59,11 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
             warm_start(trainer.saving.init_from, model)
     # Not in the strategy's scope: a plain variable, which another thread can assign.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
-    loop = functools.partial(
-        run_steps,
-        trainer.train_step,
-        state.halted,
-        lambda: strategies.any_worker(stop.read_value(), strategy),
-        counts=scaling.stats.COUNTS if trainer.record_gradients else 0,
-        keep_overflows=trainer.max_overflow_records > 0,
-    )
     objectives = [objective for phase in plan.phases for objective in phase.objectives]
     return Parts(
         plan=plan,
         state=state,
-        run_steps=tf.function(loop),
+        run_steps=make_loop(trainer, state, stop),
         stop=stop,
         metrics=metrics,
         evaluator=Evaluator(
@@ -84,6 +77,22 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
         checkpoints=checkpoints,
         recorder=make_recorder(trainer, plan, state) if trainer.max_overflow_records else None,
     )
+
+
+def make_loop(trainer: Any, state: TrainState, stop: tf.Variable) -> Callable[..., Any]:
+    """Returns what takes many steps in one call."""
+    strategy = trainer.strategy
+    if strategies.is_asynchronous(strategy):
+        return RemoteSteps(trainer.train_step, strategy, state.halted, stop, state.outcomes)
+    loop = functools.partial(
+        run_steps,
+        trainer.train_step,
+        state.halted,
+        lambda: strategies.any_worker(stop.read_value(), strategy),
+        counts=scaling.stats.COUNTS if trainer.record_gradients else 0,
+        keep_overflows=trainer.max_overflow_records > 0,
+    )
+    return tf.function(loop)
 
 
 def build_metrics(trainer: Any) -> dict[bool, dict[str, keras.metrics.Metric]]:

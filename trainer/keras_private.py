@@ -27,6 +27,21 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
         del optimizer._all_reduce_sum_gradients
 
 
+@contextlib.contextmanager
+def updates_counted_at_once(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Within, `optimizer.apply` adds 1 to `iterations` in one operation, which loses no update.
+
+    Keras reads the number and writes it back plus 1; workers that do so at the same time count
+    once. `assign_add` is public; that `apply` counts by calling it is not promised.
+    """
+    counter = optimizer.iterations
+    counter.assign_add = counter.value.assign_add
+    try:
+        yield
+    finally:
+        del counter.assign_add
+
+
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns a model and all layers in it, however deep; `model.layers` has the first level."""
     return list(model._flatten_layers())

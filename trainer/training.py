@@ -144,7 +144,8 @@ class Training:
 
     def _check_graph(self) -> None:
         """Traces the step, and refuses what could not be taken up again exactly."""
-        if self._step < self._target and not tf.config.functions_run_eagerly():
+        traced = hasattr(self._parts.run_steps, "get_concrete_function")
+        if traced and self._step < self._target and not tf.config.functions_run_eagerly():
             arguments = (self._position.iterator, tf.constant(1))
             check_no_stateful_ops(self._parts.run_steps.get_concrete_function(*arguments).graph)
 

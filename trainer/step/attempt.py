@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import scaling
+import strategies
 from trainer.step.checks import check_same_rule, check_weights
 from trainer.step.commit import commit
 from trainer.step.locate import locate
@@ -61,7 +62,10 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
     last, retries = (
         attempt_until_applied(once, state, plan) if plan.max_retries else (once(state), 0)
     )
-    run.loss_scaler.assign(last.state)
+    if strategies.is_asynchronous(plan.strategy):
+        run.loss_scaler.merge(state, last.state)
+    else:
+        run.loss_scaler.assign(last.state)
     run.count(last.outcome, retries, in_float32, plan)
     return StepReport(
         step=run.step,

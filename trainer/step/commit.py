@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.keras_private import gradients_already_reduced
+import strategies
+from trainer.keras_private import gradients_already_reduced, updates_counted_at_once
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
@@ -43,6 +44,8 @@ def commit(
     with contextlib.ExitStack() as stack:
         for objective in phase.objectives:
             stack.enter_context(gradients_already_reduced(objective.optimizer))
+            if strategies.is_asynchronous(plan.strategy):
+                stack.enter_context(updates_counted_at_once(objective.optimizer))
         plan.strategy.run(replica_commit, args=(result.gradients, result.batch, result.aux))
 
 
