@@ -37,6 +37,23 @@ def examples(steps):
     return x, y
 
 
+@keras.saving.register_keras_serializable()
+class Counted(keras.layers.Layer):
+    """Counts the examples it has seen: each replica its own."""
+
+    def build(self, shape):
+        """One integer."""
+        del shape
+        self.seen = self.add_weight(
+            shape=[], dtype="int32", initializer="zeros", trainable=False, name="seen"
+        )
+
+    def call(self, inputs):
+        """Adds the sum of some signs, which is another on every replica."""
+        self.seen.assign(self.seen + keras.ops.cast(keras.ops.sum(inputs > 0), "int32"))
+        return inputs
+
+
 class WorkerRun(Trainer):
     """Writes after every step what this process has."""
 
@@ -50,7 +67,7 @@ class WorkerRun(Trainer):
         first = [keras.Input([6]), keras.layers.Dense(16, activation="tanh")]
         last = [keras.layers.Dense(1)]
         if self.noisy:
-            first += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+            first += [keras.layers.BatchNormalization(), Counted(), keras.layers.Dropout(0.3)]
         return keras.Sequential([*first, *last])
 
     def build_optimizer(self):

@@ -21,7 +21,7 @@ from trainer.step.report import Outcome
 
 
 class ReplicaResult(NamedTuple):
-    """What a replica has found out; the same on all, but for rows."""
+    """What a replica has found out; the same on all, but for integers written, and rows."""
 
     outcome: Outcome  # as if nothing were wrong: `locate` says what is
     table: Table
@@ -29,7 +29,7 @@ class ReplicaResult(NamedTuple):
     gradients: list[Any]  # summed, unscaled, clipped: ready to apply
     summed: list[Any]  # the same before they were unscaled
     unscaled: list[Any]  # and before they were clipped
-    written: dict[str, tf.Tensor]  # the model's own writes, held back: mean over replicas
+    written: dict[str, tf.Tensor]  # the model's own writes, held back; floats: mean over replicas
     batch: Any  # this replica's real examples; none in an empty share
     aux: Any  # what `compute_loss` returned for them beside the losses
 
@@ -143,39 +143,48 @@ def sum_over_replicas(
     """Sums the contributions, and takes the mean of what the replicas' forward passes wrote.
 
     One all-reduce carries all of it. A replica whose share was empty has written nothing and
-    has no part in the mean. Integers (counters, say) have no mean: all replicas take the first
-    one's, whose share is never empty.
+    has no part in the mean. Integers (counters, say) have no mean: all replicas will take the
+    first one's, whose share is never empty.
 
     Returns:
         The total contribution; who met what was not finite; and the values to write if the step
         is applied.
     """
     context = tf.distribute.get_replica_context()
-    took_part = share.examples > 0
-    is_first = context.replica_id_in_sync_group == 0
-    brought = {
-        position: only_if(took_part if value.dtype.is_floating else is_first, value)
+    took_part = tf.cast(share.examples > 0, tf.float32)
+    statistics = {
+        position: tf.where(took_part > 0, value, tf.zeros_like(value))
         for position, value in local.written.items()
+        if value.dtype.is_floating
     }
     row = own_row(local.trouble, context)
     total, table, replicas, sums = strategies.sum_gradients(
-        (local.contribution, row, tf.cast(took_part, tf.float32), brought)
+        (local.contribution, row, took_part, statistics)
     )
     # Rows of several replicas may share an index, and overflow only when they are added.
     total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
-    written = {
-        position: value / tf.cast(replicas, value.dtype)
-        if value.dtype.is_floating
-        else tf.cast(value, local.written[position].dtype)
-        for position, value in sums.items()
-    }
+    means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
+    written = local.written | means
+    if strategies.has_workers(context.strategy):
+        written |= integers_of_first(local.written, context)
     return total, table, written
 
 
-def only_if(brings: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Returns what a replica adds to a sum: its value, or zeros. A bool counts as an integer."""
-    number = tf.cast(value, tf.int32) if value.dtype == tf.bool else value
-    return tf.where(brings, number, tf.zeros_like(number))
+def integers_of_first(
+    written: dict[str, tf.Tensor], context: tf.distribute.ReplicaContext
+) -> dict[str, tf.Tensor]:
+    """Returns the integers among some values as the job's first replica has them.
+
+    A sum of their own, since they are kept on the host; the other sums may be on accelerators.
+    """
+    is_first = context.replica_id_in_sync_group == 0
+    mine = {
+        position: tf.where(is_first, tf.cast(value, tf.int64), 0)
+        for position, value in written.items()
+        if not value.dtype.is_floating
+    }
+    sums = strategies.sum_gradients(mine)
+    return {position: tf.cast(value, written[position].dtype) for position, value in sums.items()}
 
 
 def stay_finite(written: dict[str, tf.Tensor], before: list[tf.Tensor]) -> tf.Tensor:
