@@ -115,7 +115,10 @@ def from_kubernetes(selector: str) -> Resolver:
             f"`{KUBERNETES}` must be unset without Kubernetes's client; got {selector!r}. It asks "
             "for the workers' addresses. Install halfstep[kubernetes], or set TF_CONFIG."
         ) from error
-    config.load_config()
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
+        config.load_incluster_config()
+    else:
+        config.load_kube_config()
     resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(
         {"worker": [selector]}, tf_server_port=KUBERNETES_PORT, override_client=client.CoreV1Api()
     )

@@ -1,0 +1,48 @@
+"""A process of a parameter-server job, as a program: python server_run.py OUT STEPS.
+
+The run is `worker_run`'s noisy one; one batch in ten overflows. When it is done the chief
+writes `OUT/result.json`.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import worker_run
+
+import strategies
+from trainer.data import untuned
+
+
+def main(out, steps):
+    """Trains, in whichever process is the chief; the others serve in `create`."""
+    out, steps = pathlib.Path(out), int(steps)
+    strategy = strategies.create("parameter_server")
+    run = worker_run.make(
+        out / "noisy-0.jsonl",
+        "noisy",
+        strategy,
+        model_dir=out / "run",
+        steps_per_loop=50,
+    )
+    summary = run.train(untuned(worker_run.data(10)), steps=steps, eval_data=worker_run.data(3))
+    state = [*run.model.get_weights(), *(each.numpy() for each in run.optimizer.variables)]
+    result = {
+        "step": summary.step,
+        "steps_run": summary.steps_run,
+        "applied": summary.totals.applied,
+        "skipped": summary.totals.skipped,
+        "iterations": int(run.optimizer.iterations.numpy()),
+        "loss_scale": run.loss_scale,
+        "finite": bool(all(np.isfinite(each).all() for each in state)),
+        "taken": run._trained_on[1].taken,
+    }
+    (out / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
