@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from strategies.checks import check_count
 from strategies.cluster import find_cluster
+from strategies.tpu import tpu
 
 
 def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
@@ -99,6 +100,28 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     # Or the chief would wait for a worker that has gone, instead of giving its step to another.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     return tf.distribute.ParameterServerStrategy(cluster)
+
+
+def auto(devices: Sequence[str] | None) -> tf.distribute.Strategy:
+    """What there is: a TPU, or else the GPUs, or else the CPU. Says what it takes, and why.
+
+    GPUs take memory as they need it, not all of it at once. A TPU is looked for where
+    `devices` or `TPU_NAME` says that there is one, or TensorFlow lists it.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    listed = bool(tf.config.list_physical_devices("TPU"))
+    if devices or "TPU_NAME" in os.environ or listed:
+        found, why = tpu(devices), "there is a TPU"
+    elif gpus:
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, enable=True)
+        found = mirrored(None) if len(gpus) > 1 else one_device(None)
+        why = f"there is no TPU, and {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+    else:
+        found, why = default(None), "there is neither a TPU nor a GPU"
+    # Whoever has left the choice to us wants to know it, whatever is logged.
+    print(f"strategy: {type(found).__name__.lstrip('_')}: {why}", flush=True)  # noqa: T201
+    return found
 
 
 def split_cpu(count: int) -> None:

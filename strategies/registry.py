@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from strategies import factories
+from strategies import factories, tpu
 
 # What a factory is handed: the devices the caller named, or None for its own choice.
 Factory = Callable[[Sequence[str] | None], tf.distribute.Strategy]
@@ -16,6 +16,8 @@ _FACTORIES: dict[str, Factory] = {
     "mirrored": factories.mirrored,
     "multi_worker_mirrored": factories.multi_worker_mirrored,
     "parameter_server": factories.parameter_server,
+    "tpu": tpu.tpu,
+    "auto": factories.auto,
 }
 
 
@@ -24,8 +26,8 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
 
     Args:
         name: one of `names()`.
-        devices: the devices to use, for instance `["GPU:0", "GPU:1"]`; None lets the
-            strategy choose: every GPU there is, or else every logical CPU device.
+        devices: the devices to use, for instance `["GPU:0", "GPU:1"]`, or a TPU's address;
+            None lets the strategy choose: every GPU there is, or else every logical CPU device.
 
     Returns:
         A new `tf.distribute.Strategy`.

@@ -66,6 +66,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     string("model_dir", None, "Where checkpoints, logs and flags.cfg go.", **where)
     enum("mode", "train_and_eval", MODES, "What to do.", **where)
     string("distribution_strategy", "default", "One of strategies.names().", **where)
+    string("tpu", None, "With tpu or auto: NAME, local or grpc://HOST:PORT.", **where)
     integer("logical_cpus", 2, "Replicas of mirrored where there is no GPU.", **count)
     enum("precision", "float32", policies, "The Keras dtype policy.", **where)
     string("loss_scale", "auto", "auto, or what scaling.parse_rule takes.", **where)
@@ -155,9 +156,18 @@ def make_trainer(
     no_gpu = not tf.config.list_physical_devices("GPU")
     if flag_values.distribution_strategy == "mirrored" and no_gpu:
         strategies.split_cpu(flag_values.logical_cpus)
+    strategy: Any = flag_values.distribution_strategy
+    if flag_values.tpu is not None:
+        if strategy not in ("tpu", "auto"):
+            raise ValueError(
+                f"`--tpu` must be left out unless --distribution_strategy is tpu or auto; got "
+                f"{flag_values.tpu!r} beside {strategy!r}. No other runs on a TPU. Pass "
+                "--distribution_strategy=tpu."
+            )
+        strategy = strategies.create(strategy, [flag_values.tpu])
     from_flags = {
         "model_dir": flag_values.model_dir,
-        "strategy": flag_values.distribution_strategy,
+        "strategy": strategy,
         "precision": flag_values.precision,
         "loss_scale": parse_loss_scale(flag_values),
         "num_microbatches": flag_values.num_microbatches,
