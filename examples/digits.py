@@ -91,7 +91,8 @@ def main(_):
         digits.train(train_data, FLAGS.train_steps, global_batch=FLAGS.batch_size, **evaluation)
     if FLAGS.mode != "train":
         results = digits.evaluate(test_data, global_batch=FLAGS.batch_size)
-        print(f"held-out accuracy {results['accuracy']:.2%}, loss {results['loss']:.4f}")
+        if digits.is_chief:
+            print(f"held-out accuracy {results['accuracy']:.2%}, loss {results['loss']:.4f}")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,14 @@ def pytest_addoption(parser):
 IN_FULL = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_several_optimizers.py")
 
 
+# Few tests, and slow ones: begun first, so that they do not run alone at the end.
+FIRST = ("test_resume.py", "test_workers.py", "test_parameter_server.py", "test_signals.py")
+FIRST += ("test_examples.py", "test_replay.py")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leaves out two replicas where CI has them in the full run."""
+    """Puts slow files first; leaves out two replicas where CI has them in the full run."""
+    items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         between = item.path.name in IN_FULL and params.get("replicas") == 2

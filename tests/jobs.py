@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +24,8 @@ class Workers:
         self.own = [out / f"own-{index}" for index in range(count)]
         self.processes = []
         for index in range(count):
-            self.own[index].mkdir(exist_ok=True)
+            shutil.rmtree(self.own[index], ignore_errors=True)  # a killed job's
+            self.own[index].mkdir()
             task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
             environment = {
                 "PYTHONPATH": str(TESTS.parent),

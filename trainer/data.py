@@ -194,7 +194,8 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a data set whose iterator has no thread that tunes it.
 
     In TensorFlow 2.21 that thread can miss that its iterator is being removed, and is waited for
-    until it looks again: up to a minute.
+    until it looks again: up to a minute. Of our own pipelines there is nothing to tune; what a
+    user hands in is left alone, since maps are run in parallel only where they are tuned.
     """
     options = tf.data.Options()
     options.autotune.enabled = False

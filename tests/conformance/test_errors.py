@@ -165,6 +165,10 @@ SCALING = {
         ("update", "scaler.scale(1.0); scaler.update(True)"),
     ],
     "LossScaler.assign": [("state", 'scaler.assign({"loss_scale": 8.0})')],
+    "LossScaler.merge": [
+        ("before", 'scaler.merge({"loss_scale": 8.0}, scaler.state)', "state"),
+        ("after", 'scaler.merge(scaler.state, {"loss_scale": 8.0})', "state"),
+    ],
     "LossScaler.load_state_dict": [
         ("state", 'scaler.load_state_dict({"loss_scale": 8.0})'),
         (
@@ -293,6 +297,9 @@ STRATEGIES = {
     "has_workers": [
         ("strategy", 'strategies.has_workers("mirrored")'),
     ],
+    "is_asynchronous": [
+        ("strategy", 'strategies.is_asynchronous("parameter_server")'),
+    ],
     "is_chief": [
         ("strategy", "strategies.is_chief(None)"),
     ],
@@ -402,10 +409,6 @@ TRAINER = {
         ("async_checkpoint", "Trainer(async_checkpoint=None)"),
         ("keep_best", "Trainer(keep_best=-1)"),
         ("keep_best", "Trainer(keep_best=3)"),
-        (
-            "keep_best",
-            'Trainer(model_dir="runs/new", keep_best=3).train(data, 1, global_batch=4)',
-        ),
         ("best_metric", "Trainer(best_metric=None)"),
         (
             "best_metric",
@@ -470,6 +473,10 @@ TRAINER = {
             "Trainer().train(tf.data.Dataset.from_tensors(data), 1, global_batch=4)",
         ),
         ("eval_data", 'Trainer().train(data, 1, global_batch=4, eval_data="test")'),
+        (
+            "eval_data",
+            'Trainer(model_dir="runs/new", keep_best=3).train(data, 1, global_batch=4)',
+        ),
         (
             "eval_data",
             "Trainer().train(data, 1, global_batch=4, "
@@ -599,6 +606,7 @@ FLAGS = [
     ("checkpoint_secs", "--checkpoint_secs=0"),
     ("max_to_keep", "--max_to_keep=0"),
     ("async_checkpoint", "--async_checkpoint=maybe"),
+    ("tpu", "--tpu=local", "--tpu"),
     ("keep_best", "--keep_best=-1"),
     ("keep_best", "--keep_best=3"),
     ("best_metric", "--model_dir=runs/new --keep_best=1 --best_metric=accuracy"),

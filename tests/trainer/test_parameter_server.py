@@ -58,7 +58,7 @@ def test_no_update_is_lost(launched, tmp_path, full):
     """L1 to L3, L10: `iterations` is the number of applied updates exactly, though workers count at
     the same time; every overflow skips its own worker's update and nothing else.
     """
-    steps = 1000 if full else 150
+    steps = 1000 if full else 60
     job, thread, codes = launched(TESTS / "server_run.py", tmp_path, steps)
     thread.join(300)
     assert codes == [0], printed(job)

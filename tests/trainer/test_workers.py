@@ -79,7 +79,7 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_
     the job ends with the bits of one that nobody has disturbed. The chief alone leaves files.
     """
     count, reference = undisturbed
-    if count > 2 or (victim == 0 and not full):
+    if count > 2 or not full:
         pytest.skip("in the full run, of two workers")
     model_dir = tmp_path / "run"
     command = (tmp_path, "noisy", f"--steps={STEPS}", f"--model_dir={model_dir}")
@@ -124,8 +124,10 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_
     assert sorted(steps) == [3, 6, 6, 12, 12]  # a skip; twice a log line and an evaluation
 
 
-def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
+def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path, full):
     """That worker says why, the other whom it has lost; nobody waits for ever."""
+    if not full:
+        pytest.skip("only with --full")
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--raise_at=4")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
         codes = job.ended(90)
@@ -136,8 +138,10 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
     assert "got an end of worker 1 " in chief
 
 
-def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path):
+def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path, full):
     """Within two steps, however many an inner loop has; the step is saved, and all exit with 75."""
+    if not full:
+        pytest.skip("only with --full")
     model_dir = tmp_path / "run"
     arguments = (f"--model_dir={model_dir}", "--steps=1000000", "--steps_per_loop=1000000")
     with jobs.workers(tmp_path, 2, "worker_run.py", tmp_path, "plain", *arguments) as job:

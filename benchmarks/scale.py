@@ -1,0 +1,153 @@
+"""What the one all-reduce of a step costs, by bytes and replicas, and a model fitted to it.
+
+    python benchmarks/scale.py
+
+Replicas are logical CPU devices of one process (`mirrored`), and then processes that speak
+gRPC over 127.0.0.1 (`multi_worker_mirrored`). Every variant of a row is measured in turn, in
+one process; what is printed are medians. The model is that of a ring: a latency for each of
+2 (R - 1) rounds, and 2 (R - 1) / R of the bytes through the narrowest link.
+"""
+
+import io
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import strategies
+from strategies.launch import Job
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("rounds", 9, "How often each variant has its turn.", lower_bound=1)
+flags.DEFINE_integer("calls", 10, "Sums in a turn.", lower_bound=1)
+flags.DEFINE_string("measure_into", None, "For the processes that this one starts.")
+
+FLOATS = 400_000  # of the comparisons: 1.6 MB, a small convolutional network
+SIZES = (1_000, 100_000, 400_000, 1_600_000)
+
+
+def variants(replicas):
+    """What is summed, by name: a structure of tensors each."""
+    vector = tf.ones([FLOATS])
+    table = (tf.zeros([replicas]), tf.zeros([replicas, 2]), tf.zeros([replicas]))
+    verdict = (table, tf.zeros([]), tf.zeros([]), tf.zeros([]))
+    return {
+        **{f"{size} floats": tf.ones([size]) for size in SIZES},
+        "with the verdict": (vector, verdict),
+        "in float16": tf.cast(vector, tf.float16),
+        "100 variables": [tf.ones([FLOATS // 100])] * 100,
+    }
+
+
+def measured(strategy):
+    """Returns seconds of one sum, by variant."""
+    replicas = strategy.num_replicas_in_sync
+
+    def calls_of(values):
+        def replica():
+            # A loop in the graph, each sum depending on the last; no host in between.
+            def body(index, now):
+                total = strategies.sum_gradients(now)
+                return index + 1, tf.nest.map_structure(lambda each: each / replicas, total)
+
+            local = tf.nest.map_structure(tf.identity, values)
+            _, last = tf.while_loop(
+                lambda index, _: index < FLAGS.calls,
+                body,
+                (tf.constant(0), local),
+                parallel_iterations=1,
+            )
+            return tf.reduce_sum(tf.cast(tf.nest.flatten(last)[0], tf.float32))
+
+        return tf.function(lambda: strategy.run(replica))
+
+    functions = {name: calls_of(values) for name, values in variants(replicas).items()}
+    seconds = {name: [] for name in functions}
+    for turn in range(FLAGS.rounds + 1):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            strategy.experimental_local_results(function())[0].numpy()
+            if turn:  # the first traces
+                seconds[name].append((time.perf_counter() - began) / FLAGS.calls)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def of_processes(count):
+    """Returns what the first of some worker processes has measured."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = pathlib.Path(scratch) / "measured.json"
+        here = [f"--rounds={FLAGS.rounds}", f"--calls={FLAGS.calls}", f"--measure_into={out}"]
+        printed = io.StringIO()
+        if Job([sys.executable, __file__, *here], count, 0, printed).run():
+            sys.exit(printed.getvalue())
+        return json.loads(out.read_text())
+
+
+def fit(seconds, replicas):
+    """Returns latency in seconds a round, and bytes a second, of the ring that fits best."""
+    sizes = np.array([4.0 * size for size in SIZES])
+    times = np.array([seconds[f"{size} floats"] for size in SIZES])
+    design = np.stack(
+        [2 * (replicas - 1) * np.ones_like(sizes), 2 * (replicas - 1) / replicas * sizes]
+    )
+    # Relative errors: or the largest size alone would count.
+    (latency, per_byte), *_ = np.linalg.lstsq((design / times).T, np.ones_like(times), rcond=None)
+    return latency, 1 / per_byte
+
+
+def ring(replicas, size, latency, bandwidth):
+    """Returns seconds of an all-reduce of `size` bytes."""
+    return 2 * (replicas - 1) * (latency + size / replicas / bandwidth)
+
+
+def show(title, found):
+    """Prints the table of one kind of replicas, and what the model says of more."""
+    print(f"\n{title}: milliseconds of one sum")
+    names = list(next(iter(found.values())))
+    print(f"{'':18}" + "".join(f"{f'{replicas} replicas':>14}" for replicas in found))
+    for name in names:
+        print(f"{name:18}" + "".join(f"{1e3 * each[name]:14.2f}" for each in found.values()))
+    for replicas, each in found.items():
+        base = each[f"{FLOATS} floats"]
+        shares = {name: each[name] / base for name in names[len(SIZES) :]}
+        told = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        latency, bandwidth = fit(each, replicas)
+        print(
+            f"{replicas} replicas, of {FLOATS} floats: {told}; "
+            f"fitted: {1e3 * latency:.2f} ms a round, {bandwidth / 1e9:.2f} GB/s"
+        )
+    latency, bandwidth = fit(found[max(found)], max(found))
+    for size in (1.6e6, 100e6):
+        times = [f"{1e3 * ring(more, size, latency, bandwidth):.0f} ms" for more in (8, 64, 1024)]
+        print(f"predicted for {size / 1e6:g} MB at 8, 64 and 1024 replicas: {', '.join(times)}")
+
+
+def main(_):
+    """Measures, or is one of those that do."""
+    if FLAGS.measure_into:
+        strategy = strategies.create("multi_worker_mirrored")
+        found = measured(strategy)
+        if strategies.is_chief(strategy):
+            pathlib.Path(FLAGS.measure_into).write_text(json.dumps(found))
+        return
+    processes = {count: of_processes(count) for count in (2, 4)}
+    strategies.split_cpu(4)
+    local = {}
+    for count in (2, 4):
+        devices = [f"CPU:{index}" for index in range(count)]
+        local[count] = measured(strategies.create("mirrored", devices))
+    show("logical devices of one process", local)
+    show("processes, over 127.0.0.1", processes)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,61 @@
+"""A strategy of one's own: mirrored on every device but the first, which is left to the desktop.
+
+    python examples/own_strategy.py
+    python examples/own_strategy.py --distribution_strategy=mirrored
+
+A strategy is a function of the devices that were asked for, under a name: from then on
+`--distribution_strategy`, `Trainer` and `strategies.create` know it. Here it fits a line.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import strategies
+from trainer import Trainer
+from trainer.flags import define_flags, make_trainer
+
+FLAGS = flags.FLAGS
+
+
+def spare_first(devices):
+    """Returns a strategy on the devices that were named, or on all but the first there is."""
+    if devices is None:
+        found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+        devices = [device.name.removeprefix("/device:") for device in found[1:]]
+    return strategies.create("mirrored", devices)
+
+
+class Line(Trainer):
+    """One slope and one intercept."""
+
+    def build_model(self):
+        """A dense layer."""
+        return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+
+    def build_optimizer(self):
+        """Plain SGD."""
+        return keras.optimizers.SGD(0.5)
+
+    def compute_loss(self, batch, training):
+        """Squared errors."""
+        x, y = batch
+        return keras.losses.mean_squared_error(y, self.model(x, training=training))
+
+
+def main(_):
+    """Fits y = 3 x + 1."""
+    strategies.split_cpu(4)
+    line = make_trainer(Line)
+    x = np.random.default_rng(0).uniform(-1, 1, [256, 1]).astype(np.float32)
+    line.train((x, 3 * x + 1), steps=FLAGS.train_steps, global_batch=FLAGS.batch_size)
+    slope, intercept = (float(weight.ravel()[0]) for weight in line.model.get_weights())
+    replicas = line.strategy.num_replicas_in_sync
+    print(f"y = {slope:.2f} x + {intercept:.2f}, found by {replicas} replicas")
+
+
+if __name__ == "__main__":
+    strategies.register("spare_first", spare_first)
+    define_flags(distribution_strategy="spare_first", train_steps=200, log_steps=100)
+    app.run(main)
