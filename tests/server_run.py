@@ -28,8 +28,11 @@ def main(out, steps):
         strategy,
         model_dir=out / "run",
         steps_per_loop=50,
+        growth_interval=5,
     )
-    summary = run.train(untuned(worker_run.data(10)), steps=steps, eval_data=worker_run.data(3))
+    # Too large for float16 at any scale.
+    train_data = untuned(worker_run.data(10, planted=1e30))
+    summary = run.train(train_data, steps=steps, eval_data=worker_run.data(3))
     state = [*run.model.get_weights(), *(each.numpy() for each in run.optimizer.variables)]
     result = {
         "step": summary.step,

@@ -28,12 +28,12 @@ BATCH = 16
 PLANTED = 3  # the step that overflows
 
 
-def examples(steps):
+def examples(steps, planted=3e5):
     """As many batches as there are steps; the last example of one of them is far too large."""
     random = np.random.default_rng(1)
     x = random.normal(size=[steps * BATCH, 6]).astype(np.float32)
     y = np.tanh(x.sum(axis=1, keepdims=True))
-    y[PLANTED * BATCH - 1] = 3e5
+    y[PLANTED * BATCH - 1] = planted
     return x, y
 
 
@@ -105,7 +105,7 @@ class WorkerRun(Trainer):
         time.sleep(self.pause)
 
 
-def make(out, kind, strategy, **arguments):
+def make(out, kind, strategy, growth_interval=2000, **arguments):
     """The trainer."""
     noisy = kind == "noisy"
     return WorkerRun(
@@ -113,7 +113,7 @@ def make(out, kind, strategy, **arguments):
         noisy,
         strategy=strategy,
         precision="mixed_float16" if noisy else "float32",
-        loss_scale=scaling.DynamicLossScale(initial_scale=2.0**8) if noisy else None,
+        loss_scale=scaling.DynamicLossScale(2.0**8, growth_interval) if noisy else None,
         ema_momentum=0.9 if noisy else None,
         metrics=lambda: {"mean": keras.metrics.Mean()} if noisy else {},
         checkpoint_interval=4,
@@ -124,9 +124,9 @@ def make(out, kind, strategy, **arguments):
     )
 
 
-def data(steps, raise_at=None):
+def data(steps, raise_at=None, planted=3e5):
     """In the order in which they are; from some batch on they cannot be read, if that is said."""
-    dataset = tf.data.Dataset.from_tensor_slices(examples(steps)).batch(BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices(examples(steps, planted)).batch(BATCH)
     if raise_at is None:
         return dataset
 
