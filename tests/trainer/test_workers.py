@@ -120,7 +120,9 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_
         *("ckpt-4", "ckpt-8", "ckpt-12"),
         *("metrics.jsonl", "train", "validation"),
     }
-    steps = [json.loads(line)["step"] for line in (model_dir / "metrics.jsonl").open()]
+    steps = [
+        json.loads(line)["step"] for line in (model_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert sorted(steps) == [3, 6, 6, 12, 12]  # a skip; twice a log line and an evaluation
 
 
