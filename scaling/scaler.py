@@ -165,9 +165,9 @@ class LossScaler(tf.Module):
     def merge(self, before: Any, after: Any) -> None:
         """Takes over what a step has changed, where other workers change it, too, without waiting.
 
-        What has grown by one is added, which no other's addition can undo; what has changed
-        otherwise is written, and the rest is left alone. A step that used another scale than the
-        one now in use has nothing to say of this one.
+        A scale that has moved brings its whole state. Else what has grown by one is added, which
+        no other's addition can undo, and what has changed otherwise is written. A step that used
+        another scale than the one now in use has nothing to say of this one.
 
         Args:
             before: the state that the step used.
@@ -189,11 +189,12 @@ class LossScaler(tf.Module):
         check_state(before, self._state_type)
         check_state(after, self._state_type)
         in_use = self._variables["loss_scale"].read_value() == before.loss_scale
+        moved = after.loss_scale != before.loss_scale
         for field, variable in self._variables.items():
             old, new = getattr(before, field), getattr(after, field)
-            by_one = (new == old + 1) & variable.dtype.is_integer
+            by_one = ~moved & (new == old + 1) & variable.dtype.is_integer
             changed = functools.partial(_add_or_write, variable, new, by_one)
-            tf.cond(in_use & (new != old), changed, lambda: False)
+            tf.cond(in_use & (moved | (new != old)), changed, lambda: False)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every field of the state as a Python number. Waits for the device.

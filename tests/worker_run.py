@@ -147,6 +147,7 @@ def main():
     parser.add_argument("--steps_per_loop", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--raise_at", type=int)
+    parser.add_argument("--uneven", action="store_true")
     asked = parser.parse_args()
     strategy = strategies.create("multi_worker_mirrored")
     index = strategy.cluster_resolver.task_id
@@ -161,7 +162,10 @@ def main():
         made.pause = asked.pause
         # The chief can read all.
         train_data = data(asked.steps, asked.raise_at if index else None)
-        made.train(train_data, steps=asked.steps, eval_data=data(PLANTED), eval_interval=6)
+        eval_data = data(PLANTED + index if asked.uneven else PLANTED)
+        made.train(train_data, steps=asked.steps, eval_data=eval_data, eval_interval=6)
+        outputs = made.predict(data(PLANTED).unbatch().batch(7))  # not to be shared evenly
+        np.save(asked.out / f"{kind}-{index}.npy", outputs)
 
 
 if __name__ == "__main__":

@@ -247,7 +247,8 @@ def check_kept(name: str, count: Any, model_dir: Any, what: str) -> None:
 
 def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError if skipped steps are to be kept that no single process could repeat."""
-    if max_overflow_records and strategies.has_workers(strategy):
+    elsewhere = strategies.has_workers(strategy) or strategies.is_asynchronous(strategy)
+    if max_overflow_records and elsewhere:
         raise ValueError(
             f"`max_overflow_records` must be 0 with several workers; got {max_overflow_records}. A "
             "record holds every replica's variables, and no worker has those of another. Leave it "

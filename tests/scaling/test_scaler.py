@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -649,3 +649,40 @@ def test_a_rule_of_ones_own_needs_only_the_two_methods():
     take_step(scaler, True)
 
     assert float(scaler.loss_scale) == 32.0
+
+
+@given(
+    verdicts=st.lists(st.booleans(), min_size=1, max_size=4),
+    finite_steps=st.integers(0, 6),
+)
+def test_workers_that_do_not_wait_move_the_scale_as_one_step_or_more(verdicts, finite_steps):
+    """`merge`: all have used the same state. Good steps add up; several overflows are one; whoever
+    comes after the scale has moved is left out.
+    """
+    rule = scaling.DynamicLossScale(initial_scale=2.0**6, growth_interval=8)
+    scaler = scaling.LossScaler(rule)
+    scaler.load_state_dict(scaler.state_dict() | {"finite_steps": finite_steps})
+    used = scaler.state
+    for good in verdicts:
+        scaler.merge(used, rule.advance(used, good))
+
+    expected = {"loss_scale": 2.0**6, "finite_steps": finite_steps, "overflows_left": 1}
+    for good in verdicts:
+        if not good:
+            expected |= {"loss_scale": 2.0**5, "finite_steps": 0, "overflows_left": 0}
+            break
+        expected["finite_steps"] += 1
+    assert scaler.state_dict() == expected
+
+
+def test_a_verdict_of_another_scale_is_left_out():
+    """It was reached at a scale that is no longer in use."""
+    scaler = scaling.LossScaler(scaling.DynamicLossScale(initial_scale=2.0**6))
+    used = scaler.state
+    moved = scaler.rule.advance(scaler.rule.advance(used, False), False)
+    scaler.assign(moved)
+    before = scaler.state_dict()
+    scaler.merge(used, scaler.rule.advance(used, False))
+
+    assert scaler.state_dict() == before
+    assert before["loss_scale"] == 2.0**4

@@ -1,7 +1,10 @@
 """Several workers, as processes of this machine that speak to each other over gRPC."""
 
 import json
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import jobs
@@ -73,6 +76,22 @@ def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path):
     assert np.abs(end - start).max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["plain", "noisy"])
+def test_every_worker_predicts_the_whole(undisturbed, kind):
+    """In the order of the data, though each has computed its own shares only."""
+    count, out = undisturbed
+    first, *others = (np.load(out / f"{kind}-{index}.npy") for index in range(count))
+    weights = lines(out, kind, 0)[-1]["weights"]
+    x, _ = worker_run.examples(worker_run.PLANTED)
+
+    assert first.shape == (worker_run.PLANTED * worker_run.BATCH, 1)
+    for other in others:
+        assert other.tobytes() == first.tobytes()
+    if kind == "plain":
+        hidden = np.tanh(x @ weights[0] + weights[1])
+        np.testing.assert_allclose(first, hidden @ weights[2] + weights[3], atol=1e-5)
+
+
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_path, victim, full):
     """L12: the other ends within 30 s, with an error that names the one that was killed; started again
@@ -138,6 +157,50 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path, full):
     assert codes == [1, 1]
     assert "DataError: `train_data` must not raise; got InvalidArgumentError after step 4" in worker
     assert "got an end of worker 1 " in chief
+
+
+def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path, full):
+    """All leave it together, and all say so; what was trained is saved."""
+    if not full:
+        pytest.skip("only with --full")
+    model_dir = tmp_path / "run"
+    arguments = (tmp_path, "plain", f"--steps={STEPS}", "--uneven", f"--model_dir={model_dir}")
+    with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
+        codes = job.ended(90)
+        chief, worker = (path.read_text() for path in job.printed)
+
+    told = "ValueError: `eval_data` must be the same on every worker; got data of several lengths: "
+    why = " Each replica takes its share of every batch. Do not divide them beforehand."
+    assert codes == [1, 1]
+    assert f"{told}others have some left.{why}" in chief
+    assert f"{told}some are left here.{why}" in worker
+    assert (model_dir / "ckpt-6").exists()
+
+
+def documented():
+    """The commands that start jobs in docs/scale.md."""
+    text = (jobs.TESTS.parent / "docs" / "scale.md").read_text()
+    return re.findall(r"^python (-m strategies\.launch .*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", documented())
+def test_the_commands_of_the_docs(command, full):
+    """They are run as written, and learn the digits."""
+    if not full:
+        pytest.skip("only with --full")
+    result = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=jobs.TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    print(*result.stdout.splitlines()[-2:], sep="\n")  # noqa: T201
+
+    [accuracy] = re.findall(r"held-out accuracy ([\d.]+)%", result.stdout)
+    assert float(accuracy) >= 97.0
 
 
 def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path, full):
