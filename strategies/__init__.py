@@ -3,6 +3,7 @@
 from strategies.agreements import (
     agree,
     any_worker,
+    decides_inside,
     from_chief,
     has_workers,
     is_asynchronous,
@@ -20,6 +21,7 @@ __all__ = [
     "any_worker",
     "check_divisible",
     "create",
+    "decides_inside",
     "find_cluster",
     "from_chief",
     "has_workers",

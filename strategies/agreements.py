@@ -202,6 +202,26 @@ def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
+def decides_inside(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a step must be one program of a replica's, from its share to its update.
+
+    So it is on a TPU. Elsewhere the update stands behind a condition outside the replicas, since
+    collectives within one are refused there.
+
+    Args:
+        strategy: whose replicas.
+
+    Raises:
+        TypeError: if it is none.
+
+    Example:
+        >>> decides_inside(tf.distribute.get_strategy())
+        False
+    """
+    check_strategy(strategy, "It knows the replicas.")
+    return isinstance(strategy, tf.distribute.TPUStrategy)
+
+
 def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     context = tf.distribute.get_replica_context()
     if context is None:

@@ -49,7 +49,8 @@ def whole(batch: Any, weights: tf.Tensor) -> Share:
                 f"{tuple(found)} and {tuple(shape)}. The first dimension is the example. Cut them "
                 "to the same length."
             )
-    return Share(batch, weights, tf.shape(weights)[0])
+    rows = shape[:1].num_elements()
+    return Share(batch, weights, tf.shape(weights)[0] if rows is None else tf.constant(rows))
 
 
 def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
@@ -88,6 +89,9 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         )
     if parts == 1:
         return share
+    known = tf.get_static_value(share.examples)
+    if known and known % parts == 0:
+        return _equal_part(share, index, int(known) // parts)
     size, larger = share.examples // parts, share.examples % parts
     start = index * size + tf.minimum(index, larger)
     examples = size + tf.cast(index < larger, tf.int32)
@@ -100,6 +104,18 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         weights=tf.where(examples > 0, share.weights[start:stop], 0.0),
         examples=examples,
     )
+
+
+def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
+    """Returns a part whose size is known before it runs, as XLA, and so a TPU, asks."""
+
+    def cut(tensor: Any) -> Any:
+        if not isinstance(tensor, tf.Tensor):  # ragged, say
+            return tensor[index * size : (index + 1) * size]
+        others = tensor.shape.rank - 1
+        return tf.slice(tensor, [index * size, *[0] * others], [size, *[-1] * others])
+
+    return Share(tf.nest.map_structure(cut, share.batch), cut(share.weights), tf.constant(size))
 
 
 def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int) -> None:

@@ -290,6 +290,9 @@ STRATEGIES = {
         ("flag", 'strategies.any_worker("no", tf.distribute.get_strategy())'),
         ("strategy", 'strategies.any_worker(False, "mirrored")'),
     ],
+    "decides_inside": [
+        ("strategy", 'strategies.decides_inside("tpu")'),
+    ],
     "from_chief": [
         ("number", "strategies.from_chief(0.5, tf.distribute.get_strategy())"),
         ("strategy", 'strategies.from_chief(1, "mirrored")'),

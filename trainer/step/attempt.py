@@ -5,6 +5,7 @@ apply on every replica or on none, and move the loss scale. A skipped step moves
 else, and says why it was one.
 """
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.step.checks import check_same_rule, check_weights
-from trainer.step.commit import commit
+from trainer.step.commit import applied_as_they_are, commit, commit_here, write_held_back
 from trainer.step.locate import locate
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.randomness import key_source
@@ -220,6 +221,8 @@ def attempt_phases(
     Returns:
         What came of them together: finite only if all were.
     """
+    if strategies.decides_inside(plan.strategy):
+        return attempt_inside(phases, before, batch, weights, state, random, in_float32, plan=plan)
     phase, later = phases[0], phases[1:]
     replica = functools.partial(replica_step, phase=phase, plan=plan)
     source = key_source(random, len(plan.phases) - len(phases), len(plan.phases))
@@ -237,6 +240,53 @@ def attempt_phases(
     return tf.cond(
         agreed.outcome.grads_finite, applied, lambda: explained(agreed, phase, state, plan)
     )
+
+
+def attempt_inside(
+    phases: tuple[Phase, ...],
+    before: Copies,
+    batch: Any,
+    weights: tf.Tensor,
+    state: Any,
+    random: tf.Tensor,
+    in_float32: tf.Tensor | None,
+    *,
+    plan: StepPlan,
+) -> Outcome:
+    """Does what `attempt_phases` does in one program of each replica's, as a TPU asks.
+
+    The condition stands inside; it is computed from sums over all replicas, so all take the
+    same branch, and collectives may stand behind it.
+    """
+    sources = [key_source(random, place, len(phases)) for place in range(len(phases))]
+
+    def replica(
+        batch: Any, weights: tf.Tensor, state: Any, sources: list[tf.Tensor], in_float32: Any
+    ) -> Outcome:
+        def attempt_from(place: int) -> Outcome:
+            phase, last = phases[place], place + 1 == len(phases)
+            arguments = (batch, weights, state, sources[place], in_float32)
+            result = replica_step(*arguments, phase=phase, plan=plan)
+
+            def applied() -> Outcome:
+                write_held_back(result.written, plan)
+                rest = (before, phase, plan)
+                commit_here(result.gradients, result.batch, result.aux, *rest, last=last)
+                return result.outcome if last else together(result.outcome, attempt_from(place + 1))
+
+            return tf.cond(
+                result.outcome.grads_finite,
+                applied,
+                lambda: explained(result, phase, state, plan),
+            )
+
+        return attempt_from(0)
+
+    with contextlib.ExitStack() as stack:
+        for phase in phases:
+            stack.enter_context(applied_as_they_are(phase, plan))
+        outcome = plan.strategy.run(replica, args=(batch, weights, state, sources, in_float32))
+    return on_first_replica(outcome, plan.strategy)
 
 
 def explained(agreed: ReplicaResult, phase: Phase, state: Any, plan: StepPlan) -> Outcome:

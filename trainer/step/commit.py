@@ -1,6 +1,7 @@
 """The end of a step that is applied: what was held back is written, and the weights move."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -31,22 +32,50 @@ def commit(
         plan: the run's constants.
         last: whether the step ends with this phase, so that metrics count it.
     """
-    # First of all: a weight among them has been differentiated at what it is about to be.
-    for position, value in written.items():
-        plan.held_back[int(position)].assign(value)
+    write_held_back(written, plan)
 
     def replica_commit(gradients: list[Any], batch: Any, aux: Any) -> None:
-        apply_gradients(gradients, phase, plan)
-        if last:
-            plan.update_metrics(batch, aux)
-            average_own_writes(before, plan)
+        commit_here(gradients, batch, aux, before, phase, plan, last=last)
 
+    with applied_as_they_are(phase, plan):
+        plan.strategy.run(replica_commit, args=(result.gradients, result.batch, result.aux))
+
+
+@contextlib.contextmanager
+def applied_as_they_are(phase: Phase, plan: StepPlan) -> Iterator[None]:
+    """Within, a phase's optimizers take gradients that are summed already, and count exactly."""
     with contextlib.ExitStack() as stack:
         for objective in phase.objectives:
             stack.enter_context(gradients_already_reduced(objective.optimizer))
             if strategies.is_asynchronous(plan.strategy):
                 stack.enter_context(updates_counted_at_once(objective.optimizer))
-        plan.strategy.run(replica_commit, args=(result.gradients, result.batch, result.aux))
+        yield
+
+
+def write_held_back(written: dict[str, tf.Tensor], plan: StepPlan) -> None:
+    """Gives the model's variables what its forward pass would have written.
+
+    First of all: a weight among them has been differentiated at what it is about to be.
+    """
+    for position, value in written.items():
+        plan.held_back[int(position)].assign(value)
+
+
+def commit_here(
+    gradients: list[Any],
+    batch: Any,
+    aux: Any,
+    before: Copies,
+    phase: Phase,
+    plan: StepPlan,
+    *,
+    last: bool,
+) -> None:
+    """Applies a phase on one replica; see `commit`. Call it in replica context."""
+    apply_gradients(gradients, phase, plan)
+    if last:
+        plan.update_metrics(batch, aux)
+        average_own_writes(before, plan)
 
 
 def apply_gradients(gradients: list[Any], phase: Phase, plan: StepPlan) -> None:

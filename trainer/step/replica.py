@@ -4,6 +4,7 @@ Nothing is assigned here. Whether the update may be applied is computed from not
 sums over all replicas: none can decide alone.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -100,8 +101,10 @@ def replica_step(
 def my_share(batch: Any, weights: tf.Tensor) -> strategies.Share:
     """Returns this replica's part of the global batch."""
     context = tf.distribute.get_replica_context()
-    # Cut on the host, or every accelerator would be sent the whole batch first.
-    with tf.device("/device:CPU:0"):
+    # Cut on the host, or every accelerator would be sent the whole batch first. A TPU's program
+    # has no host in it.
+    on_host = not strategies.decides_inside(context.strategy)
+    with tf.device("/device:CPU:0") if on_host else contextlib.nullcontext():
         return strategies.take(
             strategies.whole(batch, weights),
             context.replica_id_in_sync_group,
@@ -165,7 +168,8 @@ def sum_over_replicas(
     total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
     means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
     written = local.written | means
-    if strategies.has_workers(context.strategy):
+    apart = strategies.has_workers(context.strategy) or strategies.decides_inside(context.strategy)
+    if apart:
         written |= integers_of_first(local.written, context)
     return total, table, written
 
@@ -176,10 +180,11 @@ def integers_of_first(
     """Returns the integers among some values as the job's first replica has them.
 
     A sum of their own, since they are kept on the host; the other sums may be on accelerators.
+    In int32, which a TPU can add.
     """
     is_first = context.replica_id_in_sync_group == 0
     mine = {
-        position: tf.where(is_first, tf.cast(value, tf.int64), 0)
+        position: tf.where(is_first, tf.cast(value, tf.int32), 0)
         for position, value in written.items()
         if not value.dtype.is_floating
     }

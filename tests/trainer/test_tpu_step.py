@@ -1,0 +1,95 @@
+"""The step as a TPU would be given it: one program, in which no replica waits for another in vain."""
+
+import fake_tpu
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import strategies
+from trainer import Trainer
+from trainer.step import attempt
+
+BATCH = 16
+
+
+class Noisy(Trainer):
+    """What a step may have to do with: BatchNorm, Dropout, momentum, an average, a metric."""
+
+    def build_model(self):
+        """All in one."""
+        return keras.Sequential(
+            [
+                keras.Input([6]),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    def build_optimizer(self):
+        """Which hides no factor."""
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def compute_loss(self, batch, training):
+        """Squared errors."""
+        x, y = batch
+        return tf.square(tf.cast(self.model(x, training=training), tf.float32) - y)[:, 0]
+
+
+def data():
+    """Batches whose size is known."""
+    x = np.random.default_rng(0).normal(size=[BATCH, 6]).astype(np.float32)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    return dataset.batch(BATCH, drop_remainder=True)
+
+
+def traced(**arguments):
+    """The graph of the step that `train` would take."""
+    trainer = Noisy(strategy=fake_tpu.strategy(), jit_compile=False, seed=1, **arguments)
+    dataset = data()
+    trainer._start(next(iter(dataset)))
+    loop = trainer._parts.run_steps.python_function
+    assert loop.args[0].__func__ is Noisy.train_step is Trainer.train_step
+    return tf.function(trainer.train_step).get_concrete_function(dataset.element_spec).graph
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"precision": "mixed_bfloat16"},
+        {"precision": "mixed_float16", "ema_momentum": 0.9, "global_clipnorm": 1.0},
+        {"precision": "mixed_float16", "num_microbatches": 2},
+    ],
+)
+def test_a_step_is_one_program(arguments):
+    """From the share to the update; whatever the replicas must all come to, all come to."""
+    graph = traced(**arguments)
+
+    assert fake_tpu.count(graph, "TPUReplicateMetadata") == 1
+    assert fake_tpu.count(graph, "CrossReplicaSum") > 0
+    assert fake_tpu.collectives_some_may_miss(graph) == []
+
+
+def test_a_condition_outside_makes_it_two(monkeypatch):
+    """As on other strategies: then every gradient would leave the first program."""
+    monkeypatch.setattr(attempt.strategies, "decides_inside", lambda _strategy: False)
+    assert fake_tpu.count(traced(precision="mixed_bfloat16"), "TPUReplicateMetadata") == 2
+
+
+def test_a_replica_that_decides_alone_is_noticed():
+    """What Keras's own loss scaling does: it looks at one replica's gradients, and sums behind."""
+    strategy = fake_tpu.strategy(2)
+
+    @tf.function
+    def step():
+        def replica():
+            index = tf.distribute.get_replica_context().replica_id_in_sync_group
+            mine = tf.cast(index, tf.float32)
+            return tf.cond(mine > 0, lambda: strategies.sum_gradients(mine), lambda: mine)
+
+        return strategy.run(replica)
+
+    graph = step.get_concrete_function().graph
+    assert len(fake_tpu.collectives_some_may_miss(graph)) == 1
