@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "tpu_check" in item.path.parts and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="the step compiled for a TPU: --full"))
         between = item.path.name in IN_FULL and params.get("replicas") == 2
         if between and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="between one and three replicas: --full"))

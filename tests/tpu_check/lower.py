@@ -1,0 +1,238 @@
+"""Lowers the trainer's step as one core of a TPU would be given it: python lower.py OUT KIND.
+
+The step is traced under a `TPUStrategy` (see `fake_tpu`). What stands in its one program is cut
+out of the graph, made into what XLA's compiler for the CPU can lower (its two collectives have
+no kernel outside a TPU), and written as HLO, with the values of its arguments.
+
+KIND is a precision, or a step that must not pass: `prints`, `huge` or `alone`. All of this leans
+on private names of TensorFlow 2.21, and is never imported by the project itself.
+"""
+
+import json
+import os
+import pathlib
+import re
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import fake_tpu
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+import strategies
+from trainer import Trainer
+from trainer.step.report import Outcome
+from trainer.step.rollback import tensorflow_variable, variables_in_reach
+
+CORES = 4
+BATCH = 16
+OF_CORE = "_of_core"  # what rewritten functions are called by
+
+
+class Checked(Trainer):
+    """BatchNorm, Dropout, momentum, an average; and what a step must not have, if asked for."""
+
+    def __init__(self, kind, strategy, jit_compile=False):
+        """See the module."""
+        precision = kind if kind.startswith("mixed") else "mixed_bfloat16"
+        super().__init__(
+            strategy=strategy,
+            precision=precision,
+            loss_scale=2.0**8,
+            ema_momentum=0.9,
+            jit_compile=jit_compile,
+            seed=1,
+            verbose=False,
+        )
+        self.kind = kind
+
+    def build_model(self):
+        """Small."""
+        return keras.Sequential(
+            [
+                keras.Input([6]),
+                keras.layers.Dense(8),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ],
+            name="checked",
+        )
+
+    def build_optimizer(self):
+        """Which hides no factor."""
+        return keras.optimizers.SGD(0.1, momentum=0.9, name="sgd")
+
+    def compute_loss(self, batch, training):
+        """Squared errors."""
+        x, y = batch
+        found = tf.cast(self.model(x, training=training), tf.float32)
+        if self.kind == "prints":
+            tf.print(found)
+        if self.kind == "huge":  # a product of 50 GB
+            drawn = tf.random.stateless_normal([112_000, 112_000], [1, 2])
+            found += 1e-9 * tf.reduce_max(tf.matmul(tf.tanh(tf.matmul(drawn, drawn)), drawn))
+        if self.kind == "alone":  # as a step that looks at its own gradients, and sums behind
+            bad = ~tf.math.is_finite(tf.reduce_sum(y))
+            mine = tf.stop_gradient(tf.reduce_mean(found))
+            found += tf.cond(bad, lambda: 0.0, lambda: strategies.sum_gradients(mine))
+        return tf.square(found - y)[:, 0]
+
+
+def example(poisoned):
+    """A global batch; one example of the third replica's is infinite if it is poisoned."""
+    x = np.random.default_rng(0).normal(size=[BATCH, 6]).astype(np.float32)
+    y = np.tanh(x[:, :1])
+    if poisoned:
+        y[9] = np.inf
+    return x, y
+
+
+def trace(trainer):
+    """Returns the concrete function of the very step that `train` takes."""
+    dataset = tf.data.Dataset.from_tensors(example(poisoned=False))
+    trainer._start(next(iter(dataset)))
+    assert trainer._parts.run_steps.python_function.args[0].__func__ is Trainer.train_step
+    return tf.function(trainer.train_step).get_concrete_function(dataset.element_spec)
+
+
+def copies(trainer):
+    """The first core's copy of every variable there is."""
+    for variable in variables_in_reach([trainer.model, trainer.optimizer], ()):
+        inner = tensorflow_variable(variable)
+        yield variable.path, list(getattr(inner, "values", [inner]))
+
+
+def cut_out(graph):
+    """Returns the program of one core.
+
+    Returns:
+        Its graph; where each of its inputs comes from, by name; the names of its outputs.
+    """
+    whole = graph.as_graph_def()
+    by_name = {node.name: node for node in whole.node}
+    inside = [
+        node
+        for node in whole.node
+        if (node.attr["_tpu_replicate"].s or node.op == "TPUReplicatedInput")
+        and node.op not in ("TPUReplicateMetadata", "TPUCompilationResult", "NoOp")
+    ]
+    names = {node.name for node in inside}
+    core = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
+    functions = {function.signature.name for function in core.library.function}
+    for function in core.library.function:
+        function.signature.name += OF_CORE
+        for node in function.node_def:
+            rewrite(node, functions)
+    inputs = {}
+    for node in inside:
+        if node.op == "TPUReplicatedInput":
+            sources = [by_name[name] for name in node.input if not name.startswith("^")]
+            values = {source.attr["value"].tensor.SerializeToString() for source in sources}
+            inputs[node.name] = "replica" if len(values) == CORES else sources[0].name
+            continue
+        copy = core.node.add()
+        copy.CopyFrom(node)
+        rewrite(copy, functions)
+        kept = [name for name in copy.input if name.split(":")[0].lstrip("^") in names]
+        del copy.input[:]
+        copy.input.extend(kept)
+    outputs = [node.input[0] for node in whole.node if node.op == "TPUReplicatedOutput"]
+    return core, inputs, outputs
+
+
+def rewrite(node, functions):
+    """Makes a node one that XLA can lower for a CPU."""
+    if node.op == "CrossReplicaSum":
+        node.op = "XlaAllReduce"
+        node.attr["reduce_op"].s, node.attr["mode"].s = b"Add", b"CrossReplica"
+    elif node.op == "AllToAll":  # hands out the first replica's value of what all have alike
+        node.op = "Identity"
+        del node.input[1:]
+        for name in set(node.attr) - {"T"}:
+            del node.attr[name]
+    for name in [name for name in node.attr if name.startswith("_")]:
+        del node.attr[name]
+    node.device = ""
+    for attr in node.attr.values():
+        if attr.func.name in functions:
+            attr.func.name += OF_CORE
+
+
+def lower(trainer, out):
+    """Writes `OUT/step.hlo` and `OUT/arguments.npz`, and what they are."""
+    step = trace(trainer)
+    programs = fake_tpu.count(step.graph, "TPUReplicateMetadata")
+    missed = fake_tpu.collectives_some_may_miss(step.graph)
+    core, inputs, outputs = cut_out(step.graph)
+    captured = {inner.op.name: outer for outer, inner in step.graph.captures}
+    known = {id(copy.handle): (path, copy) for path, each in copies(trainer) for copy in each}
+    nodes = {node.name: node for node in step.graph.as_graph_def().node}
+    values, paths, fresh = {}, {}, {}
+    for name, source in inputs.items():
+        if source in captured:
+            path, copy = known[id(captured[source])]
+            paths[name], fresh[name] = path, tf.Variable(copy.read_value())
+        elif source == "replica":
+            values[name] = np.int32(0)
+        elif nodes[source].op == "Const":
+            values[name] = tf.make_ndarray(nodes[source].attr["value"].tensor)
+        else:
+            tensor = step.graph.get_tensor_by_name(f"{source}:0")
+            values[name] = value_of(tensor)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def program(*arguments):
+        graph = tf.compat.v1.get_default_graph()
+        for variable in fresh.values():
+            variable.read_value()  # or it would not count as one of the function's
+        given = dict(zip(values, arguments, strict=True))
+        given |= {name: graph.capture(variable.handle) for name, variable in fresh.items()}
+        return tf.graph_util.import_graph_def(
+            core,
+            input_map={f"{name}:0": tensor for name, tensor in given.items()},
+            return_elements=[f"{name}:0" for name in outputs],
+        )
+
+    for function in core.library.function:
+        context.context().add_function_def(function)
+    specs = [tf.TensorSpec(value.shape, value.dtype) for value in values.values()]
+    lowered = program.experimental_get_compiler_ir(*specs)
+    (out / "step.hlo").write_bytes(lowered(stage="hlo_serialized", platform_name="CPU"))
+    # Which output is the new value of which argument.
+    heading = lowered(stage="hlo", platform_name="CPU").partition("\n")[0]
+    written = re.findall(r"\{(\d+)\}: \((\d+), \{\}", heading)
+    arrays = [*values.values(), *(variable.numpy() for variable in fresh.values())]
+    np.savez(out / "arguments.npz", *arrays)
+    facts = {
+        "programs": programs,
+        "missed": missed,
+        "replica": list(inputs.values()).index("replica"),
+        "targets": [
+            index for index, value in enumerate(values.values()) if value.shape == (BATCH, 1)
+        ],
+        "outcome": [*Outcome._fields],
+        "paths": [path for path, _ in copies(trainer)],
+        # Path, and place among the outputs and the arguments, of each variable that is written.
+        "written": [
+            (list(paths.values())[int(argument) - len(values)], int(output), int(argument))
+            for output, argument in written
+        ],
+    }
+    (out / "facts.json").write_text(json.dumps(facts))
+
+
+def value_of(tensor):
+    """The value of what is handed to the program beside variables."""
+    x, y = example(poisoned=False)
+    by_shape = {(BATCH, 6): x, (BATCH, 1): y, (BATCH,): np.ones([BATCH], np.float32)}
+    if tensor.dtype == tf.int64:  # where random numbers come from: seed 1, step 0, of one phase
+        return np.array([1, 0], np.int64)
+    return by_shape.get(tuple(tensor.shape), np.float32(2.0**8))
+
+
+if __name__ == "__main__":
+    lower(Checked(sys.argv[2], fake_tpu.strategy(CORES)), pathlib.Path(sys.argv[1]))
