@@ -13,10 +13,10 @@ import strategies
 
 strategies.split_cpu(4)
 # Tracing makes the first example of a test slow; nothing here is about time.
-settings.register_profile(
-    "halfstep", deadline=None, derandomize=True, max_examples=60, print_blob=False
-)
-settings.load_profile("halfstep")
+for name, examples in (("default", 25), ("full", 60)):
+    settings.register_profile(
+        name, deadline=None, derandomize=True, max_examples=examples, print_blob=False
+    )
 
 
 def pytest_addoption(parser):
@@ -29,8 +29,14 @@ def pytest_addoption(parser):
     )
 
 
-# CI runs these to their full length; by default one and three replicas stand for two as well.
+def pytest_configure(config):
+    """The full run tries more random examples."""
+    settings.load_profile("full" if config.getoption("--full") else "default")
+
+
+# By default one and three replicas stand for two and four as well; CI runs these in full.
 IN_FULL = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_several_optimizers.py")
+IN_FULL += ("test_step.py", "test_batch_arithmetic.py", "test_randomness.py", "test_checkpoints.py")
 
 
 # Few tests, and slow ones: begun first, so that they do not run alone at the end.
@@ -38,16 +44,16 @@ FIRST = ("test_resume.py", "test_workers.py", "test_parameter_server.py", "test_
 FIRST += ("test_examples.py", "test_replay.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
-    """Puts slow files first; leaves out two replicas where CI has them in the full run."""
+    """Puts slow files first; leaves out what is only in the full run."""
     items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if "tpu_check" in item.path.parts and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="the step compiled for a TPU: --full"))
-        between = item.path.name in IN_FULL and params.get("replicas") == 2
-        if between and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="between one and three replicas: --full"))
+        if item.path.name in IN_FULL and params.get("replicas") in (2, 4):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="slow: only with --full"))
 
 
 @pytest.fixture(scope="session")

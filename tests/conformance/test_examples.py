@@ -30,13 +30,12 @@ def accuracy(lines):
     return float(re.match(r"held-out accuracy ([\d.]+)%", lines[-1])[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
-def test_digits_learns_in_float16(strategy, full):
+def test_digits_learns_in_float16(strategy):
     """The main job: at least 98% in float16, within a point of float32 on the same seed, with skipped
     steps visible and counted.
     """
-    if strategy == "mirrored" and not full:
-        pytest.skip("only with --full")
     arguments = [f"--distribution_strategy={strategy}"]
     half = run("digits.py", *arguments)
     wide = run("digits.py", *arguments, "--precision=float32")
@@ -90,13 +89,12 @@ def table(lines):
     return {row[1]: (int(row[2]), row[3], float(row[4])) for row in found if row}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["", "--alternate"])
-def test_two_networks_learn_in_float16(order, full):
+def test_two_networks_learn_in_float16(order):
     """Two optimizers under one verdict, together or in turn: the generator comes at least three times
     as near to the true distribution, though the first steps are skipped.
     """
-    if order and not full:
-        pytest.skip("only with --full")
     lines = run("gan.py", *([order] if order else []))
     found = re.match(r"distance from the ring: ([\d.]+) before, ([\d.]+) after", lines[-1])
     skipped = int(re.search(r"(\d+) skipped \(", lines[0])[1])
@@ -105,6 +103,7 @@ def test_two_networks_learn_in_float16(order, full):
     assert skipped > 0
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_from_its_flags(tmp_path):
     """flags.cfg brings the same run to the same step; the same command with a later one goes on."""
     first = run(

@@ -24,9 +24,12 @@ import lower  # noqa: E402
 
 ROOT = HERE.parents[1]
 MISSING = [name for name in ("jax", "libtpu") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"{', '.join(MISSING)} missing: pip install -e '.[tpu-check]'"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{', '.join(MISSING)} missing: pip install -e '.[tpu-check]'"
+    ),
+]
 STEPS = ["mixed_bfloat16", "mixed_float16"]
 
 

@@ -229,6 +229,7 @@ def test_a_pass_that_begins_while_it_is_saved_is_noticed(tmp_path, files, monkey
     assert take(after, 3 * PASS) == expected
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_with_the_same_batches(tmp_path, files):
     """What a pipeline keeps is in the files and nowhere else."""
     expected = {}

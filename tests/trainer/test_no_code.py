@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = '''
@@ -53,6 +55,7 @@ print("the hook sees", seen[0][0])
 '''
 
 
+@pytest.mark.slow
 def test_nothing_in_model_dir_runs_code(tmp_path):
     """A run is taken up, position in the data included, an overflow is replayed, and new runs begin
     with its weights: no pickle is read on the way, nor compiled code; one that is, is seen.

@@ -34,6 +34,7 @@ def run(script):
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_own_loop_learns_as_its_bare_twin_does():
     """In float16 on two replicas, with a scale that starts too high, the loop learns the digits as well
     as plain TensorFlow does in float32 on one device: within 2 points of held-out accuracy.

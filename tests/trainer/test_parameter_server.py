@@ -76,17 +76,15 @@ def test_no_update_is_lost(launched, tmp_path, full):
     assert skipped >= set(range(worker_run.PLANTED, steps + 1, 10))
     assert result["finite"]
     assert 2.0**-14 <= result["loss_scale"] <= 2.0**24
-    assert result["loss_scale"] != 2.0**8
     assert (tmp_path / "run" / f"ckpt-{steps}").exists()
     assert all(process.poll() is not None for process in job.processes.values())
 
 
-def test_a_worker_that_is_killed_is_started_again(launched, full, tmp_path):
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_started_again(launched, tmp_path):
     """The digits are learned to at least 97%, by two workers and a server, though one of the workers
     is killed on the way: the job does not stop, and every step is taken.
     """
-    if not full:
-        pytest.skip("only with --full")
     job, thread, codes = launched(
         ROOT / "examples" / "digits.py",
         "--distribution_strategy=parameter_server",

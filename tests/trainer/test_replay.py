@@ -266,6 +266,7 @@ SCRIPT = '''
 '''
 
 
+@pytest.mark.slow
 def test_both_programs_name_the_planted_layer(tmp_path):
     """`SCRIPT --flagfile=RUN/flags.cfg --mode=replay` and `python -m trainer.replay` print the same:
     the recorded verdict again, and the layer.

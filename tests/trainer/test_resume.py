@@ -95,15 +95,13 @@ def loops_of(model_dir):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+@pytest.mark.parametrize("strategy", [pytest.param("default", marks=pytest.mark.slow), "mirrored"])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, capsys):
     """L12: weights, slots, averages, statistics on every replica, scale and counters, data position,
     randomness, metrics: killed at random moments, also inside a save, and started again by the same
     command, a run ends with the bits of one never disturbed. It came from the last committed step
     every time, and took no more steps in all than target + kills x checkpoint interval.
     """
-    if strategy == "default" and not full:
-        pytest.skip("mirrored has all that default has; both in the full run")
     kills = 25 if full else 3
     steps = 2500 if full else 200
     chance = random.Random(7)  # noqa: S311  # nothing to keep secret

@@ -23,12 +23,10 @@ def lines(out, kind, index):
     ]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def undisturbed(request, tmp_path_factory):
     """A plain run and a noisy one: how many workers there were, and what they have written."""
     count = request.param
-    if count > 2 and not request.config.getoption("--full"):
-        pytest.skip("two workers only; four in the full run")
     out = tmp_path_factory.mktemp("undisturbed")
     with jobs.workers(
         out, count, "worker_run.py", out, "plain", "noisy", f"--steps={STEPS}"
@@ -92,14 +90,15 @@ def test_every_worker_predicts_the_whole(undisturbed, kind):
         np.testing.assert_allclose(first, hidden @ weights[2] + weights[3], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_path, victim, full):
+def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_path, victim):
     """L12: the other ends within 30 s, with an error that names the one that was killed; started again
     the job ends with the bits of one that nobody has disturbed. The chief alone leaves files.
     """
     count, reference = undisturbed
-    if count > 2 or not full:
-        pytest.skip("in the full run, of two workers")
+    if count > 2:
+        pytest.skip("of two workers")
     model_dir = tmp_path / "run"
     command = (tmp_path, "noisy", f"--steps={STEPS}", f"--model_dir={model_dir}")
     with jobs.workers(tmp_path, 2, "worker_run.py", *command, "--pause=0.3") as job:
@@ -145,10 +144,9 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_
     assert sorted(steps) == [3, 6, 6, 12, 12]  # a skip; twice a log line and an evaluation
 
 
-def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path, full):
+@pytest.mark.slow
+def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
     """That worker says why, the other whom it has lost; nobody waits for ever."""
-    if not full:
-        pytest.skip("only with --full")
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--raise_at=4")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
         codes = job.ended(90)
@@ -159,10 +157,9 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path, full):
     assert "got an end of worker 1 " in chief
 
 
-def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path, full):
+@pytest.mark.slow
+def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
     """All leave it together, and all say so; what was trained is saved."""
-    if not full:
-        pytest.skip("only with --full")
     model_dir = tmp_path / "run"
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--uneven", f"--model_dir={model_dir}")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
@@ -178,16 +175,16 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path, full):
 
 
 def documented():
-    """The commands that start jobs in docs/scale.md."""
+    """The commands that start jobs of workers in docs/scale.md."""
     text = (jobs.TESTS.parent / "docs" / "scale.md").read_text()
-    return re.findall(r"^python (-m strategies\.launch .*)$", text, re.MULTILINE)
+    found = re.findall(r"^python (-m strategies\.launch .*)$", text, re.MULTILINE)
+    return [command for command in found if "--ps" not in command]  # see test_parameter_server.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", documented())
-def test_the_commands_of_the_docs(command, full):
+def test_the_commands_of_the_docs(command):
     """They are run as written, and learn the digits."""
-    if not full:
-        pytest.skip("only with --full")
     result = subprocess.run(
         [sys.executable, *command.split()],
         cwd=jobs.TESTS.parent,
@@ -203,10 +200,9 @@ def test_the_commands_of_the_docs(command, full):
     assert float(accuracy) >= 97.0
 
 
-def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path, full):
+@pytest.mark.slow
+def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path):
     """Within two steps, however many an inner loop has; the step is saved, and all exit with 75."""
-    if not full:
-        pytest.skip("only with --full")
     model_dir = tmp_path / "run"
     arguments = (f"--model_dir={model_dir}", "--steps=1000000", "--steps_per_loop=1000000")
     with jobs.workers(tmp_path, 2, "worker_run.py", tmp_path, "plain", *arguments) as job:
