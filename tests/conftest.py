@@ -34,8 +34,10 @@ def pytest_configure(config):
     settings.load_profile("full" if config.getoption("--full") else "default")
 
 
-# By default one and three replicas stand for two and four as well; CI runs these in full.
+# By default one and three replicas stand for two and four as well, and in some files three alone
+# for one; CI runs these in full.
 IN_FULL = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_several_optimizers.py")
+THREE_ALONE = ("test_retry.py", "test_policies.py", "test_several_optimizers.py")
 IN_FULL += ("test_step.py", "test_batch_arithmetic.py", "test_randomness.py", "test_checkpoints.py")
 
 
@@ -50,7 +52,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path.name in IN_FULL and params.get("replicas") in (2, 4):
+        left_out = (1, 2, 4) if item.path.name in THREE_ALONE else (2, 4)
+        if item.path.name in IN_FULL and params.get("replicas") in left_out:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="slow: only with --full"))

@@ -60,6 +60,7 @@ def test_vanishing_comes_back():
     assert float(found[-1].split()[-1]) == pytest.approx(3.0, abs=0.01)
 
 
+@pytest.mark.slow
 def test_every_rule_learns_what_float16_flushes():
     """Weights that are known, gradients that underflow at a scale of 1 and overflow from 2^29 on: every
     rule but that one learns them; `headroom` from 2^40 skips at most 2 steps, `dynamic` more than 10.
@@ -124,6 +125,7 @@ def test_a_registered_strategy_trains():
     assert lines[-1] == "y = 3.00 x + 1.00, found by 3 replicas"
 
 
+@pytest.mark.slow
 def test_the_perceptron_takes_what_there_is():
     """Without a TPU it says so and learns on the CPU; an address that leads to none is an error."""
     lines = run("mnist.py", "--dataset=digits", "--train_steps=300")
