@@ -3,9 +3,10 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
+
+from strategies.launch import free_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -18,17 +19,6 @@ index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 asked = [[False, False], [False, True], [True, False], [True, True]]
 print([strategies.any_worker(flags[index], strategy) for flags in asked])
 """
-
-
-def free_ports(count):
-    """Ports that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def test_one_worker_that_asks_is_heard_by_all():
