@@ -6,8 +6,8 @@ from trainer.data_errors import DataError
 from trainer.divergence import DivergedError, Divergence
 from trainer.liveness import TrainingStuckError
 from trainer.lost_worker import WorkerLostError
-from trainer.report import Totals, TrainSummary
 from trainer.step.report import StepReport
+from trainer.summary import Totals, TrainSummary
 from trainer.trainer import Trainer
 
 __all__ = [

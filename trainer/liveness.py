@@ -7,8 +7,8 @@ from absl import logging
 
 import scaling
 from trainer.policy import Policy
-from trainer.report import power_of_two
 from trainer.step.report import StepReport, describe_skip
+from trainer.summary import power_of_two
 
 HINTS = {
     scaling.Cause.WEIGHTS: (

@@ -17,8 +17,8 @@ import tensorflow as tf
 import scaling
 from scaling.record import record_line
 from trainer.liveness import step_of
-from trainer.report import Totals, progress_line, summarize
 from trainer.step.report import StepReport
+from trainer.summary import Totals, progress_line, summarize
 
 # What makes TensorBoard draw a number as a curve. `tf.summary.scalar` would write the same, but
 # needs the tensorboard package, which only those who look need to have.

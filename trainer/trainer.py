@@ -23,11 +23,11 @@ from trainer.divergence import Divergence, LossWatch, check_divergence
 from trainer.log import RunLog
 from trainer.policy import Policy
 from trainer.recorder import read_record
-from trainer.report import Totals, TrainSummary
 from trainer.rerun import Replay, check_setting, run_again
 from trainer.saving import Saving
 from trainer.signals import StopSignals
 from trainer.step import Clip, StepReport, attempt_step
+from trainer.summary import Totals, TrainSummary
 from trainer.task import Task
 from trainer.training import Training
 

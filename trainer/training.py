@@ -26,8 +26,8 @@ from trainer.log import RunLog
 from trainer.loop import crossed, next_stop
 from trainer.lost_worker import naming_the_lost
 from trainer.recorder import keep_overflow
-from trainer.report import Totals
 from trainer.step.randomness import check_no_stateful_ops
+from trainer.summary import Totals
 
 
 class Training:
