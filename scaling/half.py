@@ -13,6 +13,7 @@ LARGEST_SCALE = 2.0**126
 HALF_MAX = 65504.0  # the largest finite float16
 # The largest magnitude that float16 rounds to 0: half its smallest number, a tie, goes to even.
 HALF_FLUSHED = 2.0**-25
+HALF_NORMAL = 2.0**-14  # the smallest float16 that has all of its 11 bits
 HALF_BITS = 40  # between the two: 2^15 < 65504 < 2^16
 
 

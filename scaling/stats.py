@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from scaling.checks import as_tensor, loss_scale_of
 from scaling.gradients import at_least_float32, coalesce
-from scaling.half import HALF_FLUSHED, ceil_log2, check_power_of_two
+from scaling.half import HALF_FLUSHED, HALF_NORMAL, ceil_log2, check_power_of_two
 
 # A magnitude in (2^(e-1), 2^e] is counted under e; what lies outside goes to the end columns.
 LOWEST_EXPONENT = -96
@@ -50,6 +50,16 @@ class GradientStats(NamedTuple):
     def nan_count(self) -> tf.Tensor:
         """Elements that are NaN: shape (variables,), float32."""
         return self.counts[:, NAN]
+
+    @property
+    def underflow(self) -> tf.Tensor:
+        """The share of elements that underflow in float16: shape (variables,), float32, in [0, 1].
+
+        Those are zero when they are scaled, or at most 2^-14, where float16 begins to lose bits.
+        True zeros are among them: float16 does not tell one from what it flushed.
+        """
+        low = magnitudes_up_to(HALF_NORMAL / self.loss_scale, self.counts)
+        return tf.math.divide_no_nan(low + self.zero_count, self.size)
 
     def flushed(self, factor: float = 1.0) -> tf.Tensor:
         """Returns the share of elements that float16 flushes to zero, now or at another scale.
@@ -138,8 +148,13 @@ def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
     Returns:
         Shape (rows,), float32; 0 where there are no elements.
     """
+    flushed = magnitudes_up_to(HALF_FLUSHED / loss_scale, counts)
+    return tf.math.divide_no_nan(flushed, tf.reduce_sum(counts, axis=1))
+
+
+def magnitudes_up_to(bound: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """Returns how many elements of each row are not zero and at most a power of two: (rows,)."""
     exponents = tf.range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
-    lost = exponents <= ceil_log2(HALF_FLUSHED / loss_scale)
-    elements = tf.reduce_sum(counts, axis=1)
-    flushed = tf.reduce_sum(tf.where(lost, counts[:, :EXPONENTS], 0.0), axis=1)
-    return tf.math.divide_no_nan(flushed, elements)
+    return tf.reduce_sum(
+        tf.where(exponents <= ceil_log2(bound), counts[:, :EXPONENTS], 0.0), axis=1
+    )

@@ -1,13 +1,13 @@
 """What a trainer is made of once data has come: built, checked, and restored if it can be."""
 
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-import scaling
 import strategies
 from trainer import settings
 from trainer.checkpoint import Checkpoints
@@ -54,7 +54,7 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
         plan = make_plan(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
-        checkpoints = make_checkpoints(trainer, state, metrics[False])
+        checkpoints = make_checkpoints(trainer, state, metrics[False], trainer.model_dir)
         if not checkpoints.restore() and trainer.saving.init_from:
             warm_start(trainer.saving.init_from, model)
     # Not in the strategy's scope: a plain variable, which another thread can assign.
@@ -63,7 +63,7 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
     return Parts(
         plan=plan,
         state=state,
-        run_steps=make_loop(trainer, state, stop),
+        run_steps=make_loop(trainer, plan, state, stop),
         stop=stop,
         metrics=metrics,
         evaluator=Evaluator(
@@ -79,7 +79,9 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
     )
 
 
-def make_loop(trainer: Any, state: TrainState, stop: tf.Variable) -> Callable[..., Any]:
+def make_loop(
+    trainer: Any, plan: StepPlan, state: TrainState, stop: tf.Variable
+) -> Callable[..., Any]:
     """Returns what takes many steps in one call."""
     strategy = trainer.strategy
     if strategies.is_asynchronous(strategy):
@@ -89,7 +91,7 @@ def make_loop(trainer: Any, state: TrainState, stop: tf.Variable) -> Callable[..
         trainer.train_step,
         state.halted,
         lambda: strategies.any_worker(stop.read_value(), strategy),
-        counts=scaling.stats.COUNTS if trainer.record_gradients else 0,
+        recorded=plan.recorded,
         keep_overflows=trainer.max_overflow_records > 0,
     )
     return tf.function(loop)
@@ -109,7 +111,10 @@ def build_metrics(trainer: Any) -> dict[bool, dict[str, keras.metrics.Metric]]:
 
 
 def make_checkpoints(
-    trainer: Any, state: TrainState, metrics: dict[str, keras.metrics.Metric]
+    trainer: Any,
+    state: TrainState,
+    metrics: dict[str, keras.metrics.Metric],
+    model_dir: pathlib.Path | None,
 ) -> Checkpoints:
     """Says what a checkpoint holds: whatever the trainer has that keeps variables."""
     model, optimizers = trainer.model, optimizers_by_item(trainer.optimizer)
@@ -121,7 +126,7 @@ def make_checkpoints(
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
     return Checkpoints(
-        trainer.model_dir,
+        model_dir,
         trainer.saving.max_to_keep,
         contents,
         variables,

@@ -78,6 +78,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     integer("train_steps", 1000, "The step to reach.", **count)
     integer("steps_per_loop", 10, "Steps in one graph call.", **count)
     integer("log_steps", 100, "Steps between log lines.", **count)
+    enum("verbose", "normal", ["quiet", "normal", "detailed"], "What to show.", **where)
     integer("validation_interval", None, "Steps between evaluations.", **count)
     integer("checkpoint_interval", None, "Steps between checkpoints.", **count)
     define_saving_flags(flag_values)
@@ -107,7 +108,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
 
 
 def define_saving_flags(flag_values: flags.FlagValues) -> None:
-    """Defines those of what is saved of a run, and how it is taken up again.
+    """Defines those of what is saved of a run, how it is taken up again, and looked into.
 
     They are rarely needed: --helpshort leaves them out, --helpfull shows them.
     """
@@ -128,6 +129,7 @@ def define_saving_flags(flag_values: flags.FlagValues) -> None:
         "allow_changes", [], list(ARGUMENTS), "What may differ on resuming.", **where
     )
     flags.DEFINE_string("init_from", None, "Whose weights to begin with.", **where)
+    flags.DEFINE_list("profile_steps", None, "The first and the last to profile.", **where)
     flags.DEFINE_float("loss_upper_bound", None, "A loss above it restores a checkpoint.", **where)
     flags.DEFINE_integer("recovery_max_trials", 3, "How often it may.", **count)
 
@@ -180,6 +182,8 @@ def make_trainer(
         "max_overflow_records": flag_values.max_overflow_records,
         "steps_per_loop": flag_values.steps_per_loop,
         "log_interval": flag_values.log_steps,
+        "verbose": flag_values.verbose,
+        "profile_steps": parse_profile(flag_values),
         "checkpoint_interval": flag_values.checkpoint_interval,
         "checkpoint_secs": flag_values.checkpoint_secs,
         "max_to_keep": flag_values.max_to_keep,
@@ -209,6 +213,14 @@ def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:
     if bound is None:
         return None
     return Divergence(loss_above=bound, max_recoveries=flag_values.recovery_max_trials)
+
+
+def parse_profile(flag_values: flags.FlagValues) -> list[int] | None:
+    """Returns what `Trainer` takes as `profile_steps`."""
+    steps = flag_values.profile_steps
+    if steps is None:
+        return None
+    return [int(step) if step.isdecimal() else step for step in steps]
 
 
 def parse_loss_scale(flag_values: flags.FlagValues) -> Any:

@@ -1,10 +1,7 @@
-"""A run's log: collects step reports, prints lines for people, writes numbers for programs.
+"""A run's log: collects step reports, and tells people and programs what stands in them."""
 
-TensorBoard reads `model_dir/train` and `model_dir/validation` as two curves. The same
-numbers stand in `model_dir/metrics.jsonl`, one JSON object a line, where NaN becomes null.
-"""
-
-import json
+import contextlib
+import datetime as dt
 import math
 import pathlib
 import time
@@ -12,19 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 import scaling
 from scaling.record import record_line
 from trainer.liveness import step_of
-from trainer.step.report import StepReport
-from trainer.summary import Totals, progress_line, summarize
-
-# What makes TensorBoard draw a number as a curve. `tf.summary.scalar` would write the same, but
-# needs the tensorboard package, which only those who look need to have.
-SCALAR = tf.compat.v1.SummaryMetadata(
-    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class=1
-)
+from trainer.model_table import Row, as_markdown, table_of, total_of
+from trainer.run_files import RunFiles
+from trainer.screen import Screen
+from trainer.step.report import StepReport, describe_skip
+from trainer.summary import Totals, TrainSummary, size, summarize
 
 
 class RunLog:
@@ -32,7 +25,7 @@ class RunLog:
 
     Args:
         model_dir: where files go; None writes none.
-        verbose: whether to print.
+        style: of the screen: see `Screen`.
         variable_names: of `model.trainable_variables`, to say where a step went wrong.
         precision: the run's, for who reads its gradients.
         shares: into how many shares a batch is cut, for the same.
@@ -41,46 +34,83 @@ class RunLog:
     def __init__(
         self,
         model_dir: pathlib.Path | None,
-        verbose: bool,
+        style: str,
         variable_names: Sequence[str] = (),
         precision: str = "float32",
         shares: int = 1,
     ) -> None:
         """Opens nothing yet; files appear with the first numbers."""
-        self._model_dir = model_dir
+        self.files = RunFiles(model_dir)
+        self.screen = Screen(style)
         self._precision = precision
         self._shares = shares
-        self._verbose = verbose
-        self._variable_names = variable_names
-        self._events: dict[str, tf.summary.SummaryWriter] = {}
+        self._variable_names = list(variable_names)
         self._reports: list[StepReport] = []
         self._unread = 0  # the first report that is still the device's
         self._untimed = 0  # reports at the front from before the clock was started
         self._began = time.perf_counter()
+        self._loss_scale = math.nan  # of the last step that was read
 
     def say(self, line: str) -> None:
         """Prints a line, unless the run is to be quiet, or whoever read its output has gone."""
-        if self._verbose:
-            try:
-                print(line, flush=True)
-            except BrokenPipeError:
-                self._verbose = False
+        self.screen.say(line)
 
-    def add(self, report: StepReport, *, compiling: bool) -> None:
+    def following(self, step: int, target: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which a terminal shows how far the run is; see `Screen`."""
+        return self.screen.following(step, target)
+
+    def introduce(
+        self, name: str, step: int, settings: dict[str, Any], rows: Sequence[Row]
+    ) -> None:
+        """Tells, at the start of a run, what is trained, and how.
+
+        Args:
+            name: of the trainer.
+            step: where the run stands.
+            settings: what does not change on the way.
+            rows: of the model.
+        """
+        self.screen.draw(table_of(rows, detailed=self.screen.detailed))
+        parameters, taken = total_of(rows)
+        self.say(f"{name}: {parameters:,} parameters, {size(taken)}; {in_words(settings)}")
+        shown = {name: value for name, value in settings.items() if name != "pipeline"}
+        self.files.line(
+            {
+                "step": step,
+                "split": "run",
+                "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+                "settings": shown,
+                "model": [row._asdict() for row in rows],
+            }
+        )
+        self.files.text("run", step, as_markdown(shown, rows))
+
+    def conclude(self, summary: TrainSummary, target: int) -> None:
+        """Tells how a call of `train` ended, and where its files are."""
+        facts = {"seconds": summary.seconds, "stopped": summary.step < target}
+        self.event("end", summary.step, facts)
+        written = self.files.written()
+        if written:
+            self.say(written)
+        self.say(str(summary))
+
+    def add(self, report: StepReport, step: int, *, compiling: bool) -> None:
         """Takes the report of one inner loop, without reading it.
 
         Args:
             report: each field of shape (steps,).
+            step: the last of them.
             compiling: whether that loop also traced and compiled, so that its time says
                 nothing about the speed of a step.
         """
         self._reports.append(report)
+        self.screen.advance(step)
         if compiling:
             self._untimed = len(self._reports)
             self._began = time.perf_counter()
 
     def read(self) -> StepReport | None:
-        """Reads what has come in since the last time, and writes a line for each skip.
+        """Reads what has come in since the last time; tells of each skip and each new scale.
 
         Returns:
             The new steps' reports, each field a NumPy array of shape (steps,), or None.
@@ -91,8 +121,10 @@ class RunLog:
         if not any(report.step.size for report in new):
             return None
         steps = joined(new)
-        for place in np.flatnonzero(~steps.grads_finite):
-            self._append(self._skip_line(step_of(steps, place)))
+        before = np.concatenate([[self._loss_scale], steps.loss_scale[:-1]])
+        self._loss_scale = steps.loss_scale[-1]
+        for place in np.flatnonzero(~steps.grads_finite | (steps.loss_scale != before)):
+            self._tell(step_of(steps, place), moved=steps.loss_scale[place] != before[place])
         return steps
 
     @property
@@ -108,92 +140,86 @@ class RunLog:
             totals: of the whole run.
             metrics: the values of the training metrics since the last time.
         """
-        steps = joined(self._reports)
-        timed = sum(int(np.sum(report.examples)) for report in self._reports[self._untimed :])
+        steps, timed = joined(self._reports), self._reports[self._untimed :]
         seconds = time.perf_counter() - self._began
-        interval = summarize(steps, totals, metrics, timed / seconds if timed else math.nan)
-        self.say(progress_line(interval, target, totals))
-        self.write("train", interval.step, interval.scalars())
+        interval = summarize(steps, totals, metrics, joined(timed) if timed else None, seconds)
+        self.screen.progress(interval, target, totals)
+        self.files.numbers("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
-            self._append(record_line(steps, self._precision, self._shares))
+            self.files.line(record_line(steps, self._precision, self._shares))
+            self._tell_underflow(steps)
         self._reports, self._unread, self._untimed = [], 0, 0
         self._began = time.perf_counter()
 
-    def _skip_line(self, report: StepReport) -> dict[str, Any]:
-        """Returns what `metrics.jsonl` keeps of a skipped step."""
+    def _tell(self, report: StepReport, *, moved: bool) -> None:
+        """Tells of a step whose loss scale is another than before, or which was skipped."""
+        step, loss_scale = int(report.step), float(report.loss_scale)
+        if moved:
+            self.files.line({"step": step, "split": "scale", "loss_scale": loss_scale})
+        if report.grads_finite:
+            return
         variable, replica = int(report.bad_variable), int(report.bad_replica)
-        return {
-            "step": int(report.step),
-            "split": "skip",
-            "loss_scale": float(report.loss_scale),
-            "cause": scaling.Cause(int(report.cause)).name.lower(),
-            "variable": self._variable_names[variable] if variable >= 0 else None,
-            "replica": replica if replica >= 0 else None,
-            "inf_count": int(report.inf_count),
-            "nan_count": int(report.nan_count),
-        }
+        cause = scaling.Cause(int(report.cause)).name.lower()
+        self.files.line(
+            {
+                "step": step,
+                "split": "skip",
+                "loss_scale": loss_scale,
+                "cause": cause,
+                "variable": self._variable_names[variable] if variable >= 0 else None,
+                "replica": replica if replica >= 0 else None,
+                "inf_count": int(report.inf_count),
+                "nan_count": int(report.nan_count),
+            }
+        )
+        self.files.curves("train", step, {f"skips/{cause}": loss_scale})
+        if self.screen.detailed:
+            self.say(f"step {step} skipped: {describe_skip(report, self._variable_names)}")
+
+    def _tell_underflow(self, steps: StepReport) -> None:
+        """Writes each variable's share of underflow, over the applied steps."""
+        if not steps.grads_finite.any():
+            return
+        means = steps.underflow[steps.grads_finite].mean(axis=0)
+        shares = {name: float(mean) for name, mean in zip(self._variable_names, means, strict=True)}
+        step = int(steps.step[-1])
+        self.files.line({"step": step, "split": "underflow", "share": shares})
+        curves = {f"underflow/{name}": share for name, share in shares.items()}
+        self.files.curves("train", step, curves)
 
     def evaluation(self, step: int, results: dict[str, float]) -> None:
         """Prints and writes the results of an evaluation during training."""
         self.say(f"validation at step {step}: {describe(results)}")
-        self.write("validation", step, results)
+        self.files.numbers("validation", step, results)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves what has happened since the last step out of the speed of those to come."""
         self._untimed, self._began = len(self._reports), time.perf_counter()
 
-    def write(self, split: str, step: int, scalars: dict[str, float]) -> None:
-        """Writes the scalars of one step to the files of "train" or "validation"."""
-        if self._model_dir is None:
-            return
-        if split not in self._events:
-            self._events[split] = tf.summary.create_file_writer(str(self._model_dir / split))
-        with self._events[split].as_default(step):
-            for name, value in scalars.items():
-                tf.summary.write(name, np.float32(value), metadata=SCALAR)
-        self._events[split].flush()
-        numbers = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
-        self._append({"step": step, "split": split, **numbers})
+    def rewind(self, step: int) -> None:
+        """Goes back to a step: lines of later ones are removed, since they will come anew."""
+        scales = [line for line in self.files.rewind(step) if line["split"] == "scale"]
+        self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 
     def event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
         """Writes a line about something that happened once, for programs."""
-        self._append({"step": step, "split": kind, **facts})
-
-    def rewind(self, step: int) -> None:
-        """Removes the lines of later steps, which a run that is taken up again will take anew.
-
-        So a step has its lines once, whatever happened. A line that was cut off goes, too.
-        """
-        path = self._model_dir / "metrics.jsonl" if self._model_dir else None
-        if path is None or not path.exists():
-            return
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and is_of(line, step)]
-        if kept != lines:
-            unfinished = path.with_name(path.name + ".tmp")
-            unfinished.write_text("".join(kept))
-            unfinished.replace(path)
-
-    def _append(self, line: dict[str, Any]) -> None:
-        """Adds a line to `metrics.jsonl`, if there is a `model_dir`."""
-        if self._model_dir is not None:
-            self._model_dir.mkdir(parents=True, exist_ok=True)
-            with (self._model_dir / "metrics.jsonl").open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
-
-
-def is_of(line: str, last: int) -> bool:
-    """Returns whether a line of `metrics.jsonl` is to stay when the run goes back to step `last`.
-
-    That the run was taken back before is not forgotten by it.
-    """
-    try:
-        facts = json.loads(line)
-    except ValueError:  # it was cut off, and another process wrote on
-        return False
-    return facts["step"] <= last or facts["split"] == "recovery"
+        self.files.line({"step": step, "split": kind, **facts})
 
 
 def joined(reports: list[StepReport]) -> StepReport:
     """Returns several loops' reports as one, each field a NumPy array of shape (steps,)."""
     return StepReport(*(np.concatenate(field) for field in zip(*reports, strict=True)))
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    """Returns what a person wants to see of a run's settings."""
+    rule = settings["loss_scale"].split("(")[0]
+    replicas = settings["num_replicas"]
+    parts = [settings["precision"], rule, f"global batch {settings['global_batch']}"]
+    parts += [f"on {replicas} replicas of {settings['strategy']}"] if replicas > 1 else []
+    parts += ["compiled by XLA"] if settings["jit_compile"] else []
+    return ", ".join(parts)
 
 
 def describe(results: dict[str, float]) -> str:

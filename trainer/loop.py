@@ -15,7 +15,7 @@ def run_steps(
     iterator: Any,
     num_steps: tf.Tensor,
     *,
-    counts: int = 0,
+    recorded: int = 0,
     keep_overflows: bool = False,
 ) -> tuple[StepReport, Any]:
     """Takes steps on the next batches. Trace it in a `tf.function`, in cross-replica context.
@@ -27,7 +27,7 @@ def run_steps(
             another thread; the same on every worker.
         iterator: of a `tf.data.Dataset` of global batches; it must not end within these steps.
         num_steps: shape (), int32: a tensor, since a Python number would retrace.
-        counts: how many magnitude counts a report holds.
+        recorded: the variables whose gradients' magnitudes are counted.
         keep_overflows: whether to end early at the first skip of a row, and to bring its batch
             back: the weights are still that step's.
 
@@ -35,7 +35,7 @@ def run_steps(
         The reports of the steps taken, each field with one more dimension: (steps, ...); and the
         last batch, or () if it is not to be kept.
     """
-    specs = report_spec(counts)
+    specs = report_spec(recorded)
     fields = [
         tf.TensorArray(spec.dtype, 0, dynamic_size=True, element_shape=spec.shape) for spec in specs
     ]
@@ -44,8 +44,8 @@ def run_steps(
 
     def body(index: tf.Tensor, going: tf.Tensor, batch: Any, fields: list[tf.TensorArray]) -> tuple:
         del going
-        batch = next(iterator)
-        report = train_step(batch)
+        batch, waited = timed_next(iterator)
+        report = train_step(batch)._replace(data_wait_secs=waited)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
         going = ~(halted.read_value() | stop_asked())
         if keep_overflows:
@@ -67,12 +67,27 @@ def run_steps(
     return StepReport(*(field.stack() for field in fields)), batch
 
 
+def timed_next(iterator: Any) -> tuple[Any, tf.Tensor]:
+    """Returns the next batch, and the seconds it was waited for: shape (), float32."""
+    asked = tf.timestamp()
+    with tf.control_dependencies([asked]):
+        batch = next(iterator)
+    with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+        return batch, tf.cast(tf.timestamp() - asked, tf.float32)
+
+
 def empty(spec: tf.TensorSpec) -> tf.Tensor:
     """Returns a tensor that a spec fits: 0 where it leaves a dimension open."""
     return tf.zeros([dimension or 0 for dimension in spec.shape], spec.dtype)
 
 
-def next_stop(step: int, target: int, steps_per_loop: int, intervals: Iterable[int | None]) -> int:
+def next_stop(
+    step: int,
+    target: int,
+    steps_per_loop: int,
+    intervals: Iterable[int | None],
+    marks: Iterable[int] = (),
+) -> int:
     """Returns the step at which the next inner loop ends.
 
     Args:
@@ -80,13 +95,15 @@ def next_stop(step: int, target: int, steps_per_loop: int, intervals: Iterable[i
         target: the last step of all.
         steps_per_loop: the most steps it may take.
         intervals: it ends at every multiple of these, if it meets one; None has none.
+        marks: and at each of these steps.
 
     Example:
         >>> next_stop(10, target=1000, steps_per_loop=100, intervals=[None, 25])
         25
     """
     multiples = [(step // interval + 1) * interval for interval in intervals if interval]
-    return min([step + steps_per_loop, target, *multiples])
+    ahead = [mark for mark in marks if mark > step]
+    return min([step + steps_per_loop, target, *multiples, *ahead])
 
 
 def crossed(interval: int | None, before: int, step: int) -> bool:

@@ -1,6 +1,7 @@
 """The inner loop where workers take steps without waiting for each other."""
 
 import collections
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,14 +58,19 @@ class RemoteSteps:
         before = int(tf.reduce_sum(self._outcomes))
         waiting: collections.deque[Any] = collections.deque()
         reports: list[StepReport] = []
+        waits: list[float] = []
         for _ in range(int(num_steps)):
             if self._stop.numpy() or (reports and self._halted.numpy()):
                 break
-            waiting.append(self._coordinator.schedule(self._step, args=(next(iterator),)))
+            asked = time.perf_counter()
+            batch = next(iterator)
+            waits.append(time.perf_counter() - asked)
+            waiting.append(self._coordinator.schedule(self._step, args=(batch,)))
             while len(waiting) > self._most:
                 reports.append(waiting.popleft().fetch())
         reports += [step.fetch() for step in waiting]
         fields = [tf.constant(np.stack(field)) for field in zip(*reports, strict=True)]
         # The count on the server, which each has read, moved on meanwhile.
         numbers = tf.range(before + 1, before + 1 + len(reports), dtype=tf.int64)
-        return StepReport(*fields)._replace(step=numbers), ()
+        known = {"step": numbers, "data_wait_secs": tf.constant(waits, tf.float32)}
+        return StepReport(*fields)._replace(**known), ()

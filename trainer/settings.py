@@ -256,6 +256,15 @@ def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy
         )
 
 
+def check_trial(name: str, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError where a trial could not be undone: with several processes."""
+    if strategies.has_workers(strategy) or strategies.is_asynchronous(strategy):
+        raise ValueError(
+            f"`{name}` must be asked of a trainer in one process; got {type(strategy).__name__}. "
+            'What it tries is not divided. Try strategy="default" or "mirrored".'
+        )
+
+
 def check_export(model: Any, path: Any) -> None:
     """Raises TypeError or ValueError unless a model can be written to a `.keras` file."""
     if not isinstance(model, keras.Model):

@@ -1,4 +1,4 @@
-"""What an interval and a run tell of themselves, and the lines that people read."""
+"""What an interval and a run tell of themselves, as numbers and in words."""
 
 import dataclasses
 import math
@@ -66,6 +66,8 @@ class Interval:
     applied: int  # updates since the run began
     skipped: int  # skipped steps since the run began
     examples_per_second: float  # NaN if only steps that also compiled came in between
+    steps_per_second: float  # the same
+    data_wait: float  # the share of that time in which the loop waited for data; or NaN
     metrics: dict[str, float]  # over the applied steps; NaN if there were none
 
     def scalars(self) -> dict[str, float]:
@@ -77,7 +79,11 @@ class Interval:
 
 
 def summarize(
-    steps: StepReport, totals: Totals, metrics: dict[str, float], examples_per_second: float
+    steps: StepReport,
+    totals: Totals,
+    metrics: dict[str, float],
+    timed: StepReport | None,
+    seconds: float,
 ) -> Interval:
     """Condenses the reports of some steps.
 
@@ -85,12 +91,16 @@ def summarize(
         steps: each field a NumPy array of shape (steps,).
         totals: of the whole run, up to the last of these steps.
         metrics: the values of the training metrics over these steps.
-        examples_per_second: NaN if it was not measured.
+        timed: those of the steps whose time says something; None if there are none.
+        seconds: that they took together.
     """
     applied = np.asarray(steps.grads_finite)
 
     def mean(values: np.ndarray) -> float:
         return float(np.mean(values[applied])) if applied.any() else math.nan
+
+    def per_second(amount: float) -> float:
+        return float(amount) / seconds
 
     return Interval(
         step=int(steps.step[-1]),
@@ -100,30 +110,10 @@ def summarize(
         loss_scale=float(steps.loss_scale[-1]),
         applied=totals.applied,
         skipped=totals.skipped,
-        examples_per_second=examples_per_second,
+        examples_per_second=per_second(timed.examples.sum()) if timed else math.nan,
+        steps_per_second=per_second(timed.step.size) if timed else math.nan,
+        data_wait=per_second(timed.data_wait_secs.sum()) if timed else math.nan,
         metrics={name: value if applied.any() else math.nan for name, value in metrics.items()},
-    )
-
-
-def progress_line(interval: Interval, target: int, totals: Totals) -> str:
-    """Returns the line that a person watches.
-
-    Example:
-        >>> interval = Interval(20, 0.25, 0.0, 1.0, 2.0**21, 17, 3, 5120.0, {})
-        >>> progress_line(interval, 600, Totals(17, {"backward": 3}))
-        'step  20/600  loss 0.2500  loss_scale 2^21  3 skipped (3 backward)  5,120 examples/s'
-    """
-    width = len(str(target))
-    speed = interval.examples_per_second
-    shown = {"loss": interval.loss, **interval.metrics}
-    values = "  ".join(
-        f"{name} -     " if math.isnan(value) else f"{name} {value:.4f}"
-        for name, value in shown.items()
-    )
-    return (
-        f"step {interval.step:>{width}}/{target}  {values}"
-        f"  loss_scale {power_of_two(interval.loss_scale)}  {totals}"
-        + ("" if math.isnan(speed) else f"  {speed:,.0f} examples/s")
     )
 
 
@@ -149,18 +139,20 @@ class TrainSummary:
     checkpoint: str | None  # where the run can be taken up again
     checkpoint_bytes: int = 0  # how large that is; 0 if this call saved nothing
     position_bytes: int = 0  # how much of it is the position in the data
+    best: str | None = None  # the best result of this call's evaluations, and its step
 
     def __str__(self) -> str:
         """The last line a person reads."""
         where = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
         if self.checkpoint_bytes:
             where += f" ({size(self.checkpoint_bytes)}, {size(self.position_bytes)} for the data)"
+        best = f"; best {self.best}" if self.best else ""
         behind = self.totals.skipped
         schedule = f"; the schedule is {behind} updates behind the steps" if behind else ""
         return (
             f"at step {self.step} after {self.steps_run} steps in {self.seconds:.1f} s: "
             f"{self.totals.applied} applied, {self.totals}, "
-            f"loss_scale {power_of_two(self.loss_scale)}{schedule}{where}"
+            f"loss_scale {power_of_two(self.loss_scale)}{schedule}{best}{where}"
         )
 
 

@@ -21,15 +21,19 @@ from trainer.checkpoint.position import DataPosition
 from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
 from trainer.divergence import Divergence, LossWatch, check_divergence
 from trainer.log import RunLog
+from trainer.model_table import rows_of
 from trainer.policy import Policy
+from trainer.profile import check_profile
 from trainer.recorder import read_record
 from trainer.rerun import Replay, check_setting, run_again
 from trainer.saving import Saving
+from trainer.screen import style_of
 from trainer.signals import StopSignals
 from trainer.step import Clip, StepReport, attempt_step
 from trainer.summary import Totals, TrainSummary
 from trainer.task import Task
 from trainer.training import Training
+from trainer.trial import DryRun, Overfit, dry_run, overfit
 
 
 class Trainer(Task):
@@ -83,7 +87,9 @@ class Trainer(Task):
             checkpoint, a `model_dir`, or a file of Keras weights. Nothing else is taken over.
         divergence: when the run counts as diverged and is taken back: a `trainer.Divergence`.
         log_interval: steps between lines of the log.
-        verbose: whether to print them.
+        verbose: True shows a bar on a terminal, and lines anywhere else; "detailed" also the
+            lines on a terminal, every skipped step, and every variable; False shows nothing.
+        profile_steps: the first and the last step to profile, for TensorBoard; None profiles none.
         jit_compile: whether XLA compiles each replica's forward and backward pass. "auto" does
             so for float16 on CPU.
         seed: for initial weights, for shuffling arrays and for what steps draw; sets Python's,
@@ -158,7 +164,8 @@ class Trainer(Task):
         init_from: str | pathlib.Path | None = None,
         divergence: Divergence | None = None,
         log_interval: int = 100,
-        verbose: bool = True,
+        verbose: bool | str = True,
+        profile_steps: Sequence[int] | None = None,
         jit_compile: bool | str = "auto",
         seed: int | None = None,
         on_overflow: str = "skip",
@@ -185,7 +192,7 @@ class Trainer(Task):
         settings.check_kept("max_overflow_records", max_overflow_records, model_dir, "Records")
         settings.check_kept("keep_best", keep_best, model_dir, "Models")
         settings.check_bool("alternate_optimizers", alternate_optimizers)
-        settings.check_bool("verbose", verbose)
+        check_profile(profile_steps, model_dir)
         settings.check_bool("record_gradients", record_gradients)
         settings.check_momentum(ema_momentum)
         settings.check_seed(seed)
@@ -229,7 +236,8 @@ class Trainer(Task):
         self.alternate_optimizers = alternate_optimizers
         self.steps_per_loop = steps_per_loop
         self.log_interval = log_interval
-        self.verbose = verbose and self.is_chief
+        self.style = style_of(verbose, shown=self.is_chief)
+        self.profile_steps = profile_steps
         self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
         self.seed = seed
         self.max_overflow_records = max_overflow_records
@@ -363,6 +371,7 @@ class Trainer(Task):
                 self._export_into,
             )
             start = training.take_up()
+            log.introduce(type(self).__name__, start, training.facts(), rows_of(self.model))
             self.on_train_begin()
             step = training.run()
             latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes
@@ -375,8 +384,9 @@ class Trainer(Task):
                 checkpoint=str(latest) if latest else None,
                 checkpoint_bytes=sum(sizes.values()),
                 position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
+                best=training.best_result,
             )
-            log.say(str(summary))
+            log.conclude(summary, target)
             self.on_train_end(summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)
@@ -386,7 +396,7 @@ class Trainer(Task):
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
         names = self._parts.plan.variable_names
         model_dir = self.model_dir if self.is_chief else None
-        return RunLog(model_dir, self.verbose, names, self.precision.name, shares)
+        return RunLog(model_dir, self.style, names, self.precision.name, shares)
 
     def _position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns where the run stands in its data: at the beginning, if they are others."""
@@ -464,6 +474,60 @@ class Trainer(Task):
         self._start(found.first, lambda batch, training: self.predict_batch(batch))  # noqa: ARG005
         with as_asked(self._parts.plan, averaged):
             return self._parts.evaluator.predict(found.dataset, precision)
+
+    def dry_run(
+        self, train_data: Any, *, global_batch: int | None = None, eval_data: Any = None
+    ) -> DryRun:
+        """Tries, in seconds, what a long run would do, and puts everything back bit for bit.
+
+        Two steps on real batches, one evaluation step, a checkpoint saved (in a temporary folder)
+        and restored, a comparison of the replicas, and an estimate of memory.
+
+        Args:
+            train_data: as for `train`.
+            global_batch: the batch size, if the data are arrays.
+            eval_data: as for `train`.
+
+        Returns:
+            The findings: print it. `.ok` is whether nothing speaks against a long run.
+
+        Raises:
+            ValueError: with several workers or parameter servers.
+            TypeError, ValueError: what `train` would raise.
+        """
+        settings.check_trial("dry_run", self.strategy)
+        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        found = None
+        if eval_data is not None:
+            of_arrays = data.global_batch if are_arrays(eval_data) else None
+            found = batches(eval_data, "eval_data", self.strategy, of_arrays)
+        self._start(data.first)
+        return dry_run(self, self._parts, data, found)
+
+    def overfit_one_batch(
+        self, train_data: Any, steps: int = 100, *, global_batch: int | None = None
+    ) -> Overfit:
+        """Trains on the first batch alone, and puts everything back bit for bit.
+
+        A model and a loss that belong together bring its loss near 0; if they do not, no amount of
+        data will help.
+
+        Args:
+            train_data: as for `train`.
+            steps: how many.
+            global_batch: the batch size, if the data are arrays.
+
+        Returns:
+            The loss of every step: print it.
+
+        Raises:
+            ValueError: with several workers or parameter servers.
+        """
+        settings.check_trial("overfit_one_batch", self.strategy)
+        settings.check_count("steps", steps)
+        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        self._start(data.first)
+        return overfit(self, self._parts, data.first, steps)
 
     def export(self, path: str | pathlib.Path, *, averaged: bool | None = None) -> None:
         """Writes a Keras model to a `.keras` file.

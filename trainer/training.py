@@ -16,7 +16,7 @@ import tensorflow as tf
 import strategies
 from trainer.build import Parts
 from trainer.checkpoint import CheckpointError
-from trainer.checkpoint.best import Best
+from trainer.checkpoint.best import BETTER, Best
 from trainer.checkpoint.position import DataPosition
 from trainer.checkpoint.setting import check_same, versions
 from trainer.data_errors import explain, reason_of
@@ -25,6 +25,7 @@ from trainer.liveness import TrainingStuckError, check_alive
 from trainer.log import RunLog
 from trainer.loop import crossed, next_stop
 from trainer.lost_worker import naming_the_lost
+from trainer.profile import Profile
 from trainer.recorder import keep_overflow
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.summary import Totals
@@ -71,6 +72,9 @@ class Training:
         self._saved_at = parts.checkpoints.facts.get("step")
         self._saved = time.monotonic()
         self._offence: Offence | None = None  # seen, and not yet answered
+        steps = trainer.profile_steps if trainer.is_chief else None
+        self._profile = Profile(steps, trainer.model_dir) if steps else None
+        self._results: dict[int, float] = {}  # of the evaluations, by step: the best metric's
         keeps = evaluate and trainer.model_dir and trainer.is_chief
         keep = trainer.saving.keep_best if keeps else 0
         self._best = keep and Best(
@@ -117,8 +121,19 @@ class Training:
         Returns:
             The step it has come to.
         """
-        with naming_the_lost(self._trainer.strategy, self._where):
+        following = self._log.following(self._start, self._target)
+        with following, naming_the_lost(self._trainer.strategy, self._where):
             return self._run()
+
+    @property
+    def best_result(self) -> str | None:
+        """The best result of the evaluations of this call, and its step; None without any."""
+        sign = BETTER[self._trainer.saving.best_is]
+        ranked = sorted((sign * value, step) for step, value in self._results.items())
+        if not ranked:
+            return None
+        value, step = ranked[0]
+        return f"{self._trainer.saving.best_metric} {sign * value:.4f} at step {step}"
 
     def _where(self) -> str:
         """Returns after which step something has happened, and what is saved of the run."""
@@ -153,17 +168,22 @@ class Training:
         """Takes one inner loop, which ends early if somebody asks to stop."""
         trainer, before = self._trainer, self._step
         periods = [action.every_steps for action in trainer.actions]
+        marks = self._profile.ends if self._profile else ()
         stops = [self._eval_interval, trainer.saving.checkpoint_interval, *periods]
-        end = next_stop(before, self._target, trainer.steps_per_loop, stops)
+        end = next_stop(before, self._target, trainer.steps_per_loop, stops, marks)
         iterator = self._position.iterator
+        if self._profile:
+            self._profile.before(before)
         try:
             report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
         except tf.errors.OpError as error:
             self._explain(error)
             raise
-        self._log.add(report, compiling=before == self._start)
         taken = int(report.step.shape[0])
         self._step = before + taken
+        if self._profile and self._profile.after(self._step):
+            self._log.say(f"profiled, for TensorBoard: {trainer.model_dir / 'plugins/profile'}")
+        self._log.add(report, self._step, compiling=before == self._start)
         self._position.taken += taken
         if self._parts.recorder:  # then the loop ends early where there is something to record
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
@@ -195,6 +215,7 @@ class Training:
             with self._saved_if_it_raises():
                 self._write_log()
         if evaluate_now and self._evaluate:
+            self._log.screen.doing("evaluating ...")
             with self._saved_if_it_raises():
                 self._validate(self._evaluate())
         with self._saved_if_it_raises():
@@ -219,6 +240,7 @@ class Training:
             return
         with self._writing_log():
             self._log.evaluation(self._step, results)
+        self._results[self._step] = results[self._trainer.saving.best_metric]
         if self._best and self._best.consider(self._step, results, self._export):
             self._log.say(f"kept in {self._trainer.model_dir / 'best'}")
 

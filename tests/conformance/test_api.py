@@ -27,6 +27,8 @@ WITHOUT_EXAMPLE = {
     "DataError": "Trainer",
     "DivergedError": "Trainer",
     "Share": "take",
+    "DryRun": "Trainer",
+    "Overfit": "Trainer",
     "StepReport": "Trainer",
     "Totals": "Trainer",
     "TrainSummary": "Trainer",

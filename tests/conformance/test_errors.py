@@ -429,6 +429,8 @@ TRAINER = {
         ("divergence", "Trainer(divergence=Divergence(loss_above=100.0))"),
         ("log_interval", "Trainer(log_interval=0)"),
         ("verbose", "Trainer(verbose=1)"),
+        ("profile_steps", "Trainer(profile_steps=(9, 3))"),
+        ("profile_steps", "Trainer(profile_steps=(3, 9))"),
         ("jit_compile", 'Trainer(jit_compile="yes")'),
         ("seed", "Trainer(seed=-1)"),
         ("seed", "Trainer(seed=2**32)"),

@@ -17,7 +17,7 @@ from trainer import Trainer
 from trainer.checkpoint import CheckpointError, folder, saver
 from trainer.checkpoint.contents import compared, describe, first_difference
 from trainer.data import untuned
-from trainer.log import RunLog
+from trainer.run_files import RunFiles
 
 BATCHES = [everything.batch(seed=seed) for seed in range(4)]
 
@@ -675,11 +675,11 @@ def lines_of(path):
 
 def test_a_log_is_taken_back_with_the_run(tmp_path):
     """Lines of later steps go, torn ones go, those about recoveries stay; the rest is untouched."""
-    log = RunLog(tmp_path, verbose=False)
+    files = RunFiles(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    log.rewind(3)
+    files.rewind(3)
     assert not path.exists()
-    RunLog(None, verbose=False).rewind(3)
+    RunFiles(None).rewind(3)
 
     stay = [
         '{"step": 1, "split": "train", "loss": 1.0}\n',
@@ -692,11 +692,16 @@ def test_a_log_is_taken_back_with_the_run(tmp_path):
     # wrote on.
     torn = ['{"step": 2, "spl{"step": 2, "split": "train"}\n', '{"step": 1, "split": "train"']
     path.write_text("".join([stay[0], go[0], stay[1], torn[0], stay[2], go[1], stay[3], torn[1]]))
-    log.rewind(3)
+    files.rewind(3)
     assert lines_of(path) == stay
+    table = tmp_path / "train.csv"
+    table.write_text("step,loss\n1,1.0\n3,\n4,0.5\n5,0.")
+    files.rewind(3)
+    assert table.read_text() == "step,loss\n1,1.0\n3,\n"
+    table.unlink()
 
     before = path.stat().st_ino
-    log.rewind(3)
+    files.rewind(3)
     assert (lines_of(path), path.stat().st_ino) == (stay, before)
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -709,5 +714,9 @@ def test_a_run_that_is_taken_up_logs_each_step_once(tmp_path):
         lines.write('{"step": 3, "split": "train"}\n{"step": 4, "spl')
     Linear(**arguments).train(slopes(1.0), steps=4, global_batch=1)
 
-    logged = [json.loads(line)["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
-    assert logged == [1, 2, 3, 4]
+    lines = map(json.loads, lines_of(tmp_path / "metrics.jsonl"))
+    logged = [(line["split"], line["step"]) for line in lines]
+    numbers = [("train", step) for step in range(1, 5)]
+    assert [each for each in logged if each[0] not in {"run", "end"}] == [("scale", 1), *numbers]
+    rows = (tmp_path / "train.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]

@@ -99,7 +99,7 @@ def test_metrics_of_no_applied_step_are_not_shown_as_0(capsys):
     trainer = classifier(verbose=True)
     trainer.train((X * np.inf, Y), steps=1, global_batch=11)
 
-    assert "step 1/1  loss -       accuracy -       loss_scale 2^0" in capsys.readouterr().out
+    assert "step 1/1 100%  loss -       accuracy -       loss_scale 2^0" in capsys.readouterr().out
 
 
 def test_metrics_are_updated_on_applied_steps_only():

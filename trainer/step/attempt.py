@@ -75,6 +75,7 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
         skips_in_a_row=run.skips_in_a_row.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
+        data_wait_secs=tf.constant(0.0),  # only a loop that reads the data knows
         **last.outcome._asdict(),
     )
 
@@ -89,9 +90,8 @@ def attempt_until_applied(once: Any, state: Any, plan: StepPlan) -> tuple[Attemp
         The last attempt, and how many came before it: shape (), int32. If no scale could help,
         the loss scale is where it would be after a single overflow.
     """
-    counts = scaling.stats.COUNTS if plan.record_gradients else 0
     nothing = tf.nest.map_structure(
-        lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(counts)
+        lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(plan.recorded)
     )
     start = Attempt(nothing, state.loss_scale, state, state, tf.constant(True))
 
@@ -317,6 +317,7 @@ def together(first: Outcome, rest: Outcome) -> Outcome:
         gradient_norm=tf.sqrt(first.gradient_norm**2 + rest.gradient_norm**2),
         max_magnitude=tf.maximum(first.max_magnitude, rest.max_magnitude),
         magnitude_counts=first.magnitude_counts + rest.magnitude_counts,
+        underflow=first.underflow + rest.underflow,  # of a phase's own variables; else 0
     )
 
 

@@ -57,6 +57,11 @@ class StepPlan:
     undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
 
     @property
+    def recorded(self) -> int:
+        """The variables whose gradients' magnitudes are counted."""
+        return len(self.model.trainable_variables) if self.record_gradients else 0
+
+    @property
     def variable_names(self) -> list[str]:
         """Of `model.trainable_variables`, to say where a step went wrong."""
         return [getattr(v, "path", v.name) for v in self.model.trainable_variables]

@@ -72,8 +72,12 @@ def replica_step(
     total, table, written = sum_over_replicas(local, share)
     unscaled = scaling.unscale_gradients(total.gradients, state)
     gradient_norm = global_norm(unscaled)
-    max_magnitude, magnitude_counts = measure(
-        unscaled, state, magnitude=plan.rule.needs_magnitude, counts=plan.record_gradients
+    measured = measure(
+        unscaled,
+        state,
+        phase.positions,
+        magnitude=plan.rule.needs_magnitude,
+        recorded=plan.recorded,
     )
     statistics_finite = stay_finite(written, values)
     outcome = Outcome(
@@ -82,8 +86,7 @@ def replica_step(
         gradient_norm=gradient_norm,
         grads_finite=table.all_finite & statistics_finite & tf.math.is_finite(gradient_norm),
         **no_finding()._asdict(),
-        max_magnitude=max_magnitude,
-        magnitude_counts=magnitude_counts,
+        **measured._asdict(),
     )
     return ReplicaResult(
         outcome=outcome,

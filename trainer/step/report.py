@@ -23,6 +23,8 @@ class Outcome(NamedTuple):
     max_magnitude: tf.Tensor  # shape=(), float32: of the gradients, unscaled; NaN if not asked for
     magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32: elements by exponent, as in
     # `scaling.GradientStats`, over all variables; shape (0,) if not asked for
+    underflow: tf.Tensor  # shape=(trainable_variables,), float32: the share of each gradient that
+    # float16 underflows, as `scaling.GradientStats.underflow`; shape (0,) if not asked for
 
 
 class StepReport(NamedTuple):
@@ -34,6 +36,7 @@ class StepReport(NamedTuple):
     skips_in_a_row: tf.Tensor  # shape=(), int64: up to this step; 0 if it was applied
     in_float32: tf.Tensor  # shape=(), bool: whether it was computed in float32, as a way out
     examples: tf.Tensor  # shape=(), int64: in the global batch
+    data_wait_secs: tf.Tensor  # shape=(), float32: how long the loop waited for the batch
     # From here on as in `Outcome`, of the last attempt.
     loss: tf.Tensor
     regularization_loss: tf.Tensor
@@ -46,10 +49,16 @@ class StepReport(NamedTuple):
     nan_count: tf.Tensor
     max_magnitude: tf.Tensor
     magnitude_counts: tf.Tensor
+    underflow: tf.Tensor
 
 
-def outcome_spec(counts: int) -> Outcome:
-    """Returns each field's shape and dtype; `counts` is how many magnitude counts there are."""
+def outcome_spec(recorded: int = 0) -> Outcome:
+    """Returns each field's shape and dtype.
+
+    Args:
+        recorded: the variables whose gradients' magnitudes are counted; 0 if none are.
+    """
+    counts = scaling.stats.COUNTS if recorded else 0
     number, integer = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int32)
     return Outcome(
         loss=number,
@@ -63,11 +72,12 @@ def outcome_spec(counts: int) -> Outcome:
         nan_count=integer,
         max_magnitude=number,
         magnitude_counts=tf.TensorSpec([counts], tf.float32),
+        underflow=tf.TensorSpec([recorded], tf.float32),
     )
 
 
-def report_spec(counts: int) -> StepReport:
-    """Returns each field's shape and dtype; `counts` is how many magnitude counts there are."""
+def report_spec(recorded: int = 0) -> StepReport:
+    """Returns each field's shape and dtype; see `outcome_spec`."""
     whole = tf.TensorSpec([], tf.int64)
     return StepReport(
         step=whole,
@@ -76,7 +86,8 @@ def report_spec(counts: int) -> StepReport:
         skips_in_a_row=whole,
         in_float32=tf.TensorSpec([], tf.bool),
         examples=whole,
-        **outcome_spec(counts)._asdict(),
+        data_wait_secs=tf.TensorSpec([], tf.float32),
+        **outcome_spec(recorded)._asdict(),
     )
 
 

@@ -1,0 +1,193 @@
+"""What is tried before a long run, and that nothing is left of it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+import scaling
+from trainer import Trainer, find_batch_size
+from trainer.step.rollback import read_copies, variables_in_reach
+
+X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
+
+
+def classifier(**arguments):
+    """A small network with statistics, dropout, slots and a metric."""
+
+    def model():
+        layers = [
+            keras.layers.Dense(16),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.1),
+        ]
+        return keras.Sequential([keras.Input([1]), *layers, keras.layers.Dense(2)])
+
+    return Trainer(
+        model=model,
+        optimizer=lambda: keras.optimizers.Adam(0.05),
+        loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+        seed=3,
+        **{"verbose": False} | arguments,
+    )
+
+
+DATA = (X, (X[:, 0] > 0).astype(np.int32))
+
+
+def bits(trainer):
+    """Every bit of every copy of a trainer's variables."""
+    roots = [trainer.model, trainer.optimizer, trainer._parts.state]
+    roots += [*trainer._parts.metrics[False].values(), *trainer._parts.metrics[True].values()]
+    variables = variables_in_reach(roots, held_back=())
+    copies = tf.nest.flatten(read_copies(variables, trainer.strategy))
+    return [copy.numpy().tobytes() for copy in copies]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_dry_run_finds_out_and_leaves_nothing(mirrored, tmp_path, replicas):
+    """A step, an evaluation, a checkpoint, the trace count and the replicas are looked at; afterwards
+    every bit is as it was, `model_dir` too, and a run has the bits of one that was never tried.
+    """
+    arguments = {
+        "precision": "mixed_float16",
+        "loss_scale": "dynamic:initial_scale=2^24",
+        "strategy": mirrored(replicas) if replicas > 1 else "default",
+    }
+    trainer = classifier(model_dir=tmp_path, **arguments)
+    trainer.overfit_one_batch(DATA, steps=1, global_batch=8)  # which builds it
+    before = bits(trainer)
+    found = trainer.dry_run(DATA, global_batch=8, eval_data=DATA)
+
+    assert found.ok
+    assert found.step.startswith("skipped, loss 0.")
+    assert "at loss_scale 2^24: backward" in found.step
+    assert set(found.evaluation) == {"loss", "accuracy"}
+    assert (found.traces, found.replicas) == (1, replicas)
+    assert found.checkpoint_bytes > 0
+    assert bits(trainer) == before
+    assert list(tmp_path.iterdir()) == []
+
+    untried = classifier(**arguments)
+    trainer.train(DATA, steps=12, global_batch=8)
+    untried.train(DATA, steps=12, global_batch=8)
+    assert bits(trainer) == bits(untried)
+
+
+def test_the_memory_is_counted():
+    """Weights and gradients of 4 bytes, two slots of Adam's and its two counters, and activations."""
+    found = classifier().dry_run(DATA, global_batch=8)
+    trainable, fixed = 1 * 16 + 16 + 2 * 16 + 16 * 2 + 2, 2 * 16
+
+    assert found.memory.weights == 4 * (trainable + fixed)
+    assert found.memory.gradients == 4 * trainable
+    assert 0 <= found.memory.slots - 2 * 4 * trainable <= 16
+    # Of 8 examples: at least the outputs of the layers, and not ten times as much.
+    outputs = 4 * 8 * (16 + 16 + 2)
+    assert outputs <= found.memory.activations <= 10 * outputs
+    halved = classifier(num_microbatches=2).dry_run(DATA, global_batch=8)
+    assert outputs / 2 <= halved.memory.activations < found.memory.activations
+
+
+def test_what_speaks_against_a_long_run_is_said():
+    """A step that is traced anew each time, a loss that is not finite, replicas that differ."""
+
+    class Restless(Linear):
+        def train_step(self, batch):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().train_step(batch)
+
+    trainer = Restless(verbose=False)
+    good = trainer.dry_run(slopes(1.0, 2.0), global_batch=2)
+    assert good.ok
+    assert "all bits back" in str(good)
+
+    bad = Linear(verbose=False).dry_run(slopes(np.inf, 2.0), global_batch=2)
+    assert not bad.ok
+    assert "forward" in bad.step
+    twice = good._replace(traces=2, replicas_equal=False, restored=False)
+    assert not any(
+        good._replace(**{name: value}).ok
+        for name, value in [
+            ("traces", 2),
+            ("replicas_equal", False),
+            ("restored", False),
+            ("loss", np.nan),
+        ]
+    )
+    assert [word in str(twice) for word in ("TRACED AGAIN", "NOT EQUAL", "BITS LOST")] == [True] * 3
+
+
+def test_replicas_that_differ_are_found(mirrored):
+    """One weight of one replica is enough."""
+    trainer = classifier(strategy=mirrored(2))
+    trainer.overfit_one_batch(DATA, steps=1, global_batch=8)
+    copy = trainer.strategy.experimental_local_results(trainer.model.weights[0].value)[1]
+    copy.assign(copy + 2.0**-20)
+
+    assert not trainer.dry_run(DATA, global_batch=8).replicas_equal
+
+
+def test_one_batch_is_learned_by_heart():
+    """The loss comes down to nothing, and the trainer is as it was."""
+    trainer = classifier(precision="mixed_float16", loss_scale="dynamic")
+    trainer.overfit_one_batch(DATA, steps=1, global_batch=8)
+    before = bits(trainer)
+    found = trainer.overfit_one_batch(DATA, steps=120, global_batch=8)
+
+    assert found.losses.shape == (120,)
+    assert found.losses[-1] < found.losses[0] / 5
+    assert bits(trainer) == before
+    assert str(found).startswith(f"one batch, 120 steps: loss {found.losses[0]:.4f} -> ")
+
+
+class Hungry(Linear):
+    """Whose loss takes some memory for every example: more than there is for more than two."""
+
+    def compute_loss(self, batch, training):
+        losses = super().compute_loss(batch, training)
+        rows = tf.shape(losses)[0]
+        # 2^46 bytes for more than two examples: no machine has them; none for fewer.
+        wanted = tf.where(rows > 2, tf.constant(2**44, tf.int64), tf.constant(1, tf.int64))
+        return losses + 0.0 * tf.fill([wanted], tf.cast(rows, tf.float32))[0]
+
+
+def test_the_batch_is_halved_until_it_fits():
+    """TensorFlow really runs out of memory; the global batch stays, its parts become smaller."""
+    made = []
+
+    def make(num_microbatches):
+        made.append(num_microbatches)
+        return Hungry(num_microbatches=num_microbatches, verbose=False)
+
+    assert find_batch_size(make, slopes(*range(8)), global_batch=8) == 4
+    assert made == [1, 2, 4]
+
+
+def test_an_example_that_never_fits_is_said():
+    """Whole."""
+
+    class Starving(Linear):
+        def compute_loss(self, batch, training):
+            rows = tf.fill([tf.constant(2**44, tf.int64)], 1.0)
+            return super().compute_loss(batch, training) + rows[0]
+
+    with pytest.raises(
+        ValueError, match="`data` must fit into memory one example at a time; got 2 mic"
+    ):
+        find_batch_size(
+            lambda parts: Starving(num_microbatches=parts, verbose=False),
+            slopes(1.0, 2.0),
+            global_batch=2,
+        )
+
+
+def test_a_rule_of_ones_own_is_put_back():
+    """The loss scale moves in a trial, and back."""
+    trainer = Linear(loss_scale=scaling.DynamicLossScale(growth_interval=1), verbose=False)
+    trainer.overfit_one_batch(slopes(1.0), steps=5, global_batch=1)
+
+    assert trainer.loss_scale == 2.0**15
+    assert trainer.totals.attempted == 0
