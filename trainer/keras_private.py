@@ -4,7 +4,7 @@ Everything else in this project goes through Keras's and TensorFlow's public API
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -69,19 +69,26 @@ def penalties_in_float32(model: keras.Model) -> Iterator[None]:
             layer.activity_regularizer = regularizer
 
 
-@contextlib.contextmanager
-def computing_in_float32(model: keras.Model) -> Iterator[None]:
+def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Within, the model's half-precision layers compute in float32, on the same variables.
 
-    Trace a function inside it; the trace keeps float32 afterwards. Setting a layer's
-    `dtype_policy` is public; finding all layers is not.
+    Trace a function inside it; the trace keeps float32 afterwards.
     """
     half = [layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")]
-    policies = [layer.dtype_policy for layer in half]
-    for layer in half:
-        layer.dtype_policy = keras.DTypePolicy("float32")
+    return under_policy("float32", half)
+
+
+@contextlib.contextmanager
+def under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Within, layers are under another dtype policy, on the variables that they have.
+
+    Setting a layer's `dtype_policy` is public; finding all layers is not.
+    """
+    policies = [layer.dtype_policy for layer in layers]
+    for layer in layers:
+        layer.dtype_policy = keras.DTypePolicy(policy)
     try:
         yield
     finally:
-        for layer, policy in zip(half, policies, strict=True):
-            layer.dtype_policy = policy
+        for layer, before in zip(layers, policies, strict=True):
+            layer.dtype_policy = before

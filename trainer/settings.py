@@ -265,22 +265,6 @@ def check_trial(name: str, strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def check_export(model: Any, path: Any) -> None:
-    """Raises TypeError or ValueError unless a model can be written to a `.keras` file."""
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`export` must be asked of a trainer of a keras.Model; got {type(model).__name__}. "
-            "Only Keras can write one to a file with its layers. Use tf.saved_model.save, or "
-            "tf.train.Checkpoint(model=trainer.model)."
-        )
-    check_path("path", path, "model.keras")
-    if not str(path).endswith(".keras"):
-        raise ValueError(
-            f"`path` must end in .keras; got {str(path)!r}. Keras tells the format by it. Use for "
-            'instance "model.keras".'
-        )
-
-
 @contextlib.contextmanager
 def dtype_policy(precision: scaling.Precision) -> Iterator[None]:
     """Within, Keras layers are made under the precision's dtype policy."""

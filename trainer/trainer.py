@@ -20,6 +20,7 @@ from trainer.checkpoint.best import export_model
 from trainer.checkpoint.position import DataPosition
 from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
 from trainer.divergence import Divergence, LossWatch, check_divergence
+from trainer.export import check_export, export
 from trainer.log import RunLog
 from trainer.model_table import rows_of
 from trainer.policy import Policy
@@ -529,20 +530,36 @@ class Trainer(Task):
         self._start(data.first)
         return overfit(self, self._parts, data.first, steps)
 
-    def export(self, path: str | pathlib.Path, *, averaged: bool | None = None) -> None:
-        """Writes a Keras model to a `.keras` file.
+    def export(
+        self,
+        path: str | pathlib.Path,
+        *,
+        averaged: bool | None = None,
+        precision: str = "train",
+        compare_on: Any = None,
+    ) -> float | None:
+        """Writes a Keras model, for others to use.
 
         Args:
-            path: where.
+            path: a file that ends in `.keras`, or a folder, for a SavedModel.
             averaged: as for `evaluate`.
+            precision: "train" writes the model as it is: float32 weights, and layers that compute
+                in half precision if they were trained so. "float32", "float16" and "bfloat16"
+                write weights and layers of that dtype alone.
+            compare_on: inputs for the model. What was written is loaded again, and must predict
+                the same but for rounding.
+
+        Returns:
+            With `compare_on`, the largest difference, as a share of the largest output.
 
         Raises:
-            TypeError, ValueError: if it is another kind of file, or no Keras model.
+            TypeError, ValueError: if it is another kind of file, or no Keras model; if the
+                predictions differ by more than 32 roundings.
         """
         self._check_started("export")
-        settings.check_export(self.model, path)
+        check_export(self.model, path, precision)
         with as_asked(self._parts.plan, averaged):
-            self.model.save(path)
+            return export(self.model, pathlib.Path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
         """Runs a step again that the flight recorder has kept (L18).

@@ -17,11 +17,10 @@ from trainer.data import Batches, batches, untuned, without_end
 from trainer.liveness import step_of
 from trainer.log import describe
 from trainer.model_table import rows_of, total_of
+from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of, read_copies, variables_in_reach, write_copies
 from trainer.summary import power_of_two, size
-
-TRIED_STEPS = 2  # the second would show a retrace
 
 
 class Memory(NamedTuple):
@@ -46,7 +45,7 @@ class DryRun(NamedTuple):
     evaluation: dict[str, float] | None  # of one batch; None without `eval_data`
     checkpoint_bytes: int
     restored: bool  # whether a checkpoint brought every bit back
-    traces: int  # of the step; more than 1 would be traced again and again
+    traces: int  # of two steps; more than 1 would be traced again and again
     replicas: int
     replicas_equal: bool  # whether all copies of the weights were the same after the steps
     memory: Memory
@@ -99,26 +98,30 @@ def dry_run(trainer: Any, parts: Parts, data: Batches, eval_data: Batches | None
         eval_data: to evaluate on, or None.
     """
     began = time.perf_counter()
-    with put_back(trainer, parts) as variables:
+    with put_back(trainer, parts):
         iterator = iter(untuned(without_end(data)))
-        reports = [parts.run_steps(iterator, tf.constant(1))[0] for _ in range(TRIED_STEPS)]
-        first = step_of(StepReport(*(field.numpy() for field in reports[0])), 0)
+        report, _ = parts.run_steps(iterator, tf.constant(1))
+        first = step_of(StepReport(*(field.numpy() for field in report)), 0)
+        traced = parts.run_steps.experimental_get_tracing_count()
+        parts.run_steps(iterator, tf.constant(1))
+        retraced = parts.run_steps.experimental_get_tracing_count() - traced
+        # Before a checkpoint is read, which gives all replicas the same.
+        equal = replicas_equal(parts.plan)
         evaluation = None
         if eval_data:
             one = Batches(eval_data.dataset.take(1), eval_data.first, eval_data.global_batch, 1)
             evaluation = trainer._evaluate(one, "float32", None, stoppable=False)  # noqa: SLF001
-        found = [copies_of(variable, trainer.strategy) for variable in parts.plan.model.variables]
         with tempfile.TemporaryDirectory() as scratch:
-            taken, restored = saved_and_restored(trainer, parts, variables, pathlib.Path(scratch))
+            taken, restored = saved_and_restored(trainer, parts, pathlib.Path(scratch))
         return DryRun(
             step=step_in_words(first, parts.plan.variable_names),
             loss=float(first.loss),
             evaluation=evaluation,
             checkpoint_bytes=taken,
             restored=restored,
-            traces=parts.run_steps.experimental_get_tracing_count(),
+            traces=1 + retraced,
             replicas=trainer.strategy.num_replicas_in_sync,
-            replicas_equal=all(same_bits(copy, each[0]) for each in found for copy in each),
+            replicas_equal=equal,
             memory=memory_of(trainer, data.first),
             seconds=time.perf_counter() - began,
         )
@@ -186,30 +189,24 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def put_back(trainer: Any, parts: Parts) -> Iterator[list[Any]]:
-    """Within, a trainer may do what it wants: every bit of its variables is put back after.
-
-    Yields:
-        The variables.
-    """
+def put_back(trainer: Any, parts: Parts) -> Iterator[None]:
+    """Within, a trainer may do what it wants: every bit of its variables is put back after."""
     roots = [trainer.model, trainer.optimizer, parts.state, *vars(trainer).values()]
     roots += [metric for metrics in parts.metrics.values() for metric in metrics.values()]
     variables = variables_in_reach(roots, held_back=())
     before = read_copies(variables, trainer.strategy)
     try:
-        yield variables
+        yield
     finally:
         write_copies(variables, before, trainer.strategy)
 
 
-def saved_and_restored(
-    trainer: Any, parts: Parts, variables: list[Any], scratch: pathlib.Path
-) -> tuple[int, bool]:
-    """Writes a checkpoint, spoils the variables, and reads it; returns its bytes, and the success."""
+def saved_and_restored(trainer: Any, parts: Parts, scratch: pathlib.Path) -> tuple[int, bool]:
+    """Writes a checkpoint, spoils the weights, and reads it; returns its bytes, and the success."""
     strategy = trainer.strategy
     checkpoints = make_checkpoints(trainer, parts.state, parts.metrics[False], scratch)
     facts = {"num_replicas": strategy.num_replicas_in_sync, "loss_scale": repr(trainer.rule)}
-    checkpoints.save(TRIED_STEPS, facts, None)
+    checkpoints.save(0, facts, None)
     checkpoints.wait()
     weights = variables_in_reach([parts.plan.model], held_back=())
     written = read_copies(weights, strategy)
@@ -220,6 +217,12 @@ def saved_and_restored(
     back = read_copies(weights, strategy)
     pairs = zip(tf.nest.flatten(written), tf.nest.flatten(back), strict=True)
     return sum(checkpoints.bytes.values()), all(same_bits(old, new) for old, new in pairs)
+
+
+def replicas_equal(plan: StepPlan) -> bool:
+    """Returns whether every replica has the same weights, and statistics, to the bit."""
+    found = [copies_of(variable, plan.strategy) for variable in plan.model.variables]
+    return all(same_bits(copy, copies[0]) for copies in found for copy in copies)
 
 
 def same_bits(one: Any, other: Any) -> bool:

@@ -1,0 +1,130 @@
+"""A trained model, written for others."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer import Trainer
+
+X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
+
+# Keras, when it reads a file with NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+
+
+class Scaled(keras.layers.Layer):
+    """Multiplies by a number that it may forget to write down; not registered with Keras."""
+
+    def __init__(self, factor=1.0, **arguments):
+        """Keeps the number."""
+        super().__init__(**arguments)
+        self.factor = factor
+
+    def call(self, x):
+        """Multiplies."""
+        return x * self.factor
+
+
+def trained(layer=None, **arguments):
+    """A network that has taken three steps."""
+
+    def model():
+        layers = [keras.layers.Dense(16), keras.layers.BatchNormalization(), layer or Scaled()]
+        return keras.Sequential([keras.Input([1]), *layers, keras.layers.Dense(2, dtype="float32")])
+
+    trainer = Trainer(
+        model=model,
+        optimizer=lambda: keras.optimizers.Adam(0.05),
+        loss_fn="mse",
+        precision="mixed_float16",
+        seed=1,
+        verbose=False,
+        **arguments,
+    )
+    trainer.train((X, np.hstack([X, -X])), steps=3, global_batch=8)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run():
+    """One run for all that only look at it."""
+    return trained()
+
+
+def loaded(path):
+    """The model in a file: a function of inputs, and its variables that hold real numbers."""
+    if path.suffix == ".keras":
+        found = keras.saving.load_model(path, custom_objects={"Scaled": Scaled}, compile=False)
+        call = found
+    else:
+        found = tf.saved_model.load(str(path))
+        call = found.serve
+    real = [each for each in found.variables if tf.as_dtype(each.dtype).is_floating]
+    return call, real
+
+
+@pytest.mark.parametrize("name", ["model.keras", "folder"])
+@pytest.mark.parametrize("precision", ["train", "float32", "float16", "bfloat16"])
+def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
+    """In every precision and both formats: loaded without the trainer, the weights have the dtype that
+    was asked for, and the outputs are the trained model's but for rounding.
+    """
+    path = tmp_path / name
+    difference = run.export(path, precision=precision, compare_on=X)
+    call, real = loaded(path)
+    ours, theirs = (np.asarray(tf.cast(each(X), tf.float32)) for each in (run.model, call))
+    dtype = "float32" if precision == "train" else precision
+    eps = {"float32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+
+    assert {tf.as_dtype(each.dtype).name for each in real} == {dtype}
+    assert np.abs(ours - theirs).max() / np.abs(ours).max() == pytest.approx(difference, abs=1e-6)
+    assert difference <= 8 * eps
+    assert difference == 0 or precision != "train"
+    # The model itself is as it was.
+    assert {layer.compute_dtype for layer in run.model.layers[:3]} == {"float16"}
+
+
+def test_from_replicas_and_with_the_average(mirrored, tmp_path):
+    """A SavedModel of a mirrored model holds plain variables, with the averaged weights in them."""
+    run = trained(strategy=mirrored(2), ema_momentum=0.5)
+    run.export(tmp_path / "average", compare_on=X)
+    run.export(tmp_path / "plain", averaged=False, compare_on=X)
+    average, plain = (loaded(tmp_path / name)[1] for name in ("average", "plain"))
+
+    assert all(not hasattr(variable, "values") for variable in average)
+    assert not np.array_equal(average[0].numpy(), plain[0].numpy())
+    assert plain[0].numpy().tobytes() == run.model.variables[0].numpy().tobytes()
+
+
+def test_a_layer_that_forgets_is_found_out(tmp_path):
+    """Whatever its config does not say is lost in the file, and noticed."""
+    run = trained(Scaled())
+    run.model.layers[2].factor = 3.0
+    path = tmp_path / "model.keras"
+    with pytest.raises(ValueError, match="`path` must predict what the model does") as error:
+        run.export(path, compare_on=X)
+
+    assert str(error.value).startswith(
+        f"`path` must predict what the model does; got {path}, whose outputs are off by "
+    )
+    assert str(error.value).endswith(
+        "of the largest, where rounding explains 0.031. A layer keeps something that its "
+        "config does not say. Write its get_config(), or do not use this file."
+    )
+
+
+def test_what_cannot_be_written_is_refused(run):
+    """Other endings, and other precisions."""
+    with pytest.raises(ValueError, match=r"\.keras") as error:
+        run.export("model.h5")
+    assert str(error.value) == (
+        "`path` must end in .keras, or be a folder for a SavedModel; got 'model.h5'. The format is "
+        'told by it. Use for instance "model.keras".'
+    )
+    with pytest.raises(ValueError, match="precision") as error:
+        run.export("model.keras", precision="half")
+    assert str(error.value) == (
+        "`precision` must be one of 'train', 'float32', 'float16', 'bfloat16'; got 'half'. The "
+        "trainer knows no other way. Choose one of them."
+    )
