@@ -8,6 +8,7 @@ them together, how many elements of the applied gradients stood under which bina
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,20 @@ def read_record(path: str | pathlib.Path) -> Record:
     Raises:
         ValueError: if the file holds no recorded gradients, or a line is damaged.
     """
+    return record_of(enumerate(pathlib.Path(path).read_text().splitlines(), start=1), path)
+
+
+def record_of(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Record:
+    """Returns what some lines of a `metrics.jsonl` hold; see `read_record`.
+
+    Args:
+        lines: each with its number.
+        path: the file they stand in, for errors.
+    """
     rows: list[tuple] = []
     counts: list[np.ndarray] = []
     precision, shares = "", 1
-    for number, text in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
+    for number, text in lines:
         try:
             line = json.loads(text)
             if line["split"] != SPLIT:

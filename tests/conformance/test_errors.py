@@ -21,6 +21,7 @@ from helpers import linear_model
 import scaling
 import strategies
 import trainer.flags
+import trainer.report
 import trainer.step
 from strategies import factories, registry
 
@@ -39,6 +40,7 @@ ROOMS = {
         "define_flags": trainer.flags.define_flags,
         "make_trainer": trainer.flags.make_trainer,
     },
+    "trainer.report": public(trainer.report),
     "trainer.step": public(trainer.step),
 }
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
@@ -573,11 +575,20 @@ STEP = {
     ],
 }
 
+REPORT = {
+    "write_report": [
+        ("run_dir", "write_report(None)"),
+        ("run_dir", 'write_report("runs")'),
+        ("output", 'write_report("runs", output=3)'),
+    ],
+}
+
 CASES = {
     "scaling": SCALING,
     "strategies": STRATEGIES,
     "trainer": TRAINER,
     "trainer.flags": OF_FLAGS,
+    "trainer.report": REPORT,
     "trainer.step": STEP,
 }
 

@@ -46,7 +46,8 @@ def test_python_in_papers_runs(paper, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "paper", [*PAPERS, "docs/skipped-steps.md", "CONTRIBUTING.md", "examples/README.md"]
+    "paper",
+    [*PAPERS, "docs/report.md", "docs/skipped-steps.md", "CONTRIBUTING.md", "examples/README.md"],
 )
 def test_links_between_papers_lead_somewhere(paper):
     """A relative link names a file that exists."""

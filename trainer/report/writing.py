@@ -1,0 +1,57 @@
+"""From a run's folder to its page: read, draw, write."""
+
+import pathlib
+
+from trainer.report.reading import read_run
+from trainer.settings import check_path
+
+
+def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None = None) -> str:
+    r"""Writes the page of a run, and the pictures on it as files of their own.
+
+    Args:
+        run_dir: the run's `model_dir`.
+        output: the folder to write to, made if it is not there; None is `run_dir/report`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        TypeError: if one of the two is no path.
+        ValueError: if there is no run in `run_dir`, or nothing that can be read, or no folder can
+            be made for the page.
+        ModuleNotFoundError: if what the extra `report` brings is missing.
+
+    Example:
+        >>> import json, tempfile
+        >>> run = pathlib.Path(tempfile.mkdtemp())
+        >>> line = {"split": "train", "step": 100, "loss": 0.5, "applied": 92, "skipped": 8}
+        >>> size = (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        >>> pathlib.Path(write_report(run)).name, (run / "report" / "loss.png").exists()
+        ('report.html', True)
+    """
+    check_path("run_dir", run_dir, "runs/digits")
+    check_path("output", output, "report", optional=True)
+    run = read_run(run_dir)
+    try:
+        from trainer.report.page import render
+        from trainer.report.pictures import draw_all
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error.name} is needed to write the report; it is not installed. It comes with an "
+            "extra of its own. Run pip install 'halfstep[report]'."
+        ) from error
+    folder = pathlib.Path(run_dir) / "report" if output is None else pathlib.Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`output` must be a folder that can be written to; got {str(folder)!r}: "
+            f"{error.strerror}. The page and its pictures go there. Give another one."
+        ) from error
+    pictures = draw_all(run)
+    for picture in pictures.values():
+        (folder / picture.file).write_bytes(picture.png)
+    page = folder / "report.html"
+    page.write_text(render(run, pictures), encoding="utf-8")
+    return str(page)
