@@ -136,7 +136,7 @@ def at_log(step, steps, interval, applied, rng):
         name: float(np.clip(0.02 * 3.0**row * step / steps * (0.8 + 0.4 * rng.random()), 0, 0.9))
         for row, (name, _) in enumerate(MODEL[:6])
     }
-    yield {"split": "underflow", "step": step, "flushed": shares | {SCRIPT: None}}
+    yield {"split": "underflow", "step": step, "share": shares | {SCRIPT: None}}
     scales, causes, magnitudes = zip(*interval, strict=True)
     yield {
         "split": "gradients",

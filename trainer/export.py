@@ -88,8 +88,9 @@ def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path
     if not worst <= ROUNDINGS * eps:
         raise ValueError(
             f"`path` must predict what the model does; got {path}, whose outputs are off by "
-            f"{worst:.2g} of the largest, where rounding explains {ROUNDINGS * eps:.2g}. A layer keeps something that its config does not say. Write "
-            "its get_config(), or do not use this file."
+            f"{worst:.2g} of the largest, where rounding explains {ROUNDINGS * eps:.2g}. A "
+            "layer keeps something that its config does not say. Write its get_config(), or do not "
+            "use this file."
         )
     return worst
 

@@ -64,6 +64,7 @@ class Screen:
         for old in self._bar.task_ids:
             self._bar.remove_task(old)
         self._bar.add_task("", total=target, completed=step)
+        self._below.plain = "tracing and compiling the step ..."
         shown = Group(self._bar, self._below)
         with Live(shown, console=self._console, refresh_per_second=4):
             self._running = True
@@ -77,9 +78,14 @@ class Screen:
         for task in self._bar.task_ids:
             self._bar.update(task, completed=step)
 
-    def doing(self, what: str) -> None:
-        """Says below the bar what takes its time just now."""
-        self._below.plain = what
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Within, says below the bar what takes its time just now."""
+        before, self._below.plain = self._below.plain, what
+        try:
+            yield
+        finally:
+            self._below.plain = before
 
     def progress(self, interval: Interval, target: int, totals: Totals) -> None:
         """Shows the steps since the last time: below the bar, or as a line."""

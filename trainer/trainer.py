@@ -372,7 +372,9 @@ class Trainer(Task):
                 self._export_into,
             )
             start = training.take_up()
-            log.introduce(type(self).__name__, start, training.facts(), rows_of(self.model))
+            best = {"best_metric": self.saving.best_metric, "best_is": self.saving.best_is}
+            shown = training.facts() | best
+            log.introduce(type(self).__name__, start, shown, rows_of(self.model))
             self.on_train_begin()
             step = training.run()
             latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes

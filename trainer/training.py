@@ -215,8 +215,7 @@ class Training:
             with self._saved_if_it_raises():
                 self._write_log()
         if evaluate_now and self._evaluate:
-            self._log.screen.doing("evaluating ...")
-            with self._saved_if_it_raises():
+            with self._log.screen.doing("evaluating ..."), self._saved_if_it_raises():
                 self._validate(self._evaluate())
         with self._saved_if_it_raises():
             for action in due:

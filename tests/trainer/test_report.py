@@ -347,7 +347,7 @@ def test_the_heat_map_has_a_row_for_each_variable(rich, monkeypatch):
     figure = drawn(monkeypatch, heat, lambda: heat.draw_underflow(run.underflow, 600))
     [mesh] = figure.axes[0].collections
     shares = mesh.get_array().reshape(7, 30)
-    expected = [list(line.flushed.values())[:6] for line in run.underflow]
+    expected = [list(line.share.values())[:6] for line in run.underflow]
 
     assert np.array_equal(shares[:6].T, expected)
     assert shares.mask[6].all()
@@ -432,6 +432,11 @@ def test_a_real_run_has_a_page(tmp_path):
     assert [skip.step for skip in run.skips] == [1, 2, 3]
     assert np.array_equal(run.record.step, read_record(tmp_path / "metrics.jsonl").step)
     assert list(facts.scale_path(run)[0].value) == [2.0**17, 2.0**16, 2.0**15, 2.0**14]
+    assert run.starts[0].settings["best_metric"] == "loss"
+    assert run.starts[0].model[0]["shape"] == [1, 1]
+    assert (run.end.step, run.end.stopped) == (12, False)
+    assert [line.step for line in run.underflow] == [4, 8, 12]
+    assert set(run.train) - facts.NOT_METRICS == set()
     assert page_of(tmp_path).count("<img ") >= 4
 
 

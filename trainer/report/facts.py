@@ -25,6 +25,7 @@ NOT_METRICS = {
     "applied",
     "skipped",
     "examples_per_second",
+    "steps_per_second",
     "data_wait",
 }
 HEADROOM_BITS = 4  # what `scaling.recommend` leaves

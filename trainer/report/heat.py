@@ -65,7 +65,7 @@ def draw_underflow(lines: list[Underflow], last_step: int) -> Picture | None:
     return finish(
         figure,
         "underflow",
-        f"Share of each variable's gradient that float16 flushed to zero, {len(names):,} "
+        f"Share of each variable's gradient that underflowed in float16, {len(names):,} "
         f"variables. {names[worst]} lost most, {mean[worst]:.2%} on average.",
     )
 
@@ -74,12 +74,10 @@ def table(lines: list[Underflow]) -> tuple[list[str], np.ndarray]:
     """Returns the variables, in the order of their coming, and the shares: shape (variables,
     lines), NaN where none was written.
     """
-    rows = {
-        name: row for row, name in enumerate(dict.fromkeys(n for x in lines for n in x.flushed))
-    }
+    rows = {name: row for row, name in enumerate(dict.fromkeys(n for x in lines for n in x.share))}
     shares = np.full([len(rows), len(lines)], np.nan)
     for column, line in enumerate(lines):
-        for name, share in line.flushed.items():
+        for name, share in line.share.items():
             shares[rows[name], column] = number(share)
     return list(rows), shares
 

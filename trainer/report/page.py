@@ -39,7 +39,7 @@ def render(run: Run, pictures: dict[str, Picture]) -> str:
         more_skips=len(run.skips) - SKIPS,
         pictures=pictures,
         tiles=facts.tiles(run),
-        rows_left_out=len({name for line in run.underflow for name in line.flushed}) - ROWS,
+        rows_left_out=len({name for line in run.underflow for name in line.share}) - ROWS,
         exact=facts.scale_path(run)[1],
         headroom_bits=facts.HEADROOM_BITS,
         advice=facts.advise(run.record) if run.record else None,

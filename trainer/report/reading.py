@@ -68,10 +68,10 @@ class Recovery(NamedTuple):
 
 
 class Underflow(NamedTuple):
-    """Which share of each variable's gradient float16 flushed to zero, up to a step."""
+    """Which share of each variable's gradient underflowed in float16, up to a step."""
 
     step: int
-    flushed: dict[str, float]
+    share: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +203,9 @@ def skip_of(
     return Skip(step, positive(loss_scale), str(cause), variable, replica, inf_count, nan_count)
 
 
-def underflow_of(step: int, flushed: dict[str, Any]) -> Underflow:
+def underflow_of(step: int, share: dict[str, Any]) -> Underflow:
     """Returns the shares of a line."""
-    return Underflow(step, {name: number(share) for name, share in flushed.items()})
+    return Underflow(step, {name: number(each) for name, each in share.items()})
 
 
 def by_step(facts: Iterable[Any]) -> list[Any]:
