@@ -70,14 +70,15 @@ class RunFiles:
                 file.write(text)
 
     def written(self) -> str:
-        """Returns where a person finds what was written, in a line; "" if nothing was."""
+        """Returns where a person finds what was written, in two lines; "" if nothing was."""
         if self._folder is None:
             return ""
         names = ["metrics.jsonl", "train.csv", "validation.csv", "flags.cfg", "best"]
         found = [name for name in names if (self._folder / name).exists()]
         return (
-            f"in {self._folder}: {', '.join(found)}; tensorboard --logdir={self._folder} or "
-            f"python -m trainer.report {self._folder} shows them"
+            f"in {self._folder}: {', '.join(found)}\n"
+            f"shown by python -m trainer.report {self._folder}, or tensorboard --logdir="
+            f"{self._folder}"
         )
 
     def rewind(self, step: int) -> list[dict[str, Any]]:

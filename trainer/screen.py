@@ -43,8 +43,9 @@ class Screen:
         self._running = False
 
     def say(self, line: str) -> None:
-        """Prints a line, however long; above the bar if there is one."""
-        self._console.print(line, markup=False, emoji=False, soft_wrap=True)
+        """Prints a line; above the bar if there is one. Only a terminal wraps it."""
+        whole = not self._console.is_terminal
+        self._console.print(line, markup=False, emoji=False, soft_wrap=whole)
 
     def draw(self, table: Any) -> None:
         """Prints a table of rich's."""

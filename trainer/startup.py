@@ -1,4 +1,4 @@
-"""Imports TensorFlow without the remarks it makes on the way. Errors and warnings stay.
+"""Imports TensorFlow without the remarks it makes on the way. Warnings and errors stay.
 
 TensorFlow 2.21 writes them to the process's standard error before any setting of its own
 counts, so they are caught there, and looked through, while it is imported and looks for devices.
@@ -20,8 +20,11 @@ NO_CARD = re.compile(rb"E\d{4} .*failed call to cuInit")  # no error where there
 
 
 def import_tensorflow() -> None:
-    """Imports TensorFlow, if nobody has; `TF_CPP_MIN_LOG_LEVEL=0` lets it say all it wants to."""
-    if "tensorflow" in sys.modules or os.environ.setdefault(LEVEL, "1") == "0":
+    """Imports TensorFlow, if nobody has, and lets it report errors alone from then on.
+
+    `TF_CPP_MIN_LOG_LEVEL` in the environment says otherwise: 1 adds warnings, 0 everything.
+    """
+    if "tensorflow" in sys.modules or os.environ.setdefault(LEVEL, "2") == "0":
         return
     sys.stderr.flush()
     error_output = os.dup(2)
