@@ -1,0 +1,173 @@
+"""The documentation as a site: it builds, is complete, and is read without a network."""
+
+import ast
+import html.parser
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+ROOMS = ["scaling", "strategies", "trainer", "trainer.step"]
+# What a browser fetches by itself, by element and attribute; of links, only of these kinds.
+FETCHED = {
+    ("script", "src"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("link", "href"),
+}
+FETCHED_LINKS = {
+    "stylesheet",
+    "icon",
+    "preload",
+    "prefetch",
+    "preconnect",
+    "dns-prefetch",
+    "manifest",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built as a reader builds it."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+class Fetches(html.parser.HTMLParser):
+    """Collects what a page makes a browser fetch."""
+
+    def __init__(self, page):
+        """Reads a page."""
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        """Looks at one element."""
+        attributes = dict(attrs)
+        if tag == "link" and not FETCHED_LINKS & set((attributes.get("rel") or "").split()):
+            return
+        self.found += [value for name, value in attrs if (tag, name) in FETCHED]
+
+
+def outside(addresses):
+    """Those that lead to another host."""
+    return [address for address in addresses if re.match(r"(\w+:)?//", address or "")]
+
+
+def test_what_is_fetched_is_found():
+    """A script, an image, a style sheet and a preconnection of another host are fetches; a link that
+    a reader may click is none, nor is a file of the site.
+    """
+    page = """<script src="https://a/x.js"></script><img src="//b/x.png"><a href="https://c">
+        <link rel="stylesheet" href="http://d/x.css"><link rel="preconnect" href="https://e">
+        <link rel="next" href="https://f"><script src="../x.js"></script>"""
+
+    assert outside(Fetches(page).found) == [
+        "https://a/x.js",
+        "//b/x.png",
+        "http://d/x.css",
+        "https://e",
+    ]
+
+
+@pytest.mark.slow
+def test_nothing_is_fetched_from_outside(site):
+    """No page and no style sheet of the site makes a browser ask another host; what the theme's
+    scripts could fetch (diagrams, facts of a repository) is on no page.
+    """
+    pages = list(site.rglob("*.html"))
+    for page in pages:
+        text = page.read_text()
+        assert not outside(Fetches(text).found), page
+        assert 'class="mermaid"' not in text, page
+        assert 'data-md-component="source"' not in text, page
+    for sheet in site.rglob("*.css"):
+        found = re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')\s]+)", sheet.read_text())
+        assert not outside(found), sheet
+    assert len(pages) > len(list(DOCS.glob("*.md")))
+
+
+@pytest.mark.slow
+def test_links_out_of_docs_lead_to_pages_of_the_site(site):
+    """What a page links to in the repository is a page of the site, code as well, and so is what
+    that links to.
+    """
+    index = (site / "index.html").read_text()
+
+    assert 'href="source/scaling/"' in index
+    assert "LossScaler" in (site / "source" / "scaling" / "index.html").read_text()
+    assert (site / "source" / "scaling" / "scales.png").exists()
+    assert "define_flags" in (site / "source/examples/digits.py/index.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_api_page_shows_signatures_and_examples(site):
+    """Every public name is on it, with its docstring; examples are code."""
+    page = (site / "api" / "index.html").read_text()
+    shown = set(re.findall(r'id="((?:scaling|strategies|trainer)\.[\w.]+)"', page))
+
+    assert public_names() <= shown
+    assert "trainer.Trainer.compute_loss" in shown
+    assert "<blockquote>" not in page  # what Markdown makes of >>> outside code
+
+
+def test_every_page_is_in_the_navigation():
+    """Each page in docs/ once, and nothing that is not there."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"- ([\w-]+\.md)$", navigation, re.MULTILINE)
+
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def public_names():
+    """Every public name, with its room."""
+    rooms = {room: importlib.import_module(room).__all__ for room in ROOMS}
+    rooms["trainer.flags"] = ["define_flags", "make_trainer"]
+    return {f"{room}.{name}" for room, names in rooms.items() for name in names}
+
+
+def test_every_public_name_is_on_the_api_page():
+    """Each once, and nothing that is not public."""
+    listed = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+
+    assert sorted(listed) == sorted(public_names())
+
+
+def test_each_law_names_a_test_that_carries_its_number():
+    """Laws 1 to 18, in order; the test is a function of the file that the link names, and its
+    docstring has the number.
+    """
+    row = r"^\| \*\*(L\d+)\*\* .* \| \[`(\w+)`\]\(\.\./([\w/.]+)\) \|$"
+    laws = re.findall(row, (DOCS / "numerics.md").read_text(), re.MULTILINE)
+
+    assert [law for law, _, _ in laws] == [f"L{number}" for number in range(1, 19)]
+    for law, test, path in laws:
+        functions = {
+            node.name: ast.get_docstring(node)
+            for node in ast.parse((ROOT / path).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        assert test in functions, f"{law}: no {test} in {path}"
+        assert re.search(rf"\b{law}\b", functions[test]), f"{law}: {test} does not carry it"
