@@ -24,11 +24,11 @@ HINTS = {
     scaling.Cause.BACKWARD: (
         "The loss was finite, but its scaled gradients overflow, at the lowest scale tried too. "
         "Look for a derivative that is infinite where the function is not (a square root or a norm "
-        "at 0), or lower `min_scale`."
+        "at 0), or allow a lower scale."
     ),
     scaling.Cause.REDUCTION: (
         "Each replica's gradients were finite, their sum was not, at the lowest scale tried too. "
-        "The model is diverging: lower the learning rate, or lower `min_scale`."
+        "The model is diverging: lower the learning rate, or allow a lower scale."
     ),
     scaling.Cause.UNSCALING: (
         "The gradients were finite until they were divided by the loss scale, or their norm is "
@@ -37,7 +37,7 @@ HINTS = {
     scaling.Cause.MODEL: (
         "The gradients overflow at `min_scale` too, so no loss scale can help. Look for a "
         "derivative that is infinite where the function is not (a square root or a norm at 0), "
-        'compute that layer with dtype="float32", or lower `min_scale`.'
+        'compute that layer with dtype="float32", or allow a lower scale.'
     ),
 }
 
