@@ -13,13 +13,14 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
+import datasets
 import keras
 import tensorflow as tf
 from absl import app, flags
 from keras import layers
 
 from trainer import Trainer
-from trainer.flags import define_flags, make_trainer
+from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS
 
@@ -67,32 +68,12 @@ class Digits(Trainer):
         self.metrics["accuracy"].update_state(batch[1], aux)
 
 
-def load_digits():
-    """Returns (images, labels) for training, 1,437 scans, and for testing, 360."""
-    from sklearn.datasets import load_digits as load
-    from sklearn.model_selection import train_test_split
-
-    images, labels = load(return_X_y=True)
-    images = (images / 16.0).reshape(-1, 8, 8, 1).astype("float32")
-    parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    return (parts[0], parts[2]), (parts[1], parts[3])
-
-
 def main(_):
     """Trains, and evaluates on scans the network has not seen."""
-    train_data, test_data = load_digits()
     digits = make_trainer(Digits)
-    if FLAGS.mode == "replay":
-        print(digits.replay(FLAGS.overflow))
-        return
-    if FLAGS.mode != "eval":
-        every = FLAGS.validation_interval
-        evaluation = {"eval_data": test_data, "eval_interval": every} if every else {}
-        digits.train(train_data, FLAGS.train_steps, global_batch=FLAGS.batch_size, **evaluation)
-    if FLAGS.mode != "train":
-        results = digits.evaluate(test_data, global_batch=FLAGS.batch_size)
-        if digits.is_chief:
-            print(f"held-out accuracy {results['accuracy']:.2%}, loss {results['loss']:.4f}")
+    results = run_mode(digits, *datasets.load("digits"))
+    if results and digits.is_chief:
+        print(f"held-out accuracy {results['accuracy']:.2%}, loss {results['loss']:.4f}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from absl import app, flags
 from keras import layers
 
 from trainer import Trainer
-from trainer.flags import define_flags, make_trainer
+from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS
 ALTERNATE = flags.DEFINE_boolean("alternate", False, "First the discriminator, then the generator.")
@@ -95,9 +95,8 @@ def main(_):
     gan = make_trainer(Gan, alternate_optimizers=ALTERNATE.value)
     sample = tf.nest.map_structure(np.array, draw(-1, 2000))
     before = distance(gan.predict(sample, global_batch=500), sample["real"])
-    if FLAGS.mode != "eval":
-        numbers = tf.data.Dataset.counter()
-        gan.train(numbers.map(lambda number: draw(number, FLAGS.batch_size)), FLAGS.train_steps)
+    numbers = tf.data.Dataset.counter()
+    run_mode(gan, numbers.map(lambda number: draw(number, FLAGS.batch_size)))
     after = distance(gan.predict(sample, global_batch=500), sample["real"])
     least = distance(np.array(draw(-2, 2000)["real"]), sample["real"])
     print(f"distance from the ring: {before:.3f} before, {after:.3f} after; its own: {least:.3f}")

@@ -10,13 +10,11 @@ A strategy is a function of the devices that were asked for, under a name: from 
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import app, flags
+from absl import app
 
 import strategies
 from trainer import Trainer
-from trainer.flags import define_flags, make_trainer
-
-FLAGS = flags.FLAGS
+from trainer.flags import define_flags, make_trainer, run_mode
 
 
 def spare_first(devices):
@@ -49,7 +47,7 @@ def main(_):
     strategies.split_cpu(4)
     line = make_trainer(Line)
     x = np.random.default_rng(0).uniform(-1, 1, [256, 1]).astype(np.float32)
-    line.train((x, 3 * x + 1), steps=FLAGS.train_steps, global_batch=FLAGS.batch_size)
+    run_mode(line, (x, 3 * x + 1))
     slope, intercept = (float(weight.ravel()[0]) for weight in line.model.get_weights())
     replicas = line.strategy.num_replicas_in_sync
     print(f"y = {slope:.2f} x + {intercept:.2f}, found by {replicas} replicas")

@@ -3,14 +3,12 @@
 The names are those of TensorFlow's own models (`--model_dir`, `--train_steps`,
 `--distribution_strategy`, `--steps_per_loop`, ...). Synopsis:
 
-    from absl import app, flags
-    from trainer.flags import define_flags, make_trainer
-
-    FLAGS = flags.FLAGS
+    from absl import app
+    from trainer.flags import define_flags, make_trainer, run_mode
 
     def main(_):
         digits = make_trainer(Digits)
-        digits.train(data, steps=FLAGS.train_steps, global_batch=FLAGS.batch_size)
+        print(run_mode(digits, train_data, test_data))
 
     if __name__ == "__main__":
         define_flags(train_steps=600)
@@ -31,6 +29,7 @@ from trainer import policy
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.position import WAYS
 from trainer.checkpoint.setting import ARGUMENTS
+from trainer.data import are_arrays
 from trainer.divergence import Divergence
 from trainer.settings import check_writable
 from trainer.trainer import Trainer
@@ -205,6 +204,69 @@ def make_trainer(
         check_writable(model_dir)
         save_flags(model_dir, flag_values)
     return made
+
+
+def run_mode(
+    trainer: Trainer,
+    train_data: Any,
+    test_data: Any = None,
+    flag_values: flags.FlagValues = FLAGS,
+) -> dict[str, float] | None:
+    """Does with a trainer what `--mode` says.
+
+    "train" trains up to `--train_steps`; with `--validation_interval` it evaluates on the way,
+    with `--keep_best` alone at the end. "eval" evaluates. "train_and_eval" does both. "replay"
+    runs the skipped step again that `--overflow` names; the chief prints what became of it.
+
+    Args:
+        trainer: what `make_trainer` returned.
+        train_data: what `Trainer.train` takes; arrays are cut into `--batch_size`.
+        test_data: what `Trainer.evaluate` takes; likewise. None evaluates nothing.
+        flag_values: the parsed flags.
+
+    Returns:
+        The results of the evaluation at the end, on every worker; None if there was none.
+
+    Raises:
+        TypeError: if it is no trainer.
+        Exception: what `Trainer.train`, `Trainer.evaluate` and `Trainer.replay` raise.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> own_flags = flags.FlagValues()
+        >>> _ = flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=own_flags)
+        >>> define_flags(own_flags, train_steps=20)
+        >>> _ = own_flags(["script.py"])
+        >>> line = make_trainer(
+        ...     Trainer, own_flags, verbose=False, optimizer="sgd", loss_fn="mse",
+        ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]))
+        >>> data = np.ones([64, 1], np.float32), np.ones([64, 1], np.float32)
+        >>> sorted(run_mode(line, data, data, own_flags))
+        ['loss']
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"`trainer` must be a Trainer; got {type(trainer).__name__}. It trains or evaluates. "
+            "Pass what make_trainer returned."
+        )
+    if flag_values.mode == "replay":
+        replay = trainer.replay(flag_values.overflow)
+        if trainer.is_chief:
+            print(replay)  # noqa: T201  # the answer that was asked for
+        return None
+    if flag_values.mode != "eval":
+        every = flag_values.validation_interval
+        trainer.train(
+            train_data,
+            flag_values.train_steps,
+            global_batch=flag_values.batch_size if are_arrays(train_data) else None,
+            eval_data=test_data if every or flag_values.keep_best else None,
+            eval_interval=every,
+        )
+    if flag_values.mode == "train" or test_data is None:
+        return None
+    of_arrays = flag_values.batch_size if are_arrays(test_data) else None
+    return trainer.evaluate(test_data, global_batch=of_arrays)
 
 
 def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:

@@ -39,6 +39,7 @@ ROOMS = {
     "trainer.flags": {
         "define_flags": trainer.flags.define_flags,
         "make_trainer": trainer.flags.make_trainer,
+        "run_mode": trainer.flags.run_mode,
     },
     "trainer.report": public(trainer.report),
     "trainer.step": public(trainer.step),
@@ -527,6 +528,11 @@ OF_FLAGS = {
         ("trainer_class", "make_trainer(None, parsed)"),
         ("arguments", "make_trainer(Trainer, parsed, los_scale=1024)", "los_scale"),
     ],
+    "run_mode": [
+        ("trainer", "run_mode(None, data, data, parsed)"),
+        ("train_data", 'run_mode(Trainer(), "digits", data, parsed)'),
+        ("test_data", 'run_mode(Trainer(), data, "digits", parsed)', "data"),
+    ],
 }
 
 STEP = {
@@ -690,6 +696,7 @@ EXEMPT = {
     ("TrainingStuckError", "*"): MADE,
     ("define_flags", "flag_values"): "absl's own, which it makes",
     ("make_trainer", "flag_values"): "absl's own, which it makes",
+    ("run_mode", "flag_values"): "absl's own, which it makes",
 }
 
 
@@ -744,9 +751,7 @@ def run_script(*arguments):
     """Makes a trainer of a command line, and runs it."""
     flag_values, data = parse(*arguments), lasting()["data"]
     made = trainer.flags.make_trainer(lasting()["Trainer"], flag_values)
-    if flag_values.mode == "replay":
-        made.replay(flag_values.overflow)
-    made.train(data, flag_values.train_steps, global_batch=4, eval_data=data)
+    trainer.flags.run_mode(made, data, data, flag_values)
 
 
 def good():

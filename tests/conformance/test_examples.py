@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "datasets.py"})
+WITHOUT_FLAGS = {"own_loop.py", "own_loop_bare.py"}
 
 
 def run(script, *arguments, seconds=300):
@@ -22,6 +25,19 @@ def run(script, *arguments, seconds=300):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def help_of(script):
+    """The lines of an example's --helpshort; absl ends with 1 after it."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), "--helpshort"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     return result.stdout.splitlines()
 
 
@@ -146,19 +162,163 @@ def test_the_perceptron_takes_what_there_is():
     )
 
 
-def test_help_fits_a_screen():
-    """--helpshort shows the script's own flags and no others."""
+def test_a_line_is_found_from_gradients_that_float16_loses():
+    """At a loss scale of 1 nothing moves; from 2^40 the first scales overflow, and then slope and
+    intercept come out.
+    """
+    lost = run("linear_regression.py", "--loss_scale=1", "--steps=10")
+    found = run("linear_regression.py")
+
+    assert lost == ["y = 0.00 x + 0.00 after 10 steps, 0 skipped"]
+    assert re.fullmatch(r"y = 3.00 x \+ 1.00 after 200 steps, [1-9]\d* skipped", found[-1])
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU to take")
+def test_without_a_gpu_the_script_says_so_and_goes_on():
+    """On the CPU; what was asked for in vain is named."""
+    lines = run("gpus.py", "--gpus=0,2", "--memory_limit_mb=1024")
+
+    assert lines[0] == (
+        "There is no GPU that TensorFlow can see: the CPU takes its place; --gpus=0,2 has no effect."
+    )
+    assert lines[-1] == "y = 3.00 x + 1.00, found by 1 replica"
+
+
+@pytest.mark.slow
+def test_lenet_learns_on_two_replicas():
+    """Plain SGD in float16 under mirrored: at least 80% after 500 steps."""
+    lines = run("lenet.py", "--dataset=digits", "--train_steps=500")
+
+    assert accuracy(lines) >= 80.0
+    assert lines[-1].endswith("% on 2 replicas")
+
+
+@pytest.mark.slow
+def test_float16_weights_lose_what_master_weights_keep():
+    """At a small rate most updates are too small to move a float16 weight, and hardly any is too small
+    for a float32 one; so the loss falls more slowly.
+    """
+    header, *rows = run("lenet_half.py", "--dataset=digits", "--steps=500")
+    found = {row.split()[0]: re.findall(r"[\d.]+(?=%| |$)", row)[1:] for row in rows}
+    lost, loss, _ = ({name: float(row[i]) for name, row in found.items()} for i in range(3))
+
+    assert header.split()[:2] == ["weights", "updates"]
+    assert lost["float16"] > 50.0
+    assert lost["float32"] < 1.0
+    assert loss["float16"] > loss["float32"]
+
+
+@pytest.mark.slow
+def test_cifar10_adapts_to_its_images():
+    """The same network takes 8 x 8 scans, and learns them; and made-up images of CIFAR-10's shape."""
+    small = ["--batch_size=32", "--log_steps=5"]
+    digits = run("cifar10.py", "--dataset=digits", "--train_steps=60", *small)
+    made_up = run("cifar10.py", "--use_synthetic_data", "--train_steps=5", *small)
+
+    assert accuracy(digits) >= 85.0
+    assert any("at step 5 after 5 steps" in line for line in made_up)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_the_language_model_learns(precision):
+    """From 8 bits a byte to less than 4.5 in 100 steps; and it goes on with the prompt."""
+    arguments = ["--train_steps=100", "--bytes=300000", "--prompt=import "]
+    lines = run("language_model.py", *arguments, f"--precision={precision}")
+
+    assert re.match(r"it writes: ['\"]import ", lines[-2])
+    assert 1.0 < float(re.fullmatch(r"held out: ([\d.]+) bits a byte", lines[-1])[1]) < 4.5
+
+
+@pytest.mark.slow
+def test_a_rule_of_ones_own_moves_the_scale():
+    """It trains as well as `dynamic` does, and skips fewer than half as many steps, since it waits
+    longer and longer.
+    """
+    rows = [
+        re.fullmatch(r"(\w+): (\d+) of 600 steps skipped, held-out accuracy ([\d.]+)%", line)
+        for line in run("custom_rule.py")
+    ]
+    skipped = {row[1]: int(row[2]) for row in rows}
+
+    assert all(float(row[3]) >= 94.0 for row in rows)
+    assert 0 < skipped["Patient"] < skipped["DynamicLossScale"] / 2
+
+
+def test_data_that_cannot_be_fetched_end_in_one_message(tmp_path):
+    """With the reason and two ways out, and without a traceback."""
     result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "digits.py"), "--helpshort"],
+        [sys.executable, ROOT / "examples" / "mnist.py"],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
+        # A proxy that nobody has started: on every machine, the network is out of reach.
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "KERAS_HOME": str(tmp_path), "https_proxy": "127.0.0.1:9"},
+    )
+
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-2].startswith(
+        "mnist could not be fetched: URL fetch failure"
+    )
+    assert result.stderr.splitlines()[-1] == (
+        "Try --dataset=digits, which comes with scikit-learn, or --use_synthetic_data."
+    )
+
+
+def jobs_shown():
+    """The commands of the table that start several processes."""
+    text = (ROOT / "examples" / "README.md").read_text()
+    return re.findall(r"`python (-m strategies\.launch [^`]+)`", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", jobs_shown())
+def test_the_jobs_of_the_table(command):
+    """Two workers, and workers with a parameter server, run as written, learn the digits."""
+    result = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert "--train_steps" in result.stdout
-    assert "--verbosity" not in result.stdout
-    assert len(result.stdout.splitlines()) < 80
+    assert result.returncode == 0, result.stdout
+
+    [found] = re.findall(r"held-out accuracy ([\d.]+)%", result.stdout)
+    assert float(found) >= 95.0
+
+
+def test_help_fits_a_screen():
+    """--helpshort shows the script's own flags and no others."""
+    shown = help_of("digits.py")
+
+    assert any("--train_steps" in line for line in shown)
+    assert not any("--verbosity" in line for line in shown)
+    assert len(shown) < 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted({path.name for path in SCRIPTS} - WITHOUT_FLAGS))
+def test_every_help_fits_a_screen(script):
+    """With the flags that the script adds to the trainer's, and the commands of its docstring."""
+    shown = help_of(script)
+
+    assert any(f"    python examples/{script}" in line for line in shown)
+    assert len(shown) < 80
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_example_says_how_it_is_run(path):
+    """In its own docstring, and in a row of the table, each under its name."""
+    first = path.read_text().split('"""')[1]
+
+    assert f"python examples/{path.name}" in first
+    assert f"]({path.name})" in (ROOT / "examples" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +332,14 @@ def test_help_fits_a_screen():
         ("own_strategy.py", 70),
         ("mnist.py", 95),
         ("own_loop_bare.py", 60),
+        ("datasets.py", 110),
+        ("linear_regression.py", 60),
+        ("lenet.py", 60),
+        ("lenet_half.py", 85),
+        ("cifar10.py", 75),
+        ("gpus.py", 70),
+        ("custom_rule.py", 100),
+        ("language_model.py", 105),
     ],
 )
 def test_examples_are_short(script, most):

@@ -2,11 +2,12 @@
 
 import keras
 import pytest
+import tensorflow as tf
 from absl import flags
-from helpers import Linear
+from helpers import Linear, slopes
 
 import scaling
-from trainer.flags import define_flags, make_trainer
+from trainer.flags import define_flags, make_trainer, run_mode
 from trainer.policy import Policy
 from trainer.step import Clip
 
@@ -122,3 +123,91 @@ def test_the_policy_is_left_alone():
     with pytest.raises(OSError):  # noqa: PT011
         _ = make_trainer(Failing, values).model
     assert keras.config.dtype_policy().name == "float32"
+
+
+HELD_OUT = slopes(2.0, 2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps", "loss"),
+    [("train_and_eval", 3, 8.0), ("train", 3, None), ("eval", 0, 2.0)],
+)
+def test_what_mode_says_is_done(capsys, mode, steps, loss):
+    """Each step adds 1 to the weight, which is 1 at first; the held-out loss is twice the weight."""
+    values = parse("--train_steps=3", "--batch_size=4", f"--mode={mode}")
+    made = make_trainer(Linear, values, verbose=False)
+    results = run_mode(made, slopes(*[-1.0] * 8), HELD_OUT, values)
+
+    assert results == (None if loss is None else {"loss": loss})
+    assert made.weight == 1 + steps
+    assert capsys.readouterr().out == ""
+    if mode != "train":
+        assert made.totals.attempted == steps
+
+
+def test_validation_interval_evaluates_on_the_way(capsys):
+    """After steps 2 and 4 of 4, at weights 3 and 5."""
+    values = parse("--train_steps=4", "--batch_size=4", "--mode=train", "--validation_interval=2")
+    values.steps_per_loop = 4
+    assert run_mode(make_trainer(Linear, values), slopes(*[-1.0] * 8), HELD_OUT, values) is None
+    said = capsys.readouterr().out
+
+    assert [line.split()[-1] for line in said.splitlines() if "validation" in line] == [
+        "6.0000",
+        "10.0000",
+    ]
+
+
+# Keras's own saving of a .keras file.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
+    """Where nothing else says when: the last model is the best there is."""
+    arguments = ["--train_steps=2", "--batch_size=4", "--mode=train"]
+    values = parse(*arguments, "--keep_best=1", f"--model_dir={tmp_path}")
+    run_mode(make_trainer(Linear, values, verbose=False), slopes(-1.0), HELD_OUT, values)
+
+    assert [path.name for path in (tmp_path / "best").iterdir() if path.is_dir()] == ["step-2"]
+
+
+def test_a_dataset_is_batched_already():
+    """`--batch_size` is of arrays: a dataset keeps the batches that it has."""
+    values = parse("--train_steps=2", "--batch_size=64")
+    made = make_trainer(Linear, values, verbose=False)
+    train, test = (
+        tf.data.Dataset.from_tensor_slices(slopes(*[slope] * 4)).batch(2) for slope in (-1.0, 2.0)
+    )
+
+    assert run_mode(made, train, test, values) == {"loss": 6.0}
+
+
+def test_without_test_data_nothing_is_evaluated():
+    """It trains and returns None; asked to evaluate on the way, it says what is missing."""
+    values = parse("--train_steps=2", "--batch_size=4")
+    made = make_trainer(Linear, values, verbose=False)
+    assert run_mode(made, slopes(*[-1.0] * 8), flag_values=values) is None
+    assert made.weight == 3.0
+
+    values.validation_interval = 1
+    with pytest.raises(ValueError, match="`eval_interval` must be None without `eval_data`; got 1"):
+        run_mode(made, slopes(*[-1.0] * 8), flag_values=values)
+
+
+def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
+    """The chief prints the recorded verdict and the one now; no one trains."""
+    first = parse("--train_steps=1", "--batch_size=4", "--precision=mixed_float16")
+    first.model_dir, first.max_overflow_records = str(tmp_path), 1
+    skipping = make_trainer(Linear, first, verbose=False)
+    run_mode(skipping, slopes(*[1e6] * 4), None, first)
+    assert skipping.totals.skipped == 1
+    capsys.readouterr()
+
+    [record] = (tmp_path / "overflows").iterdir()
+    again = parse("--mode=replay", f"--overflow={record}", "--precision=mixed_float16")
+    made = make_trainer(Linear, again, verbose=False)
+    assert run_mode(made, slopes(1.0), HELD_OUT, again) is None
+
+    said = capsys.readouterr().out
+    assert "backward" in said
+    made.is_chief = False
+    assert run_mode(made, slopes(1.0), HELD_OUT, again) is None
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,96 @@
+"""A loss-scale rule of one's own, beside `dynamic`.
+
+    python examples/custom_rule.py
+    python examples/custom_rule.py --growth_interval=5
+
+A rule is a frozen value: `initial_state` says where the scale starts, and `advance` is a pure
+function of the state before a step and the step's verdict. `Patient` waits twice as long with each
+growth that was in vain, where `dynamic` tries again and again; each try costs a step.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import datasets
+import keras
+import tensorflow as tf
+from absl import app, flags
+from keras import layers
+
+import scaling
+from trainer import Trainer
+from trainer.flags import define_flags, make_trainer, run_mode
+
+INTERVAL = flags.DEFINE_integer("growth_interval", 10, "Of both rules, at first.", lower_bound=1)
+
+
+class PatientState(NamedTuple):
+    """What the rule remembers; `loss_scale` comes first."""
+
+    loss_scale: tf.Tensor  # shape=(), float32
+    finite_steps: tf.Tensor  # shape=(), int32: in a row
+    interval: tf.Tensor  # shape=(), int32: how many of them it takes to grow
+
+
+@dataclasses.dataclass(frozen=True)
+class Patient:
+    """Doubles the scale after `interval` finite steps, halves it at an overflow, and then waits
+    twice as long.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+
+    needs_magnitude: ClassVar[bool] = False  # whether advance reads verdict.max_magnitude
+
+    def initial_state(self):
+        """Returns the state before the first step."""
+        return PatientState(
+            tf.constant(self.initial_scale), tf.constant(0), tf.constant(self.growth_interval)
+        )
+
+    def advance(self, state, verdict):
+        """Returns the state after a step; it is traced into a graph, so there is no `if`."""
+        verdict = scaling.as_verdict(verdict)
+        # A step that was not finite for a reason that no scale cures counts as nothing.
+        counted = state.finite_steps + tf.cast(verdict.grads_finite, tf.int32)
+        grows = verdict.grads_finite & (counted >= state.interval)
+        factor = tf.where(verdict.overflowed, 0.5, tf.where(grows, 2.0, 1.0))
+        longest = tf.minimum(state.interval * 2, 2**30)
+        return PatientState(
+            tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
+            tf.where(grows | verdict.overflowed, 0, counted),
+            tf.where(verdict.overflowed, longest, state.interval),
+        )
+
+
+def network():
+    """Returns a perceptron."""
+    hidden = layers.Dense(128, activation="relu")
+    shape = keras.Input(datasets.SHAPES["digits"])
+    return keras.Sequential([shape, layers.Flatten(), hidden, layers.Dense(datasets.CLASSES)])
+
+
+def main(_):
+    """Learns the digits under either rule."""
+    data = datasets.load("digits")
+    for kind in (scaling.DynamicLossScale, Patient):
+        trainer = make_trainer(
+            Trainer,
+            model=network,
+            optimizer=lambda: keras.optimizers.Adam(1e-3),
+            loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+            loss_scale=kind(growth_interval=INTERVAL.value),
+            verbose=False,
+        )
+        accuracy = run_mode(trainer, *data)["accuracy"]
+        told = f"{trainer.totals.skipped} of {trainer.totals.attempted} steps skipped"
+        print(f"{kind.__name__}: {told}, held-out accuracy {accuracy:.2%}")
+
+
+if __name__ == "__main__":
+    define_flags(precision="mixed_float16", train_steps=600)
+    app.run(main)
