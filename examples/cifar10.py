@@ -9,12 +9,13 @@ count. On a CPU, XLA compiles float16 (`--jit_compile=auto`), which is many time
 The evaluation computes in float32, with the same weights.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import datasets
 import keras
 from absl import app, flags
 from keras import layers
 
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS

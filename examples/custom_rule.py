@@ -8,6 +8,8 @@ function of the state before a step and the step's verdict. `Patient` waits twic
 growth that was in vain, where `dynamic` tries again and again; each try costs a step.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import dataclasses
 from typing import ClassVar, NamedTuple
 
@@ -18,7 +20,6 @@ from absl import app, flags
 from keras import layers
 
 import scaling
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 INTERVAL = flags.DEFINE_integer("growth_interval", 10, "Of both rules, at first.", lower_bound=1)

@@ -9,9 +9,7 @@ scale starts at 2^24, far too high for this network, so that the first steps ove
 skipped: watch the scale come down until the gradients fit.
 """
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
 
 import datasets
 import keras
@@ -19,7 +17,6 @@ import tensorflow as tf
 from absl import app, flags
 from keras import layers
 
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS

@@ -10,9 +10,7 @@ other get ahead. Each batch, noise included, is a function of its number. The lo
 2^24, far too high, so that the first steps are skipped.
 """
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
 
 import keras
 import numpy as np
@@ -20,7 +18,6 @@ import tensorflow as tf
 from absl import app, flags
 from keras import layers
 
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS

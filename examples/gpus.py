@@ -10,6 +10,8 @@ into a script of your own: `make_trainer(..., strategy=choose())`. Where there i
 and goes on with the CPU.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import sys
 
 import keras
@@ -18,7 +20,6 @@ import tensorflow as tf
 from absl import app, flags
 
 import strategies
-from trainer import Trainer
 
 GPUS = flags.DEFINE_list("gpus", None, "Which, counted from 0: for instance 0,2. None: all.")
 GROWTH = flags.DEFINE_boolean("memory_growth", True, "Take memory as it is needed, not all.")

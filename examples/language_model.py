@@ -8,6 +8,8 @@ It reads the sources of Python's standard library, the first files in the order 
 window of bytes, each is to be guessed from those before it; the last windows are held out.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import pathlib
 import sysconfig
 
@@ -17,7 +19,6 @@ import tensorflow as tf
 from absl import app, flags
 from keras import layers
 
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS

@@ -8,12 +8,13 @@ The network is that of 1998, but for softmax and ordinary pooling, in float16 wi
 weights. `lenet_half.py` takes the master weights away.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import datasets
 import keras
 from absl import app, flags
 from keras import layers
 
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS

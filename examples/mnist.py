@@ -10,13 +10,14 @@ TPU, bfloat16 needs no loss scale. MNIST is fetched by `keras.datasets`; scikit-
 8 x 8 pixels, are on this machine already.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import datasets
 import keras
 import tensorflow as tf
 from absl import app, flags
 from keras import layers
 
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS

@@ -3,9 +3,7 @@
 See what halfstep adds with    diff examples/own_loop_bare.py examples/own_loop.py
 """
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+from trainer.step import TrainState, attempt_step, plan_step  # isort: skip  # first: it keeps TensorFlow quiet
 
 import keras
 import tensorflow as tf
@@ -13,7 +11,6 @@ from sklearn.datasets import load_digits
 
 import scaling
 import strategies
-from trainer.step import TrainState, attempt_step, plan_step
 
 # Scans of handwritten digits, 1,437 to learn from and 360 to be tested on, in a fixed order.
 images, labels = load_digits(return_X_y=True)

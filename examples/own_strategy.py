@@ -7,13 +7,14 @@ A strategy is a function of the devices that were asked for, under a name: from 
 `--distribution_strategy`, `Trainer` and `strategies.create` know it. Here it fits a line.
 """
 
+from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+
 import keras
 import numpy as np
 import tensorflow as tf
 from absl import app
 
 import strategies
-from trainer import Trainer
 from trainer.flags import define_flags, make_trainer, run_mode
 
 

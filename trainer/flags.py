@@ -39,7 +39,7 @@ from trainer.trainer import Trainer
 flags.disclaim_key_flags()
 
 FLAGS = flags.FLAGS
-MODES = ["train_and_eval", "train", "eval", "replay"]
+MODES = ["train_and_eval", "train", "eval", "dry_run", "overfit", "replay"]
 
 TrainerType = TypeVar("TrainerType", bound=Trainer)
 
@@ -66,30 +66,21 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     enum("mode", "train_and_eval", MODES, "What to do.", **where)
     string("distribution_strategy", "default", "One of strategies.names().", **where)
     string("tpu", None, "With tpu or auto: NAME, local or grpc://HOST:PORT.", **where)
-    integer("logical_cpus", 2, "Replicas of mirrored where there is no GPU.", **count)
     enum("precision", "float32", policies, "The Keras dtype policy.", **where)
     string("loss_scale", "auto", "auto, or what scaling.parse_rule takes.", **where)
-    number("initial_loss_scale", 2.0**15, "Where auto and dynamic start.", **where)
     integer("batch_size", 64, "Examples in a global batch.", **count)
     integer("num_microbatches", 1, "Parts of each replica's share.", **count)
     number("global_clipnorm", None, "Bound on the gradients' global norm.", **where)
-    number("ema_momentum", None, "Of a moving average of the weights.", **where)
     integer("train_steps", 1000, "The step to reach.", **count)
     integer("steps_per_loop", 10, "Steps in one graph call.", **count)
     integer("log_steps", 100, "Steps between log lines.", **count)
     enum("verbose", "normal", ["quiet", "normal", "detailed"], "What to show.", **where)
     integer("validation_interval", None, "Steps between evaluations.", **count)
     integer("checkpoint_interval", None, "Steps between checkpoints.", **count)
-    define_saving_flags(flag_values)
-    enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
-    boolean("record_gradients", False, "Keep what scaling.simulate needs.", **where)
-    enum("on_overflow", "skip", policy.ON_OVERFLOW, "What an overflow does.", **where)
-    enum("on_nonfinite_loss", "skip", policy.ON_NONFINITE_LOSS, "What a bad loss does.", **where)
-    integer("max_consecutive_skips", 100, "How many in a row are too many.", **count)
-    enum("on_stuck", "raise", policy.ON_STUCK, "What too many do.", **where)
-    integer("max_overflow_records", 0, "Skipped steps to keep.", lower_bound=0, **where)
-    string("overflow", None, "With --mode=replay: which of them to run again.", **where)
+    boolean("record_gradients", False, "Keep what report and simulate need.", **where)
     integer("seed", 0, "For initial weights and shuffling.", **where)
+    define_rare_flags(flag_values)
+    define_saving_flags(flag_values)
 
     # TensorFlow's own remarks would drown the progress lines; --verbosity=0 brings them back.
     # As a value: app.run raises a default of absl's to 0.
@@ -106,11 +97,26 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
         flag_values.set_default(name, value)
 
 
-def define_saving_flags(flag_values: flags.FlagValues) -> None:
-    """Defines those of what is saved of a run, how it is taken up again, and looked into.
+def define_rare_flags(flag_values: flags.FlagValues) -> None:
+    """Defines those that few need: --helpshort leaves them out, --helpfull shows them."""
+    where = {"flag_values": flag_values, "module_name": __name__}
+    count = {"lower_bound": 1, **where}
+    enum, integer = flags.DEFINE_enum, flags.DEFINE_integer
+    integer("logical_cpus", 2, "Replicas of mirrored where there is no GPU.", **count)
+    flags.DEFINE_float("initial_loss_scale", 2.0**15, "Where auto and dynamic start.", **where)
+    flags.DEFINE_float("ema_momentum", None, "Of a moving average of the weights.", **where)
+    enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
+    enum("on_overflow", "skip", policy.ON_OVERFLOW, "What an overflow does.", **where)
+    enum("on_nonfinite_loss", "skip", policy.ON_NONFINITE_LOSS, "What a bad loss does.", **where)
+    integer("max_consecutive_skips", 100, "How many in a row are too many.", **count)
+    enum("on_stuck", "raise", policy.ON_STUCK, "What too many do.", **where)
+    integer("max_overflow_records", 0, "Skipped steps to keep.", lower_bound=0, **where)
+    flags.DEFINE_string("overflow", None, "With --mode=replay: which to run again.", **where)
+    flags.DEFINE_list("profile_steps", None, "The first and the last to profile.", **where)
 
-    They are rarely needed: --helpshort leaves them out, --helpfull shows them.
-    """
+
+def define_saving_flags(flag_values: flags.FlagValues) -> None:
+    """Defines those of what is saved of a run, and how it is taken up again; as rarely needed."""
     where = {"flag_values": flag_values, "module_name": __name__}
     count = {"lower_bound": 1, **where}
     flags.DEFINE_float("checkpoint_secs", None, "Seconds between checkpoints.", **where)
@@ -128,7 +134,6 @@ def define_saving_flags(flag_values: flags.FlagValues) -> None:
         "allow_changes", [], list(ARGUMENTS), "What may differ on resuming.", **where
     )
     flags.DEFINE_string("init_from", None, "Whose weights to begin with.", **where)
-    flags.DEFINE_list("profile_steps", None, "The first and the last to profile.", **where)
     flags.DEFINE_float("loss_upper_bound", None, "A loss above it restores a checkpoint.", **where)
     flags.DEFINE_integer("recovery_max_trials", 3, "How often it may.", **count)
 
@@ -215,8 +220,9 @@ def run_mode(
     """Does with a trainer what `--mode` says.
 
     "train" trains up to `--train_steps`; with `--validation_interval` it evaluates on the way,
-    with `--keep_best` alone at the end. "eval" evaluates. "train_and_eval" does both. "replay"
-    runs the skipped step again that `--overflow` names; the chief prints what became of it.
+    with `--keep_best` alone at the end. "eval" evaluates. "train_and_eval" does both. "dry_run",
+    "overfit" and "replay" print what they find: of everything that a run does, tried once; of
+    training on one batch, up to `--train_steps`; of the skipped step that `--overflow` names.
 
     Args:
         trainer: what `make_trainer` returned.
@@ -249,17 +255,27 @@ def run_mode(
             f"`trainer` must be a Trainer; got {type(trainer).__name__}. It trains or evaluates. "
             "Pass what make_trainer returned."
         )
-    if flag_values.mode == "replay":
-        replay = trainer.replay(flag_values.overflow)
+    batch_size = flag_values.batch_size if are_arrays(train_data) else None
+    finds = {
+        "dry_run": lambda: trainer.dry_run(
+            train_data, global_batch=batch_size, eval_data=test_data
+        ),
+        "overfit": lambda: trainer.overfit_one_batch(
+            train_data, flag_values.train_steps, global_batch=batch_size
+        ),
+        "replay": lambda: trainer.replay(flag_values.overflow),
+    }
+    if flag_values.mode in finds:
+        found = finds[flag_values.mode]()
         if trainer.is_chief:
-            print(replay)  # noqa: T201  # the answer that was asked for
+            print(found)  # noqa: T201  # the answer that was asked for
         return None
     if flag_values.mode != "eval":
         every = flag_values.validation_interval
         trainer.train(
             train_data,
             flag_values.train_steps,
-            global_batch=flag_values.batch_size if are_arrays(train_data) else None,
+            global_batch=batch_size,
             eval_data=test_data if every or flag_values.keep_best else None,
             eval_interval=every,
         )
