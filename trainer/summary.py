@@ -140,6 +140,7 @@ class TrainSummary:
     checkpoint_bytes: int = 0  # how large that is; 0 if this call saved nothing
     position_bytes: int = 0  # how much of it is the position in the data
     best: str | None = None  # the best result of this call's evaluations, and its step
+    schedule_lag: int = 0  # updates by which a learning-rate schedule is behind the steps
 
     def __str__(self) -> str:
         """The last line a person reads."""
@@ -147,8 +148,8 @@ class TrainSummary:
         if self.checkpoint_bytes:
             where += f" ({size(self.checkpoint_bytes)}, {size(self.position_bytes)} for the data)"
         best = f"; best {self.best}" if self.best else ""
-        behind = self.totals.skipped
-        schedule = f"; the schedule is {behind} updates behind the steps" if behind else ""
+        lag = f"{self.schedule_lag} update{'s' if self.schedule_lag > 1 else ''}"
+        schedule = f"; the schedule is {lag} behind the steps" if self.schedule_lag else ""
         return (
             f"at step {self.step} after {self.steps_run} steps in {self.seconds:.1f} s: "
             f"{self.totals.applied} applied, {self.totals}, "

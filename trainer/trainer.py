@@ -1,5 +1,6 @@
 """`Trainer`: the stateful shell around the step. It builds, loops, logs, saves and evaluates."""
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -388,6 +389,7 @@ class Trainer(Task):
                 checkpoint_bytes=sum(sizes.values()),
                 position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
                 best=training.best_result,
+                schedule_lag=self.totals.skipped if self._parts.plan.has_schedule else 0,
             )
             log.conclude(summary, target)
             self.on_train_end(summary)
@@ -500,12 +502,14 @@ class Trainer(Task):
         """
         settings.check_trial("dry_run", self.strategy)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
-        found = None
+        evaluate = None
         if eval_data is not None:
             of_arrays = data.global_batch if are_arrays(eval_data) else None
             found = batches(eval_data, "eval_data", self.strategy, of_arrays)
+            one = dataclasses.replace(found, dataset=found.dataset.take(1))
+            evaluate = functools.partial(self._evaluate, one, "float32", None, stoppable=False)
         self._start(data.first)
-        return dry_run(self, self._parts, data, found)
+        return dry_run(self, self._parts, data, evaluate)
 
     def overfit_one_batch(
         self, train_data: Any, steps: int = 100, *, global_batch: int | None = None

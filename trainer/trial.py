@@ -88,14 +88,19 @@ class Overfit(NamedTuple):
         return f"one batch, {len(self.losses)} steps: loss {went}, {self.skipped} skipped"
 
 
-def dry_run(trainer: Any, parts: Parts, data: Batches, eval_data: Batches | None) -> DryRun:
+def dry_run(
+    trainer: Any,
+    parts: Parts,
+    data: Batches,
+    evaluate: Callable[[], dict[str, float] | None] | None,
+) -> DryRun:
     """Tries everything that a run does once; see `Trainer.dry_run`.
 
     Args:
         trainer: a `Trainer` that has started.
         parts: what it is made of.
         data: to train on.
-        eval_data: to evaluate on, or None.
+        evaluate: returns the results of one batch's evaluation; None for none.
     """
     began = time.perf_counter()
     with put_back(trainer, parts):
@@ -107,10 +112,7 @@ def dry_run(trainer: Any, parts: Parts, data: Batches, eval_data: Batches | None
         retraced = parts.run_steps.experimental_get_tracing_count() - traced
         # Before a checkpoint is read, which gives all replicas the same.
         equal = replicas_equal(parts.plan)
-        evaluation = None
-        if eval_data:
-            one = Batches(eval_data.dataset.take(1), eval_data.first, eval_data.global_batch, 1)
-            evaluation = trainer._evaluate(one, "float32", None, stoppable=False)  # noqa: SLF001
+        evaluation = evaluate() if evaluate else None
         with tempfile.TemporaryDirectory() as scratch:
             taken, restored = saved_and_restored(trainer, parts, pathlib.Path(scratch))
         return DryRun(
@@ -164,6 +166,11 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
         >>> find_batch_size(make, (x, x), global_batch=64)
         1
     """
+    if not callable(make):
+        raise TypeError(
+            f"`make` must be a function; got {type(make).__name__}. It makes a trainer for each "
+            "trial. Pass for instance lambda parts: Digits(num_microbatches=parts)."
+        )
     parts = 1
     while True:
         trainer = make(parts)

@@ -144,7 +144,7 @@ def test_every_page_is_in_the_navigation():
 def public_names():
     """Every public name, with its room."""
     rooms = {room: importlib.import_module(room).__all__ for room in ROOMS}
-    rooms["trainer.flags"] = ["define_flags", "make_trainer"]
+    rooms["trainer.flags"] = ["define_flags", "make_trainer", "run_mode"]
     return {f"{room}.{name}" for room, names in rooms.items() for name in names}
 
 

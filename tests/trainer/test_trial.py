@@ -155,6 +155,7 @@ class Hungry(Linear):
         return losses + 0.0 * tf.fill([wanted], tf.cast(rows, tf.float32))[0]
 
 
+@pytest.mark.slow
 def test_the_batch_is_halved_until_it_fits():
     """TensorFlow really runs out of memory; the global batch stays, its parts become smaller."""
     made = []

@@ -57,6 +57,12 @@ class StepPlan:
     undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether a learning rate changes with the updates."""
+        optimizers = [each.optimizer for phase in self.phases for each in phase.objectives]
+        return any(isinstance(each.get_config()["learning_rate"], dict) for each in optimizers)
+
+    @property
     def recorded(self) -> int:
         """The variables whose gradients' magnitudes are counted."""
         return len(self.model.trainable_variables) if self.record_gradients else 0
