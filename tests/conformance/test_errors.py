@@ -40,7 +40,6 @@ ROOMS = {
         "define_flags": trainer.flags.define_flags,
         "make_trainer": trainer.flags.make_trainer,
         "run_mode": trainer.flags.run_mode,
-        "find_batch_size": trainer.find_batch_size,
     },
     "trainer.report": public(trainer.report),
     "trainer.step": public(trainer.step),
