@@ -48,14 +48,18 @@ FIRST += ("test_examples.py", "test_replay.py")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
-    """Puts slow files first; leaves out what is only in the full run."""
+    """Puts slow files first; leaves out what is only in the full run, and marks what is more there."""
     items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         left_out = (1, 2, 4) if item.path.name in THREE_ALONE else (2, 4)
         if item.path.name in IN_FULL and params.get("replicas") in left_out:
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow") and not config.getoption("--full"):
+        slow = item.get_closest_marker("slow")
+        searches = getattr(item.obj, "is_hypothesis_test", False)
+        if slow or searches or "full" in item.fixturenames:
+            item.add_marker(pytest.mark.more_in_full)
+        if slow and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="slow: only with --full"))
 
 

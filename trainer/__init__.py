@@ -9,9 +9,9 @@ from trainer.checkpoint import CheckpointError
 from trainer.data_errors import DataError
 from trainer.divergence import DivergedError, Divergence
 from trainer.liveness import TrainingStuckError
+from trainer.log.summary import Totals, TrainSummary
 from trainer.lost_worker import WorkerLostError
 from trainer.step.report import StepReport
-from trainer.summary import Totals, TrainSummary
 from trainer.trainer import Trainer
 from trainer.trial import DryRun, Overfit, find_batch_size
 

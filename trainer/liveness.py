@@ -6,9 +6,9 @@ import numpy as np
 from absl import logging
 
 import scaling
+from trainer.log.summary import power_of_two
 from trainer.policy import Policy
 from trainer.step.report import StepReport, describe_skip
-from trainer.summary import power_of_two
 
 HINTS = {
     scaling.Cause.WEIGHTS: (

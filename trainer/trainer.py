@@ -22,17 +22,17 @@ from trainer.checkpoint.position import DataPosition
 from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
 from trainer.divergence import Divergence, LossWatch, check_divergence
 from trainer.export import check_export, export
-from trainer.log import RunLog
-from trainer.model_table import rows_of
+from trainer.log.model_table import rows_of
+from trainer.log.run_log import RunLog
+from trainer.log.screen import style_of
+from trainer.log.summary import Totals, TrainSummary
 from trainer.policy import Policy
 from trainer.profile import check_profile
 from trainer.recorder import read_record
 from trainer.rerun import Replay, check_setting, run_again
 from trainer.saving import Saving
-from trainer.screen import style_of
 from trainer.signals import StopSignals
 from trainer.step import Clip, StepReport, attempt_step
-from trainer.summary import Totals, TrainSummary
 from trainer.task import Task
 from trainer.training import Training
 from trainer.trial import DryRun, Overfit, dry_run, overfit

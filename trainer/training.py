@@ -22,13 +22,13 @@ from trainer.checkpoint.setting import check_same, versions
 from trainer.data_errors import explain, reason_of
 from trainer.divergence import DivergedError, LossWatch, Offence
 from trainer.liveness import TrainingStuckError, check_alive
-from trainer.log import RunLog
+from trainer.log.run_log import RunLog
+from trainer.log.summary import Totals
 from trainer.loop import crossed, next_stop
 from trainer.lost_worker import naming_the_lost
 from trainer.profile import Profile
 from trainer.recorder import keep_overflow
 from trainer.step.randomness import check_no_stateful_ops
-from trainer.summary import Totals
 
 
 class Training:

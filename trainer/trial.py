@@ -15,12 +15,12 @@ import tensorflow as tf
 from trainer.build import Parts, make_checkpoints
 from trainer.data import Batches, batches, untuned, without_end
 from trainer.liveness import step_of
-from trainer.log import describe
-from trainer.model_table import rows_of, total_of
+from trainer.log.model_table import rows_of, total_of
+from trainer.log.run_log import describe
+from trainer.log.summary import power_of_two, size
 from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of, read_copies, variables_in_reach, write_copies
-from trainer.summary import power_of_two, size
 
 
 class Memory(NamedTuple):

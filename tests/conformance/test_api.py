@@ -11,13 +11,14 @@ import scaling
 import strategies
 import trainer
 import trainer.checkpoint
+import trainer.log
 import trainer.report
 import trainer.step
 
 ROOMS = [scaling, strategies, trainer, trainer.step]
 MODULES = [
     importlib.import_module(f"{room.__name__}.{found.name}")
-    for room in [*ROOMS, trainer.checkpoint, trainer.report]
+    for room in [*ROOMS, trainer.checkpoint, trainer.log, trainer.report]
     for found in pkgutil.iter_modules(room.__path__)
 ]
 PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]

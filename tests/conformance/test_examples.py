@@ -1,5 +1,6 @@
 """The examples, run as a user runs them: as programs."""
 
+import functools
 import os
 import pathlib
 import re
@@ -11,7 +12,6 @@ import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "datasets.py"})
-WITHOUT_FLAGS = {"own_loop.py", "own_loop_bare.py"}
 
 
 def run(script, *arguments, seconds=300):
@@ -46,6 +46,17 @@ def accuracy(lines):
     return float(re.match(r"held-out accuracy ([\d.]+)%", lines[-1])[1])
 
 
+def first_step(lines):
+    """The first line of the log that tells of steps."""
+    return next(line for line in lines if line.startswith("step "))
+
+
+@functools.cache
+def wide_digits():
+    """What the main job prints in float32; the same under either strategy, but for rounding."""
+    return run("digits.py", "--precision=float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_digits_learns_in_float16(strategy):
@@ -53,9 +64,8 @@ def test_digits_learns_in_float16(strategy):
     steps visible and counted.
     """
     arguments = [f"--distribution_strategy={strategy}"]
-    half = run("digits.py", *arguments)
-    wide = run("digits.py", *arguments, "--precision=float32")
-    skipped = int(re.search(r"(\d+) skipped \(\d+ backward\)", half[0])[1])
+    half, wide = run("digits.py", *arguments), wide_digits()
+    skipped = int(re.search(r"(\d+) skipped \(\d+ backward\)", first_step(half))[1])
     summary = re.search(r"600 steps in ([\d.]+) s: (\d+) applied, (\d+) skipped", half[-2])
 
     assert accuracy(half) >= 98.0
@@ -114,7 +124,7 @@ def test_two_networks_learn_in_float16(order):
     """
     lines = run("gan.py", *([order] if order else []))
     found = re.match(r"distance from the ring: ([\d.]+) before, ([\d.]+) after", lines[-1])
-    skipped = int(re.search(r"(\d+) skipped \(", lines[0])[1])
+    skipped = int(re.search(r"(\d+) skipped \(", first_step(lines))[1])
 
     assert float(found[2]) < float(found[1]) / 3
     assert skipped > 0
@@ -123,9 +133,8 @@ def test_two_networks_learn_in_float16(order):
 @pytest.mark.slow
 def test_a_run_is_repeated_from_its_flags(tmp_path):
     """flags.cfg brings the same run to the same step; the same command with a later one goes on."""
-    first = run(
-        "digits.py", f"--model_dir={tmp_path}", "--train_steps=20", "--seed=7", "--log_steps=20"
-    )
+    settings = ["--train_steps=20", "--seed=7", "--log_steps=20", "--precision=float32"]
+    first = run("digits.py", f"--model_dir={tmp_path}", *settings)
     again = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
     longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", "--train_steps=30")
 
@@ -220,11 +229,10 @@ def test_cifar10_adapts_to_its_images():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
-def test_the_language_model_learns(precision):
+def test_the_language_model_learns():
     """From 8 bits a byte to less than 4.5 in 100 steps; and it goes on with the prompt."""
     arguments = ["--train_steps=100", "--bytes=300000", "--prompt=import "]
-    lines = run("language_model.py", *arguments, f"--precision={precision}")
+    lines = run("language_model.py", *arguments)
 
     assert re.match(r"it writes: ['\"]import ", lines[-2])
     assert 1.0 < float(re.fullmatch(r"held out: ([\d.]+) bits a byte", lines[-1])[1]) < 4.5
@@ -299,17 +307,7 @@ def test_help_fits_a_screen():
 
     assert any("--train_steps" in line for line in shown)
     assert not any("--verbosity" in line for line in shown)
-    assert len(shown) < 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", sorted({path.name for path in SCRIPTS} - WITHOUT_FLAGS))
-def test_every_help_fits_a_screen(script):
-    """With the flags that the script adds to the trainer's, and the commands of its docstring."""
-    shown = help_of(script)
-
-    assert any(f"    python examples/{script}" in line for line in shown)
-    assert len(shown) < 80
+    assert len(shown) < 60
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

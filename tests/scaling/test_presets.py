@@ -23,6 +23,8 @@ SYSTEMS = [
     ("jmp", "0.0.4", references.Jmp),
 ]
 IDS = [f"{name} {version}" if version else name for name, version, _ in SYSTEMS]
+# Most of these systems come with an extra.
+pytestmark = pytest.mark.more_in_full
 
 
 def skip_without(reference):

@@ -17,7 +17,7 @@ from trainer import Trainer
 from trainer.checkpoint import CheckpointError, folder, saver
 from trainer.checkpoint.contents import compared, describe, first_difference
 from trainer.data import untuned
-from trainer.run_files import RunFiles
+from trainer.log.files import RunFiles
 
 BATCHES = [everything.batch(seed=seed) for seed in range(4)]
 

@@ -13,7 +13,7 @@ from helpers import Linear
 import scaling
 from trainer import StepReport, Totals, TrainingStuckError
 from trainer.liveness import HINTS
-from trainer.log import RunLog
+from trainer.log.run_log import RunLog
 from trainer.step import TrainState
 
 # A line of the log without what depends on the machine.
@@ -85,7 +85,7 @@ def test_the_files(tmp_path):
 def test_the_clock_leaves_evaluations_out(monkeypatch, tmp_path):
     """Steps from before an evaluation have no part in the speed of those after it."""
     now = [0.0]
-    monkeypatch.setattr("trainer.log.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainer.log.run_log.time.perf_counter", lambda: now[0])
     log = RunLog(tmp_path, "quiet")
     values = {"step": 1, "examples": 100, "grads_finite": True, "data_wait_secs": 0.02}
     for loop in range(1, 5):

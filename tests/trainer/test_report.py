@@ -539,6 +539,7 @@ def damaged(page):
     yield "order", page.replace(first, "X").replace(second, first).replace("X", second), "headings"
 
 
+@pytest.mark.more_in_full
 def test_a_browser_shows_the_page_and_nothing_else(rich, tmp_path):
     """Nothing is fetched, every image is there and has its text, names of the run are text, and 800
     pixels are wide enough; the same checks fail for a page with one fault.
@@ -560,6 +561,7 @@ def test_a_browser_shows_the_page_and_nothing_else(rich, tmp_path):
     assert size == (800, pages[page]["page_height"])
 
 
+@pytest.mark.more_in_full
 def test_the_page_follows_the_readers_choice_of_dark(rich, tmp_path):
     """Paper and ink change places; the page is whole in both, at 1600 pixels, too."""
     page = rich / "report" / "report.html"

@@ -18,8 +18,8 @@ from rich.console import Console
 
 import scaling
 from trainer import Trainer
-from trainer.model_table import rows_of, table_of, total_of
-from trainer.run_files import append_row
+from trainer.log.files import append_row
+from trainer.log.model_table import rows_of, table_of, total_of
 from trainer.startup import kept
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]

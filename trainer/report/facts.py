@@ -13,8 +13,8 @@ from scaling.play import best_fixed_scale
 from scaling.recommend import describe_share
 from scaling.record import Record
 from scaling.stats import GradientStats
+from trainer.log.summary import power_of_two, size
 from trainer.report.reading import Curve, Run
-from trainer.summary import power_of_two, size
 
 # What a "train" line holds besides the metrics.
 NOT_METRICS = {

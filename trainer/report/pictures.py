@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 
 from scaling.half import HALF_MAX
 from scaling.verdict import Cause
+from trainer.log.summary import power_of_two
 from trainer.report.canvas import (
     BLACK,
     BLUE,
@@ -28,7 +29,6 @@ from trainer.report.canvas import (
 from trainer.report.facts import HEADROOM_BITS, NOT_METRICS, headroom, last, scale_path
 from trainer.report.heat import draw_underflow
 from trainer.report.reading import Curve, Run
-from trainer.summary import power_of_two
 
 # Colour and marker of each cause, in the order in which a step looks.
 CAUSES = {

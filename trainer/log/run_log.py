@@ -13,11 +13,11 @@ import numpy as np
 import scaling
 from scaling.record import record_line
 from trainer.liveness import step_of
-from trainer.model_table import Row, as_markdown, table_of, total_of
-from trainer.run_files import RunFiles
-from trainer.screen import Screen
+from trainer.log.files import RunFiles
+from trainer.log.model_table import Row, as_markdown, table_of, total_of
+from trainer.log.screen import Screen
+from trainer.log.summary import Totals, TrainSummary, size, summarize
 from trainer.step.report import StepReport, describe_skip
-from trainer.summary import Totals, TrainSummary, size, summarize
 
 
 class RunLog:

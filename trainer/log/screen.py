@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from trainer.summary import Interval, Totals, power_of_two
+from trainer.log.summary import Interval, Totals, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
 WIDTH = 100  # of tables where there is no terminal
@@ -126,7 +126,7 @@ def progress_line(interval: Interval, target: int, totals: Totals) -> str:
     """Returns the line of a log file for the steps since the last one.
 
     Example:
-        >>> from trainer.summary import Interval, Totals
+        >>> from trainer.log.summary import Interval, Totals
         >>> interval = Interval(20, 0.25, 0.0, 1.0, 2.0**21, 17, 3, 5120.0, 80.0, 0.02, {})
         >>> progress_line(interval, 600, Totals(17, {"backward": 3}))[:62]
         'step  20/600   3%  loss 0.2500  loss_scale 2^21  3 skipped (3 '
@@ -145,7 +145,7 @@ def values_text(interval: Interval, totals: Totals) -> str:
     """Returns what is known of an interval, as a person reads it.
 
     Example:
-        >>> from trainer.summary import Interval, Totals
+        >>> from trainer.log.summary import Interval, Totals
         >>> interval = Interval(20, 0.25, 0.0, 1.0, 2.0**21, 19, 1, 512.0, 8.0, 0.02, {})
         >>> values_text(interval, Totals(19, {"backward": 1}))
         'loss 0.2500  loss_scale 2^21  1 skipped (1 backward)  512 examples/s  2% waiting for data'
