@@ -249,7 +249,7 @@ class Trainer(Task):
         self._started = False
         self.divergence = divergence
         self._watch = LossWatch(divergence) if divergence else None
-        self._evaluating = False
+        self._evaluating = self._introduced = False
         self._trained_on: tuple[Any, DataPosition] | None = None
         self.stop_asked = False
 
@@ -374,8 +374,9 @@ class Trainer(Task):
             )
             start = training.take_up()
             best = {"best_metric": self.saving.best_metric, "best_is": self.saving.best_is}
-            shown = training.facts() | best
-            log.introduce(type(self).__name__, start, shown, rows_of(self.model))
+            told, rows = training.facts() | best, rows_of(self.model)
+            log.introduce(type(self).__name__, start, told, rows, known=self._introduced)
+            self._introduced = True
             self.on_train_begin()
             step = training.run()
             latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes
