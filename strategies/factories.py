@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from strategies.checks import check_count
 from strategies.cluster import find_cluster
+from strategies.gather import gather
 from strategies.tpu import tpu
 
 
@@ -67,6 +68,13 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
             "step of Slurm's and no HALFSTEP_WORKER_PODS. The processes could not find each other. "
             'Start them with python -m strategies.launch --workers=2, or use "mirrored".'
         )
+    tasks = cluster.cluster_spec().as_dict()
+    addresses = {
+        f"{kind} {index}": address
+        for kind in sorted(tasks)
+        for index, address in enumerate(tasks[kind])
+    }
+    gather(addresses, f"{cluster.task_type} {cluster.task_id}")
     return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=cluster)
 
 
