@@ -3,10 +3,6 @@
 See what halfstep adds with    diff examples/own_loop_bare.py examples/own_loop.py
 """
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
-
 import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits

@@ -375,8 +375,10 @@ class Trainer(Task):
             start = training.take_up()
             best = {"best_metric": self.saving.best_metric, "best_is": self.saving.best_is}
             told, rows = training.facts() | best, rows_of(self.model)
-            log.introduce(type(self).__name__, start, told, rows, known=self._introduced)
-            self._introduced = True
+            if not self._introduced:
+                with training.writing_log():
+                    log.introduce(type(self).__name__, start, told, rows)
+                self._introduced = True
             self.on_train_begin()
             step = training.run()
             latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes
@@ -392,7 +394,8 @@ class Trainer(Task):
                 best=training.best_result,
                 schedule_lag=self.totals.skipped if self._parts.plan.has_schedule else 0,
             )
-            log.conclude(summary, target)
+            with training.writing_log():
+                log.conclude(summary, target)
             self.on_train_end(summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)

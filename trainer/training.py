@@ -237,7 +237,7 @@ class Training:
         """Takes the results of an evaluation; None if it was stopped on the way."""
         if results is None:
             return
-        with self._writing_log():
+        with self.writing_log():
             self._log.evaluation(self._step, results)
         self._results[self._step] = results[self._trainer.saving.best_metric]
         if self._best and self._best.consider(self._step, results, self._export):
@@ -260,7 +260,7 @@ class Training:
         Raises:
             TrainingStuckError: if the run must not go on.
         """
-        with self._writing_log():
+        with self.writing_log():
             steps = self._log.read()
         if steps is None:
             return
@@ -294,7 +294,7 @@ class Training:
         # The same numbers and batches would come to the same end.
         self._parts.state.random_seed.assign_add(1)
         told = {"what": offence.what, "restored": self._step, "batches_left_out": left_out}
-        with self._writing_log():
+        with self.writing_log():
             self._log.event("recovery", offence.last, told)
         self._log.say(f"diverged: {offence.what}; back to step {self._step}")
         self._trainer.on_recovery(offence.last, self._step)
@@ -315,7 +315,7 @@ class Training:
         """Prints and writes what has happened since the last time."""
         metrics = self._trainer.metrics
         values = {name: float(metric.result()) for name, metric in metrics.items()}
-        with self._writing_log():
+        with self.writing_log():
             self._log.flush(self._target, Totals.from_state(self._parts.state), values)
         for metric in metrics.values():
             metric.reset_state()
@@ -367,7 +367,7 @@ class Training:
             raise
 
     @contextlib.contextmanager
-    def _writing_log(self) -> Iterator[None]:
+    def writing_log(self) -> Iterator[None]:
         """Within, what the file system refuses is a CheckpointError that says so."""
         try:
             yield

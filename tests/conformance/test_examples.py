@@ -75,6 +75,7 @@ def test_digits_learns_in_float16(strategy):
     assert int(summary[3]) >= skipped
 
 
+@pytest.mark.slow
 def test_vanishing_comes_back():
     """At a loss scale of 1 every gradient is 0 and nothing is learned; with `dynamic` the first scales
     overflow, and then the weight is found.
@@ -143,6 +144,7 @@ def test_a_run_is_repeated_from_its_flags(tmp_path):
     assert "at step 30 after 10 steps" in longer[-2]
 
 
+@pytest.mark.slow
 def test_a_registered_strategy_trains():
     """One that is in nobody's list: by its name, on the devices it chooses."""
     lines = run("own_strategy.py")
@@ -171,6 +173,7 @@ def test_the_perceptron_takes_what_there_is():
     )
 
 
+@pytest.mark.slow
 def test_a_line_is_found_from_gradients_that_float16_loses():
     """At a loss scale of 1 nothing moves; from 2^40 the first scales overflow, and then slope and
     intercept come out.
@@ -182,6 +185,7 @@ def test_a_line_is_found_from_gradients_that_float16_loses():
     assert re.fullmatch(r"y = 3.00 x \+ 1.00 after 200 steps, [1-9]\d* skipped", found[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU to take")
 def test_without_a_gpu_the_script_says_so_and_goes_on():
     """On the CPU; what was asked for in vain is named."""

@@ -7,11 +7,10 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+# What is read first; the others run with --full alone.
+CARDS = ["README.md", "scaling/README.md", "strategies/README.md", "trainer/README.md"]
 PAPERS = [
-    "README.md",
-    "scaling/README.md",
-    "strategies/README.md",
-    "trainer/README.md",
+    *CARDS,
     "docs/from-gradscaler.md",
     "docs/from-keras.md",
     "docs/from-orbit.md",
@@ -23,6 +22,7 @@ PAPERS = [
     "docs/troubleshooting.md",
     "docs/watching.md",
 ]
+SLOW = [pytest.param(paper, marks=pytest.mark.slow) for paper in PAPERS if paper not in CARDS]
 OTHERS = [
     "docs/report.md",
     "docs/scale.md",
@@ -41,7 +41,7 @@ def blocks(paper):
 
 # Keras, where it saves a model; NumPy 2 says so.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize("paper", [*CARDS, *SLOW])
 def test_python_in_papers_runs(paper, tmp_path):
     """Every block runs, each after those before it; with >>>, it prints what it says."""
     names = {}

@@ -20,6 +20,7 @@ from helpers import Linear, all_copies
 
 from trainer import Action, Divergence
 from trainer.checkpoint import CheckpointError, folder
+from trainer.data import untuned
 from trainer.data_errors import DataError
 
 TARGET = 12
@@ -44,7 +45,7 @@ class Steady(Linear):
 
 def rows(batches=BATCHES):
     """The numbers of examples, by twos; `batches` of them."""
-    return tf.data.Dataset.range(2 * batches).batch(2)
+    return untuned(tf.data.Dataset.range(2 * batches).batch(2))
 
 
 def examples(numbers):
@@ -238,14 +239,28 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
 
 
 def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
-    """The run is saved all the same."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    trainer = Steady(tmp_path, actions=[Action(lambda trainer: trainer.stop(), every_steps=2)])
+    """The run is saved all the same; one whose log has none at the start does not begin."""
+    log = tmp_path / "metrics.jsonl"
+
+    def stop(trainer):
+        log.unlink()
+        log.symlink_to("/dev/full")
+        trainer.stop()
+
+    trainer = Steady(tmp_path, actions=[Action(stop, every_steps=2)])
     with pytest.raises(CheckpointError) as error:
         finish(trainer)
 
     assert error.value.__notes__ == ["raised at step 2, which is saved"]
     assert steps_saved(tmp_path) == [2]
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="must have room for the log") as error:
+        finish(Steady(other))
+    assert not hasattr(error.value, "__notes__")
+    assert steps_saved(other) == []
 
 
 @pytest.mark.parametrize(

@@ -60,21 +60,19 @@ class RunLog:
         return self.screen.following(step, target)
 
     def introduce(
-        self, name: str, step: int, settings: dict[str, Any], rows: Sequence[Row], *, known: bool
+        self, name: str, step: int, settings: dict[str, Any], rows: Sequence[Row]
     ) -> None:
-        """Tells, at the start of a run, what is trained, and how.
+        """Tells, when a process starts with a run, what is trained, and how.
 
         Args:
             name: of the trainer.
             step: where the run stands.
             settings: what does not change on the way.
             rows: of the model.
-            known: whether a person has been shown it before.
         """
-        if not known:
-            self.screen.draw(table_of(rows, detailed=self.screen.detailed))
-            parameters, taken = total_of(rows)
-            self.say(f"{name}: {parameters:,} parameters, {size(taken)}; {in_words(settings)}")
+        self.screen.draw(table_of(rows, detailed=self.screen.detailed))
+        parameters, taken = total_of(rows)
+        self.say(f"{name}: {parameters:,} parameters, {size(taken)}; {in_words(settings)}")
         shown = {name: value for name, value in settings.items() if name != "pipeline"}
         self.files.line(
             {
