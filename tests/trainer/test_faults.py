@@ -374,7 +374,7 @@ AHEAD = (
             "exact",
             RAISES,
             IN_MAP.format(0)
-            + "ParallelMapV2: assertion failed: [a row is odd] [Condition x < y did not hold "
+            + "Map: assertion failed: [a row is odd] [Condition x < y did not hold "
             "element-wise:] [x (args_0:0) = ] [12 13] [y (assert_less/y:0) = ] [12]",
         ),
         (raising, raising, "restart", RAISES, IN_MAP.format(1) + "Map: ValueError: no such record"),
