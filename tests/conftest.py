@@ -13,7 +13,7 @@ import strategies
 
 strategies.split_cpu(4)
 # Tracing makes the first example of a test slow; nothing here is about time.
-for name, examples in (("default", 25), ("full", 60)):
+for name, examples in (("default", 15), ("full", 60)):
     settings.register_profile(
         name, deadline=None, derandomize=True, max_examples=examples, print_blob=False
     )

@@ -55,6 +55,7 @@ def wait_until(condition, job, seconds=120):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_no_update_is_lost(launched, tmp_path, full):
     """L1 to L3, L10: `iterations` is the number of applied updates exactly, though workers count at
     the same time; every overflow skips its own worker's update and nothing else.

@@ -95,7 +95,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("kind", PLACES)
-@pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "num_microbatches"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2)]
+)
 def test_a_record_gives_the_same_verdict_and_names_the_layer(
     tmp_path, mirrored, kind, replicas, num_microbatches
 ):

@@ -95,7 +95,7 @@ def loops_of(model_dir):
     return found
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("default", marks=pytest.mark.slow), "mirrored"])
+@pytest.mark.parametrize("strategy", ["default", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, capsys):
     """L12: weights, slots, averages, statistics on every replica, scale and counters, data position,
     randomness, metrics: killed at random moments, also inside a save, and started again by the same
