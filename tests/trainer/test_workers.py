@@ -136,7 +136,7 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_
     assert [name for name in kept if not name.startswith("__autograph")] == []
     assert {path.name for path in model_dir.iterdir()} == {
         *("ckpt-4", "ckpt-8", "ckpt-12"),
-        *("metrics.jsonl", "train", "validation"),
+        *("metrics.jsonl", "train", "train.csv", "validation", "validation.csv"),
     }
     steps = [
         json.loads(line)["step"] for line in (model_dir / "metrics.jsonl").read_text().splitlines()
