@@ -475,7 +475,8 @@ def test_a_signal_ends_a_run_soon_and_saved(tmp_path, undisturbed, full):
         late.append(step - seen)
         honoured.append(
             error.code == signals.EXIT_CODE == 75
-            and 0 <= step - seen <= 2
+            # Two, and one that may end between the look at the count and the signal.
+            and 0 <= step - seen <= 3
             and last_commit(tmp_path) == step
         )
     print(  # noqa: T201
