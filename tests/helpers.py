@@ -1,9 +1,14 @@
 """Small trainers for tests, and ways to look at what they did."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import tensorflow as tf
 
+import scaling
 from trainer import Trainer
 from trainer.data import untuned
 
@@ -85,3 +90,29 @@ def assert_same_bits(before, after):
     for name, expected in before.items():
         for copy, (old, new) in enumerate(zip(expected, after[name], strict=True)):
             assert old.tobytes() == new.tobytes(), f"{name} moved on replica {copy}"
+
+
+# What `overflowing` trains on: the weight falls by 3 with every update.
+STEEP = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
+
+
+def overflowing(**arguments):
+    """A trainer whose first three steps overflow in float16; its log has a line after every four."""
+    settings = {"steps_per_loop": 2, "log_interval": 4, "jit_compile": False}
+    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
+    return Linear(precision="mixed_float16", loss_scale=rule, **settings | arguments)
+
+
+def printed(arguments, folder, seconds):
+    """What a program of Python's prints, which is run with the packages that stand in a folder."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+    return result.stdout

@@ -32,14 +32,9 @@ class Profile:
         """Stops it, if the last has come; returns whether that was so."""
         ended = self._running and step >= self._last
         if ended:
-            self.stop()
-        return ended
-
-    def stop(self) -> None:
-        """Stops it, whatever step has come."""
-        if self._running:
             tf.profiler.experimental.stop()
             self._running = False
+        return ended
 
 
 def check_profile(steps: Any, model_dir: Any) -> None:

@@ -373,9 +373,9 @@ class Trainer(Task):
                 self._export_into,
             )
             start = training.take_up()
-            best = {"best_metric": self.saving.best_metric, "best_is": self.saving.best_is}
-            told, rows = training.facts() | best, rows_of(self.model)
             if not self._introduced:
+                best = {"best_metric": self.saving.best_metric, "best_is": self.saving.best_is}
+                told, rows = training.facts() | best, rows_of(self.model)
                 with training.writing_log():
                     log.introduce(type(self).__name__, start, told, rows)
                 self._introduced = True
@@ -508,8 +508,7 @@ class Trainer(Task):
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         evaluate = None
         if eval_data is not None:
-            of_arrays = data.global_batch if are_arrays(eval_data) else None
-            found = batches(eval_data, "eval_data", self.strategy, of_arrays)
+            found = self._read_eval_data(eval_data, data.global_batch)
             one = dataclasses.replace(found, dataset=found.dataset.take(1))
             evaluate = functools.partial(self._evaluate, one, "float32", None, stoppable=False)
         self._start(data.first)
@@ -604,10 +603,14 @@ class Trainer(Task):
                     "is nothing to evaluate on. Pass eval_data=."
                 )
             return None
-        of_arrays = global_batch if are_arrays(eval_data) else None
-        found = batches(eval_data, "eval_data", self.strategy, of_arrays)
+        found = self._read_eval_data(eval_data, global_batch)
         check_ends(found, "eval_data")
         return functools.partial(self._evaluate, found, "float32", averaged=None, stoppable=True)
+
+    def _read_eval_data(self, eval_data: Any, global_batch: int | None) -> Batches:
+        """Reads what is evaluated beside a training; arrays are batched as the training's are."""
+        of_arrays = global_batch if are_arrays(eval_data) else None
+        return batches(eval_data, "eval_data", self.strategy, of_arrays)
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model as it was evaluated into a folder."""

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.build import Parts, make_checkpoints
+from trainer.build import Parts, make_checkpoints, optimizers_by_item
 from trainer.data import Batches, batches, untuned, without_end
 from trainer.liveness import step_of
 from trainer.log.model_table import rows_of, total_of
@@ -253,9 +253,8 @@ def memory_of(trainer: Any, batch: Any) -> Memory:
         trainer: a `Trainer` that has started.
         batch: a global batch.
     """
-    optimizers = trainer.optimizer
-    each = optimizers.values() if isinstance(optimizers, dict) else [optimizers]
-    slots = [variable for optimizer in each for variable in optimizer.variables]
+    optimizers = optimizers_by_item(trainer.optimizer).values()
+    slots = [variable for optimizer in optimizers for variable in optimizer.variables]
     trainable = sum(math.prod(weight.shape) for weight in trainer.model.trainable_variables)
     return Memory(
         weights=total_of(rows_of(trainer.model))[1],

@@ -1,14 +1,12 @@
 """The commands that README, cards and docs show, run as they are written there."""
 
-import os
 import pathlib
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
+from helpers import printed
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAPERS = [
@@ -75,17 +73,7 @@ def here(tmp_path_factory):
 
 def run(command, folder):
     """Runs a command of Python's; returns what it printed."""
-    result = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    return result.stdout
+    return printed(shlex.split(command)[1:], folder, seconds=400)
 
 
 @pytest.mark.slow

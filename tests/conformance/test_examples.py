@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import tensorflow as tf
+from helpers import printed
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "datasets.py"})
@@ -16,16 +17,8 @@ SCRIPTS = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "d
 
 def run(script, *arguments, seconds=300):
     """Runs an example; returns its output lines."""
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+    path = str(ROOT / "examples" / script)
+    return printed([path, *arguments], ROOT, seconds).splitlines()
 
 
 def help_of(script):
@@ -290,18 +283,9 @@ def jobs_shown():
 @pytest.mark.parametrize("command", jobs_shown())
 def test_the_jobs_of_the_table(command):
     """Two workers, and workers with a parameter server, run as written, learn the digits."""
-    result = subprocess.run(
-        [sys.executable, *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 0, result.stdout
+    out = printed(command.split(), ROOT, seconds=300)
 
-    [found] = re.findall(r"held-out accuracy ([\d.]+)%", result.stdout)
+    [found] = re.findall(r"held-out accuracy ([\d.]+)%", out)
     assert float(found) >= 95.0
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear
+from helpers import STEEP, Linear, overflowing
 
 import scaling
 from trainer import StepReport, Totals, TrainingStuckError
@@ -22,18 +22,8 @@ SPEED = r"(step .*?)  [\d,]+ examples/s  \d+% waiting for data(?:  \d:\d\d:\d\d 
 
 def run(tmp_path, **arguments):
     """Twelve steps, the first three of which overflow; a line after every four."""
-    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
-    trainer = Linear(
-        precision="mixed_float16",
-        loss_scale=rule,
-        model_dir=tmp_path,
-        steps_per_loop=2,
-        log_interval=4,
-        jit_compile=False,
-        **arguments,
-    )
-    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
-    return trainer, trainer.train(arrays, steps=12, global_batch=4)
+    trainer = overflowing(model_dir=tmp_path, **arguments)
+    return trainer, trainer.train(STEEP, steps=12, global_batch=4)
 
 
 def split_lines(folder, split):

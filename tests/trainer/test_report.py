@@ -15,9 +15,8 @@ import pytest
 import written_run
 from absl import app, flags
 from absl.testing import flagsaver
-from helpers import Linear
+from helpers import STEEP, overflowing
 
-import scaling
 from scaling import Cause
 from scaling.half import HALF_MAX
 from scaling.record import read_record
@@ -411,19 +410,10 @@ def test_only_the_first_skips_are_listed(tmp_path):
 
 def test_a_real_run_has_a_page(tmp_path):
     """Every line that a trainer writes is read; its own record tells of the same steps."""
-    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
-    trainer = Linear(
-        precision="mixed_float16",
-        loss_scale=rule,
-        model_dir=tmp_path,
-        log_interval=4,
-        steps_per_loop=4,
-        jit_compile=False,
-        verbose=False,
-        record_gradients=True,
+    trainer = overflowing(
+        model_dir=tmp_path, steps_per_loop=4, verbose=False, record_gradients=True
     )
-    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
-    trainer.train(arrays, steps=12, global_batch=4, eval_data=arrays, eval_interval=12)
+    trainer.train(STEEP, steps=12, global_batch=4, eval_data=STEEP, eval_interval=12)
     run = read_run(tmp_path)
 
     assert run.unread == 0

@@ -13,10 +13,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear
+from helpers import STEEP, Linear, overflowing
 from rich.console import Console
 
-import scaling
 from trainer import Trainer
 from trainer.log.files import append_row
 from trainer.log.model_table import rows_of, table_of, total_of
@@ -33,18 +32,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def overflowing(**arguments):
+def run(**arguments):
     """Twelve steps, the first three of which overflow; a line after every four."""
-    trainer = Linear(
-        precision="mixed_float16",
-        loss_scale=scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17),
-        steps_per_loop=2,
-        log_interval=4,
-        jit_compile=False,
-        **arguments,
-    )
-    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
-    trainer.train(arrays, steps=12, global_batch=4, eval_data=arrays, eval_interval=6)
+    trainer = overflowing(**arguments)
+    trainer.train(STEEP, steps=12, global_batch=4, eval_data=STEEP, eval_interval=6)
 
 
 @pytest.fixture
@@ -65,7 +56,7 @@ def test_a_terminal_shows_a_bar(terminal):
     evaluations stay above it; the cursor comes back.
     """
     with contextlib.redirect_stdout(terminal):
-        overflowing()
+        run()
     text = plain(terminal.getvalue())
 
     assert re.search(r"step 12/12 \S+ 100% \d:\d\d:\d\d left", text)
@@ -79,7 +70,7 @@ def test_a_terminal_shows_a_bar(terminal):
 def test_a_terminal_can_show_everything(terminal):
     """Detailed: the bar, the lines too, and every skipped step with its place."""
     with contextlib.redirect_stdout(terminal):
-        overflowing(verbose="detailed")
+        run(verbose="detailed")
     text = plain(terminal.getvalue())
 
     assert "step  4/12  33%  loss 3.0000" in text
@@ -165,7 +156,7 @@ def test_numbers_for_a_spreadsheet(tmp_path):
     """train.csv and validation.csv hold what metrics.jsonl does; a metric that comes later is a column
     whose cells before are empty.
     """
-    overflowing(model_dir=tmp_path, verbose=False)
+    run(model_dir=tmp_path, verbose=False)
     [*rows] = csv.DictReader((tmp_path / "train.csv").read_text().splitlines())
     [*checks] = csv.DictReader((tmp_path / "validation.csv").read_text().splitlines())
 

@@ -9,7 +9,6 @@ import csv
 import json
 import math
 import pathlib
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -59,15 +58,10 @@ class RunFiles:
 
     def line(self, facts: dict[str, Any]) -> None:
         """Adds a line to `metrics.jsonl`."""
-        self.lines([facts])
-
-    def lines(self, several: Iterable[dict[str, Any]]) -> None:
-        """Adds lines to `metrics.jsonl`."""
-        text = "".join(json.dumps(facts) + "\n" for facts in several)
-        if self._folder is not None and text:
+        if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / "metrics.jsonl").open("a") as file:
-                file.write(text)
+                file.write(json.dumps(facts) + "\n")
 
     def written(self) -> str:
         """Returns where a person finds what was written, in two lines; "" if nothing was."""
@@ -132,19 +126,15 @@ def is_of(line: str, last: int) -> bool:
 
 def append_row(path: pathlib.Path, row: dict[str, Any]) -> None:
     """Adds a row to a CSV file; columns that are new to it are empty in the rows before."""
-    rows, names = [row], list(row)
-    if path.exists():
+    rows, names, anew = [row], list(row), not path.exists()
+    if not anew:
         with path.open(newline="") as file:
             known = csv.DictReader(file)
-            found = list(known.fieldnames or [])
-            new = [name for name in row if name not in found]
-            names = [*found, *new]
-            rows = [*known, row] if new else rows
-        mode = "w" if new else "a"
-    else:
-        mode = "w"
-    with path.open(mode, newline="") as file:
+            names = list(dict.fromkeys([*(known.fieldnames or []), *row]))
+            anew = names != known.fieldnames
+            rows = [*known, row] if anew else rows
+    with path.open("w" if anew else "a", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
-        if mode == "w":
+        if anew:
             writer.writeheader()
         writer.writerows(rows)

@@ -106,8 +106,7 @@ class RunLog:
         self._reports.append(report)
         self.screen.advance(step)
         if compiling:
-            self._untimed = len(self._reports)
-            self._began = time.perf_counter()
+            self.restart_clock()
 
     def read(self) -> StepReport | None:
         """Reads what has come in since the last time; tells of each skip and each new scale.
