@@ -139,7 +139,8 @@ def fit(model, dtype, **settings):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     network.compile(keras.optimizers.Adam(1e-4), loss, **settings)
     data = tf.data.Dataset.from_tensors(batch_of(model)).repeat().prefetch(2)
-    iterator, train = iter(data), network.make_train_function()
+    network.make_train_function()
+    iterator, train = iter(data), network.train_function
     each = settings.get("steps_per_execution", 1)
 
     def take(steps):

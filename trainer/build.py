@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     run_steps: Any  # a tf.function: see `loop.run_steps`
     stop: tf.Variable  # shape=(), bool: set, from any thread, it ends `run_steps` and evaluations
     metrics: dict[bool, dict[str, keras.metrics.Metric]]  # of training; True: of evaluations
-    evaluator: Evaluator
+    evaluator: Any  # an `Evaluator`
     checkpoints: Checkpoints
     recorder: FlightRecorder | None
 
@@ -59,23 +59,29 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
             warm_start(trainer.saving.init_from, model)
     # Not in the strategy's scope: a plain variable, which another thread can assign.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
+    nothing = Parts(plan, state, None, stop, metrics, None, checkpoints, None)
+    return with_plan(trainer, nothing, plan)
+
+
+def with_plan(trainer: Any, parts: Parts, plan: StepPlan) -> Parts:
+    """Returns the parts of a trainer whose steps go by another plan, which XLA may compile."""
     objectives = [objective for phase in plan.phases for objective in phase.objectives]
-    return Parts(
+    evaluator = Evaluator(
+        trainer,
+        trainer.strategy,
+        objectives,
+        trainer.eval_step,
+        parts.stop,
+        jit_compile=plan.jit_compile is True,
+    )
+    recorder = None
+    if trainer.max_overflow_records:
+        recorder = make_recorder(trainer, plan, parts.state)
+    return parts._replace(
         plan=plan,
-        state=state,
-        run_steps=make_loop(trainer, plan, state, stop),
-        stop=stop,
-        metrics=metrics,
-        evaluator=Evaluator(
-            trainer,
-            strategy,
-            objectives,
-            trainer.eval_step,
-            stop,
-            jit_compile=trainer.jit_compile,
-        ),
-        checkpoints=checkpoints,
-        recorder=make_recorder(trainer, plan, state) if trainer.max_overflow_records else None,
+        run_steps=make_loop(trainer, plan, parts.state, parts.stop),
+        evaluator=evaluator,
+        recorder=recorder,
     )
 
 

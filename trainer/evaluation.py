@@ -32,7 +32,7 @@ class Evaluator:
         objectives: what is trained; their losses are added up.
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
         stop: shape (), bool: while it is true, what may be stopped is.
-        jit_compile: whether training is compiled, and so whatever computes as in training.
+        jit_compile: whether XLA compiles what computes as in training.
     """
 
     def __init__(

@@ -41,6 +41,8 @@ flags.disclaim_key_flags()
 FLAGS = flags.FLAGS
 MODES = ["train_and_eval", "train", "eval", "dry_run", "overfit", "replay"]
 
+COMPILED = {way: way for way in ("auto", "update", "elementwise")} | {"true": True, "false": False}
+
 TrainerType = TypeVar("TrainerType", bound=Trainer)
 
 
@@ -105,7 +107,7 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
     integer("logical_cpus", 2, "Replicas of mirrored where there is no GPU.", **count)
     flags.DEFINE_float("initial_loss_scale", 2.0**15, "Where auto and dynamic start.", **where)
     flags.DEFINE_float("ema_momentum", None, "Of a moving average of the weights.", **where)
-    enum("jit_compile", "auto", ["auto", "true", "false"], "XLA on each replica.", **where)
+    enum("jit_compile", "auto", list(COMPILED), "What XLA compiles.", **where)
     enum("on_overflow", "skip", policy.ON_OVERFLOW, "What an overflow does.", **where)
     enum("on_nonfinite_loss", "skip", policy.ON_NONFINITE_LOSS, "What a bad loss does.", **where)
     integer("max_consecutive_skips", 100, "How many in a row are too many.", **count)
@@ -199,7 +201,7 @@ def make_trainer(
         "allow_changes": flag_values.allow_changes,
         "init_from": flag_values.init_from,
         "divergence": parse_divergence(flag_values),
-        "jit_compile": {"auto": "auto", "true": True, "false": False}[flag_values.jit_compile],
+        "jit_compile": COMPILED[flag_values.jit_compile],
         "seed": flag_values.seed,
         "record_gradients": flag_values.record_gradients,
     }

@@ -92,3 +92,14 @@ def under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
     finally:
         for layer, before in zip(layers, policies, strict=True):
             layer.dtype_policy = before
+
+
+def slots_of(optimizer: Any, variable: tf.Variable) -> list[tf.Variable]:
+    """Returns what Adam or SGD keeps for a variable, in the order of its update rule.
+
+    `optimizer.variables` is public; which of them belong to which variable is not.
+    """
+    position = optimizer._get_variable_index(variable)
+    if isinstance(optimizer, keras.optimizers.SGD):
+        return [optimizer.momentums[position].value]
+    return [slots[position].value for slots in (optimizer._momentums, optimizer._velocities)]

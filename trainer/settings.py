@@ -95,33 +95,6 @@ def check_optimizer_name(name: str) -> None:
         )
 
 
-def resolve_jit_compile(
-    jit_compile: bool | str, precision: scaling.Precision, strategy: tf.distribute.Strategy
-) -> bool:
-    """Returns whether each replica's forward and backward pass is compiled by XLA.
-
-    "auto" compiles float16 on CPU, where TensorFlow's own float16 convolution is a scalar
-    loop, hundreds of times slower; and nothing else.
-    """
-    if jit_compile in (True, False):
-        return bool(jit_compile)
-    if jit_compile != "auto":
-        raise ValueError(
-            f'`jit_compile` must be True, False or "auto"; got {jit_compile!r}. It says whether '
-            'XLA compiles each replica\'s forward and backward pass. Leave it at "auto".'
-        )
-    return precision.compute_dtype == "float16" and runs_on_cpu(strategy)
-
-
-def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all of a strategy's replicas compute on CPU devices."""
-    try:
-        devices = strategy.extended.worker_devices
-    except RuntimeError:  # the default strategy, which leaves the choice to TensorFlow
-        return not tf.config.list_logical_devices("GPU")
-    return all("CPU" in device.upper() for device in devices)
-
-
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
@@ -224,7 +197,7 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
         ) from error
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises ValueError, naming the argument, unless `value` is one of some words."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)

@@ -19,6 +19,7 @@ from trainer.averages import as_asked
 from trainer.build import Parts, build, setting_of
 from trainer.checkpoint.best import export_model
 from trainer.checkpoint.position import DataPosition
+from trainer.compilation import Choice, first_way, settle
 from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
 from trainer.divergence import Divergence, LossWatch, check_divergence
 from trainer.export import check_export, export
@@ -92,8 +93,11 @@ class Trainer(Task):
         verbose: True shows a bar on a terminal, and lines anywhere else; "detailed" also the
             lines on a terminal, every skipped step, and every variable; False shows nothing.
         profile_steps: the first and the last step to profile, for TensorBoard; None profiles none.
-        jit_compile: whether XLA compiles each replica's forward and backward pass. "auto" does
-            so for float16 on CPU.
+        jit_compile: what XLA compiles: True, each replica's forward and backward pass;
+            "elementwise", of these what is no product, convolution or pooling; "update", the
+            optimizer's update, on one replica; False, nothing. "auto" compiles float16 on CPU;
+            else it measures which is fastest, once, before the first step of a run of 1,000
+            steps or more, and keeps to it. Results differ by rounding.
         seed: for initial weights, for shuffling arrays and for what steps draw; sets Python's,
             NumPy's and TensorFlow's seeds when the model is built, from 0 to 2^32 - 1. None leaves
             those alone, and takes one by chance for what steps draw.
@@ -240,16 +244,16 @@ class Trainer(Task):
         self.log_interval = log_interval
         self.style = style_of(verbose, shown=self.is_chief)
         self.profile_steps = profile_steps
-        self.jit_compile = settings.resolve_jit_compile(jit_compile, self.precision, self.strategy)
+        self.jit_compile = first_way(jit_compile, self.precision, self.strategy)
+        self._compilation_open = jit_compile == "auto"
         self.seed = seed
         self.max_overflow_records = max_overflow_records
         self.max_overflow_bytes = max_overflow_bytes
         self.record_gradients = record_gradients
         self.actions = list(actions)
-        self._started = False
         self.divergence = divergence
         self._watch = LossWatch(divergence) if divergence else None
-        self._evaluating = self._introduced = False
+        self._started = self._evaluating = self._introduced = False
         self._trained_on: tuple[Any, DataPosition] | None = None
         self.stop_asked = False
 
@@ -361,6 +365,7 @@ class Trainer(Task):
             results = ["loss", *self._parts.metrics[True]]
             self.saving.check_results(results if evaluate else None)
             log = self._new_log()
+            choice = self._settle_compilation(data.first, target, log)
             training = Training(
                 self,
                 self._parts,
@@ -379,6 +384,8 @@ class Trainer(Task):
                 with training.writing_log():
                     log.introduce(type(self).__name__, start, told, rows)
                 self._introduced = True
+            if choice:
+                log.say(str(choice))
             self.on_train_begin()
             step = training.run()
             latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes
@@ -400,6 +407,17 @@ class Trainer(Task):
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)
         return summary
+
+    def _settle_compilation(self, batch: Any, target: int, log: RunLog) -> Choice | None:
+        """Decides what XLA compiles from the next step on, if that is not decided."""
+        if not self._compilation_open:
+            return None
+        self._compilation_open = False
+        with log.screen.doing("measuring what XLA shall compile ..."):
+            left = target - self.totals.attempted
+            self._parts, choice = settle(self, self._parts, batch, left)
+        self.jit_compile = self._parts.plan.jit_compile
+        return choice
 
     def _new_log(self) -> RunLog:
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
@@ -586,6 +604,8 @@ class Trainer(Task):
         """
         settings.check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
+        if self._compilation_open:
+            self.jit_compile = record.setting["jit_compile"]
         check_setting(record.setting, setting_of(self))
         self._start(next(iter(dataset)))
         return run_again(record, dataset, state, self._parts.plan)

@@ -17,6 +17,7 @@ from trainer.log.files import RunFiles
 from trainer.log.model_table import Row, as_markdown, table_of, total_of
 from trainer.log.screen import Screen
 from trainer.log.summary import Totals, TrainSummary, size, summarize
+from trainer.step.compiled import WAYS
 from trainer.step.report import StepReport, describe_skip
 
 
@@ -217,7 +218,8 @@ def in_words(settings: dict[str, Any]) -> str:
     replicas = settings["num_replicas"]
     parts = [settings["precision"], rule, f"global batch {settings['global_batch']}"]
     parts += [f"on {replicas} replicas of {settings['strategy']}"] if replicas > 1 else []
-    parts += ["compiled by XLA"] if settings["jit_compile"] else []
+    compiled = settings["jit_compile"]
+    parts += [f"XLA compiles {WAYS[compiled]}"] if compiled else []
     return ", ".join(parts)
 
 

@@ -8,6 +8,8 @@ import tensorflow as tf
 
 import strategies
 from trainer.keras_private import gradients_already_reduced, updates_counted_at_once
+from trainer.step.compiled import compiled_update
+from trainer.step.fused import fused_updates
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
@@ -44,11 +46,11 @@ def commit(
 @contextlib.contextmanager
 def applied_as_they_are(phase: Phase, plan: StepPlan) -> Iterator[None]:
     """Within, a phase's optimizers take gradients that are summed already, and count exactly."""
+    own = updates_counted_at_once if strategies.is_asynchronous(plan.strategy) else fused_updates
     with contextlib.ExitStack() as stack:
         for objective in phase.objectives:
             stack.enter_context(gradients_already_reduced(objective.optimizer))
-            if strategies.is_asynchronous(plan.strategy):
-                stack.enter_context(updates_counted_at_once(objective.optimizer))
+            stack.enter_context(own(objective.optimizer))
         yield
 
 
@@ -72,7 +74,11 @@ def commit_here(
     last: bool,
 ) -> None:
     """Applies a phase on one replica; see `commit`. Call it in replica context."""
-    apply_gradients(gradients, phase, plan)
+
+    def apply(gradients: list[Any]) -> None:
+        apply_gradients(gradients, phase, plan)
+
+    compiled_update(apply, plan.jit_compile)(gradients)
     if last:
         plan.update_metrics(batch, aux)
         average_own_writes(before, plan)

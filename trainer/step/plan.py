@@ -12,6 +12,7 @@ from trainer.keras_private import computing_in_float32
 from trainer.settings import check_whole
 from trainer.step import checks
 from trainer.step.clip import Clip
+from trainer.step.compiled import check_way, compiled_differentiation
 from trainer.step.differentiate import differentiate
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective, objectives_of
@@ -41,11 +42,12 @@ class StepPlan:
     model: Any  # a keras.Model or a tf.Module
     rule: scaling.LossScaleRule
     phases: tuple[Phase, ...]  # one after the other; one, but for alternating optimizers
+    compute_loss: Callable[..., Any]  # the user's: (batch, training) -> losses
     example_weights: Callable[[Any], tf.Tensor]  # of a global batch
     update_metrics: Callable[[Any, Any], None]  # with a replica's (batch, aux)
     num_microbatches: int
     clip: Clip
-    jit_compile: bool  # whether XLA compiles each replica's forward and backward pass
+    jit_compile: bool | str  # what XLA compiles: see `compiled.WAYS`
     record_gradients: bool  # whether every report counts its gradients' magnitudes
     max_retries: int  # further attempts with the same batch after an overflow
     attribute_causes: bool  # whether the rule is told only of what a scale can cure
@@ -86,7 +88,7 @@ def plan_step(
     num_microbatches: int = 1,
     clip: Clip = Clip(),  # noqa: B008  # frozen
     ema_momentum: float | None = None,
-    jit_compile: bool = False,
+    jit_compile: bool | str = False,
     record_gradients: bool = False,
     max_retries: int = 0,
     attribute_causes: bool = True,
@@ -115,7 +117,9 @@ def plan_step(
         num_microbatches: into how many parts each replica's share is cut.
         clip: the bound on the gradients.
         ema_momentum: of a moving average of the weights, kept by the optimizer; None keeps none.
-        jit_compile: whether XLA compiles each replica's forward and backward pass.
+        jit_compile: what XLA compiles: True, each replica's forward and backward pass;
+            "elementwise", of these all but products and convolutions; "update", the optimizer's
+            update of a single replica; False, nothing.
         record_gradients: whether reports count gradient magnitudes.
         max_retries: how often a step whose gradients overflowed is attempted again with the
             same batch, each time at another scale; 0 skips it.
@@ -152,10 +156,10 @@ def plan_step(
     )
     checks.check_bools(
         alternate=alternate,
-        jit_compile=jit_compile,
         record_gradients=record_gradients,
         attribute_causes=attribute_causes,
     )
+    check_way(jit_compile, strategy)
     checks.check_counts(
         num_microbatches=num_microbatches,
         max_skips=max_skips,
@@ -174,27 +178,6 @@ def plan_step(
     held_back = held_back_variables(model, others)
     seeds = seed_states(model, others)
 
-    def phase(group: Sequence[Objective]) -> Phase:
-        def run(*args: Any) -> Any:
-            return differentiate(
-                *args,
-                model=model,
-                held_back=held_back,
-                seeds=seeds,
-                compute_loss=compute_loss,
-                objectives=group,
-                dense=jit_compile or num_microbatches > 1 or float32_after is not None,
-            )
-
-        def run_in_float32(*args: Any) -> Any:
-            with computing_in_float32(model):
-                return run(*args)
-
-        traced = [
-            tf.function(way, jit_compile=jit_compile or None) for way in (run, run_in_float32)
-        ]
-        return Phase(tuple(group), *traced)
-
     groups = [[objective] for objective in objectives] if alternate else [objectives]
     slots = [variable for one in objectives for variable in one.optimizer.variables]
     undo = variables_in_reach([model, *others], held_back=[*held_back, *seeds, *slots])
@@ -202,11 +185,12 @@ def plan_step(
         undo += seeds
     if len(groups) > 1:  # then some have moved when a later one cannot
         undo += [*held_back, *slots]
-    return StepPlan(
+    plan = StepPlan(
         strategy=strategy,
         model=model,
         rule=rule,
-        phases=tuple(phase(group) for group in groups),
+        phases=(),
+        compute_loss=compute_loss,
         example_weights=example_weights,
         update_metrics=update_metrics,
         num_microbatches=num_microbatches,
@@ -222,6 +206,43 @@ def plan_step(
         held_back=tuple(held_back),
         undo=tuple(undo),
     )
+    return with_phases(plan, groups, jit_compile)
+
+
+def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
+    """Returns a plan of the same step, of which XLA compiles something else."""
+    return with_phases(plan, [phase.objectives for phase in plan.phases], jit_compile)
+
+
+def with_phases(
+    plan: StepPlan, groups: Sequence[Sequence[Objective]], jit_compile: bool | str
+) -> StepPlan:
+    """Returns a plan with a phase for each group of objectives, compiled in a way."""
+    # XLA would compile an update anew for every other number of rows.
+    dense = jit_compile in (True, "update") or plan.num_microbatches > 1
+    dense = dense or plan.float32_after is not None
+
+    def phase(group: Sequence[Objective]) -> Phase:
+        def run(*args: Any) -> Any:
+            return differentiate(
+                *args,
+                model=plan.model,
+                held_back=plan.held_back,
+                seeds=plan.seeds,
+                compute_loss=plan.compute_loss,
+                objectives=group,
+                dense=dense,
+            )
+
+        def run_in_float32(*args: Any) -> Any:
+            with computing_in_float32(plan.model):
+                return run(*args)
+
+        ways = (compiled_differentiation(way, jit_compile) for way in (run, run_in_float32))
+        return Phase(tuple(group), *ways)
+
+    phases = tuple(phase(group) for group in groups)
+    return dataclasses.replace(plan, phases=phases, jit_compile=jit_compile)
 
 
 def ones(batch: Any) -> tf.Tensor:

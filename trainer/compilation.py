@@ -1,0 +1,198 @@
+"""`jit_compile="auto"`: what XLA shall compile is measured, on a run's own first batch.
+
+Before its first step, a run that is long enough to win it back takes some steps in every way
+that comes into question. Then every bit is put back, the fastest way is kept, and
+`model_dir/jit_compile.json` remembers it, so that a run that is taken up computes as before.
+"""
+
+import contextlib
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+import scaling
+import strategies
+from trainer.build import Parts, with_plan
+from trainer.data import untuned
+from trainer.settings import check_choice
+from trainer.step.compiled import WAYS, check_way, has_one_replica
+from trainer.step.fused import fused_rule
+from trainer.step.plan import StepPlan, compiled_as
+from trainer.trial import put_back
+
+LONG = 1000  # steps; in fewer, measuring is not won back
+MOST_SECS = 15.0  # after which no further way is begun
+TURN_SECS = 0.2  # of one turn of a way; at least one step
+TURNS = 5
+HOPELESS = 1.3  # times as slow as the best: no further turn
+FILE = "jit_compile.json"
+
+
+class Choice(NamedTuple):
+    """What was measured."""
+
+    jit_compile: bool | str  # the fastest way
+    millisecs: dict[bool | str, float]  # a step in each way that was tried: medians
+    secs: float  # that measuring took
+
+    def __str__(self) -> str:
+        """For instance "XLA compiles nothing: 4.1 ms a step (...); measured in 8.0 s"."""
+        others = ", ".join(
+            f"{WAYS[way]} {millisecs:.3g}"
+            for way, millisecs in self.millisecs.items()
+            if way != self.jit_compile
+        )
+        best = f"{WAYS[self.jit_compile]}: {self.millisecs[self.jit_compile]:.3g} ms a step"
+        return f"XLA compiles {best} ({others}); measured in {self.secs:.1f} s"
+
+
+def first_way(
+    jit_compile: bool | str, precision: scaling.Precision, strategy: tf.distribute.Strategy
+) -> bool | str:
+    """Returns what XLA compiles as long as nothing has been measured.
+
+    For "auto" that is float16 on CPU, where TensorFlow's own float16 convolution is a scalar
+    loop, hundreds of times slower; and nothing else.
+
+    Raises:
+        ValueError: if there is no such way, or not under this strategy.
+    """
+    check_choice("jit_compile", jit_compile, ("auto", *WAYS))
+    if jit_compile != "auto":
+        check_way(jit_compile, strategy)
+        return jit_compile
+    return precision.compute_dtype == "float16" and runs_on_cpu(strategy)
+
+
+def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all of a strategy's replicas compute on CPU devices."""
+    try:
+        devices = strategy.extended.worker_devices
+    except RuntimeError:  # the default strategy, which leaves the choice to TensorFlow
+        return not tf.config.list_logical_devices("GPU")
+    return all("CPU" in device.upper() for device in devices)
+
+
+def ways_to_try(trainer: Any, plan: StepPlan) -> list[bool | str]:
+    """Returns the ways that come into question, the likeliest first; one: nothing to measure."""
+    strategy = trainer.strategy
+    alone = not (strategies.is_asynchronous(strategy) or strategies.has_workers(strategy))
+    if not alone or strategies.decides_inside(strategy) or plan.jit_compile is True:
+        return [plan.jit_compile]
+    optimizers = [each.optimizer for phase in plan.phases for each in phase.objectives]
+    unfused = any(fused_rule(optimizer) is None for optimizer in optimizers)
+    update = ["update"] if unfused and has_one_replica(strategy) else []
+    return [False, True, *update, "elementwise"]
+
+
+def settle(trainer: Any, parts: Parts, batch: Any, steps: int) -> tuple[Parts, Choice | None]:
+    """Returns a trainer's parts, compiled as they shall be from its next step on.
+
+    Args:
+        trainer: a `Trainer` with jit_compile="auto" that has started.
+        parts: what it is made of.
+        batch: its first.
+        steps: that it is about to take.
+
+    Returns:
+        The parts, and what was measured, if something was.
+    """
+    ways, choice = ways_to_try(trainer, parts.plan), None
+    if parts.checkpoints.latest:
+        way = parts.checkpoints.facts.get("jit_compile")
+    else:
+        way = remembered(trainer.model_dir)
+    if way is None and len(ways) > 1 and steps >= LONG:
+        choice = measure(trainer, parts, batch, ways)
+        if choice:
+            way = choice.jit_compile
+            remember(trainer.model_dir, choice)
+    if way not in ways or way == parts.plan.jit_compile:
+        return parts, choice
+    return with_plan(trainer, parts, compiled_as(parts.plan, way)), choice
+
+
+def measure(trainer: Any, parts: Parts, batch: Any, ways: list[bool | str]) -> Choice | None:
+    """Takes steps in every way, in turn, and puts everything back bit for bit.
+
+    Returns:
+        What came of it; None if somebody has asked the run to stop, or it cannot take steps.
+    """
+    began = time.perf_counter()
+    dataset = untuned(tf.data.Dataset.from_tensors(batch).repeat())
+    secs: dict[bool | str, list[float]] = {}
+    steps: dict[bool | str, int] = {}
+    racing = {}
+    with put_back(trainer, parts):
+        for way in ways:
+            if secs and time.perf_counter() - began > MOST_SECS:
+                break
+            racing[way] = with_plan(trainer, parts, compiled_as(parts.plan, way))
+            with standing_in(trainer, racing[way]):
+                seconds_of(racing[way], dataset, 1)  # traces and compiles
+                secs[way] = [seconds_of(racing[way], dataset, 1)]
+            steps[way] = max(1, round(TURN_SECS / secs[way][0]))
+        for _ in range(TURNS):
+            for way in in_sight(secs):
+                secs[way].append(seconds_of(racing[way], dataset, steps[way]))
+    medians = {way: statistics.median(turns[1:] or turns) for way, turns in secs.items()}
+    best = min(medians, key=lambda way: medians[way])
+    if medians[best] == float("inf"):
+        return None
+    millisecs = {way: 1e3 * median for way, median in medians.items()}
+    return Choice(best, millisecs, time.perf_counter() - began)
+
+
+def in_sight(secs: dict[bool | str, list[float]]) -> list[bool | str]:
+    """Returns the ways that have not been found far slower than the best, by their best turn."""
+    best = min(min(turns) for turns in secs.values())
+    return [way for way, turns in secs.items() if min(turns) <= HOPELESS * best]
+
+
+@contextlib.contextmanager
+def standing_in(trainer: Any, parts: Parts) -> Iterator[None]:
+    """Within, a trainer's step is that of other parts."""
+    before = trainer._parts  # noqa: SLF001  # `train_step` may be the user's, and looks there
+    trainer._parts = parts  # noqa: SLF001
+    try:
+        yield
+    finally:
+        trainer._parts = before  # noqa: SLF001
+
+
+def seconds_of(parts: Parts, dataset: tf.data.Dataset, steps: int) -> float:
+    """Returns the seconds of one of some steps; infinitely many if not all were taken."""
+    iterator = iter(dataset)
+    began = time.perf_counter()
+    report, _ = parts.run_steps(iterator, tf.constant(steps))
+    taken = len(report.loss.numpy())
+    return (time.perf_counter() - began) / steps if taken == steps else float("inf")
+
+
+def remembered(model_dir: pathlib.Path | None) -> bool | str | None:
+    """Returns what an earlier start of a run has chosen; None if there was none."""
+    try:
+        return json.loads((model_dir / FILE).read_text())["jit_compile"] if model_dir else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def remember(model_dir: pathlib.Path | None, choice: Choice) -> None:
+    """Keeps a choice, in a file that is there whole or not at all."""
+    if model_dir is None:
+        return
+    told = {WAYS[way]: round(millisecs, 3) for way, millisecs in choice.millisecs.items()}
+    facts = {
+        "jit_compile": choice.jit_compile,
+        "milliseconds_a_step": told,
+        "seconds": round(choice.secs, 1),
+    }
+    model_dir.mkdir(parents=True, exist_ok=True)
+    beside = model_dir / (FILE + ".tmp")
+    beside.write_text(json.dumps(facts, indent=1))
+    beside.replace(model_dir / FILE)
