@@ -116,3 +116,47 @@ def printed(arguments, folder, seconds):
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr
     return result.stdout
+
+
+GENERATOR = np.random.default_rng(0)
+IMAGES = GENERATOR.standard_normal([8, 8, 8, 1]).astype(np.float32)
+LABELS = GENERATOR.integers(3, size=8)
+
+
+def adam():
+    """The usual one."""
+    return keras.optimizers.Adam(0.01)
+
+
+class SmallImages(Trainer):
+    """A convolution, statistics, an activation and an embedding: a bit of everything."""
+
+    def build_model(self):
+        """Of 8 x 8 pixels."""
+        layers = keras.layers
+        hidden = [
+            layers.Conv2D(4, 3, use_bias=False, name="conv"),
+            layers.BatchNormalization(name="norm"),
+        ]
+        rest = [layers.Activation("gelu"), layers.Flatten(), layers.Dense(3, name="logits")]
+        return keras.Sequential([keras.Input([8, 8, 1]), *hidden, *rest], name="small")
+
+    def compute_loss(self, batch, training):
+        """Cross entropy of the labels."""
+        logits = tf.cast(self.model(batch[0], training=training), tf.float32)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(batch[1], logits)
+
+
+def trained_small(steps=5, make=adam, **arguments):
+    """A trainer after a few steps."""
+    settings = {"optimizer": make, "seed": 1, "verbose": False, "jit_compile": False}
+    trainer = SmallImages(**settings | arguments)
+    trainer.train((IMAGES, LABELS), steps=steps, global_batch=8)
+    return trainer
+
+
+def assert_equal_but_for_rounding(one, other):
+    """Compares all copies of all variables of two trainers, tightly."""
+    for name, expected in all_copies(one).items():
+        for copy, found in zip(expected, all_copies(other)[name], strict=True):
+            np.testing.assert_allclose(found, copy, rtol=2e-4, atol=2e-6, err_msg=name)

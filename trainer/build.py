@@ -100,7 +100,7 @@ def make_loop(
         recorded=plan.recorded,
         keep_overflows=trainer.max_overflow_records > 0,
     )
-    return tf.function(loop)
+    return tf.function(loop, autograph=False)  # see `step.user_code`
 
 
 def build_metrics(trainer: Any) -> dict[bool, dict[str, keras.metrics.Metric]]:

@@ -5,12 +5,12 @@ that comes into question. Then every bit is put back, the fastest way is kept, a
 `model_dir/jit_compile.json` remembers it, so that a run that is taken up computes as before.
 """
 
-import contextlib
 import json
+import math
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -90,17 +90,20 @@ def ways_to_try(trainer: Any, plan: StepPlan) -> list[bool | str]:
     return [False, True, *update, "elementwise"]
 
 
-def settle(trainer: Any, parts: Parts, batch: Any, steps: int) -> tuple[Parts, Choice | None]:
-    """Returns a trainer's parts, compiled as they shall be from its next step on.
+def settle(
+    trainer: Any, parts: Parts, batch: Any, steps: int, use: Callable[[Parts], None]
+) -> Choice | None:
+    """Has a trainer use parts that are compiled as they shall be from its next step on.
 
     Args:
         trainer: a `Trainer` with jit_compile="auto" that has started.
         parts: what it is made of.
         batch: its first.
         steps: that it is about to take.
+        use: gives the trainer other parts: its step may be the user's, and looks there.
 
     Returns:
-        The parts, and what was measured, if something was.
+        What was measured, if something was.
     """
     ways, choice = ways_to_try(trainer, parts.plan), None
     if parts.checkpoints.latest:
@@ -108,16 +111,22 @@ def settle(trainer: Any, parts: Parts, batch: Any, steps: int) -> tuple[Parts, C
     else:
         way = remembered(trainer.model_dir)
     if way is None and len(ways) > 1 and steps >= LONG:
-        choice = measure(trainer, parts, batch, ways)
+        choice = measure(trainer, parts, batch, ways, use)
         if choice:
             way = choice.jit_compile
             remember(trainer.model_dir, choice)
-    if way not in ways or way == parts.plan.jit_compile:
-        return parts, choice
-    return with_plan(trainer, parts, compiled_as(parts.plan, way)), choice
+    if way in ways and way != parts.plan.jit_compile:
+        use(with_plan(trainer, parts, compiled_as(parts.plan, way)))
+    return choice
 
 
-def measure(trainer: Any, parts: Parts, batch: Any, ways: list[bool | str]) -> Choice | None:
+def measure(
+    trainer: Any,
+    parts: Parts,
+    batch: Any,
+    ways: list[bool | str],
+    use: Callable[[Parts], None],
+) -> Choice | None:
     """Takes steps in every way, in turn, and puts everything back bit for bit.
 
     Returns:
@@ -133,18 +142,19 @@ def measure(trainer: Any, parts: Parts, batch: Any, ways: list[bool | str]) -> C
             if secs and time.perf_counter() - began > MOST_SECS:
                 break
             racing[way] = with_plan(trainer, parts, compiled_as(parts.plan, way))
-            with standing_in(trainer, racing[way]):
-                seconds_of(racing[way], dataset, 1)  # traces and compiles
-                secs[way] = [seconds_of(racing[way], dataset, 1)]
-            steps[way] = max(1, round(TURN_SECS / secs[way][0]))
+            use(racing[way])
+            seconds_of(racing[way], dataset, 1)  # traces and compiles
+            secs[way] = [seconds_of(racing[way], dataset, 1)]
+            steps[way] = max(1, round(TURN_SECS / secs[way][0]))  # 1 if it cannot
         for _ in range(TURNS):
             for way in in_sight(secs):
                 secs[way].append(seconds_of(racing[way], dataset, steps[way]))
+    use(parts)
     medians = {way: statistics.median(turns[1:] or turns) for way, turns in secs.items()}
     best = min(medians, key=lambda way: medians[way])
-    if medians[best] == float("inf"):
+    if medians[best] == math.inf:
         return None
-    millisecs = {way: 1e3 * median for way, median in medians.items()}
+    millisecs = {way: 1e3 * median for way, median in medians.items() if median < math.inf}
     return Choice(best, millisecs, time.perf_counter() - began)
 
 
@@ -154,24 +164,16 @@ def in_sight(secs: dict[bool | str, list[float]]) -> list[bool | str]:
     return [way for way, turns in secs.items() if min(turns) <= HOPELESS * best]
 
 
-@contextlib.contextmanager
-def standing_in(trainer: Any, parts: Parts) -> Iterator[None]:
-    """Within, a trainer's step is that of other parts."""
-    before = trainer._parts  # noqa: SLF001  # `train_step` may be the user's, and looks there
-    trainer._parts = parts  # noqa: SLF001
-    try:
-        yield
-    finally:
-        trainer._parts = before  # noqa: SLF001
-
-
 def seconds_of(parts: Parts, dataset: tf.data.Dataset, steps: int) -> float:
-    """Returns the seconds of one of some steps; infinitely many if not all were taken."""
+    """Returns the seconds of one of some steps; infinitely many if not all could be taken."""
     iterator = iter(dataset)
     began = time.perf_counter()
-    report, _ = parts.run_steps(iterator, tf.constant(steps))
+    try:
+        report, _ = parts.run_steps(iterator, tf.constant(steps))
+    except tf.errors.OpError:  # XLA knows no strings, for instance
+        return math.inf
     taken = len(report.loss.numpy())
-    return (time.perf_counter() - began) / steps if taken == steps else float("inf")
+    return (time.perf_counter() - began) / steps if taken == steps else math.inf
 
 
 def remembered(model_dir: pathlib.Path | None) -> bool | str | None:

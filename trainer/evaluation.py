@@ -18,6 +18,7 @@ from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective
 from trainer.step.randomness import seed_states
 from trainer.step.replica import my_share
+from trainer.step.user_code import call_user, not_rewritten
 from trainer.task import Task
 
 PRECISIONS = ("float32", "train")
@@ -61,7 +62,9 @@ class Evaluator:
         self._compute_loss = {way: forward(task.compute_loss, way) for way in PRECISIONS}
         self._precision = PRECISIONS[0]  # of the evaluation that is running
         self._evaluate = {
-            way: tf.function(functools.partial(evaluate_all, eval_step, stop, strategy))
+            way: tf.function(
+                functools.partial(evaluate_all, eval_step, stop, strategy), autograph=False
+            )
             for way in PRECISIONS
         }
         self._predict = {
@@ -71,7 +74,8 @@ class Evaluator:
                     strategy=strategy,
                     model=task.model,
                     method=forward(task.predict_batch, precision),
-                )
+                ),
+                autograph=False,
             )
             for precision in PRECISIONS
         }
@@ -97,9 +101,10 @@ class Evaluator:
         metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
+    @not_rewritten
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a global batch's weighted sum of losses, and of weights; see `eval_step`."""
-        weights = check_weights(self._task.example_weights(batch), batch)
+        weights = check_weights(call_user(self._task.example_weights, batch), batch)
         compute_loss = self._compute_loss[self._precision]
         arguments = (batch, weights, self._task, self._objectives, compute_loss)
         sums = self._strategy.run(replica_evaluate, args=arguments)
@@ -144,11 +149,10 @@ def evaluate_all(
 
     def body(following: Any, going_on: tf.Tensor, total: tf.Tensor, weight: tf.Tensor) -> tuple:
         del going_on
-        losses, weights = eval_step(following.get_value())
+        losses, weights = call_user(eval_step, following.get_value())
         following = iterator.get_next_as_optional()
         return following, going(following), total + losses, weight + weights
 
-    # Written out, not left to AutoGraph: where that gives up, a `for` would never end.
     first = iterator.get_next_as_optional()
     following, _, total, weight = tf.while_loop(
         lambda following, going_on, *_: going_on,  # noqa: ARG005
@@ -189,9 +193,9 @@ def replica_evaluate(
     """
     share = my_share(batch, weights)
     with nothing_written(task.model):
-        result = compute_loss(share.batch, training=False)
+        result = call_user(compute_loss, share.batch, training=False)
     losses, aux = losses_and_aux(result, share.batch, objectives)
-    task.update_metrics(real_rows(share.batch, share), real_rows(aux, share))
+    call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
     return weighted_sum(tf.add_n(list(losses.values())), share)
 
 
@@ -208,7 +212,7 @@ def replica_predict(batch: Any, model: Any, method: Callable[[Any], Any]) -> Any
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     share = my_share(batch, tf.ones([rows]))
     with nothing_written(model):
-        outputs = method(share.batch)
+        outputs = call_user(method, share.batch)
     return real_rows(outputs, share)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.step.report import StepReport, report_spec
+from trainer.step.user_code import call_user
 
 
 def run_steps(
@@ -45,7 +46,7 @@ def run_steps(
     def body(index: tf.Tensor, going: tf.Tensor, batch: Any, fields: list[tf.TensorArray]) -> tuple:
         del going
         batch, waited = timed_next(iterator)
-        report = train_step(batch)._replace(data_wait_secs=waited)
+        report = call_user(train_step, batch)._replace(data_wait_secs=waited)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
         going = ~(halted.read_value() | stop_asked())
         if keep_overflows:

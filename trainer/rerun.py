@@ -138,7 +138,9 @@ class Look:
                 self.names = [place for place, _ in seen]
                 return tf.stack([finite for _, finite in seen]), result.written
 
-        self._probed = tf.function(probed, jit_compile=plan.jit_compile is True or None)
+        self._probed = tf.function(
+            probed, autograph=False, jit_compile=plan.jit_compile is True or None
+        )
 
     def at(self, share: strategies.Share, *args: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Returns whether each of `names` was finite, and what the pass would write."""

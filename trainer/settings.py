@@ -200,7 +200,7 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises ValueError, naming the argument, unless `value` is one of some words."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+        near = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. The trainer "

@@ -415,9 +415,13 @@ class Trainer(Task):
         self._compilation_open = False
         with log.screen.doing("measuring what XLA shall compile ..."):
             left = target - self.totals.attempted
-            self._parts, choice = settle(self, self._parts, batch, left)
+            choice = settle(self, self._parts, batch, left, self._use)
         self.jit_compile = self._parts.plan.jit_compile
         return choice
+
+    def _use(self, parts: Parts) -> None:
+        """Goes on with other parts."""
+        self._parts = parts
 
     def _new_log(self) -> RunLog:
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches

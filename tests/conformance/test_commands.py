@@ -18,7 +18,14 @@ PAPERS = [
 FILLED_IN = {"RUN": "run", "SCRIPT": "examples/digits.py"}
 NOT_RUN = {
     "python -P train.py": "a script of the reader's",
-    "python benchmarks/scale.py": "takes minutes, and its figures say nothing on a busy machine",
+    **dict.fromkeys(
+        (
+            "python benchmarks/scale.py",
+            "python benchmarks/start_up.py",
+            "python benchmarks/step_time.py",
+        ),
+        "takes minutes, and its figures say nothing on a busy machine",
+    ),
     "python -m strategies.launch": "a part of the others",
     "python -m strategies.launch --workers=2 SCRIPT --flags...": "the same as without flags",
     "python -m scaling.simulate": "a part of the others",

@@ -26,6 +26,7 @@ SLOW = [pytest.param(paper, marks=pytest.mark.slow) for paper in PAPERS if paper
 OTHERS = [
     "docs/report.md",
     "docs/scale.md",
+    "docs/performance.md",
     "docs/skipped-steps.md",
     "CONTRIBUTING.md",
     "examples/README.md",

@@ -83,8 +83,8 @@ def weightless():
         ),
         (
             {"jit_compile": "yes"},
-            "`jit_compile` must be True, False or \"auto\"; got 'yes'. It says whether XLA compiles "
-            'each replica\'s forward and backward pass. Leave it at "auto".',
+            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True; got 'yes'. The "
+            "trainer knows no other way. Choose one of them.",
         ),
         (
             {"metrics": ["accuracy"]},

@@ -22,6 +22,7 @@ from trainer.step.replica import ReplicaResult, replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
+from trainer.step.user_code import call_user, not_rewritten
 
 # How many overflows in a row a rule may bear before it moves its scale, if it ever does.
 MOST_OVERFLOWS = 1000
@@ -37,6 +38,7 @@ class Attempt(NamedTuple):
     again: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `state`
 
 
+@not_rewritten
 def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
     """Attempts one update, once or, after an overflow, again with the same batch.
 
@@ -52,7 +54,7 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
         true.
     """
     check_same_rule(plan, run)
-    weights = check_weights(plan.example_weights(batch), batch)
+    weights = check_weights(call_user(plan.example_weights, batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
     # Of the step and not of the attempt: at another scale the same numbers are drawn.
     random = tf.stack([run.random_seed.read_value(), run.step])

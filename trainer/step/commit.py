@@ -13,6 +13,7 @@ from trainer.step.fused import fused_updates
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
+from trainer.step.user_code import call_user
 
 
 def commit(
@@ -80,7 +81,7 @@ def commit_here(
 
     compiled_update(apply, plan.jit_compile)(gradients)
     if last:
-        plan.update_metrics(batch, aux)
+        call_user(plan.update_metrics, batch, aux)
         average_own_writes(before, plan)
 
 

@@ -61,7 +61,7 @@ def compiled_differentiation(differentiate: Callable[..., Any], jit_compile: boo
         with elementwise_scope() if jit_compile == "elementwise" else contextlib.nullcontext():
             return differentiate(*args)
 
-    return tf.function(run, jit_compile=jit_compile is True or None)
+    return tf.function(run, autograph=False, jit_compile=jit_compile is True or None)
 
 
 def elementwise_scope() -> contextlib.AbstractContextManager[None]:
@@ -71,4 +71,6 @@ def elementwise_scope() -> contextlib.AbstractContextManager[None]:
 
 def compiled_update(apply: Callable[..., None], jit_compile: bool | str) -> Callable[..., None]:
     """Returns an update, as one program of XLA's if it shall be."""
-    return tf.function(apply, jit_compile=True) if jit_compile == "update" else apply
+    if jit_compile != "update":
+        return apply
+    return tf.function(apply, autograph=False, jit_compile=True)

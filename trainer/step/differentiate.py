@@ -18,6 +18,7 @@ from trainer.step.checks import check_not_rounded
 from trainer.step.gradients import count_nonfinite
 from trainer.step.held_back import HoldBack
 from trainer.step.objective import ONLY, Objective
+from trainer.step.user_code import call_user
 
 
 class Whole(NamedTuple):
@@ -153,10 +154,14 @@ def forward(
     if not isinstance(model, keras.Model):
         for seed, key in zip(seeds, keys, strict=True):
             seed.assign(key)
-        losses, aux = losses_and_aux(compute_loss(batch, training=True), batch, objectives)
+        losses, aux = losses_and_aux(
+            call_user(compute_loss, batch, training=True), batch, objectives
+        )
         return ForwardPass(losses, aux, tf.constant(0.0), [])
     with penalties_in_float32(model), HoldBack([*held_back, *seeds], [*values, *keys]) as scope:
-        losses, aux = losses_and_aux(compute_loss(batch, training=True), batch, objectives)
+        losses, aux = losses_and_aux(
+            call_user(compute_loss, batch, training=True), batch, objectives
+        )
         added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses)
     scope.check_all_known()
     after = [scope.get_current_value(variable) for variable in held_back]

@@ -1,0 +1,92 @@
+"""What it takes to begin: seconds from the first import to the end of the first step, and memory.
+
+    python benchmarks/start_up.py
+
+Ours against `model.fit`, each in a process of its own, in turn; a compile choice is fixed. The
+models are those of `step_time.py`. Prints medians and their ratios.
+"""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+BEGAN = time.perf_counter()
+
+from absl import app, flags  # the clock runs before anything is imported
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("times", 5, "How often each has its turn.", lower_bound=1)
+flags.DEFINE_string("one", None, "WHO,MODEL,DTYPE: for the processes that this one starts.")
+
+CELLS = (("mlp", "float32"), ("cnn", "mixed_bfloat16"), ("transformer", "mixed_bfloat16"))
+STEPS = 20  # until memory has come to its peak
+
+
+def ours(model, dtype):
+    """Takes a first step with a `Trainer`; returns when it was done, and what takes some more."""
+    from trainer import Trainer  # isort: skip
+
+    import keras
+    import step_time
+
+    inputs, labels = step_time.batch_of(model)
+    trainer = Trainer(
+        model=lambda: step_time.build(model),
+        optimizer=lambda: keras.optimizers.Adam(1e-4),
+        loss_fn=step_time.loss_of,
+        precision=dtype,
+        jit_compile=False,
+        verbose=False,
+    )
+    data = {"train_data": (inputs, labels), "global_batch": len(inputs)}
+    trainer.train(steps=1, **data)
+    return time.perf_counter(), lambda: trainer.train(steps=1 + STEPS, **data)
+
+
+def fit(model, dtype):
+    """Does the same with `model.fit`."""
+    import keras
+    import step_time
+
+    keras.config.set_dtype_policy(dtype)
+    network = step_time.build(model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    network.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=False)
+    inputs, labels = step_time.batch_of(model)
+    settings = {"batch_size": len(inputs), "verbose": 0}
+    network.fit(inputs, labels, **settings)
+    return time.perf_counter(), lambda: network.fit(inputs, labels, epochs=STEPS, **settings)
+
+
+def main(_):
+    """Begins once, or has others begin in turn."""
+    if FLAGS.one:
+        who, model, dtype = FLAGS.one.split(",")
+        done, go_on = {"ours": ours, "fit": fit}[who](model, dtype)
+        go_on()
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"seconds": done - BEGAN, "MB": memory}))
+        return
+    for model, dtype in CELLS:
+        found = {"ours": [], "fit": []}
+        for _ in range(FLAGS.times):
+            for who, results in found.items():
+                command = [sys.executable, sys.argv[0], f"--one={who},{model},{dtype}"]
+                process = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+                results.append(json.loads(process.stdout.splitlines()[-1]))
+        for unit in ("seconds", "MB"):
+            ours_now, others = (
+                statistics.median(result[unit] for result in results) for results in found.values()
+            )
+            print(
+                f"{model}, {dtype}: ours {ours_now:.4g} {unit}, fit {others:.4g}: "
+                f"{ours_now / others:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    app.run(main)
