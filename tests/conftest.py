@@ -34,10 +34,11 @@ def pytest_configure(config):
     settings.load_profile("full" if config.getoption("--full") else "default")
 
 
-# By default one and three replicas stand for two and four as well, and in some files three alone
-# for one; CI runs these in full.
+# By default one and three replicas stand for two and four as well, and in some files three alone,
+# or one, for all; CI runs these in full.
 IN_FULL = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_several_optimizers.py")
-THREE_ALONE = ("test_retry.py", "test_policies.py", "test_several_optimizers.py")
+LEFT_OUT = {"test_retry.py": (1, 2, 4), "test_policies.py": (1, 2, 4)}
+LEFT_OUT |= {"test_several_optimizers.py": (2, 3, 4)}
 IN_FULL += ("test_step.py", "test_batch_arithmetic.py", "test_randomness.py", "test_checkpoints.py")
 
 
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        left_out = (1, 2, 4) if item.path.name in THREE_ALONE else (2, 4)
+        left_out = LEFT_OUT.get(item.path.name, (2, 4))
         if item.path.name in IN_FULL and params.get("replicas") in left_out:
             item.add_marker(pytest.mark.slow)
         slow = item.get_closest_marker("slow")

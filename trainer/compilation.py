@@ -5,12 +5,13 @@ that comes into question. Then every bit is put back, the fastest way is kept, a
 `model_dir/jit_compile.json` remembers it, so that a run that is taken up computes as before.
 """
 
+import contextlib
 import json
 import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -137,7 +138,7 @@ def measure(
     secs: dict[bool | str, list[float]] = {}
     steps: dict[bool | str, int] = {}
     racing = {}
-    with put_back(trainer, parts):
+    with put_back(trainer, parts), going_back_to(parts, use):
         for way in ways:
             if secs and time.perf_counter() - began > MOST_SECS:
                 break
@@ -149,13 +150,21 @@ def measure(
         for _ in range(TURNS):
             for way in in_sight(secs):
                 secs[way].append(seconds_of(racing[way], dataset, steps[way]))
-    use(parts)
     medians = {way: statistics.median(turns[1:] or turns) for way, turns in secs.items()}
     best = min(medians, key=lambda way: medians[way])
     if medians[best] == math.inf:
         return None
     millisecs = {way: 1e3 * median for way, median in medians.items() if median < math.inf}
     return Choice(best, millisecs, time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def going_back_to(parts: Parts, use: Callable[[Parts], None]) -> Iterator[None]:
+    """Afterwards a trainer uses these parts again."""
+    try:
+        yield
+    finally:
+        use(parts)
 
 
 def in_sight(secs: dict[bool | str, list[float]]) -> list[bool | str]:

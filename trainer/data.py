@@ -220,7 +220,7 @@ def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Da
 
 
 def _first(dataset: tf.data.Dataset, argument: str) -> Any:
-    for batch in dataset.take(1):
+    for batch in untuned(dataset.take(1)):
         return batch
     raise _empty(argument)
 

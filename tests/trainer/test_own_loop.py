@@ -95,7 +95,7 @@ def trained(strategy, batches, **arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"num_microbatches": 2, "clip": Clip(global_clipnorm=0.5)},
         {"example_weights": lambda batch: batch["weight"]},
     ],

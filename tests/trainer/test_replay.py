@@ -94,7 +94,15 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "backward",
+        pytest.param("forward", marks=pytest.mark.slow),
+        "overflow",
+        pytest.param("loss", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("replicas", "num_microbatches"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2)]
 )

@@ -281,7 +281,7 @@ class Drawing(Linear):
 
 @pytest.mark.parametrize("holder", ["trainer", "model", "module"])
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_numbers_of_keras_go_on_with_steps(mirrored, holder, replicas, num_microbatches):
     """Every step draws new numbers, whoever holds the generator, and those that it would have drawn had
     the step before it not been skipped: the number of the step says which, and nothing else.

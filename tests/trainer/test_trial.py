@@ -46,7 +46,7 @@ def bits(trainer):
     return [copy.numpy().tobytes() for copy in copies]
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_dry_run_finds_out_and_leaves_nothing(mirrored, tmp_path, replicas):
     """A step, an evaluation, a checkpoint, the trace count and the replicas are looked at; afterwards
     every bit is as it was, `model_dir` too, and a run has the bits of one that was never tried.
