@@ -61,3 +61,24 @@ def test_agreements_need_replicas(mirrored, call, argument):
     """In cross-replica context there is nobody to agree with, and the error says where to call."""
     with mirrored(2).scope(), pytest.raises(RuntimeError, match=r"Call it inside the function"):
         call(argument)
+
+
+def test_a_sum_of_three_has_one_order(mirrored):
+    """L7: the bits of a sum do not depend on who else is using what is summed."""
+    strategy = mirrored(3)
+
+    @tf.function
+    def total(numbers, held):
+        def replica():
+            context = tf.distribute.get_replica_context()
+            number = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0
+            value = tf.sin(number * numbers)
+            return strategies.sum_gradients([value]), value
+
+        sums, values = strategy.run(replica)
+        kept = strategy.experimental_local_results(values)[:2] if held else ()
+        return strategy.experimental_local_results(sums[0])[0], kept
+
+    numbers = tf.random.normal([1000])
+    held, alone = (total(numbers, held)[0].numpy() for held in (True, False))
+    assert held.tobytes() == alone.tobytes()
