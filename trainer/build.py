@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     run_steps: Any  # a tf.function: see `loop.run_steps`
     stop: tf.Variable  # shape=(), bool: set, from any thread, it ends `run_steps` and evaluations
     metrics: dict[bool, dict[str, keras.metrics.Metric]]  # of training; True: of evaluations
-    evaluator: Any  # an `Evaluator`
+    evaluator: Evaluator
     checkpoints: Checkpoints
     recorder: FlightRecorder | None
 
@@ -59,30 +59,28 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
             warm_start(trainer.saving.init_from, model)
     # Not in the strategy's scope: a plain variable, which another thread can assign.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
-    nothing = Parts(plan, state, None, stop, metrics, None, checkpoints, None)
-    return with_plan(trainer, nothing, plan)
+    decided = parts_of_plan(trainer, plan, state, stop)
+    return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **decided)
 
 
-def with_plan(trainer: Any, parts: Parts, plan: StepPlan) -> Parts:
-    """Returns the parts of a trainer whose steps go by another plan, which XLA may compile."""
+def parts_of_plan(
+    trainer: Any, plan: StepPlan, state: TrainState, stop: tf.Variable
+) -> dict[str, Any]:
+    """Returns the parts, by name, that are others if the plan is another."""
     objectives = [objective for phase in plan.phases for objective in phase.objectives]
-    evaluator = Evaluator(
-        trainer,
-        trainer.strategy,
-        objectives,
-        trainer.eval_step,
-        parts.stop,
-        jit_compile=plan.jit_compile is True,
-    )
-    recorder = None
-    if trainer.max_overflow_records:
-        recorder = make_recorder(trainer, plan, parts.state)
-    return parts._replace(
-        plan=plan,
-        run_steps=make_loop(trainer, plan, parts.state, parts.stop),
-        evaluator=evaluator,
-        recorder=recorder,
-    )
+    return {
+        "plan": plan,
+        "run_steps": make_loop(trainer, plan, state, stop),
+        "evaluator": Evaluator(
+            trainer,
+            trainer.strategy,
+            objectives,
+            trainer.eval_step,
+            stop,
+            jit_compile=plan.jit_compile is True,
+        ),
+        "recorder": make_recorder(trainer, plan, state) if trainer.max_overflow_records else None,
+    }
 
 
 def make_loop(
@@ -206,7 +204,7 @@ def make_recorder(trainer: Any, plan: StepPlan, state: TrainState) -> FlightReco
         recorded_variables(plan),
         trainer.strategy,
         state.random_seed,
-        setting_of(trainer),
+        setting_of(trainer) | {"jit_compile": plan.jit_compile},
     )
 
 

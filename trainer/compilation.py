@@ -11,15 +11,16 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.build import Parts, with_plan
-from trainer.data import untuned
+from trainer.build import Parts, make_loop, parts_of_plan
+from trainer.checkpoint.folder import write_whole
+from trainer.data import again_and_again
 from trainer.settings import check_choice
 from trainer.step.compiled import WAYS, check_way, has_one_replica
 from trainer.step.fused import fused_rule
@@ -117,7 +118,8 @@ def settle(
             way = choice.jit_compile
             remember(trainer.model_dir, choice)
     if way in ways and way != parts.plan.jit_compile:
-        use(with_plan(trainer, parts, compiled_as(parts.plan, way)))
+        plan = compiled_as(parts.plan, way)
+        use(parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop)))
     return choice
 
 
@@ -134,15 +136,18 @@ def measure(
         What came of it; None if somebody has asked the run to stop, or it cannot take steps.
     """
     began = time.perf_counter()
-    dataset = untuned(tf.data.Dataset.from_tensors(batch).repeat())
+    dataset = again_and_again(batch)
     secs: dict[bool | str, list[float]] = {}
     steps: dict[bool | str, int] = {}
     racing = {}
-    with put_back(trainer, parts), going_back_to(parts, use):
+    with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
+        afterwards.callback(use, parts)
         for way in ways:
             if secs and time.perf_counter() - began > MOST_SECS:
                 break
-            racing[way] = with_plan(trainer, parts, compiled_as(parts.plan, way))
+            plan = compiled_as(parts.plan, way)
+            run_steps = make_loop(trainer, plan, parts.state, parts.stop)
+            racing[way] = parts._replace(plan=plan, run_steps=run_steps)
             use(racing[way])
             seconds_of(racing[way], dataset, 1)  # traces and compiles
             secs[way] = [seconds_of(racing[way], dataset, 1)]
@@ -156,15 +161,6 @@ def measure(
         return None
     millisecs = {way: 1e3 * median for way, median in medians.items() if median < math.inf}
     return Choice(best, millisecs, time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def going_back_to(parts: Parts, use: Callable[[Parts], None]) -> Iterator[None]:
-    """Afterwards a trainer uses these parts again."""
-    try:
-        yield
-    finally:
-        use(parts)
 
 
 def in_sight(secs: dict[bool | str, list[float]]) -> list[bool | str]:
@@ -203,7 +199,4 @@ def remember(model_dir: pathlib.Path | None, choice: Choice) -> None:
         "milliseconds_a_step": told,
         "seconds": round(choice.secs, 1),
     }
-    model_dir.mkdir(parents=True, exist_ok=True)
-    beside = model_dir / (FILE + ".tmp")
-    beside.write_text(json.dumps(facts, indent=1))
-    beside.replace(model_dir / FILE)
+    write_whole(model_dir / FILE, json.dumps(facts, indent=1))

@@ -202,6 +202,11 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def again_and_again(batch: Any) -> tf.data.Dataset:
+    """Returns one batch, for ever."""
+    return untuned(tf.data.Dataset.from_tensors(batch).repeat())
+
+
 def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:
     """Returns batches of indices, pass after pass, each in an order of its own.
 

@@ -27,6 +27,7 @@ import scaling
 import strategies
 from trainer import policy
 from trainer.checkpoint.best import BETTER
+from trainer.checkpoint.folder import write_whole
 from trainer.checkpoint.position import WAYS
 from trainer.checkpoint.setting import ARGUMENTS
 from trainer.data import are_arrays
@@ -329,14 +330,10 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> Any:
 
 def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:
     """Writes the script's flags, one a line, into `model_dir/flags.cfg`."""
-    model_dir.mkdir(parents=True, exist_ok=True)
     lines = [
         flag.serialize()
         for module in (sys.argv[0], __name__)
         for flag in flag_values.get_key_flags_for_module(module)
         if flag.value is not None
     ]
-    # Written beside and then renamed: whoever reads it finds all of it or none.
-    unfinished = model_dir / "flags.cfg.tmp"
-    unfinished.write_text("\n".join(lines) + "\n")
-    unfinished.replace(model_dir / "flags.cfg")
+    write_whole(model_dir / "flags.cfg", "\n".join(lines) + "\n")

@@ -608,7 +608,7 @@ class Trainer(Task):
         """
         settings.check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
-        if self._compilation_open:
+        if self._compilation_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]
         check_setting(record.setting, setting_of(self))
         self._start(next(iter(dataset)))

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.build import Parts, make_checkpoints, optimizers_by_item
-from trainer.data import Batches, batches, untuned, without_end
+from trainer.data import Batches, again_and_again, batches, untuned, without_end
 from trainer.liveness import step_of
 from trainer.log.model_table import rows_of, total_of
 from trainer.log.run_log import describe
@@ -131,7 +131,7 @@ def dry_run(
 
 def overfit(trainer: Any, parts: Parts, batch: Any, steps: int) -> Overfit:
     """Trains on one batch again and again, and puts everything back."""
-    dataset = untuned(tf.data.Dataset.from_tensors(batch).repeat())
+    dataset = again_and_again(batch)
     with put_back(trainer, parts):
         report, _ = parts.run_steps(iter(dataset), tf.constant(steps))
         losses, applied = report.loss.numpy(), report.grads_finite.numpy()

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_bits, trained_small
 
-from trainer import compilation
+from trainer import TrainingStuckError, compilation
 from trainer.step.compiled import WAYS
 
 
@@ -131,3 +131,31 @@ def test_float16_on_a_cpu_is_compiled_unmeasured():
     trainer = trained_small(steps=1, jit_compile="auto", precision="mixed_float16")
 
     assert trainer.jit_compile is True
+
+
+class Endless(SmallImages):
+    """No step can be applied."""
+
+    def compute_loss(self, batch, training):
+        """Infinite."""
+        return super().compute_loss(batch, training) / 0.0
+
+
+@pytest.mark.usefixtures("always")
+def test_a_record_is_run_again_as_its_run_computed(tmp_path, monkeypatch):
+    """A record says what was chosen, and a trainer that has chosen nothing yet computes so."""
+    times = {False: 2.0, True: 2.0, "elementwise": 1.0}
+    monkeypatch.setattr(compilation, "seconds_of", lambda parts, *_: times[parts.plan.jit_compile])
+    settings = {"optimizer": adam, "seed": 1, "verbose": False, "max_consecutive_skips": 2}
+    trainer = Endless(model_dir=tmp_path, max_overflow_records=1, **settings)
+    with pytest.raises(TrainingStuckError):
+        trainer.train((IMAGES, LABELS), steps=5, global_batch=8)
+    [record] = (tmp_path / "overflows").iterdir()
+    again = Endless(**settings)
+    replay = again.replay(record)
+
+    assert (
+        json.loads((record / "record.json").read_text())["setting"]["jit_compile"] == "elementwise"
+    )
+    assert again.jit_compile == again._parts.plan.jit_compile == "elementwise"
+    assert replay.same

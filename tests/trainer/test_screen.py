@@ -100,16 +100,23 @@ def test_the_share_of_time_spent_waiting_is_measured(capsys):
     def slowly(x):
         return tf.numpy_function(lambda x: (time.sleep(0.05), x)[1], [x], tf.float32)
 
+    class Working(Linear):
+        def compute_loss(self, batch, training):
+            work = tf.fill([400, 400], tf.reduce_sum(batch["x"]))  # a few milliseconds of it
+            for _ in range(4):
+                work = tf.tanh(work @ work)
+            return super().compute_loss(batch, training) + 0.0 * work[0, 0]
+
     def share(dataset):
-        trainer = Linear(steps_per_loop=4, log_interval=8, data_resume="restart")
+        trainer = Working(steps_per_loop=4, log_interval=8, data_resume="restart")
         trainer.train(dataset, steps=16)
         return int(re.findall(r"(\d+)% waiting for data", capsys.readouterr().out)[-1])
 
     ready = tf.data.Dataset.from_tensors({"x": X, "slope": X[:, 0]}).repeat()
     slow = ready.map(lambda batch: {**batch, "x": tf.ensure_shape(slowly(batch["x"]), [8, 1])})
 
-    assert share(slow) > 80
-    assert share(ready) < 60
+    assert share(slow) > 60
+    assert share(ready) < 40
 
 
 def test_a_model_is_shown_by_layer_or_by_variable():

@@ -498,7 +498,6 @@ def test_losses_that_do_not_fit_are_refused(kind, found):
         f"{found}. Each optimizer of build_optimizer() has a loss of its own. Return "
         "{name: losses}."
     )
-    # TensorFlow puts the place in the user's code before it.
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         list(attempt(Wrong(verbose=False), batches()[:1]))
 

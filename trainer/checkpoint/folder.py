@@ -143,6 +143,14 @@ def sealed(facts: dict[str, Any]) -> str:
     return json.dumps(facts | {"sha256": seal}, indent=1) + "\n"
 
 
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that whoever reads it finds all of it or none, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = unfinished(path)
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def flush_to_disk(path: pathlib.Path) -> None:
     """Waits until a file, or a folder's list of names, would survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
