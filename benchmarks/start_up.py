@@ -30,13 +30,14 @@ def ours(model, dtype):
     from trainer import Trainer  # isort: skip
 
     import keras
-    import step_time
+    from models import loss_of, work_of
 
-    inputs, labels = step_time.batch_of(model)
+    work = work_of(model)
+    inputs, labels = work.batch
     trainer = Trainer(
-        model=lambda: step_time.build(model),
+        model=work.build,
         optimizer=lambda: keras.optimizers.Adam(1e-4),
-        loss_fn=step_time.loss_of,
+        loss_fn=loss_of,
         precision=dtype,
         jit_compile=False,
         verbose=False,
@@ -49,13 +50,14 @@ def ours(model, dtype):
 def fit(model, dtype):
     """Does the same with `model.fit`."""
     import keras
-    import step_time
+    from models import work_of
 
+    work = work_of(model)
     keras.config.set_dtype_policy(dtype)
-    network = step_time.build(model)
+    network = work.build()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     network.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=False)
-    inputs, labels = step_time.batch_of(model)
+    inputs, labels = work.batch
     settings = {"batch_size": len(inputs), "verbose": 0}
     network.fit(inputs, labels, **settings)
     return time.perf_counter(), lambda: network.fit(inputs, labels, epochs=STEPS, **settings)

@@ -305,6 +305,7 @@ def explained(agreed: ReplicaResult, phase: Phase, state: Any, plan: StepPlan) -
         weights,
         state,
         plan.rule,
+        alone=plan.alone,
     )
     known = finding.bad_variable >= 0
     position = tf.gather(phase.positions, tf.maximum(finding.bad_variable, 0))

@@ -24,15 +24,14 @@ WAYS: dict[bool | str, str] = {
 
 # fmt: off
 ELEMENTWISE = frozenset({
-    "Abs", "Add", "AddN", "AddV2", "BiasAdd", "BiasAddGrad", "BroadcastTo", "Cast", "Div",
-    "DivNoNan", "Elu", "EluGrad", "Equal", "Erf", "Exp", "Expm1", "Fill", "Greater",
-    "GreaterEqual", "Inv", "InvGrad", "IsFinite", "LeakyRelu", "LeakyReluGrad", "Less",
-    "LessEqual", "Log", "Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "LogSoftmax", "Max",
-    "Maximum", "Mean", "Minimum", "Mul", "MulNoNan", "Neg", "NotEqual", "OnesLike", "Pow",
-    "RealDiv", "Reciprocal", "Relu", "Relu6", "Relu6Grad", "ReluGrad", "Rsqrt", "RsqrtGrad",
-    "Select", "SelectV2", "Selu", "SeluGrad", "Sigmoid", "SigmoidGrad", "Softmax", "Softplus",
-    "SoftplusGrad", "Softsign", "Sqrt", "SqrtGrad", "Square", "SquaredDifference", "Sub", "Sum",
-    "Tanh", "TanhGrad", "Tile", "ZerosLike",
+    "Abs", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "Div", "DivNoNan", "Elu",
+    "EluGrad", "Equal", "Erf", "Exp", "Expm1", "Fill", "Greater", "GreaterEqual", "Inv", "InvGrad",
+    "IsFinite", "LeakyRelu", "LeakyReluGrad", "Less", "LessEqual", "Log", "Log1p", "LogicalAnd",
+    "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan", "Neg", "NotEqual",
+    "OnesLike", "Pow", "RealDiv", "Reciprocal", "Relu", "Relu6", "Relu6Grad", "ReluGrad", "Rsqrt",
+    "RsqrtGrad", "Select", "SelectV2", "Selu", "SeluGrad", "Sigmoid", "SigmoidGrad", "Softplus",
+    "SoftplusGrad", "Softsign", "Sqrt", "SqrtGrad", "Square", "SquaredDifference", "Sub", "Tanh",
+    "TanhGrad", "Tile", "ZerosLike",
 })
 # fmt: on
 

@@ -42,7 +42,7 @@ class Trouble(NamedTuple):
     forward: tf.Tensor  # shape=(), float32: 1 if the loss was not finite
     losses: tf.Tensor  # shape=(2,), float32: how many examples' losses are inf, and NaN
     gradients: tf.Tensor  # shape=(gradients,), float32: 1 where one is not finite, unless
-    # the loss was not: then all 0
+    # the loss was not, or nothing is added to them: then all 0
 
 
 class Microbatch(NamedTuple):
@@ -76,6 +76,7 @@ def differentiate(
     compute_loss: Any,
     objectives: Sequence[Objective],
     dense: bool,
+    alone: bool,
 ) -> Microbatch:
     """Runs the model forward and backward on one share of the global batch.
 
@@ -91,6 +92,7 @@ def differentiate(
         compute_loss: the user's: (batch, training) -> losses, or (losses, aux).
         objectives: whose gradients are wanted, each of its own variables.
         dense: whether sparse gradients are to be made dense.
+        alone: whether nothing is added to its gradients: `locate` will look at them if it must.
     """
     weights = values[: len(model.trainable_variables)]
     with tf.GradientTape(persistent=len(objectives) > 1) as tape:
@@ -119,23 +121,28 @@ def differentiate(
 
     contribution = Contribution(gradients, tf.add_n(list(losses.values())), regularization_loss)
     examples = [passed.losses[objective.name] for objective in objectives]
-    trouble = find_trouble(contribution, [real_losses(losses, share) for losses in examples])
+    losses_seen = [real_losses(losses, share) for losses in examples]
+    trouble = find_trouble(contribution, losses_seen, alone=alone)
     return Microbatch(contribution, trouble, written_by(model, values, passed.after), passed.aux)
 
 
-def find_trouble(contribution: Contribution, losses: list[tf.Tensor]) -> Trouble:
+def find_trouble(contribution: Contribution, losses: list[tf.Tensor], *, alone: bool) -> Trouble:
     """Returns what is not finite in a contribution.
 
     Args:
         contribution: of one microbatch.
         losses: of its examples, 0 where an example has no weight; for each objective.
+        alone: see `differentiate`.
     """
     finite = scaling.all_finite([contribution.loss, contribution.regularization_loss])
-    gradients = [scaling.all_finite(gradient) for gradient in contribution.gradients]
+    gradients = contribution.gradients
+    bad = tf.zeros([len(gradients)], tf.bool)
+    if not alone:
+        bad = finite & ~tf.stack([scaling.all_finite(gradient) for gradient in gradients])
     return Trouble(
         forward=tf.cast(~finite, tf.float32),
         losses=tf.cast(count_nonfinite(tf.stack(losses)), tf.float32),
-        gradients=tf.cast(finite & ~tf.stack(gradients), tf.float32),
+        gradients=tf.cast(bad, tf.float32),
     )
 
 

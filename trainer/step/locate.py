@@ -36,9 +36,9 @@ class Table(NamedTuple):
     gradient: tf.Tensor  # shape=(replicas,), float32: the first bad gradient, from 1; 0: none
 
     @property
-    def all_finite(self) -> tf.Tensor:
-        """Whether every replica's loss and gradients were finite: shape (), bool."""
-        return tf.reduce_all(self.forward == 0) & tf.reduce_all(self.gradient == 0)
+    def loss_finite(self) -> tf.Tensor:
+        """Whether every replica's loss was finite: shape (), bool."""
+        return tf.reduce_all(self.forward == 0)
 
 
 def own_row(trouble: Trouble, context: tf.distribute.ReplicaContext) -> Table:
@@ -59,6 +59,8 @@ def locate(
     weights: list[Any],
     state: Any,
     rule: Any,
+    *,
+    alone: bool,
 ) -> Finding:
     """Finds where a step first met a non-finite value.
 
@@ -70,6 +72,7 @@ def locate(
         weights: the values of the same variables.
         state: the loss-scale rule's, of this step.
         rule: if it has a `min_scale`, no backoff is left there.
+        alone: whether `summed` is one microbatch's, of whose gradients the table says nothing.
 
     Returns:
         The finding; `bad_variable` is a position in these lists.
@@ -77,6 +80,8 @@ def locate(
     in_weights, in_summed, in_unscaled = (
         count_by_variable(values) for values in (weights, summed, unscaled)
     )
+    if alone:
+        table = table._replace(gradient=tf.cast(first_row(in_summed)[None] + 1, tf.float32))
     overflowing = tf.reduce_any(in_unscaled > 0, axis=1) | squares_overflow(unscaled)
     of_local = table.gradient[tf.maximum(first(table.gradient > 0), 0)]
     variables = {
@@ -99,7 +104,7 @@ def locate(
 
     finite = {
         "weights_finite": tf.reduce_all(in_weights == 0),
-        "loss_finite": tf.reduce_all(table.forward == 0) & statistics_finite,
+        "loss_finite": table.loss_finite & statistics_finite,
         "local_gradients_finite": tf.reduce_all(table.gradient == 0),
         "summed_gradients_finite": tf.reduce_all(in_summed == 0),
         "unscaled_gradients_finite": False,  # or the step would not have been skipped

@@ -59,6 +59,11 @@ class StepPlan:
     undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
 
     @property
+    def alone(self) -> bool:
+        """Whether a step has one microbatch, on one replica: nothing is added to its gradients."""
+        return self.strategy.num_replicas_in_sync == 1 and self.num_microbatches == 1
+
+    @property
     def has_schedule(self) -> bool:
         """Whether a learning rate changes with the updates."""
         optimizers = [each.optimizer for phase in self.phases for each in phase.objectives]
@@ -232,6 +237,7 @@ def with_phases(
                 compute_loss=plan.compute_loss,
                 objectives=group,
                 dense=dense,
+                alone=plan.alone,
             )
 
         def run_in_float32(*args: Any) -> Any:

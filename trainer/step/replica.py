@@ -84,7 +84,8 @@ def replica_step(
         loss=total.loss,
         regularization_loss=total.regularization_loss,
         gradient_norm=gradient_norm,
-        grads_finite=table.all_finite & statistics_finite & tf.math.is_finite(gradient_norm),
+        # A gradient that is not finite anywhere leaves no finite sum, and that no finite norm.
+        grads_finite=table.loss_finite & statistics_finite & tf.math.is_finite(gradient_norm),
         **no_finding()._asdict(),
         **measured._asdict(),
     )

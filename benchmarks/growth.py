@@ -1,0 +1,124 @@
+"""What a step costs as work grows, and how much of that is loss scaling's.
+
+    python benchmarks/growth.py
+    python benchmarks/growth.py --growing=parameters,replicas --rounds=5
+
+One thing grows at a time. Ours with a dynamic loss scale, ours without any, and the loop by hand
+take turns; each row is a process of its own. All in float32 and without XLA, the scale included,
+so that every contender runs the same kernels. Results go to benchmarks/growth.json, and a table
+into docs/performance.md.
+"""
+
+from contenders import LOOP, by_hand, ours  # isort: skip  # keeps TensorFlow quiet
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import keras
+import numpy as np
+from absl import app, flags
+from keras import layers
+from models import Work, work_of
+from turns import in_turn, machine, ratios_of, table, with_interval, write_between
+
+import strategies
+
+FLAGS = flags.FLAGS
+# What grows, by how much.
+ROWS = {
+    "variables": (10, 100, 1_000),
+    "parameters": (1_000_000, 10_000_000, 100_000_000),
+    "microbatches": (1, 4, 16),
+    "replicas": (1, 2, 4),
+    "steps a call": (1, 5, 20, 100),
+}
+flags.DEFINE_list("growing", list(ROWS), "What.")
+flags.DEFINE_integer("rounds", 25, "How often each contender has its turn.", lower_bound=3)
+flags.DEFINE_float("turn_secs", 0.3, "How long a turn shall be; at least one step.")
+flags.DEFINE_string("row", None, "WHAT,HOW_MUCH: for the processes that this one starts.")
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "growth.json"
+PAGE = ROOT / "docs" / "performance.md"
+DYNAMIC, NONE, BY_HAND = "ours", "ours, no loss scale", "by hand"
+
+
+def chain(variables):
+    """Returns a model of so many small matrices, one after the other."""
+
+    def build():
+        inputs = hidden = keras.Input([16])
+        for _ in range(variables - 1):
+            hidden = layers.Dense(16, activation="tanh", use_bias=False)(hidden)
+        return keras.Model(inputs, layers.Dense(10, use_bias=False)(hidden))
+
+    return Work(build, (np.ones([16, 16], np.float32), np.zeros([16], np.int64)))
+
+
+def square(parameters):
+    """Returns a model of one matrix of so many numbers, and a small one."""
+    width = round(parameters**0.5)
+
+    def build():
+        hidden = layers.Dense(width, use_bias=False)
+        return keras.Sequential([keras.Input([width]), hidden, layers.Dense(10)])
+
+    return Work(build, (np.ones([16, width], np.float32), np.zeros([16], np.int64)))
+
+
+def contenders(what, much):
+    """Returns who takes part, by name."""
+    work = {"variables": chain, "parameters": square}.get(what, lambda _: None)(much)
+    work = work or work_of("mlp" if what == "steps a call" else "cnn")
+    loop = much if what == "steps a call" else LOOP
+    microbatches = much if what == "microbatches" else 1
+    replicas = much if what == "replicas" else 1
+    settings = {"jit_compile": False, "num_microbatches": microbatches}
+    if replicas > 1:
+        strategies.split_cpu(replicas)
+        devices = [f"CPU:{index}" for index in range(replicas)]
+        settings["strategy"] = strategies.create("mirrored", devices)
+    return {
+        DYNAMIC: ours(work, "float32", loop, loss_scale="dynamic", **settings),
+        NONE: ours(work, "float32", loop, loss_scale="none", **settings),
+        BY_HAND: by_hand(work, "float32", loop, microbatches=microbatches, replicas=replicas),
+    }
+
+
+def shown(results):
+    """Returns a row for each size, with medians and ratios."""
+    head = ["", "ours", "no loss scale", "by hand", "loss scaling's share"]
+    rows = [[*head, "ours, against by hand (95%)"]]
+    for title, turns in results["rows"].items():
+        medians = [f"{statistics.median(turns[name]):.3g}" for name in (DYNAMIC, NONE, BY_HAND)]
+        share = 1 - statistics.median(ratios_of(turns, NONE, DYNAMIC))
+        against = with_interval(ratios_of(turns, DYNAMIC, BY_HAND))
+        rows.append([title, *medians, f"{share:.1%}", against])
+    return table(rows)
+
+
+def main(_):
+    """Measures one row, or all of them, each in a process of its own."""
+    if FLAGS.row:
+        what, much = FLAGS.row.split(",")
+        found = in_turn(contenders(what, int(much)), FLAGS.rounds, FLAGS.turn_secs)
+        print(json.dumps(found))
+        return
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    results["machine"] = machine()
+    for what in FLAGS.growing:
+        for much in ROWS[what]:
+            command = [sys.executable, *sys.argv, f"--row={what},{much}"]
+            lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
+            results["rows"][f"{what}: {much:,}"] = json.loads(lines.splitlines()[-1])
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    told = f"{results['machine']}.\n\n{shown(results)}"
+    write_between(PAGE, "growth.py", told)
+    print(told)
+
+
+if __name__ == "__main__":
+    app.run(main)

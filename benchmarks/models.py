@@ -1,0 +1,98 @@
+"""What the benchmarks train: four models, and random batches for them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+WINDOW, WORDS, WIDTH = 128, 256, 256  # of the transformer
+
+
+class Work(NamedTuple):
+    """What is trained."""
+
+    build: Callable[[], keras.Model]  # makes logits, under the policy that is set
+    batch: tuple[Any, Any]  # inputs and labels, as NumPy arrays
+
+
+def loss_of(labels, logits):
+    """Returns one loss per example, in float32."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits, tf.float32))
+    return losses if losses.shape.rank == 1 else tf.reduce_mean(losses, axis=1)
+
+
+def work_of(model):
+    """Returns the work of a name."""
+    generator = np.random.default_rng(0)
+    if model == "transformer":
+        text = generator.integers(WORDS, size=[16, WINDOW + 1]).astype(np.int32)
+        return Work(build_transformer, (text[:, :-1], text[:, 1:]))
+    build, shape = {
+        "mlp": (build_perceptron, [128, 784]),
+        "cnn": (build_cnn, [64, 32, 32, 3]),
+        "resnet": (build_resnet, [32, 32, 32, 3]),
+    }[model]
+    return Work(build, (generator.random(shape, np.float32), generator.integers(10, size=shape[0])))
+
+
+def build_perceptron():
+    """Returns 784-512-512-10."""
+    hidden = [layers.Dense(512, activation="relu") for _ in range(2)]
+    return keras.Sequential([keras.Input([784]), *hidden, layers.Dense(10)])
+
+
+def build_cnn():
+    """Returns four convolutions for CIFAR's images, normalised and pooled."""
+    inputs = keras.Input([32, 32, 3])
+    hidden = convolution(inputs, 32)
+    for width in (32, 64, 128):
+        hidden = layers.MaxPooling2D()(convolution(hidden, width))
+    return classifier(inputs, hidden)
+
+
+def build_resnet():
+    """Returns nine residual blocks of two convolutions each."""
+    inputs = keras.Input([32, 32, 3])
+    hidden = convolution(inputs, 32)
+    for width in (32, 64, 128):
+        for block in range(3):
+            hidden = residual(hidden, width, 2 if block == 0 and width > 32 else 1)
+    return classifier(inputs, hidden)
+
+
+def classifier(inputs, hidden):
+    """Returns the model that sorts images by what has been found in them."""
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(hidden)))
+
+
+def convolution(hidden, width, stride=1, *, last=True):
+    """Returns a convolution of `hidden`, normalised; and cut off at 0 unless more is added."""
+    hidden = layers.Conv2D(width, 3, stride, padding="same", use_bias=False)(hidden)
+    hidden = layers.BatchNormalization()(hidden)
+    return layers.ReLU()(hidden) if last else hidden
+
+
+def residual(hidden, width, stride):
+    """Returns `hidden` and two convolutions of it, added."""
+    more = convolution(convolution(hidden, width, stride), width, last=False)
+    if hidden.shape[-1] != width or stride > 1:
+        hidden = layers.Conv2D(width, 1, stride, use_bias=False)(hidden)
+    return layers.ReLU()(hidden + more)
+
+
+def build_transformer():
+    """Returns four blocks of attention and perceptron, each byte after those before it."""
+    text = keras.Input([WINDOW], dtype="int32")
+    places = layers.Embedding(WINDOW, WIDTH)(keras.ops.arange(WINDOW))
+    hidden = layers.Embedding(WORDS, WIDTH)(text) + places
+    for _ in range(4):
+        normed = layers.LayerNormalization()(hidden)
+        attention = layers.MultiHeadAttention(4, WIDTH // 4)
+        hidden = hidden + attention(normed, normed, use_causal_mask=True)
+        wide = layers.Dense(4 * WIDTH, activation="relu")(layers.LayerNormalization()(hidden))
+        hidden = hidden + layers.Dense(WIDTH)(wide)
+    return keras.Model(text, layers.Dense(WORDS)(layers.LayerNormalization()(hidden)))
