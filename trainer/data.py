@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.settings import check_count
+from trainer.step.user_code import not_rewritten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +185,12 @@ def _from_arrays(
         indices = tf.data.Dataset.range(lengths[0]).batch(global_batch)
     else:
         indices = shuffled_for_ever(lengths[0], global_batch, shuffle_seed)
-    gathered = indices.map(
-        lambda rows: tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
-    )
-    return untuned(gathered)
+
+    @not_rewritten
+    def gathered(rows: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
+
+    return untuned(indices.map(gathered))
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -214,6 +217,7 @@ def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Da
     TensorFlow's global seed, and would put its buffer into every checkpoint.
     """
 
+    @not_rewritten
     def one_pass(number: tf.Tensor) -> tf.data.Dataset:
         indices = tf.range(examples, dtype=tf.int64)
         seeds = tf.stack([tf.constant(seed, tf.int64), number])

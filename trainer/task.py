@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from trainer import settings
 from trainer.step.plan import ones
+from trainer.step.user_code import call_user, not_rewritten
 
 
 class Task:
@@ -78,6 +79,7 @@ class Task:
         is_optimizer = isinstance(self._given_optimizer, keras.optimizers.Optimizer)
         return self._given_optimizer if is_optimizer else self._given_optimizer()
 
+    @not_rewritten
     def compute_loss(self, batch: Any, training: bool) -> Any:
         """Returns one loss per example. Called in replica context, on this replica's examples.
 
@@ -98,11 +100,12 @@ class Task:
         predictions = self._call_model(x, training)
         predictions = tf.nest.map_structure(lambda p: tf.cast(p, tf.float32), predictions)
         if not isinstance(self._loss_fn, keras.losses.Loss):
-            return self._loss_fn(y, predictions), predictions
+            return call_user(self._loss_fn, y, predictions), predictions
         # `call` is the loss without its reduction, which would average over this share only.
-        losses = self._loss_fn.call(y, predictions)
+        losses = call_user(self._loss_fn.call, y, predictions)
         return tf.reduce_mean(losses, axis=list(range(1, losses.shape.rank))), predictions
 
+    @not_rewritten
     def example_weights(self, batch: Any) -> tf.Tensor:
         """Returns the weight of each example's loss in the mean over the global batch.
 
@@ -122,6 +125,7 @@ class Task:
         """Returns new Keras metrics by name. Called twice: evaluation has its own."""
         return self._given_metrics() if self._given_metrics else {}
 
+    @not_rewritten
     def update_metrics(self, batch: Any, aux: Any) -> None:
         """Updates `self.metrics`. Called in replica context, on applied steps only.
 
@@ -138,7 +142,7 @@ class Task:
         if self.metrics:
             _, y, sample_weight = _unpack(batch)
             for metric in self.metrics.values():
-                metric.update_state(y, aux, sample_weight=sample_weight)
+                call_user(metric.update_state, y, aux, sample_weight=sample_weight)
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Returns what else a checkpoint shall hold, by name: anything TensorFlow can track."""
@@ -159,6 +163,7 @@ class Task:
     def on_train_end(self, summary: Any) -> None:
         """Called by `train` with the `TrainSummary` that it is about to return."""
 
+    @not_rewritten
     def predict_batch(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch. Called in replica context.
 
@@ -171,8 +176,8 @@ class Task:
 
     def _call_model(self, x: Any, training: bool) -> Any:
         if isinstance(self.model, keras.Model):
-            return self.model(x, training=training)
-        return self.model(x)
+            return call_user(self.model, x, training=training)
+        return call_user(self.model, x)
 
 
 def check_given(name: str, value: Any, kinds: Any, what: str) -> None:

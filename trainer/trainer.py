@@ -34,6 +34,7 @@ from trainer.rerun import Replay, check_setting, run_again
 from trainer.saving import Saving
 from trainer.signals import StopSignals
 from trainer.step import Clip, StepReport, attempt_step
+from trainer.step.user_code import not_rewritten
 from trainer.task import Task
 from trainer.training import Training
 from trainer.trial import DryRun, Overfit, dry_run, overfit
@@ -291,6 +292,7 @@ class Trainer(Task):
         self._check_started("loss_scale")
         return float(self._parts.state.loss_scaler.loss_scale)
 
+    @not_rewritten
     def train_step(self, batch: Any) -> StepReport:
         """Attempts one update with a global batch. Called in cross-replica context, in a graph.
 
@@ -302,6 +304,7 @@ class Trainer(Task):
         """
         return attempt_step(batch, self._parts.plan, self._parts.state)
 
+    @not_rewritten
     def eval_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Evaluates one global batch. Called in cross-replica context, in a graph.
 

@@ -82,9 +82,5 @@ print(sorted(set(rewritten)))
 
 
 def test_our_own_functions_are_not_rewritten(tmp_path):
-    """Only what stands in a user's place is: `Task`'s and `Trainer`'s methods; and our pipeline."""
-    found = printed(["-c", OWN], tmp_path, 120).splitlines()[-1]
-    known = {"trainer.task", "trainer.trainer", "trainer.step.plan", "trainer.step.checks"}
-    known |= {"trainer.data"}
-
-    assert set(eval(found)) <= known  # noqa: S307  # a list of our own names
+    """With nothing written by a user there is nothing to rewrite."""
+    assert printed(["-c", OWN], tmp_path, 120).splitlines()[-1] == "[]"
