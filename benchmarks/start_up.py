@@ -3,10 +3,12 @@
     python benchmarks/start_up.py
 
 Ours against `model.fit`, each in a process of its own, in turn; a compile choice is fixed. The
-models are those of `step_time.py`. Prints medians and their ratios.
+models are those of `step_time.py`. A table of medians goes into docs/performance.md.
 """
 
 import json
+import pathlib
+import random
 import resource
 import statistics
 import subprocess
@@ -16,12 +18,14 @@ import time
 BEGAN = time.perf_counter()
 
 from absl import app, flags  # the clock runs before anything is imported
+from turns import machine, ratios_of, table, write_between
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("times", 5, "How often each has its turn.", lower_bound=1)
 flags.DEFINE_string("one", None, "WHO,MODEL,DTYPE: for the processes that this one starts.")
 
 CELLS = (("mlp", "float32"), ("cnn", "mixed_bfloat16"), ("transformer", "mixed_bfloat16"))
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "performance.md"
 STEPS = 20  # until memory has come to its peak
 
 
@@ -72,22 +76,35 @@ def main(_):
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({"seconds": done - BEGAN, "MB": memory}))
         return
-    for model, dtype in CELLS:
-        found = {"ours": [], "fit": []}
-        for _ in range(FLAGS.times):
-            for who, results in found.items():
-                command = [sys.executable, sys.argv[0], f"--one={who},{model},{dtype}"]
-                process = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-                results.append(json.loads(process.stdout.splitlines()[-1]))
-        for unit in ("seconds", "MB"):
-            ours_now, others = (
-                statistics.median(result[unit] for result in results) for results in found.values()
-            )
-            print(
-                f"{model}, {dtype}: ours {ours_now:.4g} {unit}, fit {others:.4g}: "
-                f"{ours_now / others:.2f}",
-                flush=True,
-            )
+    cells = {f"{model}, {dtype}": measured(model, dtype) for model, dtype in CELLS}
+    told = f"{machine()}; {FLAGS.times} processes each.\n\n{shown(cells)}"
+    write_between(PAGE, "start_up.py", told)
+    print(told)
+
+
+def measured(model, dtype):
+    """Returns seconds and MB of every process, by unit and by who it was."""
+    found = {unit: {who: [] for who in ("ours", "fit")} for unit in ("seconds", "MB")}
+    for _ in range(FLAGS.times):
+        for who in random.sample(["ours", "fit"], 2):
+            command = [sys.executable, sys.argv[0], f"--one={who},{model},{dtype}"]
+            process = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+            for unit, value in json.loads(process.stdout.splitlines()[-1]).items():
+                found[unit][who].append(value)
+    return found
+
+
+def shown(cells):
+    """Returns a table of medians and their ratios."""
+    rows = [["model, precision", "ours", "`fit`", "ratio", "ours", "`fit`", "ratio"]]
+    for title, found in cells.items():
+        row = [title]
+        for unit, short in (("seconds", "s"), ("MB", "MB")):
+            ours_now, others = (statistics.median(found[unit][who]) for who in ("ours", "fit"))
+            ratio = statistics.median(ratios_of(found[unit], "ours", "fit"))
+            row += [f"{ours_now:.3g} {short}", f"{others:.3g} {short}", f"{ratio:.2f}"]
+        rows.append(row)
+    return table(rows)
 
 
 if __name__ == "__main__":

@@ -68,16 +68,14 @@ class Evaluator:
             for way in PRECISIONS
         }
         self._predict = {
-            precision: tf.function(
+            # By place: what stands by name, TensorFlow would take for an argument of the graph.
+            way: tf.function(
                 functools.partial(
-                    predict_batch,
-                    strategy=strategy,
-                    model=task.model,
-                    method=forward(task.predict_batch, precision),
+                    predict_batch, strategy, task.model, forward(task.predict_batch, way)
                 ),
                 autograph=False,
             )
-            for precision in PRECISIONS
+            for way in PRECISIONS
         }
 
     def evaluate(
@@ -200,7 +198,7 @@ def replica_evaluate(
 
 
 def predict_batch(
-    batch: Any, strategy: tf.distribute.Strategy, model: Any, method: Callable[[Any], Any]
+    strategy: tf.distribute.Strategy, model: Any, method: Callable[[Any], Any], batch: Any
 ) -> Any:
     """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`."""
     shares = strategy.run(replica_predict, args=(batch, model, method))
