@@ -20,8 +20,8 @@ for name, examples in (("default", 15), ("full", 60)):
 
 
 def pytest_addoption(parser):
-    """`--full` is what CI runs; `--regenerate` is for whoever has changed an error."""
-    parser.addoption("--full", action="store_true", help="random searches to their full length")
+    """`--full` is for CI, by day and by night; `--regenerate`, for whoever has changed an error."""
+    parser.addoption("--full", action="store_true", help="long random searches, and slow tests")
     parser.addoption(
         "--regenerate",
         action="store_true",
@@ -35,11 +35,13 @@ def pytest_configure(config):
 
 
 # By default one and three replicas stand for two and four as well, and in some files three alone,
-# or one, for all; CI runs these in full.
+# or one, for all; `.ci/nightly` runs these in full.
 IN_FULL = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_several_optimizers.py")
-LEFT_OUT = {"test_retry.py": (1, 2, 4), "test_policies.py": (1, 2, 4)}
-LEFT_OUT |= {"test_several_optimizers.py": (2, 3, 4)}
 IN_FULL += ("test_step.py", "test_batch_arithmetic.py", "test_randomness.py", "test_checkpoints.py")
+IN_FULL += ("test_fused.py",)
+THREE_ALONE = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_randomness.py")
+ONE_ALONE = ("test_several_optimizers.py", "test_fused.py")
+LEFT_OUT = dict.fromkeys(THREE_ALONE, (1, 2, 4)) | dict.fromkeys(ONE_ALONE, (2, 3, 4))
 
 
 # Few tests, and slow ones: begun first, so that they do not run alone at the end.

@@ -20,6 +20,8 @@ NOT_RUN = {
     "python -P train.py": "a script of the reader's",
     **dict.fromkeys(
         (
+            "python benchmarks/growth.py",
+            "python benchmarks/profile_step.py --model=cnn --dtype=bfloat16",
             "python benchmarks/scale.py",
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",

@@ -123,8 +123,8 @@ def plan_step(
         clip: the bound on the gradients.
         ema_momentum: of a moving average of the weights, kept by the optimizer; None keeps none.
         jit_compile: what XLA compiles: True, each replica's forward and backward pass;
-            "elementwise", of these all but products and convolutions; "update", the optimizer's
-            update of a single replica; False, nothing.
+            "elementwise", of these all but products, convolutions and sums; "update", the
+            optimizer's update of a single replica; False, nothing.
         record_gradients: whether reports count gradient magnitudes.
         max_retries: how often a step whose gradients overflowed is attempted again with the
             same batch, each time at another scale; 0 skips it.
