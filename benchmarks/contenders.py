@@ -12,8 +12,6 @@ import tensorflow as tf
 from models import loss_of
 from turns import Contender
 
-import strategies
-
 LOOP = 20  # steps in a call, of those who loop
 
 
@@ -69,11 +67,10 @@ def fit(work, policy, **settings):
     return Contender(take, least=each)
 
 
-def by_hand(work, policy, loop=LOOP, *, jit_compile=False, microbatches=1, replicas=1):
+def by_hand(work, policy, loop=LOOP, *, jit_compile=False, microbatches=1, strategy=None):
     """Returns the shortest loop there is: no loss scale, no verdict, no report."""
-    strategy = tf.distribute.get_strategy()
-    if replicas > 1:
-        strategy = strategies.create("mirrored", [f"CPU:{index}" for index in range(replicas)])
+    strategy = strategy or tf.distribute.get_strategy()
+    replicas = strategy.num_replicas_in_sync
     with strategy.scope(), under(policy):
         network, optimizer = work.build(), adam()
         weights = network.trainable_variables

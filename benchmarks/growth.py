@@ -14,15 +14,14 @@ from contenders import LOOP, by_hand, ours  # isort: skip  # keeps TensorFlow qu
 import json
 import pathlib
 import statistics
-import subprocess
-import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import app, flags
 from keras import layers
 from models import Work, work_of
-from turns import in_turn, machine, ratios_of, table, with_interval, write_between
+from turns import in_turn, measured_into, ratios_of, table, with_interval, write_between
 
 import strategies
 
@@ -82,20 +81,20 @@ def square(parameters):
 
 def contenders(what, much):
     """Returns who takes part, by name."""
-    work = {"variables": chain, "parameters": square}.get(what, lambda _: None)(much)
-    work = work or work_of("mlp" if what == "steps a call" else "cnn")
+    models = {"variables": chain, "parameters": square}
+    networks = {"microbatches": "cnn", "replicas": "cnn", "steps a call": "mlp"}
+    work = models[what](much) if what in models else work_of(networks[what])
     loop = much if what == "steps a call" else LOOP
     microbatches = much if what == "microbatches" else 1
-    replicas = much if what == "replicas" else 1
-    settings = {"jit_compile": False, "num_microbatches": microbatches}
-    if replicas > 1:
-        strategies.split_cpu(replicas)
-        devices = [f"CPU:{index}" for index in range(replicas)]
-        settings["strategy"] = strategies.create("mirrored", devices)
+    strategy = tf.distribute.get_strategy()
+    if what == "replicas" and much > 1:
+        strategies.split_cpu(much)
+        strategy = strategies.create("mirrored", [f"CPU:{index}" for index in range(much)])
+    settings = {"jit_compile": False, "num_microbatches": microbatches, "strategy": strategy}
     return {
         DYNAMIC: ours(work, "float32", loop, loss_scale="dynamic", **settings),
         NONE: ours(work, "float32", loop, loss_scale="none", **settings),
-        BY_HAND: by_hand(work, "float32", loop, microbatches=microbatches, replicas=replicas),
+        BY_HAND: by_hand(work, "float32", loop, microbatches=microbatches, strategy=strategy),
     }
 
 
@@ -118,14 +117,9 @@ def main(_):
         found = in_turn(contenders(what, int(much)), FLAGS.rounds, FLAGS.turn_secs)
         print(json.dumps(found))
         return
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
-    results["machine"] = machine()
-    for what in FLAGS.growing:
-        for much in ROWS[what]:
-            command = [sys.executable, *sys.argv, f"--row={what},{much}"]
-            lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
-            results["rows"][f"{what}: {much:,}"] = json.loads(lines.splitlines()[-1])
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    rows = [(what, much) for what in FLAGS.growing for much in ROWS[what]]
+    by_title = {f"{what}: {much:,}": f"--row={what},{much}" for what, much in rows}
+    results = measured_into(RESULTS, "rows", by_title)
     told = f"{results['machine']}.\n\n{shown(results)}"
     write_between(PAGE, "growth.py", told)
     print(told)

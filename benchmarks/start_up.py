@@ -11,14 +11,12 @@ import pathlib
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import time
 
 BEGAN = time.perf_counter()
 
 from absl import app, flags  # the clock runs before anything is imported
-from turns import machine, ratios_of, table, write_between
+from turns import machine, printed_by, ratios_of, table, write_between
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("times", 5, "How often each has its turn.", lower_bound=1)
@@ -87,9 +85,7 @@ def measured(model, dtype):
     found = {unit: {who: [] for who in ("ours", "fit")} for unit in ("seconds", "MB")}
     for _ in range(FLAGS.times):
         for who in random.sample(["ours", "fit"], 2):
-            command = [sys.executable, sys.argv[0], f"--one={who},{model},{dtype}"]
-            process = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
-            for unit, value in json.loads(process.stdout.splitlines()[-1]).items():
+            for unit, value in printed_by(f"--one={who},{model},{dtype}").items():
                 found[unit][who].append(value)
     return found
 

@@ -17,12 +17,10 @@ import importlib.util
 import json
 import pathlib
 import statistics
-import subprocess
-import sys
 
 from absl import app, flags
 from models import POLICIES, WIDTH, WINDOW, WORDS, work_of
-from turns import Contender, in_turn, machine, ratios_of, table, with_interval, write_between
+from turns import Contender, in_turn, measured_into, ratios_of, table, with_interval, write_between
 
 from trainer.compilation import LONG, settle
 
@@ -136,14 +134,9 @@ def main(_):
     if FLAGS.cell:
         print(json.dumps(measure(*FLAGS.cell.split(","))))
         return
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
-    results["machine"] = machine()
-    for model in FLAGS.models:
-        for dtype in FLAGS.dtypes:
-            command = [sys.executable, *sys.argv, f"--cell={model},{dtype}"]
-            lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
-            results["cells"][f"{model}, {dtype}"] = json.loads(lines.splitlines()[-1])
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    cells = [(model, dtype) for model in FLAGS.models for dtype in FLAGS.dtypes]
+    by_title = {f"{model}, {dtype}": f"--cell={model},{dtype}" for model, dtype in cells}
+    results = measured_into(RESULTS, "cells", by_title)
     told = f"{results['machine']}.\n\n{times(results)}\n\n{ratios(results)}"
     write_between(PAGE, "step_time.py", told)
     print(told)

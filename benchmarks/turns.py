@@ -5,11 +5,14 @@ take turns, round after round, in an order left to chance; each round has the ma
 and what counts is the median of the rounds' ratios.
 """
 
+import json
 import os
 import pathlib
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -53,6 +56,29 @@ def seconds_of(take, steps):
     began = time.perf_counter()
     take(steps)
     return (time.perf_counter() - began) / steps
+
+
+def printed_by(flag):
+    """Returns what a process of this script prints that has one flag more, a line of JSON."""
+    command = [sys.executable, *sys.argv, flag]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
+    return json.loads(lines.splitlines()[-1])
+
+
+def measured_into(file, kind, flags):
+    """Returns all that a file holds, after each flag's process has measured its part anew.
+
+    Args:
+        file: of JSON, written after every part.
+        kind: under which key parts stand.
+        flags: by the part's title.
+    """
+    results = json.loads(file.read_text()) if file.exists() else {kind: {}}
+    results["machine"] = machine()
+    for title, flag in flags.items():
+        results[kind][title] = printed_by(flag)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+    return results
 
 
 def ratios_of(turns, one, other):

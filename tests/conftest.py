@@ -36,12 +36,11 @@ def pytest_configure(config):
 
 # By default one and three replicas stand for two and four as well, and in some files three alone,
 # or one, for all; `.ci/nightly` runs these in full.
-IN_FULL = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_several_optimizers.py")
-IN_FULL += ("test_step.py", "test_batch_arithmetic.py", "test_randomness.py", "test_checkpoints.py")
-IN_FULL += ("test_fused.py",)
+ONE_AND_THREE = ("test_step.py", "test_batch_arithmetic.py", "test_checkpoints.py")
 THREE_ALONE = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_randomness.py")
 ONE_ALONE = ("test_several_optimizers.py", "test_fused.py")
-LEFT_OUT = dict.fromkeys(THREE_ALONE, (1, 2, 4)) | dict.fromkeys(ONE_ALONE, (2, 3, 4))
+LEFT_OUT = dict.fromkeys(ONE_AND_THREE, (2, 4)) | dict.fromkeys(THREE_ALONE, (1, 2, 4))
+LEFT_OUT |= dict.fromkeys(ONE_ALONE, (2, 3, 4))
 
 
 # Few tests, and slow ones: begun first, so that they do not run alone at the end.
@@ -55,8 +54,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.name not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        left_out = LEFT_OUT.get(item.path.name, (2, 4))
-        if item.path.name in IN_FULL and params.get("replicas") in left_out:
+        if params.get("replicas") in LEFT_OUT.get(item.path.name, ()):
             item.add_marker(pytest.mark.slow)
         slow = item.get_closest_marker("slow")
         searches = getattr(item.obj, "is_hypothesis_test", False)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from trainer.checkpoint.folder import write_whole
+
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 # What makes TensorBoard draw a number as a curve, and show a text. `tf.summary.scalar` and `text`
 # would write the same, but need the tensorboard package, which only those who look need to have.
@@ -107,9 +109,7 @@ class RunFiles:
 def keep(path: pathlib.Path, before: list[str], lines: list[str]) -> None:
     """Writes lines in place of others, if they are others: all of them, or none."""
     if lines != before:
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text("".join(lines))
-        unfinished.replace(path)
+        write_whole(path, "".join(lines))
 
 
 def is_of(line: str, last: int) -> bool:
