@@ -21,7 +21,7 @@ import tensorflow as tf
 from absl import app, flags
 from keras import layers
 from models import Work, work_of
-from turns import in_turn, measured_into, ratios_of, table, with_interval, write_between
+from turns import by_machine, in_turn, measured_into, ratios_of, table, with_interval, write_between
 
 import strategies
 
@@ -98,11 +98,11 @@ def contenders(what, much):
     }
 
 
-def shown(results):
+def shown(parts):
     """Returns a row for each size, with medians and ratios."""
     head = ["", "ours", "no loss scale", "by hand", "loss scaling's share"]
     rows = [[*head, "ours, against by hand (95%)"]]
-    for title, turns in results["rows"].items():
+    for title, turns in parts.items():
         medians = [f"{statistics.median(turns[name]):.3g}" for name in (DYNAMIC, NONE, BY_HAND)]
         share = 1 - statistics.median(ratios_of(turns, NONE, DYNAMIC))
         against = with_interval(ratios_of(turns, DYNAMIC, BY_HAND))
@@ -119,8 +119,8 @@ def main(_):
         return
     rows = [(what, much) for what in FLAGS.growing for much in ROWS[what]]
     by_title = {f"{what}: {much:,}": f"--row={what},{much}" for what, much in rows}
-    results = measured_into(RESULTS, "rows", by_title)
-    told = f"{results['machine']}.\n\n{shown(results)}"
+    results = measured_into(RESULTS, by_title)
+    told = by_machine(results, shown)
     write_between(PAGE, "growth.py", told)
     print(told)
 

@@ -20,9 +20,19 @@ import statistics
 
 from absl import app, flags
 from models import POLICIES, WIDTH, WINDOW, WORDS, work_of
-from turns import Contender, in_turn, measured_into, ratios_of, table, with_interval, write_between
+from turns import (
+    Contender,
+    by_machine,
+    in_turn,
+    measured_into,
+    ratios_of,
+    table,
+    with_interval,
+    write_between,
+)
 
-from trainer.compilation import LONG, settle
+from trainer.compilation import LONG, computes_in_loops, settle
+from trainer.data import batches
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Which.")
@@ -38,15 +48,15 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "step_time.json"
 PAGE = ROOT / "docs" / "performance.md"
 NAMES = {False: "plain", "elementwise": "elementwise", True: "XLA"}
-PLAIN, BY_HAND = "ours, plain", "by hand, plain"
+PAIRS = [("ours, plain", "by hand, plain"), ("ours, XLA", "by hand, XLA")]
 
 
 def contenders(model, dtype):
     """Returns who takes part, by name: a function without arguments that makes it ready.
 
-    In float16 on a CPU TensorFlow's own kernels take seconds a step: `fit` shows it once.
+    Where TensorFlow's own kernels are scalar loops, `fit` alone shows it.
     """
-    half = dtype == "float16"
+    half = dtype != "float32" and computes_in_loops(dtype)
     cell = (work_of(model), POLICIES[dtype])
     found = {"fit": lambda: fit(*cell)}
     for way, name in NAMES.items():
@@ -54,7 +64,7 @@ def contenders(model, dtype):
             found[f"ours, {name}"] = functools.partial(ours, *cell, jit_compile=way)
     if not half:
         found["fit, 20 steps a call"] = lambda: fit(*cell, steps_per_execution=20)
-        found[BY_HAND] = lambda: by_hand(*cell)
+        found["by hand, plain"] = lambda: by_hand(*cell)
     found["fit, XLA"] = lambda: fit(*cell, jit_compile=True)
     found["by hand, XLA"] = lambda: by_hand(*cell, jit_compile=True)
     if importlib.util.find_spec("torch"):
@@ -74,7 +84,8 @@ def chosen(model, dtype):
     """Returns what jit_compile="auto" comes to in a long run, and the seconds it takes for that."""
     trainer, data = trainer_of(work_of(model), POLICIES[dtype], jit_compile="auto")
     parts, use = trainer._parts, trainer._use  # noqa: SLF001
-    choice = settle(trainer, parts, next(iter(data)), LONG, use)
+    found = batches(data, "data", trainer.strategy)
+    choice = settle(trainer, parts, found, LONG, use)
     way = trainer._parts.plan.jit_compile  # noqa: SLF001
     return {"way": f"ours, {NAMES[way]}", "secs": choice.secs if choice else 0.0}
 
@@ -83,29 +94,29 @@ def measure(model, dtype):
     """Returns milliseconds a step of every turn, by contender, and what "auto" chose."""
     ready = {name: make() for name, make in contenders(model, dtype).items()}
     found = in_turn(ready, FLAGS.rounds, FLAGS.turn_secs, FLAGS.slow_secs)
-    pair = {name: ready[name] for name in (PLAIN, BY_HAND) if name in ready}
-    paired = in_turn(pair, FLAGS.pairs, FLAGS.pair_secs) if pair else {}
+    pair = next(pair for pair in PAIRS if pair[0] in ready)
+    paired = in_turn({name: ready[name] for name in pair}, FLAGS.pairs, FLAGS.pair_secs)
     return {"millisecs": found, "paired": paired, "auto": chosen(model, dtype)}
 
 
-def times(results):
+def times(cells):
     """Returns medians, in milliseconds a step: a row a cell."""
-    names = ["fit", "fit, 20 steps a call", "fit, XLA", BY_HAND, "by hand, XLA"]
+    names = ["fit", "fit, 20 steps a call", "fit, XLA", "by hand, plain", "by hand, XLA"]
     names += [f"ours, {name}" for name in NAMES.values()] + ["PyTorch"]
     rows = [["model, dtype", *names]]
-    for title, cell in results["cells"].items():
+    for title, cell in cells.items():
         found = {name: statistics.median(turns) for name, turns in cell["millisecs"].items()}
         rows.append([title, *(f"{found[name]:.3g}" if name in found else "" for name in names)])
     return table(rows)
 
 
-def ratios(results):
+def ratios(cells):
     """Returns ours, as "auto" chose, against the others: a row a cell, and a mean."""
     head = ["model, dtype", "auto chose", "in", "against the best fixed way"]
     head += ["against the best `fit`", "against `fit`", "against PyTorch"]
-    head += ["plain, against by hand (95%)"]
+    head += ["against by hand (95%)"]
     rows, against_best = [head], []
-    for title, cell in results["cells"].items():
+    for title, cell in cells.items():
         turns, auto = cell["millisecs"], cell["auto"]
 
         def best(kind, turns=turns):
@@ -121,7 +132,7 @@ def ratios(results):
             against_best.append(against[1])
         chose = auto["way"].removeprefix("ours, ")
         paired = cell["paired"]
-        overhead = with_interval(ratios_of(paired, PLAIN, BY_HAND)) if paired else ""
+        overhead = with_interval(ratios_of(paired, *paired)) if paired else ""
         secs = f"{auto['secs']:.0f} s"
         rows.append([title, chose, secs, *(f"{ratio:.2f}" for ratio in against), overhead])
     mean = statistics.geometric_mean(against_best) if against_best else float("nan")
@@ -136,8 +147,8 @@ def main(_):
         return
     cells = [(model, dtype) for model in FLAGS.models for dtype in FLAGS.dtypes]
     by_title = {f"{model}, {dtype}": f"--cell={model},{dtype}" for model, dtype in cells}
-    results = measured_into(RESULTS, "cells", by_title)
-    told = f"{results['machine']}.\n\n{times(results)}\n\n{ratios(results)}"
+    results = measured_into(RESULTS, by_title)
+    told = by_machine(results, lambda cells: f"{times(cells)}\n\n{ratios(cells)}")
     write_between(PAGE, "step_time.py", told)
     print(told)
 

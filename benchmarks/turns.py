@@ -17,6 +17,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+INSTRUCTIONS = {  # by the flag of a processor that has them; the latest first
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 with bfloat16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
+
 
 class Contender(NamedTuple):
     """Who takes part."""
@@ -65,20 +72,23 @@ def printed_by(flag):
     return json.loads(lines.splitlines()[-1])
 
 
-def measured_into(file, kind, flags):
+def measured_into(file, flags):
     """Returns all that a file holds, after each flag's process has measured its part anew.
 
     Args:
-        file: of JSON, written after every part.
-        kind: under which key parts stand.
+        file: of JSON, written after every part: parts by title, by machine.
         flags: by the part's title.
     """
-    results = json.loads(file.read_text()) if file.exists() else {kind: {}}
-    results["machine"] = machine()
+    results = json.loads(file.read_text()) if file.exists() else {}
     for title, flag in flags.items():
-        results[kind][title] = printed_by(flag)
+        results.setdefault(machine(), {})[title] = printed_by(flag)
         file.write_text(json.dumps(results, indent=1) + "\n")
     return results
+
+
+def by_machine(results, shown):
+    """Returns what is shown of each machine's parts, under its name."""
+    return "\n\n".join(f"### {name}\n\n{shown(parts)}" for name, parts in results.items())
 
 
 def ratios_of(turns, one, other):
@@ -97,13 +107,14 @@ def with_interval(found):
 
 
 def machine():
-    """Returns what the figures are of."""
-    names = [
-        line.split(":")[1].strip()
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+    """Returns what the figures are of: a processor, its cores, and how wide it computes."""
+    facts = {}
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    name = facts.get("model name", platform.processor())
+    can = [kind for flag, kind in INSTRUCTIONS.items() if flag in facts.get("flags", "").split()]
+    return ", ".join([name, f"{os.cpu_count()} cores", *can[:1]])
 
 
 def table(rows):

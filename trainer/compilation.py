@@ -6,6 +6,7 @@ that comes into question. Then every bit is put back, the fastest way is kept, a
 """
 
 import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -20,7 +21,7 @@ import scaling
 import strategies
 from trainer.build import Parts, make_loop, parts_of_plan
 from trainer.checkpoint.folder import write_whole
-from trainer.data import again_and_again
+from trainer.data import Batches, again_and_again
 from trainer.settings import check_choice
 from trainer.step.compiled import WAYS, check_way, has_one_replica
 from trainer.step.fused import fused_rule
@@ -42,6 +43,7 @@ class Choice(NamedTuple):
     jit_compile: bool | str  # the fastest way, or the first that is as good
     millisecs: dict[bool | str, float]  # a step in each way that was tried: medians
     secs: float  # that measuring took
+    run_steps: Any  # the loop that takes steps in this way, traced and compiled
 
     def __str__(self) -> str:
         """For instance "XLA compiles nothing: 4.1 ms a step (...); measured in 8.0 s"."""
@@ -59,8 +61,8 @@ def first_way(
 ) -> bool | str:
     """Returns what XLA compiles as long as nothing has been measured.
 
-    For "auto" that is float16 on CPU, where TensorFlow's own float16 convolution is a scalar
-    loop, hundreds of times slower; and nothing else.
+    For "auto" that is half precision on a CPU for which TensorFlow has no fast kernels of it:
+    its convolutions are scalar loops there, up to hundreds of times slower.
 
     Raises:
         ValueError: if there is no such way, or not under this strategy.
@@ -69,7 +71,37 @@ def first_way(
     if jit_compile != "auto":
         check_way(jit_compile, strategy)
         return jit_compile
-    return precision.compute_dtype == "float16" and runs_on_cpu(strategy)
+    dtype = precision.compute_dtype
+    return dtype != "float32" and runs_on_cpu(strategy) and computes_in_loops(dtype)
+
+
+@functools.cache
+def computes_in_loops(dtype: str) -> bool:
+    """Returns whether TensorFlow has no fast kernels of a half precision for this CPU.
+
+    It has none of float16; of bfloat16, only where a processor has AVX-512 or the like. It tells
+    nobody, so a convolution's gradient is tried: 15 times as slow as in float32 on a processor
+    with AVX2 alone.
+    """
+    return dtype == "float16" or gradient_secs(dtype) > 4 * gradient_secs("float32")
+
+
+def gradient_secs(dtype: str) -> float:
+    """Returns the seconds that the gradient of a small convolution takes on the CPU."""
+    secs = []
+    with tf.device("CPU:0"):
+        images = tf.ones([8, 16, 16, 64], dtype)
+        for _ in range(4):
+            began = time.perf_counter()
+            tf.raw_ops.Conv2DBackpropFilter(
+                input=images,
+                filter_sizes=[3, 3, 64, 64],
+                out_backprop=images,
+                strides=[1, 1, 1, 1],
+                padding="SAME",
+            ).numpy()
+            secs.append(time.perf_counter() - began)
+    return min(secs)
 
 
 def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
@@ -97,14 +129,14 @@ def ways_to_try(trainer: Any, plan: StepPlan) -> list[bool | str]:
 
 
 def settle(
-    trainer: Any, parts: Parts, batch: Any, steps: int, use: Callable[[Parts], None]
+    trainer: Any, parts: Parts, data: Batches, steps: int, use: Callable[[Parts], None]
 ) -> Choice | None:
     """Has a trainer use parts that are compiled as they shall be from its next step on.
 
     Args:
         trainer: a `Trainer` with jit_compile="auto" that has started.
         parts: what it is made of.
-        batch: its first.
+        data: what it is about to train on.
         steps: that it is about to take.
         use: gives the trainer other parts: its step may be the user's, and looks there.
 
@@ -117,20 +149,21 @@ def settle(
     else:
         way = remembered(trainer.model_dir)
     if way is None and len(ways) > 1 and steps >= LONG:
-        choice = measure(trainer, parts, batch, ways, use)
+        choice = measure(trainer, parts, data, ways, use)
         if choice:
             way = choice.jit_compile
             remember(trainer.model_dir, choice)
     if way in ways and way != parts.plan.jit_compile:
         plan = compiled_as(parts.plan, way)
-        use(parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop)))
+        parts = parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
+    use(parts._replace(run_steps=choice.run_steps) if choice else parts)
     return choice
 
 
 def measure(
     trainer: Any,
     parts: Parts,
-    batch: Any,
+    data: Batches,
     ways: list[bool | str],
     use: Callable[[Parts], None],
 ) -> Choice | None:
@@ -140,7 +173,7 @@ def measure(
         What came of it; None if somebody has asked the run to stop, or it cannot take steps.
     """
     began = time.perf_counter()
-    dataset = again_and_again(batch)
+    dataset = again_and_again(data)
     secs: dict[bool | str, list[float]] = {}
     steps: dict[bool | str, int] = {}
     racing = {}
@@ -167,7 +200,7 @@ def measure(
     if medians[best] == math.inf:
         return None
     millisecs = {way: 1e3 * median for way, median in medians.items() if median < math.inf}
-    return Choice(best, millisecs, time.perf_counter() - began)
+    return Choice(best, millisecs, time.perf_counter() - began, racing[best].run_steps)
 
 
 def in_sight(secs: dict[bool | str, list[float]]) -> list[bool | str]:

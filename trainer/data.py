@@ -205,9 +205,24 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def again_and_again(batch: Any) -> tf.data.Dataset:
-    """Returns one batch, for ever."""
-    return untuned(tf.data.Dataset.from_tensors(batch).repeat())
+def again_and_again(found: Batches) -> tf.data.Dataset:
+    """Returns the first batch for ever; what is traced with it, fits all the data."""
+    spec = found.dataset.element_spec
+
+    @not_rewritten
+    def as_the_data(*batch: Any) -> Any:
+        pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
+        return tf.nest.pack_sequence_as(spec, [as_open_as(tensor, one) for tensor, one in pairs])
+
+    return untuned(tf.data.Dataset.from_tensors(found.first).repeat().map(as_the_data))
+
+
+@not_rewritten
+def as_open_as(tensor: Any, spec: Any) -> Any:
+    """Returns a tensor of whose shape a graph knows no more than a spec says."""
+    if not isinstance(spec, tf.TensorSpec):  # ragged or sparse: its spec says all there is
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
 
 
 def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:

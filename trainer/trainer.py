@@ -96,9 +96,10 @@ class Trainer(Task):
         profile_steps: the first and the last step to profile, for TensorBoard; None profiles none.
         jit_compile: what XLA compiles: True, each replica's forward and backward pass;
             "elementwise", of these what is no product, convolution or pooling; "update", the
-            optimizer's update, on one replica; False, nothing. "auto" compiles float16 on CPU;
-            else it measures which is fastest, once, before the first step of a run of 1,000
-            steps or more, and keeps to it. Results differ by rounding.
+            optimizer's update, on one replica; False, nothing. "auto" compiles half precision
+            that a CPU computes in scalar loops; else it measures which is fastest, once, before
+            the first step of a run of 1,000 steps or more, and keeps to it. Results differ by
+            rounding.
         seed: for initial weights, for shuffling arrays and for what steps draw; sets Python's,
             NumPy's and TensorFlow's seeds when the model is built, from 0 to 2^32 - 1. None leaves
             those alone, and takes one by chance for what steps draw.
@@ -368,7 +369,7 @@ class Trainer(Task):
             results = ["loss", *self._parts.metrics[True]]
             self.saving.check_results(results if evaluate else None)
             log = self._new_log()
-            choice = self._settle_compilation(data.first, target, log)
+            choice = self._settle_compilation(data, target, log)
             training = Training(
                 self,
                 self._parts,
@@ -411,14 +412,14 @@ class Trainer(Task):
             signals.end_process(others=asked)
         return summary
 
-    def _settle_compilation(self, batch: Any, target: int, log: RunLog) -> Choice | None:
+    def _settle_compilation(self, data: Batches, target: int, log: RunLog) -> Choice | None:
         """Decides what XLA compiles from the next step on, if that is not decided."""
         if not self._compilation_open:
             return None
         self._compilation_open = False
         with log.screen.doing("measuring what XLA shall compile ..."):
             left = target - self.totals.attempted
-            choice = settle(self, self._parts, batch, left, self._use)
+            choice = settle(self, self._parts, data, left, self._use)
         self.jit_compile = self._parts.plan.jit_compile
         return choice
 
@@ -562,7 +563,7 @@ class Trainer(Task):
         settings.check_count("steps", steps)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         self._start(data.first)
-        return overfit(self, self._parts, data.first, steps)
+        return overfit(self, self._parts, data, steps)
 
     def export(
         self,

@@ -129,9 +129,9 @@ def dry_run(
         )
 
 
-def overfit(trainer: Any, parts: Parts, batch: Any, steps: int) -> Overfit:
-    """Trains on one batch again and again, and puts everything back."""
-    dataset = again_and_again(batch)
+def overfit(trainer: Any, parts: Parts, data: Batches, steps: int) -> Overfit:
+    """Trains on the first batch again and again, and puts everything back."""
+    dataset = again_and_again(data)
     with put_back(trainer, parts):
         report, _ = parts.run_steps(iter(dataset), tf.constant(steps))
         losses, applied = report.loss.numpy(), report.grads_finite.numpy()

@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_bits, trained_small
 
-from trainer import TrainingStuckError, compilation
+from trainer import Trainer, TrainingStuckError, compilation
+from trainer.data import batches
 from trainer.step.compiled import WAYS
 
 
@@ -42,6 +43,32 @@ def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
     assert f"XLA compiles {WAYS[trainer.jit_compile]}: " in capsys.readouterr().out
 
 
+class Counting(SmallImages):
+    """Counts how often its loss is traced, and how often it had been when the run began."""
+
+    traced = traced_before = 0
+
+    def compute_loss(self, batch, training):
+        """The loss."""
+        self.traced += 1
+        return super().compute_loss(batch, training)
+
+    def on_train_begin(self):
+        """The first step comes next."""
+        self.traced_before = self.traced
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_what_was_measured_goes_on(drop_remainder):
+    """The run's steps are those that were traced and compiled to be measured: nothing is again."""
+    dataset = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8, drop_remainder)
+    trainer = Counting(optimizer=adam, verbose=False, jit_compile="auto")
+    trainer.train(dataset, steps=4)
+
+    assert trainer.traced == trainer.traced_before > 0
+
+
 @pytest.mark.usefixtures("always")
 def test_what_is_slower_has_no_more_turns(monkeypatch):
     """A way far behind the best after one step is not measured further."""
@@ -71,9 +98,9 @@ def test_no_way_is_begun_too_late(monkeypatch):
 def ready(kind=SmallImages):
     """What `measure` is told of a trainer that has taken no step."""
     trainer = kind(optimizer=adam, verbose=False)
-    batch = (tf.constant(IMAGES), tf.constant(LABELS))
-    trainer._start(batch)
-    return trainer, trainer._parts, batch, [False, True], trainer._use
+    data = batches((IMAGES, LABELS), "train_data", trainer.strategy, global_batch=len(IMAGES))
+    trainer._start(data.first)
+    return trainer, trainer._parts, data, [False, True], trainer._use
 
 
 @pytest.mark.usefixtures("always")
@@ -131,6 +158,17 @@ def test_float16_on_a_cpu_is_compiled_unmeasured():
     trainer = trained_small(steps=1, jit_compile="auto", precision="mixed_float16")
 
     assert trainer.jit_compile is True
+
+
+@pytest.mark.parametrize(("secs", "compiled"), [(0.015, True), (0.002, False)])
+def test_bfloat16_is_compiled_unmeasured_on_a_processor_without_it(monkeypatch, secs, compiled):
+    """There it is a scalar loop, too; on others "auto" measures."""
+    monkeypatch.setattr(compilation, "gradient_secs", {"bfloat16": secs, "float32": 0.001}.get)
+    compilation.computes_in_loops.cache_clear()
+    trainer = Trainer(precision="mixed_bfloat16", verbose=False)
+    compilation.computes_in_loops.cache_clear()
+
+    assert trainer.jit_compile is compiled
 
 
 class Endless(SmallImages):
