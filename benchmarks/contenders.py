@@ -3,7 +3,7 @@
 All with Adam, one batch again and again, from a data set that is prefetched.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import contextlib
 

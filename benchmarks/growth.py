@@ -9,7 +9,7 @@ so that every contender runs the same kernels. Results go to benchmarks/growth.j
 into docs/performance.md.
 """
 
-from contenders import LOOP, by_hand, ours  # isort: skip  # keeps TensorFlow quiet
+from contenders import LOOP, by_hand, ours  # isort: skip  # sets TensorFlow up
 
 import json
 import pathlib

@@ -2,13 +2,12 @@
 
 TensorFlow's own way is `experimental_distribute_dataset`, whose iterator cannot be saved. Both
 ways feed the same training step of a small convolutional network on CIFAR's shapes, and take
-turns; what is printed is the ratio of their times, a round each.
+turns; what is printed is the median of the rounds' ratios, and its 95% interval.
 
     python benchmarks/input_path.py --replicas=2 --batch_size=64
 """
 
 import os
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -16,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import app, flags
+from turns import Contender, in_turn, ratios_of, with_interval
 
 import strategies
 
@@ -23,7 +23,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("replicas", 2, "Logical CPU devices.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Examples in a global batch.", lower_bound=1)
 flags.DEFINE_integer("rounds", 15, "How often each way has its turn.", lower_bound=1)
-flags.DEFINE_integer("steps", 10, "Steps in a turn.", lower_bound=1)
+flags.DEFINE_float("turn_secs", 0.5, "How long a turn shall be; at least one step.")
 
 
 def build_model():
@@ -50,7 +50,7 @@ def dataset(batch_size):
 
 
 def make_ways(strategy, batch_size):
-    """Returns both ways as functions that take some steps."""
+    """Returns both ways, by name."""
     with strategy.scope():
         model = build_model()
         optimizer = keras.optimizers.SGD(1e-3)
@@ -81,19 +81,15 @@ def make_ways(strategy, batch_size):
         for _ in tf.range(steps):
             strategy.run(learn, args=next(iterator))
 
+    def contender(function, data):
+        iterator = iter(data)
+        return Contender(lambda steps: function(iterator, tf.constant(steps)))
+
     data = dataset(batch_size)
     return {
-        "sliced": (sliced, iter(data)),
-        "distributed": (distributed, iter(strategy.experimental_distribute_dataset(data))),
+        "sliced": contender(sliced, data),
+        "distributed": contender(distributed, strategy.experimental_distribute_dataset(data)),
     }
-
-
-def seconds(way, steps):
-    """How long some steps take."""
-    function, iterator = way
-    began = time.perf_counter()
-    function(iterator, tf.constant(steps))
-    return time.perf_counter() - began
 
 
 def main(_):
@@ -101,17 +97,10 @@ def main(_):
     strategies.split_cpu(FLAGS.replicas)
     devices = [f"CPU:{index}" for index in range(FLAGS.replicas)]
     ways = make_ways(strategies.create("mirrored", devices), FLAGS.batch_size)
-    for way in ways.values():
-        seconds(way, 2)
-    ratios = []
-    for number in range(FLAGS.rounds):
-        order = list(ways) if number % 2 else list(ways)[::-1]
-        took = {name: seconds(ways[name], FLAGS.steps) for name in order}
-        ratios.append(took["sliced"] / took["distributed"])
-    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    turns = in_turn(ways, FLAGS.rounds, FLAGS.turn_secs)
     print(
         f"{FLAGS.replicas} replicas, global batch {FLAGS.batch_size}: sliced / distributed "
-        f"{middle:.3f} (quartiles {low:.3f} to {high:.3f}, {FLAGS.rounds} rounds)"
+        f"{with_interval(ratios_of(turns, 'sliced', 'distributed'))}, {FLAGS.rounds} rounds"
     )
 
 

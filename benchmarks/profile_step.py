@@ -7,7 +7,7 @@ columns add up to more than a step takes. TensorFlow's come from its own profile
 an operation's callees take; PyTorch's from torch.profiler.
 """
 
-from contenders import by_hand, ours  # isort: skip  # keeps TensorFlow quiet
+from contenders import by_hand, ours  # isort: skip  # sets TensorFlow up
 
 import collections
 import importlib.util

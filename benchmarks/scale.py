@@ -71,6 +71,7 @@ def measured(strategy):
 
     functions = {name: calls_of(values) for name, values in variants(replicas).items()}
     seconds = {name: [] for name in functions}
+    # In the same order in every process, and as often: each waits for the others.
     for turn in range(FLAGS.rounds + 1):
         for name, function in functions.items():
             began = time.perf_counter()

@@ -10,7 +10,7 @@ to benchmarks/step_time.json, and tables into docs/performance.md. PyTorch is le
 is not installed (`pip install -e '.[bench]'`).
 """
 
-from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # keeps TensorFlow quiet
+from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # sets TensorFlow up
 
 import functools
 import importlib.util

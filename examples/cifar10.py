@@ -9,7 +9,7 @@ count. On a CPU, XLA compiles float16 (`--jit_compile=auto`), which is many time
 The evaluation computes in float32, with the same weights.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import datasets
 import keras

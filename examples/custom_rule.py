@@ -8,7 +8,7 @@ function of the state before a step and the step's verdict. `Patient` waits twic
 growth that was in vain, where `dynamic` tries again and again; each try costs a step.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import dataclasses
 from typing import ClassVar, NamedTuple

@@ -9,7 +9,7 @@ scale starts at 2^24, far too high for this network, so that the first steps ove
 skipped: watch the scale come down until the gradients fit.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import datasets
 import keras

@@ -10,7 +10,7 @@ other get ahead. Each batch, noise included, is a function of its number. The lo
 2^24, far too high, so that the first steps are skipped.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import keras
 import numpy as np

@@ -10,7 +10,7 @@ into a script of your own: `make_trainer(..., strategy=choose())`. Where there i
 and goes on with the CPU.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import sys
 

@@ -8,7 +8,7 @@ It reads the sources of Python's standard library, the first files in the order 
 window of bytes, each is to be guessed from those before it; the last windows are held out.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import pathlib
 import sysconfig

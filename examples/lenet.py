@@ -8,7 +8,7 @@ The network is that of 1998, but for softmax and ordinary pooling, in float16 wi
 weights. `lenet_half.py` takes the master weights away.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import datasets
 import keras

@@ -10,7 +10,7 @@ TPU, bfloat16 needs no loss scale. MNIST is fetched by `keras.datasets`; scikit-
 8 x 8 pixels, are on this machine already.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import datasets
 import keras

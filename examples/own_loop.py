@@ -3,7 +3,7 @@
 See what halfstep adds with    diff examples/own_loop_bare.py examples/own_loop.py
 """
 
-from trainer.step import TrainState, attempt_step, plan_step  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer.step import TrainState, attempt_step, plan_step  # isort: skip  # first: it sets TensorFlow up
 
 import keras
 import tensorflow as tf

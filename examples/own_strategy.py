@@ -7,7 +7,7 @@ A strategy is a function of the devices that were asked for, under a name: from 
 `--distribution_strategy`, `Trainer` and `strategies.create` know it. Here it fits a line.
 """
 
-from trainer import Trainer  # isort: skip  # first: it keeps TensorFlow quiet
+from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
 
 import keras
 import numpy as np

@@ -44,6 +44,17 @@ MODES = ["train_and_eval", "train", "eval", "dry_run", "overfit", "replay"]
 
 COMPILED = {way: way for way in ("auto", "update", "elementwise")} | {"true": True, "false": False}
 
+# Flags that have the names of the trainer's arguments, and their meaning.
+# fmt: off
+CALLED_ALIKE = (
+    "model_dir", "precision", "num_microbatches", "global_clipnorm", "ema_momentum",
+    "on_overflow", "on_nonfinite_loss", "max_consecutive_skips", "on_stuck",
+    "max_overflow_records", "steps_per_loop", "verbose", "checkpoint_interval",
+    "checkpoint_secs", "max_to_keep", "async_checkpoint", "keep_best", "best_metric", "best_is",
+    "data_resume", "allow_changes", "init_from", "seed", "record_gradients",
+)
+# fmt: on
+
 TrainerType = TypeVar("TrainerType", bound=Trainer)
 
 
@@ -165,46 +176,13 @@ def make_trainer(
     no_gpu = not tf.config.list_physical_devices("GPU")
     if flag_values.distribution_strategy == "mirrored" and no_gpu:
         strategies.split_cpu(flag_values.logical_cpus)
-    strategy: Any = flag_values.distribution_strategy
-    if flag_values.tpu is not None:
-        if strategy not in ("tpu", "auto"):
-            raise ValueError(
-                f"`--tpu` must be left out unless --distribution_strategy is tpu or auto; got "
-                f"{flag_values.tpu!r} beside {strategy!r}. No other runs on a TPU. Pass "
-                "--distribution_strategy=tpu."
-            )
-        strategy = strategies.create(strategy, [flag_values.tpu])
-    from_flags = {
-        "model_dir": flag_values.model_dir,
-        "strategy": strategy,
-        "precision": flag_values.precision,
+    from_flags = {name: flag_values[name].value for name in CALLED_ALIKE} | {
+        "strategy": parse_strategy(flag_values),
         "loss_scale": parse_loss_scale(flag_values),
-        "num_microbatches": flag_values.num_microbatches,
-        "global_clipnorm": flag_values.global_clipnorm,
-        "ema_momentum": flag_values.ema_momentum,
-        "on_overflow": flag_values.on_overflow,
-        "on_nonfinite_loss": flag_values.on_nonfinite_loss,
-        "max_consecutive_skips": flag_values.max_consecutive_skips,
-        "on_stuck": flag_values.on_stuck,
-        "max_overflow_records": flag_values.max_overflow_records,
-        "steps_per_loop": flag_values.steps_per_loop,
         "log_interval": flag_values.log_steps,
-        "verbose": flag_values.verbose,
         "profile_steps": parse_profile(flag_values),
-        "checkpoint_interval": flag_values.checkpoint_interval,
-        "checkpoint_secs": flag_values.checkpoint_secs,
-        "max_to_keep": flag_values.max_to_keep,
-        "async_checkpoint": flag_values.async_checkpoint,
-        "keep_best": flag_values.keep_best,
-        "best_metric": flag_values.best_metric,
-        "best_is": flag_values.best_is,
-        "data_resume": flag_values.data_resume,
-        "allow_changes": flag_values.allow_changes,
-        "init_from": flag_values.init_from,
         "divergence": parse_divergence(flag_values),
         "jit_compile": COMPILED[flag_values.jit_compile],
-        "seed": flag_values.seed,
-        "record_gradients": flag_values.record_gradients,
     }
     made = trainer_class(**from_flags | arguments)
     if flag_values.model_dir and made.is_chief:
@@ -286,6 +264,24 @@ def run_mode(
         return None
     of_arrays = flag_values.batch_size if are_arrays(test_data) else None
     return trainer.evaluate(test_data, global_batch=of_arrays)
+
+
+def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:
+    """Returns what `Trainer` takes as `strategy`.
+
+    Raises:
+        ValueError: if a TPU is named that would not be used.
+    """
+    strategy = flag_values.distribution_strategy
+    if flag_values.tpu is None:
+        return strategy
+    if strategy not in ("tpu", "auto"):
+        raise ValueError(
+            f"`--tpu` must be left out unless --distribution_strategy is tpu or auto; got "
+            f"{flag_values.tpu!r} beside {strategy!r}. No other runs on a TPU. Pass "
+            "--distribution_strategy=tpu."
+        )
+    return strategies.create(strategy, [flag_values.tpu])
 
 
 def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:

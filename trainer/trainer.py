@@ -23,7 +23,6 @@ from trainer.compilation import Choice, first_way, settle
 from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
 from trainer.divergence import Divergence, LossWatch, check_divergence
 from trainer.export import check_export, export
-from trainer.log.model_table import rows_of
 from trainer.log.run_log import RunLog
 from trainer.log.screen import style_of
 from trainer.log.summary import Totals, TrainSummary
@@ -381,32 +380,15 @@ class Trainer(Task):
                 eval_interval,
                 self._export_into,
             )
-            start = training.take_up()
+            training.take_up()
             if not self._introduced:
-                best = {"best_metric": self.saving.best_metric, "best_is": self.saving.best_is}
-                told, rows = training.facts() | best, rows_of(self.model)
-                with training.writing_log():
-                    log.introduce(type(self).__name__, start, told, rows)
+                training.introduce()
                 self._introduced = True
             if choice:
                 log.say(str(choice))
             self.on_train_begin()
-            step = training.run()
-            latest, sizes = self._parts.checkpoints.latest, self._parts.checkpoints.bytes
-            summary = TrainSummary(
-                step=step,
-                steps_run=step - start,
-                totals=self.totals,
-                loss_scale=self.loss_scale,
-                seconds=time.perf_counter() - began,
-                checkpoint=str(latest) if latest else None,
-                checkpoint_bytes=sum(sizes.values()),
-                position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
-                best=training.best_result,
-                schedule_lag=self.totals.skipped if self._parts.plan.has_schedule else 0,
-            )
-            with training.writing_log():
-                log.conclude(summary, target)
+            training.run()
+            summary = training.conclude(began)
             self.on_train_end(summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)

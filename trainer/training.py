@@ -22,8 +22,9 @@ from trainer.checkpoint.setting import check_same, versions
 from trainer.data_errors import explain, reason_of
 from trainer.divergence import DivergedError, LossWatch, Offence
 from trainer.liveness import TrainingStuckError, check_alive
+from trainer.log.model_table import rows_of
 from trainer.log.run_log import RunLog
-from trainer.log.summary import Totals
+from trainer.log.summary import Totals, TrainSummary
 from trainer.loop import crossed, next_stop
 from trainer.lost_worker import naming_the_lost
 from trainer.profile import Profile
@@ -81,11 +82,8 @@ class Training:
             trainer.model_dir, keep, trainer.saving.best_metric, trainer.saving.best_is
         )
 
-    def take_up(self) -> int:
+    def take_up(self) -> None:
         """Goes to where the checkpoint that was restored was written, if one was.
-
-        Returns:
-            The step at which the run stands.
 
         Raises:
             ValueError: if that checkpoint is of a run that is not to be gone on with.
@@ -95,8 +93,8 @@ class Training:
             state.halted.assign(value=False)
             state.skips_in_a_row.assign(0)
         if checkpoints.taken_up or not checkpoints.latest:
-            return self._start
-        saved, ours, allowed = dict(checkpoints.facts), self.facts(), trainer.saving.allow_changes
+            return
+        saved, ours, allowed = dict(checkpoints.facts), self._facts(), trainer.saving.allow_changes
         if saved["data_resume"] == ours["data_resume"]:  # else one of the two was not looked at
             for facts in (saved, ours):
                 facts["data"] += facts["pipeline"]
@@ -113,20 +111,46 @@ class Training:
         checkpoints.taken_up = True
         self._log.rewind(self._start)
         self._log.say(f"going on from step {self._start} ({checkpoints.latest})")
-        return self._start
 
-    def run(self) -> int:
-        """Takes inner loops until the target, or until somebody asks to stop.
+    def introduce(self) -> None:
+        """Tells, on the screen and in `metrics.jsonl`, what is trained, and how."""
+        trainer = self._trainer
+        best = {"best_metric": trainer.saving.best_metric, "best_is": trainer.saving.best_is}
+        told, rows = self._facts() | best, rows_of(trainer.model)
+        with self._writing_log():
+            self._log.introduce(type(trainer).__name__, self._start, told, rows)
 
-        Returns:
-            The step it has come to.
-        """
+    def run(self) -> None:
+        """Takes inner loops until the target, or until somebody asks to stop."""
         following = self._log.following(self._start, self._target)
         with following, naming_the_lost(self._trainer.strategy, self._where):
-            return self._run()
+            self._run()
 
-    @property
-    def best_result(self) -> str | None:
+    def conclude(self, began: float) -> TrainSummary:
+        """Shows and returns how the run stands.
+
+        Args:
+            began: the `time.perf_counter()` when this call did.
+        """
+        totals, checkpoints = Totals.from_state(self._parts.state), self._parts.checkpoints
+        sizes = checkpoints.bytes
+        summary = TrainSummary(
+            step=self._step,
+            steps_run=self._step - self._start,
+            totals=totals,
+            loss_scale=self._trainer.loss_scale,
+            seconds=time.perf_counter() - began,
+            checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
+            checkpoint_bytes=sum(sizes.values()),
+            position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
+            best=self._best_result(),
+            schedule_lag=totals.skipped if self._parts.plan.has_schedule else 0,
+        )
+        with self._writing_log():
+            self._log.conclude(summary, self._target)
+        return summary
+
+    def _best_result(self) -> str | None:
         """The best result of the evaluations of this call, and its step; None without any."""
         sign = BETTER[self._trainer.saving.best_is]
         ranked = sorted((sign * value, step) for step, value in self._results.items())
@@ -141,7 +165,7 @@ class Training:
         saved = f"The last checkpoint is {latest}." if latest else "Nothing was saved."
         return f"after step {Totals.from_state(self._parts.state).attempted}. {saved}"
 
-    def _run(self) -> int:
+    def _run(self) -> None:
         trainer = self._trainer
         if self._watch and not self._parts.checkpoints.latest:
             self._save()  # so that there is always one to go back to
@@ -155,7 +179,6 @@ class Training:
         if self._step < self._target:
             self._end_early()
         self._parts.checkpoints.wait()
-        return self._step
 
     def _check_graph(self) -> None:
         """Traces the step, and refuses what could not be taken up again exactly."""
@@ -237,7 +260,7 @@ class Training:
         """Takes the results of an evaluation; None if it was stopped on the way."""
         if results is None:
             return
-        with self.writing_log():
+        with self._writing_log():
             self._log.evaluation(self._step, results)
         self._results[self._step] = results[self._trainer.saving.best_metric]
         if self._best and self._best.consider(self._step, results, self._export):
@@ -260,7 +283,7 @@ class Training:
         Raises:
             TrainingStuckError: if the run must not go on.
         """
-        with self.writing_log():
+        with self._writing_log():
             steps = self._log.read()
         if steps is None:
             return
@@ -294,7 +317,7 @@ class Training:
         # The same numbers and batches would come to the same end.
         self._parts.state.random_seed.assign_add(1)
         told = {"what": offence.what, "restored": self._step, "batches_left_out": left_out}
-        with self.writing_log():
+        with self._writing_log():
             self._log.event("recovery", offence.last, told)
         self._log.say(f"diverged: {offence.what}; back to step {self._step}")
         self._trainer.on_recovery(offence.last, self._step)
@@ -315,7 +338,7 @@ class Training:
         """Prints and writes what has happened since the last time."""
         metrics = self._trainer.metrics
         values = {name: float(metric.result()) for name, metric in metrics.items()}
-        with self.writing_log():
+        with self._writing_log():
             self._log.flush(self._target, Totals.from_state(self._parts.state), values)
         for metric in metrics.values():
             metric.reset_state()
@@ -324,7 +347,7 @@ class Training:
         """Saves, unless there is a checkpoint of this step already."""
         if self._saved_at == self._step and not anew:
             return
-        facts = self.facts() | {
+        facts = self._facts() | {
             "batches_taken": self._position.taken,
             "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
             "actions": [action.state() for action in self._trainer.actions],
@@ -333,7 +356,7 @@ class Training:
         self._parts.checkpoints.save(self._step, facts, self._position)
         self._saved_at, self._saved = self._step, time.monotonic()
 
-    def facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Returns what `run.json` says of this run that does not change on the way."""
         trainer, data = self._trainer, self._position.data
         return {
@@ -367,7 +390,7 @@ class Training:
             raise
 
     @contextlib.contextmanager
-    def writing_log(self) -> Iterator[None]:
+    def _writing_log(self) -> Iterator[None]:
         """Within, what the file system refuses is a CheckpointError that says so."""
         try:
             yield

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rich.console import Console
 from trainer import Trainer
 from trainer.log.files import append_row
 from trainer.log.model_table import rows_of, table_of, total_of
-from trainer.startup import kept
+from trainer.startup import LEVEL, ONEDNN, kept
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 
@@ -229,18 +230,29 @@ def test_nothing_but_our_own_lines(level):
     """A program that imports `trainer` before TensorFlow prints none of its start-up remarks, unless it
     is asked to.
     """
-    code = "import trainer, tensorflow as tf; tf.zeros([2]); print('ours')"
-    environment = {
-        name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code],
+    result = imported(**{LEVEL: level} if level else {})
+
+    assert result.stdout == "ours\n"
+    assert (result.stderr == "") == (level is None)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="unmeasured elsewhere")
+@pytest.mark.parametrize("told", [None, "0"])
+def test_onednn_is_on_unless_told_otherwise(told):
+    """TensorFlow would leave it out on many processors, where convolutions are slower for it."""
+    result = imported(**{LEVEL: "0"} | ({ONEDNN: told} if told else {}))
+
+    assert ("oneDNN custom operations are on" in result.stderr) == (told is None)
+
+
+def imported(**environment):
+    """What a process says that imports us first, in an environment that decides nothing else."""
+    decided = {name: value for name, value in os.environ.items() if name not in (LEVEL, ONEDNN)}
+    return subprocess.run(
+        [sys.executable, "-c", "import trainer, tensorflow as tf; tf.zeros([2]); print('ours')"],
         capture_output=True,
         text=True,
         timeout=100,
         check=True,
-        env=environment | ({"TF_CPP_MIN_LOG_LEVEL": level} if level else {}),
+        env=decided | environment,
     )
-
-    assert result.stdout == "ours\n"
-    assert (result.stderr == "") == (level is None)

@@ -174,16 +174,9 @@ def plan_step(
     checks.check_built_model(model, strategy)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     objectives = objectives_of(model, optimizer)
-    for objective in objectives:
-        if ema_momentum is not None:
-            objective.optimizer.use_ema = True
-            objective.optimizer.ema_momentum = ema_momentum
-        objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
-
-    held_back = held_back_variables(model, others)
-    seeds = seed_states(model, others)
-
+    build_optimizers(model, objectives, ema_momentum)
     groups = [[objective] for objective in objectives] if alternate else [objectives]
+    held_back, seeds = held_back_variables(model, others), seed_states(model, others)
     slots = [variable for one in objectives for variable in one.optimizer.variables]
     undo = variables_in_reach([model, *others], held_back=[*held_back, *seeds, *slots])
     if not held_back:  # a `tf.Module`, in which they are written and not only handed in
@@ -212,6 +205,17 @@ def plan_step(
         undo=tuple(undo),
     )
     return with_phases(plan, groups, jit_compile)
+
+
+def build_optimizers(
+    model: Any, objectives: Sequence[Objective], ema_momentum: float | None
+) -> None:
+    """Lets every optimizer make its variables, for those of the model that it moves."""
+    for objective in objectives:
+        if ema_momentum is not None:
+            objective.optimizer.use_ema = True
+            objective.optimizer.ema_momentum = ema_momentum
+        objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
 
 def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
