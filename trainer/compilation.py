@@ -23,7 +23,7 @@ from trainer.build import Parts, make_loop, parts_of_plan
 from trainer.checkpoint.folder import write_whole
 from trainer.data import Batches, again_and_again
 from trainer.settings import check_choice
-from trainer.step.compiled import WAYS, check_way, has_one_replica
+from trainer.step.compiled import WAYS, check_way, has_one_replica, runs_on_cpu
 from trainer.step.fused import fused_rule
 from trainer.step.plan import StepPlan, compiled_as
 from trainer.trial import put_back
@@ -102,15 +102,6 @@ def gradient_secs(dtype: str) -> float:
             ).numpy()
             secs.append(time.perf_counter() - began)
     return min(secs)
-
-
-def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all of a strategy's replicas compute on CPU devices."""
-    try:
-        devices = strategy.extended.worker_devices
-    except RuntimeError:  # the default strategy, which leaves the choice to TensorFlow
-        return not tf.config.list_logical_devices("GPU")
-    return all("CPU" in device.upper() for device in devices)
 
 
 def ways_to_try(trainer: Any, plan: StepPlan) -> list[bool | str]:

@@ -53,6 +53,15 @@ def has_one_replica(strategy: tf.distribute.Strategy) -> bool:
     return strategy.num_replicas_in_sync == 1 and not others
 
 
+def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all of a strategy's replicas compute on CPU devices."""
+    try:
+        devices = strategy.extended.worker_devices
+    except RuntimeError:  # the default strategy, which leaves the choice to TensorFlow
+        return not tf.config.list_logical_devices("GPU")
+    return all("CPU" in device.upper() for device in devices)
+
+
 def compiled_differentiation(differentiate: Callable[..., Any], jit_compile: bool | str) -> Any:
     """Returns a forward and backward pass as a `tf.function`, compiled as far as it shall be."""
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.keras_private import penalties_in_float32
+from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.checks import check_not_rounded
 from trainer.step.gradients import count_nonfinite
 from trainer.step.held_back import HoldBack
@@ -77,6 +78,7 @@ def differentiate(
     objectives: Sequence[Objective],
     dense: bool,
     alone: bool,
+    fuse: bool,
 ) -> Microbatch:
     """Runs the model forward and backward on one share of the global batch.
 
@@ -93,13 +95,15 @@ def differentiate(
         objectives: whose gradients are wanted, each of its own variables.
         dense: whether sparse gradients are to be made dense.
         alone: whether nothing is added to its gradients: `locate` will look at them if it must.
+        fuse: whether kernels of several operations pay here: see `batch_norm`.
     """
     weights = values[: len(model.trainable_variables)]
     with tf.GradientTape(persistent=len(objectives) > 1) as tape:
         tape.watch(weights)
-        passed = forward(
-            share.batch, values, keys, model, held_back, seeds, compute_loss, objectives
-        )
+        with fused_batch_norm(model, wanted=fuse):
+            passed = forward(
+                share.batch, values, keys, model, held_back, seeds, compute_loss, objectives
+            )
         losses = {
             objective.name: weighted_mean(passed.losses[objective.name], share, whole)
             for objective in objectives

@@ -12,7 +12,7 @@ from trainer.keras_private import computing_in_float32
 from trainer.settings import check_whole
 from trainer.step import checks
 from trainer.step.clip import Clip
-from trainer.step.compiled import check_way, compiled_differentiation
+from trainer.step.compiled import check_way, compiled_differentiation, runs_on_cpu
 from trainer.step.differentiate import differentiate
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective, objectives_of
@@ -230,6 +230,7 @@ def with_phases(
     # XLA would compile an update anew for every other number of rows.
     dense = jit_compile in (True, "update") or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
+    fuse = jit_compile is not True and runs_on_cpu(plan.strategy)  # where it has been measured
 
     def phase(group: Sequence[Objective]) -> Phase:
         def run(*args: Any) -> Any:
@@ -242,6 +243,7 @@ def with_phases(
                 objectives=group,
                 dense=dense,
                 alone=plan.alone,
+                fuse=fuse,
             )
 
         def run_in_float32(*args: Any) -> Any:
