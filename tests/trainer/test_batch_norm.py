@@ -81,8 +81,7 @@ class Subclassed(Norm):
 def watched():
     """A layer that is called by something else than its class says."""
     layer = Norm()
-    usual = layer.call
-    layer.call = lambda *args, **kwargs: usual(*args, **kwargs)
+    layer.call = layer.call
     return layer
 
 
