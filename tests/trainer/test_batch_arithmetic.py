@@ -119,7 +119,14 @@ def trained_with_average(**arguments):
 
 
 @pytest.mark.parametrize("bound", range(len(BOUNDS)), ids=[next(iter(bound)) for bound in BOUNDS])
-@pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "num_microbatches"),
+    [
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        (3, 2),
+    ],
+)
 def test_division_changes_nothing_of_clipping_and_averages(
     mirrored, wholes, replicas, num_microbatches, bound
 ):

@@ -84,8 +84,15 @@ def test_what_has_no_kernel_is_moved_as_ever(make, gradient, dtype):
     assert not operations(make(), gradient or (lambda: tf.ones([3, 2])), dtype) & FUSED
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["adam"], keras.optimizers.Lion])
-@pytest.mark.parametrize("way", [way for way in WAYS if way is not False])
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        *[(OPTIMIZERS["adam"], way) for way in WAYS if way is not False],
+        (keras.optimizers.Lion, "update"),
+        pytest.param(keras.optimizers.Lion, "elementwise", marks=pytest.mark.slow),
+        pytest.param(keras.optimizers.Lion, True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_way_computes_the_same(make, way):
     """Compiled by XLA or not, in whichever part: equal to rounding."""
     assert_equal_but_for_rounding(

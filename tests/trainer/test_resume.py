@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, 
     command, a run ends with the bits of one never disturbed. It came from the last committed step
     every time, and took no more steps in all than target + kills x checkpoint interval.
     """
-    kills = 25 if full else 3
+    kills = 25 if full else 2
     steps = 2500 if full else 200
     chance = random.Random(7)  # noqa: S311  # nothing to keep secret
     ways = ["on the way", "in a save", "on the way", "anywhere"]

@@ -237,7 +237,7 @@ def test_nothing_but_our_own_lines(level):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="unmeasured elsewhere")
-@pytest.mark.parametrize("told", [None, "0"])
+@pytest.mark.parametrize("told", [None, pytest.param("0", marks=pytest.mark.slow)])
 def test_onednn_is_on_unless_told_otherwise(told):
     """TensorFlow would leave it out on many processors, where convolutions are slower for it."""
     result = imported(**{LEVEL: "0"} | ({ONEDNN: told} if told else {}))

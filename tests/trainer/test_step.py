@@ -284,7 +284,7 @@ def test_clipping_comes_last(mirrored, replicas, owner):
     assert trainer.weight == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("bound", "expected"),
     [
