@@ -48,6 +48,26 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 @contextlib.contextmanager
+def lent_calls(
+    layers: Sequence[keras.Layer], make: Callable[[keras.Layer], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within, each layer is called by what `make` returns for it; then by what it had before.
+
+    `call` is public; that Keras looks for it in the layer, and not in its class, is not promised.
+    """
+    before = [vars(layer).get("call") for layer in layers]
+    for layer in layers:
+        layer.call = make(layer)
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, before, strict=True):
+            del layer.call
+            if call is not None:
+                layer.call = call
+
+
+@contextlib.contextmanager
 def penalties_in_float32(model: keras.Model) -> Iterator[None]:
     """Within, activity regularizers see float32 activations, also those of half-precision layers.
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.keras_private import all_layers
+from trainer.keras_private import all_layers, lent_calls
 
 
 class Probes:
@@ -57,17 +57,8 @@ def probing(model: keras.Model) -> Iterator[Probes]:
     Enter it while a function is traced, and read the probes in the same trace.
     """
     probes = Probes()
-    layers = innermost(model)
-    before = [vars(layer).get("call") for layer in layers]
-    for layer in layers:
-        layer.call = probed(layer, probes)
-    try:
+    with lent_calls(innermost(model), lambda layer: probed(layer, probes)):
         yield probes
-    finally:
-        for layer, call in zip(layers, before, strict=True):
-            del layer.call
-            if call is not None:
-                layer.call = call
 
 
 def probed(layer: keras.Layer, probes: Probes) -> Any:

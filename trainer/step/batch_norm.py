@@ -8,19 +8,18 @@ operations by itself, and knows the kernel only as these.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from trainer.keras_private import all_layers
+from trainer.keras_private import all_layers, lent_calls
 
 LEAST_EPSILON = 1.001e-5  # that every kernel takes
 
 
-@contextlib.contextmanager
-def fused_batch_norm(model: Any, *, wanted: bool) -> Iterator[None]:
+def fused_batch_norm(model: Any, *, wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Within, layers that the kernel can compute are, in training; nothing differs but rounding.
 
     Trace a function inside it; the layers are left as they were.
@@ -31,13 +30,7 @@ def fused_batch_norm(model: Any, *, wanted: bool) -> Iterator[None]:
     """
     wanted &= isinstance(model, keras.Model)
     layers = [layer for layer in all_layers(model) if can_be_fused(layer)] if wanted else []
-    for layer in layers:
-        layer.call = functools.partial(fused_call, layer, layer.call)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.call
+    return lent_calls(layers, lambda layer: functools.partial(fused_call, layer, layer.call))
 
 
 def can_be_fused(layer: keras.Layer) -> bool:
