@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.build import Parts, make_loop, parts_of_plan
+from trainer.build import Parts, parts_of_plan
 from trainer.checkpoint.folder import write_whole
 from trainer.data import Batches, again_and_again
 from trainer.settings import check_choice
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     jit_compile: bool | str  # the fastest way, or the first that is as good
     millisecs: dict[bool | str, float]  # a step in each way that was tried: medians
     secs: float  # that measuring took
-    run_steps: Any  # the loop that takes steps in this way, traced and compiled
+    parts: Parts  # of a trainer that computes so, their loop traced and compiled
 
     def __str__(self) -> str:
         """For instance "XLA compiles nothing: 4.1 ms a step (...); measured in 8.0 s"."""
@@ -142,13 +142,17 @@ def settle(
     if way is None and len(ways) > 1 and steps >= LONG:
         choice = measure(trainer, parts, data, ways, use)
         if choice:
-            way = choice.jit_compile
             remember(trainer.model_dir, choice)
-    if way in ways and way != parts.plan.jit_compile:
-        plan = compiled_as(parts.plan, way)
-        parts = parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
-    use(parts._replace(run_steps=choice.run_steps) if choice else parts)
+            use(choice.parts)
+    elif way in ways and way != parts.plan.jit_compile:
+        use(parts_for(way, trainer, parts))
     return choice
+
+
+def parts_for(way: bool | str, trainer: Any, parts: Parts) -> Parts:
+    """Returns the parts of a trainer of whose step XLA compiles something else."""
+    plan = compiled_as(parts.plan, way)
+    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
 
 
 def measure(
@@ -175,9 +179,7 @@ def measure(
             now = time.perf_counter()
             if secs and now - began + longest > MOST_SECS:
                 break
-            plan = compiled_as(parts.plan, way)
-            run_steps = make_loop(trainer, plan, parts.state, parts.stop)
-            racing[way] = parts._replace(plan=plan, run_steps=run_steps)
+            racing[way] = parts_for(way, trainer, parts)
             use(racing[way])
             seconds_of(racing[way], dataset, 1)  # traces and compiles
             secs[way] = [seconds_of(racing[way], dataset, 1)]
@@ -191,7 +193,7 @@ def measure(
     if medians[best] == math.inf:
         return None
     millisecs = {way: 1e3 * median for way, median in medians.items() if median < math.inf}
-    return Choice(best, millisecs, time.perf_counter() - began, racing[best].run_steps)
+    return Choice(best, millisecs, time.perf_counter() - began, racing[best])
 
 
 def in_sight(secs: dict[bool | str, list[float]]) -> list[bool | str]:
