@@ -31,8 +31,8 @@ from turns import (
     write_between,
 )
 
-from trainer.compilation import LONG, computes_in_loops, settle
-from trainer.data import batches
+from trainer.data.batches import batches
+from trainer.run.compile_autotune import LONG, computes_in_loops, settle
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Which.")

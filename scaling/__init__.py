@@ -1,23 +1,28 @@
 """Loss scaling for half-precision training: rules as values, the casts, checks and diagnosis."""
 
-from scaling.constant import FixedLossScale, FixedLossScaleState, NoLossScale, NoLossScaleState
-from scaling.dynamic import DynamicLossScale, DynamicLossScaleState
-from scaling.finite import all_finite
-from scaling.gradients import coalesce, scale_loss, unscale_gradients
-from scaling.headroom import HeadroomLossScale, HeadroomLossScaleState
-from scaling.layerwise import LayerwiseGradients, layerwise_gradients
-from scaling.layerwise_rule import LayerwiseLossScale
-from scaling.logmax import LogMaxLossScale, LogMaxLossScaleState
-from scaling.named import parse_rule
-from scaling.order import Token
-from scaling.precision import Precision
-from scaling.presets import preset
-from scaling.recommend import Recommendation, recommend
-from scaling.rule import LossScaleRule
+from scaling.base.verdict import Cause, Verdict, as_verdict, find_cause
+from scaling.call_order import Token
+from scaling.layerwise.chain import LayerwiseGradients, layerwise_gradients
+from scaling.layerwise.rule import LayerwiseLossScale
+from scaling.ops.finite import all_finite
+from scaling.ops.gradients import coalesce, scale_loss, unscale_gradients
+from scaling.ops.precision import Precision
+from scaling.rules.constant import (
+    FixedLossScale,
+    FixedLossScaleState,
+    NoLossScale,
+    NoLossScaleState,
+)
+from scaling.rules.dynamic import DynamicLossScale, DynamicLossScaleState
+from scaling.rules.headroom import HeadroomLossScale, HeadroomLossScaleState
+from scaling.rules.logmax import LogMaxLossScale, LogMaxLossScaleState
+from scaling.rules.named import parse_rule
+from scaling.rules.presets import preset
+from scaling.rules.rule import LossScaleRule
+from scaling.rules.tolerant import TolerantLossScale, TolerantLossScaleState
 from scaling.scaler import LossScaler, update_together
-from scaling.stats import GradientStats, gradient_stats
-from scaling.tolerant import TolerantLossScale, TolerantLossScaleState
-from scaling.verdict import Cause, Verdict, as_verdict, find_cause
+from scaling.telemetry.recommend import Recommendation, recommend
+from scaling.telemetry.stats import GradientStats, gradient_stats
 
 __all__ = [
     "Cause",

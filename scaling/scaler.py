@@ -6,12 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.checks import check_state
-from scaling.gradients import scale_loss, unscale_gradients
-from scaling.half import check_power_of_two
-from scaling.order import CallOrder, Token
-from scaling.rule import LossScaleRule, check_rule
-from scaling.verdict import Cause, Verdict, VerdictLike, as_verdict
+from scaling.base.argument_checks import check_state
+from scaling.base.number_formats import check_power_of_two
+from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
+from scaling.call_order import CallOrder, Token
+from scaling.ops.gradients import scale_loss, unscale_gradients
+from scaling.rules.rule import LossScaleRule, check_rule
 
 
 class LossScaler(tf.Module):

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scaling.play import Outcome, best_fixed_scale, compare
-from scaling.record import Record, read_record
+from scaling.telemetry.play import Outcome, best_fixed_scale, compare
+from scaling.telemetry.record import Record, read_record
 
 RULES = flags.DEFINE_list(
     "rules", ["dynamic", "headroom", "logmax"], "Rules to play, as scaling.parse_rule takes them."

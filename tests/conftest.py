@@ -1,6 +1,7 @@
 """Stricter than the user: four CPU devices, warnings are errors, one seed, nothing left behind."""
 
 import os
+import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as `import trainer` has it
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 import strategies
 
+TESTS = pathlib.Path(__file__).parent
 strategies.split_cpu(4)
 # Tracing makes the first example of a test slow; nothing here is about time.
 for name, examples in (("default", 15), ("full", 60)):
@@ -37,25 +39,41 @@ def pytest_configure(config):
 
 # By default one and three replicas stand for two and four as well, and in some files three alone,
 # or one, for all; `.ci/nightly` runs these in full.
-ONE_AND_THREE = ("test_step.py", "test_batch_arithmetic.py", "test_checkpoints.py")
-THREE_ALONE = ("test_transaction.py", "test_retry.py", "test_policies.py", "test_randomness.py")
-ONE_ALONE = ("test_several_optimizers.py", "test_fused.py")
+ONE_AND_THREE = (
+    "trainer/step/test_attempt.py",
+    "laws/test_batch_arithmetic.py",
+    "trainer/checkpoint/test_saver.py",
+)
+THREE_ALONE = (
+    "laws/test_transaction.py",
+    "laws/test_retry.py",
+    "trainer/config/test_skip_policy.py",
+    "trainer/step/test_randomness.py",
+)
+ONE_ALONE = ("trainer/step/test_objective.py", "trainer/step/test_fused.py")
 LEFT_OUT = dict.fromkeys(ONE_AND_THREE, (2, 4)) | dict.fromkeys(THREE_ALONE, (1, 2, 4))
 LEFT_OUT |= dict.fromkeys(ONE_ALONE, (2, 3, 4))
 
 
 # Few tests, and slow ones: begun first, so that they do not run alone at the end.
-FIRST = ("test_resume.py", "test_workers.py", "test_parameter_server.py", "test_signals.py")
-FIRST += ("test_examples.py", "test_replay.py")
+FIRST = (
+    "laws/test_resume.py",
+    "laws/test_workers.py",
+    "strategies/test_workers.py",
+    "trainer/loop/test_parameter_server.py",
+    "trainer/monitor/test_preemption.py",
+    "conformance/test_examples.py",
+    "trainer/replay/test_rerun.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
     """Puts slow files first; leaves out what is only in the full run, and marks what is more there."""
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    items.sort(key=lambda item: place_of(item) not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if params.get("replicas") in LEFT_OUT.get(item.path.name, ()):
+        if params.get("replicas") in LEFT_OUT.get(place_of(item), ()):
             item.add_marker(pytest.mark.slow)
         slow = item.get_closest_marker("slow")
         searches = getattr(item.obj, "is_hypothesis_test", False)
@@ -63,6 +81,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.more_in_full)
         if slow and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="slow: only with --full"))
+
+
+def place_of(item):
+    """Where a test's file stands under tests/."""
+    return item.path.relative_to(TESTS).as_posix()
 
 
 @pytest.fixture(scope="session")

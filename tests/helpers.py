@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import scaling
 from trainer import Trainer
-from trainer.data import untuned
+from trainer.data.batches import untuned
 
 
 def linear_model(units=1, inputs=1):

@@ -15,7 +15,7 @@ import numpy as np
 import worker_run
 
 import strategies
-from trainer.data import untuned
+from trainer.data.batches import untuned
 
 
 def main(out, steps):

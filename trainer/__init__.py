@@ -1,19 +1,19 @@
 """The training loop: `Trainer`, and what its runs report. `trainer.step` is the step alone."""
 
-from trainer import startup
+from trainer.base import tensorflow_startup as startup
 
 startup.import_tensorflow()  # before anything else does
 
-from trainer.actions import Action
 from trainer.checkpoint import CheckpointError
-from trainer.data_errors import DataError
-from trainer.divergence import DivergedError, Divergence
-from trainer.liveness import TrainingStuckError
+from trainer.data.errors import DataError
 from trainer.log.summary import Totals, TrainSummary
-from trainer.lost_worker import WorkerLostError
+from trainer.monitor.actions import Action
+from trainer.monitor.divergence import DivergedError, Divergence
+from trainer.monitor.lost_worker import WorkerLostError
+from trainer.monitor.stuck import TrainingStuckError
+from trainer.run.dry_run import DryRun, Overfit, find_batch_size
 from trainer.step.report import StepReport
 from trainer.trainer import Trainer
-from trainer.trial import DryRun, Overfit, find_batch_size
 
 __all__ = [
     "Action",

@@ -25,14 +25,15 @@ from absl import flags, logging
 
 import scaling
 import strategies
-from trainer import policy
+from scaling.ops.precision import COMPUTE_DTYPES
+from trainer.base.argument_checks import check_writable
+from trainer.base.atomic_files import write_whole
 from trainer.checkpoint.best import BETTER
-from trainer.checkpoint.folder import write_whole
-from trainer.checkpoint.position import WAYS
-from trainer.checkpoint.setting import ARGUMENTS
-from trainer.data import are_arrays
-from trainer.divergence import Divergence
-from trainer.settings import check_writable
+from trainer.checkpoint.compatibility import ARGUMENTS
+from trainer.config import skip_policy as policy
+from trainer.data.batches import are_arrays
+from trainer.data.iterator_state import RESUME_MODES
+from trainer.monitor.divergence import Divergence
 from trainer.trainer import Trainer
 
 # Flags defined here belong to the script that calls `define_flags`, so that its
@@ -74,7 +75,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     string, enum = flags.DEFINE_string, flags.DEFINE_enum
     number, integer = flags.DEFINE_float, flags.DEFINE_integer
     boolean = flags.DEFINE_boolean
-    policies = list(scaling.precision.COMPUTE_DTYPES)
+    policies = list(COMPUTE_DTYPES)
 
     string("model_dir", None, "Where checkpoints, logs and flags.cfg go.", **where)
     enum("mode", "train_and_eval", MODES, "What to do.", **where)
@@ -142,7 +143,7 @@ def define_saving_flags(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string("best_metric", "loss", "Which result says which are best.", **where)
     flags.DEFINE_enum("best_is", "lowest", list(BETTER), "Of that metric.", **where)
     flags.DEFINE_enum(
-        "data_resume", "exact", WAYS, "How to find the place in the data again.", **where
+        "data_resume", "exact", RESUME_MODES, "How to find the place in the data again.", **where
     )
     flags.DEFINE_multi_enum(
         "allow_changes", [], list(ARGUMENTS), "What may differ on resuming.", **where

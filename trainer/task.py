@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer import settings
+from trainer.base.autograph import call_user, not_rewritten
+from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.plan import ones
-from trainer.step.user_code import call_user, not_rewritten
 
 
 class Task:
@@ -47,11 +47,11 @@ class Task:
         )
         check_given("loss_fn", loss_fn, str, "a keras.losses.Loss, its name")
         if isinstance(optimizer, str):
-            settings.check_optimizer_name(optimizer)
+            check_optimizer_name(optimizer)
         self._given_model = model
         self._given_optimizer = optimizer
         self._given_metrics = metrics
-        self._loss_fn = settings.resolve_loss(loss_fn)
+        self._loss_fn = resolve_loss(loss_fn)
 
     def build_model(self) -> Any:
         """Returns a new `keras.Model` or `tf.Module`.

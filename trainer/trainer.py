@@ -13,30 +13,47 @@ from absl import logging
 
 import scaling
 import strategies
-from trainer import settings
-from trainer.actions import Action, check_actions
-from trainer.averages import as_asked
-from trainer.build import Parts, build, setting_of
+from trainer.base.argument_checks import (
+    check_bool,
+    check_count,
+    check_kept,
+    check_momentum,
+    check_no_unknown,
+    check_path,
+    check_seed,
+    check_writable,
+)
+from trainer.base.autograph import not_rewritten
 from trainer.checkpoint.best import export_model
-from trainer.checkpoint.position import DataPosition
-from trainer.compilation import Choice, first_way, settle
-from trainer.data import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
-from trainer.divergence import Divergence, LossWatch, check_divergence
-from trainer.export import check_export, export
+from trainer.config.checkpoint_config import Saving
+from trainer.config.resolve import (
+    check_recordable,
+    check_trial,
+    dtype_policy,
+    resolve_rule,
+    resolve_strategy,
+    warn_of_conflicts,
+)
+from trainer.config.skip_policy import SkipPolicy
+from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
+from trainer.data.iterator_state import DataPosition
+from trainer.evaluation.ema_weights import as_asked
+from trainer.evaluation.export import check_export, export
+from trainer.log.console import style_of
 from trainer.log.run_log import RunLog
-from trainer.log.screen import style_of
 from trainer.log.summary import Totals, TrainSummary
-from trainer.policy import Policy
-from trainer.profile import check_profile
-from trainer.recorder import read_record
-from trainer.rerun import Replay, check_setting, run_again
-from trainer.saving import Saving
-from trainer.signals import StopSignals
+from trainer.monitor.actions import Action, check_actions
+from trainer.monitor.divergence import Divergence, LossWatch, check_divergence
+from trainer.monitor.preemption import StopSignals
+from trainer.monitor.profiling import check_profile
+from trainer.replay.recorder import read_record
+from trainer.replay.rerun import Replay, check_setting, run_again
+from trainer.run.build import Parts, build, setting_of
+from trainer.run.compile_autotune import Choice, initial_compile_mode, settle
+from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
+from trainer.run.outer_loop import Training
 from trainer.step import Clip, StepReport, attempt_step
-from trainer.step.user_code import not_rewritten
 from trainer.task import Task
-from trainer.training import Training
-from trainer.trial import DryRun, Overfit, dry_run, overfit
 
 
 class Trainer(Task):
@@ -188,21 +205,21 @@ class Trainer(Task):
         **unknown: Any,
     ) -> None:
         """Checks the arguments. Nothing is built until data comes."""
-        settings.check_no_unknown(unknown, Trainer.__init__)
+        check_no_unknown(unknown, Trainer.__init__)
         super().__init__(model, optimizer, loss_fn, metrics)
-        settings.check_path("model_dir", model_dir, "runs/digits", optional=True)
-        settings.check_path("init_from", init_from, "runs/digits/ckpt-1000", optional=True)
-        settings.check_count("num_microbatches", num_microbatches)
-        settings.check_count("steps_per_loop", steps_per_loop)
-        settings.check_count("log_interval", log_interval)
-        settings.check_count("max_overflow_bytes", max_overflow_bytes)
-        settings.check_kept("max_overflow_records", max_overflow_records, model_dir, "Records")
-        settings.check_kept("keep_best", keep_best, model_dir, "Models")
-        settings.check_bool("alternate_optimizers", alternate_optimizers)
+        check_path("model_dir", model_dir, "runs/digits", optional=True)
+        check_path("init_from", init_from, "runs/digits/ckpt-1000", optional=True)
+        check_count("num_microbatches", num_microbatches)
+        check_count("steps_per_loop", steps_per_loop)
+        check_count("log_interval", log_interval)
+        check_count("max_overflow_bytes", max_overflow_bytes)
+        check_kept("max_overflow_records", max_overflow_records, model_dir, "Records")
+        check_kept("keep_best", keep_best, model_dir, "Models")
+        check_bool("alternate_optimizers", alternate_optimizers)
         check_profile(profile_steps, model_dir)
-        settings.check_bool("record_gradients", record_gradients)
-        settings.check_momentum(ema_momentum)
-        settings.check_seed(seed)
+        check_bool("record_gradients", record_gradients)
+        check_momentum(ema_momentum)
+        check_seed(seed)
         check_actions(actions)
         check_divergence(divergence, model_dir)
         self.saving = Saving(
@@ -217,7 +234,7 @@ class Trainer(Task):
             allow_changes,
             pathlib.Path(init_from) if init_from is not None else None,
         )
-        self.policy = Policy(
+        self.skip_policy = SkipPolicy(
             on_overflow,
             max_retries,
             on_nonfinite_loss,
@@ -227,15 +244,15 @@ class Trainer(Task):
         )
         self.clip = Clip(global_clipnorm, clipnorm, clipvalue)
         self.precision = scaling.Precision(precision)
-        settings.warn_of_conflicts(loss_scale, self.precision)
-        self.rule = settings.resolve_rule(loss_scale, self.precision)
+        warn_of_conflicts(loss_scale, self.precision)
+        self.rule = resolve_rule(loss_scale, self.precision)
         # As it was typed, if it can be: a record of an overflow says it.
         plain = loss_scale is None or isinstance(loss_scale, (str, float, int))
         self.loss_scale_argument = loss_scale if plain else "auto"
-        self.strategy = settings.resolve_strategy(strategy)
+        self.strategy = resolve_strategy(strategy)
         # Of several workers one prints and keeps files. All read them.
         self.is_chief = strategies.is_chief(self.strategy)
-        settings.check_recordable(max_overflow_records, self.strategy)
+        check_recordable(max_overflow_records, self.strategy)
         self.strategy_name = strategy if isinstance(strategy, str) else None
         self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
         self.num_microbatches = num_microbatches
@@ -245,7 +262,7 @@ class Trainer(Task):
         self.log_interval = log_interval
         self.style = style_of(verbose, shown=self.is_chief)
         self.profile_steps = profile_steps
-        self.jit_compile = first_way(jit_compile, self.precision, self.strategy)
+        self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self._compilation_open = jit_compile == "auto"
         self.seed = seed
         self.max_overflow_records = max_overflow_records
@@ -266,7 +283,7 @@ class Trainer(Task):
         """The model, made by `build_model` on first use."""
         if self.seed is not None:
             keras.utils.set_random_seed(self.seed)
-        with self.strategy.scope(), settings.dtype_policy(self.precision):
+        with self.strategy.scope(), dtype_policy(self.precision):
             return self.build_model()
 
     @functools.cached_property
@@ -354,7 +371,7 @@ class Trainer(Task):
             SystemExit, KeyboardInterrupt: after SIGTERM, with code 75, and SIGINT; all is saved.
         """
         began = time.perf_counter()
-        settings.check_writable(self.model_dir if self.is_chief else None)
+        check_writable(self.model_dir if self.is_chief else None)
         self.stop_asked = False
         if self._started:
             self._parts.stop.assign(value=False)
@@ -399,7 +416,7 @@ class Trainer(Task):
         if not self._compilation_open:
             return None
         self._compilation_open = False
-        with log.screen.doing("measuring what XLA shall compile ..."):
+        with log.console.doing("measuring what XLA shall compile ..."):
             left = target - self.totals.attempted
             choice = settle(self, self._parts, data, left, self._use)
         self.jit_compile = self._parts.plan.jit_compile
@@ -512,7 +529,7 @@ class Trainer(Task):
             ValueError: with several workers or parameter servers.
             TypeError, ValueError: what `train` would raise.
         """
-        settings.check_trial("dry_run", self.strategy)
+        check_trial("dry_run", self.strategy)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         evaluate = None
         if eval_data is not None:
@@ -541,8 +558,8 @@ class Trainer(Task):
         Raises:
             ValueError: with several workers or parameter servers.
         """
-        settings.check_trial("overfit_one_batch", self.strategy)
-        settings.check_count("steps", steps)
+        check_trial("overfit_one_batch", self.strategy)
+        check_count("steps", steps)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         self._start(data.first)
         return overfit(self, self._parts, data, steps)
@@ -592,7 +609,7 @@ class Trainer(Task):
         Raises:
             ValueError: if it is no record, or one of another model or another way to compute.
         """
-        settings.check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
+        check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
         if self._compilation_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]
@@ -605,7 +622,7 @@ class Trainer(Task):
     ) -> Callable[[], dict[str, float] | None] | None:
         """Reads what to evaluate on while training, before the first step; returns how."""
         if eval_interval is not None:
-            settings.check_count("eval_interval", eval_interval)
+            check_count("eval_interval", eval_interval)
         if eval_data is None:
             if eval_interval is not None:
                 raise ValueError(

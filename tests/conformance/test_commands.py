@@ -9,7 +9,7 @@ import pytest
 from helpers import printed
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAPERS = [
+PAGES = [
     ROOT / "README.md",
     *sorted(ROOT.glob("*/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -45,10 +45,10 @@ NOT_RUN = {
 
 
 def commands():
-    """Every command of Python's in the papers: in code spans, and on lines of fenced blocks."""
+    """Every command of Python's in the pages: in code spans, and on lines of fenced blocks."""
     found = set()
-    for paper in PAPERS:
-        text = paper.read_text()
+    for page in PAGES:
+        text = page.read_text()
         spans = re.findall(
             r"`([^`\n]*)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
         )

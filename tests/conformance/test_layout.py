@@ -48,7 +48,7 @@ def test_private_names_of_keras_and_tensorflow_stand_in_one_file():
 
 
 def test_the_top_level_is_what_a_reader_expects():
-    """Rooms, tests, examples, and the papers of a repository."""
+    """Rooms, tests, examples, and the documents of a repository."""
     expected = {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".ci"}
 
     assert expected | ROOMS | {"tests", "examples"} <= {path.name for path in ROOT.iterdir()}

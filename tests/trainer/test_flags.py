@@ -7,8 +7,8 @@ from absl import flags
 from helpers import Linear, slopes
 
 import scaling
+from trainer.config.skip_policy import SkipPolicy
 from trainer.flags import define_flags, make_trainer, run_mode
-from trainer.policy import Policy
 from trainer.step import Clip
 
 
@@ -44,7 +44,7 @@ def test_every_flag_reaches_the_trainer():
     assert made.precision == scaling.Precision("mixed_bfloat16")
     assert made.rule == scaling.FixedLossScale(1024.0)
     assert (made.num_microbatches, made.clip, made.steps_per_loop) == (2, Clip(0.5), 7)
-    assert made.policy == Policy("retry", 40, "raise", 9, "hold")
+    assert made.skip_policy == SkipPolicy("retry", 40, "raise", 9, "hold")
     assert made.ema_momentum == 0.9
     assert (made.log_interval, made.saving.checkpoint_interval, made.saving.max_to_keep) == (
         14,

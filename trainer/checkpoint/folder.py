@@ -8,24 +8,19 @@ what was there before. Nothing here knows what is in the files.
 
 import hashlib
 import json
-import os
 import pathlib
 import re
 import shutil
 from typing import Any
 
+from trainer.base.atomic_files import UNFINISHED, flush_to_disk, unfinished
+
 MANIFEST = "run.json"
-UNFINISHED = ".tmp"
 REPLACED = ".old"
 
 
 class DamagedError(ValueError):
     """A folder is not as it was written."""
-
-
-def unfinished(path: pathlib.Path) -> pathlib.Path:
-    """Returns where what will be at `path` is written."""
-    return path.with_name(path.name + UNFINISHED)
 
 
 def begin(path: pathlib.Path) -> pathlib.Path:
@@ -141,20 +136,3 @@ def sealed(facts: dict[str, Any]) -> str:
     """
     seal = hashlib.sha256(json.dumps(facts, indent=1).encode()).hexdigest()
     return json.dumps(facts | {"sha256": seal}, indent=1) + "\n"
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that whoever reads it finds all of it or none, and makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = unfinished(path)
-    beside.write_text(text)
-    beside.replace(path)
-
-
-def flush_to_disk(path: pathlib.Path) -> None:
-    """Waits until a file, or a folder's list of names, would survive a loss of power."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

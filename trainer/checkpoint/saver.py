@@ -14,7 +14,7 @@ import scaling
 import strategies
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
-from trainer.checkpoint.position import DataPosition
+from trainer.data.iterator_state import DataPosition
 
 PREFIX = "ckpt"
 IN_MEMORY = "ram://"  # a file system of TensorFlow's

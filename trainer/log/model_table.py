@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from rich.table import Table
 
-from trainer.keras_private import all_layers
+from trainer.base.keras_private import all_layers
 from trainer.log.summary import size
 
 MOST_LAYERS = 30  # in a table that is not to be detailed

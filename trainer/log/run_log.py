@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 import scaling
-from scaling.record import record_line
-from trainer.liveness import step_of
-from trainer.log.files import RunFiles
+from scaling.telemetry.record import record_line
+from trainer.log.console import RunConsole
 from trainer.log.model_table import Row, as_markdown, table_of, total_of
-from trainer.log.screen import Screen
 from trainer.log.summary import Totals, TrainSummary, size, summarize
-from trainer.step.compiled import WAYS
-from trainer.step.report import StepReport, describe_skip
+from trainer.log.writers import RunWriters
+from trainer.step.report import StepReport, describe_skip, step_of
+from trainer.step.xla import COMPILE_MODES
 
 
 class RunLog:
@@ -26,7 +25,7 @@ class RunLog:
 
     Args:
         model_dir: where files go; None writes none.
-        style: of the screen: see `Screen`.
+        style: of the screen: see `RunConsole`.
         variable_names: of `model.trainable_variables`, to say where a step went wrong.
         precision: the run's, for who reads its gradients.
         shares: into how many shares a batch is cut, for the same.
@@ -41,8 +40,8 @@ class RunLog:
         shares: int = 1,
     ) -> None:
         """Opens nothing yet; files appear with the first numbers."""
-        self.files = RunFiles(model_dir)
-        self.screen = Screen(style)
+        self.writers = RunWriters(model_dir)
+        self.console = RunConsole(style)
         self._precision = precision
         self._shares = shares
         self._variable_names = list(variable_names)
@@ -54,11 +53,11 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """Prints a line, unless the run is to be quiet, or whoever read its output has gone."""
-        self.screen.say(line)
+        self.console.say(line)
 
     def following(self, step: int, target: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which a terminal shows how far the run is; see `Screen`."""
-        return self.screen.following(step, target)
+        """Returns a context in which a terminal shows how far the run is; see `RunConsole`."""
+        return self.console.following(step, target)
 
     def introduce(
         self, name: str, step: int, settings: dict[str, Any], rows: Sequence[Row]
@@ -71,11 +70,11 @@ class RunLog:
             settings: what does not change on the way.
             rows: of the model.
         """
-        self.screen.draw(table_of(rows, detailed=self.screen.detailed))
+        self.console.draw(table_of(rows, detailed=self.console.detailed))
         parameters, taken = total_of(rows)
         self.say(f"{name}: {parameters:,} parameters, {size(taken)}; {in_words(settings)}")
         shown = {name: value for name, value in settings.items() if name != "pipeline"}
-        self.files.line(
+        self.writers.line(
             {
                 "step": step,
                 "split": "run",
@@ -84,13 +83,13 @@ class RunLog:
                 "model": [row._asdict() for row in rows],
             }
         )
-        self.files.text("run", step, as_markdown(shown, rows))
+        self.writers.text("run", step, as_markdown(shown, rows))
 
     def conclude(self, summary: TrainSummary, target: int) -> None:
         """Tells how a call of `train` ended, and where its files are."""
         facts = {"seconds": summary.seconds, "stopped": summary.step < target}
         self.event("end", summary.step, facts)
-        written = self.files.written()
+        written = self.writers.written()
         if written:
             self.say(written)
         self.say(str(summary))
@@ -105,7 +104,7 @@ class RunLog:
                 nothing about the speed of a step.
         """
         self._reports.append(report)
-        self.screen.advance(step)
+        self.console.advance(step)
         if compiling:
             self.restart_clock()
 
@@ -124,7 +123,7 @@ class RunLog:
         before = np.concatenate([[self._loss_scale], steps.loss_scale[:-1]])
         self._loss_scale = steps.loss_scale[-1]
         for place in np.flatnonzero(~steps.grads_finite | (steps.loss_scale != before)):
-            self._tell(step_of(steps, place), moved=steps.loss_scale[place] != before[place])
+            self._tell(step_of(steps, int(place)), moved=steps.loss_scale[place] != before[place])
         return steps
 
     @property
@@ -143,10 +142,10 @@ class RunLog:
         steps, timed = joined(self._reports), self._reports[self._untimed :]
         seconds = time.perf_counter() - self._began
         interval = summarize(steps, totals, metrics, joined(timed) if timed else None, seconds)
-        self.screen.progress(interval, target, totals)
-        self.files.numbers("train", interval.step, interval.scalars())
+        self.console.progress(interval, target, totals)
+        self.writers.numbers("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
-            self.files.line(record_line(steps, self._precision, self._shares))
+            self.writers.line(record_line(steps, self._precision, self._shares))
             self._tell_underflow(steps)
         self._reports, self._unread, self._untimed = [], 0, 0
         self._began = time.perf_counter()
@@ -155,12 +154,12 @@ class RunLog:
         """Tells of a step whose loss scale is another than before, or which was skipped."""
         step, loss_scale = int(report.step), float(report.loss_scale)
         if moved:
-            self.files.line({"step": step, "split": "scale", "loss_scale": loss_scale})
+            self.writers.line({"step": step, "split": "scale", "loss_scale": loss_scale})
         if report.grads_finite:
             return
         variable, replica = int(report.bad_variable), int(report.bad_replica)
         cause = scaling.Cause(int(report.cause)).name.lower()
-        self.files.line(
+        self.writers.line(
             {
                 "step": step,
                 "split": "skip",
@@ -172,8 +171,8 @@ class RunLog:
                 "nan_count": int(report.nan_count),
             }
         )
-        self.files.curves("train", step, {f"skips/{cause}": loss_scale})
-        if self.screen.detailed:
+        self.writers.curves("train", step, {f"skips/{cause}": loss_scale})
+        if self.console.detailed:
             self.say(f"step {step} skipped: {describe_skip(report, self._variable_names)}")
 
     def _tell_underflow(self, steps: StepReport) -> None:
@@ -183,14 +182,14 @@ class RunLog:
         means = steps.underflow[steps.grads_finite].mean(axis=0)
         shares = {name: float(mean) for name, mean in zip(self._variable_names, means, strict=True)}
         step = int(steps.step[-1])
-        self.files.line({"step": step, "split": "underflow", "share": shares})
+        self.writers.line({"step": step, "split": "underflow", "share": shares})
         curves = {f"underflow/{name}": share for name, share in shares.items()}
-        self.files.curves("train", step, curves)
+        self.writers.curves("train", step, curves)
 
     def evaluation(self, step: int, results: dict[str, float]) -> None:
         """Prints and writes the results of an evaluation during training."""
         self.say(f"validation at step {step}: {describe(results)}")
-        self.files.numbers("validation", step, results)
+        self.writers.numbers("validation", step, results)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -199,12 +198,12 @@ class RunLog:
 
     def rewind(self, step: int) -> None:
         """Goes back to a step: lines of later ones are removed, since they will come anew."""
-        scales = [line for line in self.files.rewind(step) if line["split"] == "scale"]
+        scales = [line for line in self.writers.rewind(step) if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 
     def event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
         """Writes a line about something that happened once, for programs."""
-        self.files.line({"step": step, "split": kind, **facts})
+        self.writers.line({"step": step, "split": kind, **facts})
 
 
 def joined(reports: list[StepReport]) -> StepReport:
@@ -219,7 +218,7 @@ def in_words(settings: dict[str, Any]) -> str:
     parts = [settings["precision"], rule, f"global batch {settings['global_batch']}"]
     parts += [f"on {replicas} replicas of {settings['strategy']}"] if replicas > 1 else []
     compiled = settings["jit_compile"]
-    parts += [f"XLA compiles {WAYS[compiled]}"] if compiled else []
+    parts += [f"XLA compiles {COMPILE_MODES[compiled]}"] if compiled else []
     return ", ".join(parts)
 
 

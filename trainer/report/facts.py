@@ -9,10 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from scaling.play import best_fixed_scale
-from scaling.recommend import describe_share
-from scaling.record import Record
-from scaling.stats import GradientStats
+from scaling.base.number_formats import HALF_MAX
+from scaling.telemetry.play import best_fixed_scale
+from scaling.telemetry.recommend import describe_share
+from scaling.telemetry.record import Record
+from scaling.telemetry.stats import GradientStats
 from trainer.log.summary import power_of_two, size
 from trainer.report.reading import Curve, Run
 
@@ -218,7 +219,7 @@ def headroom(record: Record) -> Curve:
     """
     scaled = record.max_magnitude.astype(np.float64) * record.loss_scale
     known = scaled > 0  # NaN, of a skipped step, is not
-    return Curve(record.step[known], np.log2(scaling.half.HALF_MAX / scaled[known]))
+    return Curve(record.step[known], np.log2(HALF_MAX / scaled[known]))
 
 
 class Advice(NamedTuple):

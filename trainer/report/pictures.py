@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from scaling.half import HALF_MAX
-from scaling.verdict import Cause
+from scaling.base.number_formats import HALF_MAX
+from scaling.base.verdict import Cause
 from trainer.log.summary import power_of_two
 from trainer.report.canvas import (
     BLACK,

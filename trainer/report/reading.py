@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from scaling.record import SPLIT, Record, record_of
+from scaling.telemetry.record import SPLIT, Record, record_of
 
 T = TypeVar("T")
 

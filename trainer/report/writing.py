@@ -2,8 +2,8 @@
 
 import pathlib
 
+from trainer.base.argument_checks import check_path
 from trainer.report.reading import read_run
-from trainer.settings import check_path
 
 
 def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None = None) -> str:

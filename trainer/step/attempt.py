@@ -13,16 +13,16 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from trainer.base.autograph import call_user, not_rewritten
+from trainer.step.apply import applied_as_they_are, commit, commit_here, write_held_back
 from trainer.step.checks import check_same_rule, check_weights
-from trainer.step.commit import applied_as_they_are, commit, commit_here, write_held_back
-from trainer.step.locate import locate
+from trainer.step.diagnose import locate
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.randomness import key_source
 from trainer.step.replica import ReplicaResult, replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
-from trainer.step.user_code import call_user, not_rewritten
 
 # How many overflows in a row a rule may bear before it moves its scale, if it ever does.
 MOST_OVERFLOWS = 1000
@@ -74,7 +74,7 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
         step=run.step,
         loss_scale=last.loss_scale,
         retries=tf.convert_to_tensor(retries),
-        skips_in_a_row=run.skips_in_a_row.read_value(),
+        consecutive_skips=run.consecutive_skips.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
         data_wait_secs=tf.constant(0.0),  # only a loop that reads the data knows

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.keras_private import all_layers, lent_calls
+from trainer.base.keras_private import all_layers, lent_calls
 
 LEAST_EPSILON = 1.001e-5  # that every kernel takes
 

@@ -7,8 +7,9 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.keras_private import all_layers
-from trainer.settings import check_bool, check_count
+from scaling.rules.rule import check_rule
+from trainer.base.argument_checks import check_bool, check_count, check_momentum
+from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
 from trainer.step.rollback import tensorflow_variable
 
@@ -202,11 +203,7 @@ def check_own_settings(
             )
     if ema_momentum is None:
         return
-    if not scaling.half.is_number(ema_momentum) or not 0 < ema_momentum < 1:
-        raise ValueError(
-            f"`ema_momentum` must be between 0 and 1; got {ema_momentum!r}. It is the share of the "
-            "old average that an update keeps. 0.999 is usual."
-        )
+    check_momentum(ema_momentum)
     if optimizer.use_ema:
         raise ValueError(
             "`ema_momentum` must be None if the optimizer keeps an average; got "
@@ -222,7 +219,7 @@ def check_kinds(strategy: Any, rule: Any, clip: Any) -> None:
             f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. The replicas are its. "
             'Pass for instance strategies.create("mirrored").'
         )
-    scaling.rule.check_rule(rule)
+    check_rule(rule)
     if not isinstance(clip, Clip):
         raise TypeError(
             f"`clip` must be a Clip; got {clip!r}. It names what it bounds. Pass for instance "

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-import scaling
+from scaling.base.argument_checks import is_number
 from trainer.step.gradients import numbers
 
 
@@ -41,7 +41,7 @@ class Clip:
     def __post_init__(self) -> None:
         """Checks the bounds."""
         for name, bound in self.bounds().items():
-            if not scaling.half.is_number(bound) or not 0 < bound < math.inf:
+            if not is_number(bound) or not 0 < bound < math.inf:
                 raise ValueError(
                     f"`{name}` must be None or positive and finite; got {bound!r}. It is the "
                     "largest that a gradient's norm or element may be. 1.0 is usual."

@@ -13,13 +13,13 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.keras_private import penalties_in_float32
+from trainer.base.autograph import call_user
+from trainer.base.keras_private import penalties_in_float32
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.checks import check_not_rounded
 from trainer.step.gradients import count_nonfinite
 from trainer.step.held_back import HoldBack
 from trainer.step.objective import ONLY, Objective
-from trainer.step.user_code import call_user
 
 
 class Whole(NamedTuple):

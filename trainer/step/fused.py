@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.keras_private import slots_of
+from trainer.base.keras_private import slots_of
 
 Rule = Callable[[Any, Any, Any], None]  # (gradient, variable, learning_rate)
 

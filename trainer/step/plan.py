@@ -8,16 +8,16 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.keras_private import computing_in_float32
-from trainer.settings import check_whole
+from trainer.base.argument_checks import check_whole
+from trainer.base.keras_private import computing_in_float32
 from trainer.step import checks
 from trainer.step.clip import Clip
-from trainer.step.compiled import check_way, compiled_differentiation, runs_on_cpu
 from trainer.step.differentiate import differentiate
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import Objective, objectives_of
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
+from trainer.step.xla import check_compile_mode, compiled_differentiation, runs_on_cpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepPlan:
     update_metrics: Callable[[Any, Any], None]  # with a replica's (batch, aux)
     num_microbatches: int
     clip: Clip
-    jit_compile: bool | str  # what XLA compiles: see `compiled.WAYS`
+    jit_compile: bool | str  # what XLA compiles: see `xla.COMPILE_MODES`
     record_gradients: bool  # whether every report counts its gradients' magnitudes
     max_retries: int  # further attempts with the same batch after an overflow
     attribute_causes: bool  # whether the rule is told only of what a scale can cure
@@ -164,7 +164,7 @@ def plan_step(
         record_gradients=record_gradients,
         attribute_causes=attribute_causes,
     )
-    check_way(jit_compile, strategy)
+    check_compile_mode(jit_compile, strategy)
     checks.check_counts(
         num_microbatches=num_microbatches,
         max_skips=max_skips,

@@ -13,8 +13,8 @@ import scaling
 import strategies
 from trainer.step.accumulate import accumulate, real_rows
 from trainer.step.clip import clip
+from trainer.step.diagnose import Table, no_finding, own_row
 from trainer.step.differentiate import Contribution, Microbatch, Whole
-from trainer.step.locate import Table, no_finding, own_row
 from trainer.step.measure import global_norm, measure
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.randomness import make_keys

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import scaling
+from scaling.telemetry.stats import COUNTS
 
 
 class Outcome(NamedTuple):
@@ -33,7 +34,7 @@ class StepReport(NamedTuple):
     step: tf.Tensor  # shape=(), int64: attempted steps so far, this one included
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this step's last attempt
     retries: tf.Tensor  # shape=(), int32: further attempts with the same batch
-    skips_in_a_row: tf.Tensor  # shape=(), int64: up to this step; 0 if it was applied
+    consecutive_skips: tf.Tensor  # shape=(), int64: up to this step; 0 if it was applied
     in_float32: tf.Tensor  # shape=(), bool: whether it was computed in float32, as a way out
     examples: tf.Tensor  # shape=(), int64: in the global batch
     data_wait_secs: tf.Tensor  # shape=(), float32: how long the loop waited for the batch
@@ -58,7 +59,7 @@ def outcome_spec(recorded: int = 0) -> Outcome:
     Args:
         recorded: the variables whose gradients' magnitudes are counted; 0 if none are.
     """
-    counts = scaling.stats.COUNTS if recorded else 0
+    counts = COUNTS if recorded else 0
     number, integer = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int32)
     return Outcome(
         loss=number,
@@ -83,7 +84,7 @@ def report_spec(recorded: int = 0) -> StepReport:
         step=whole,
         loss_scale=tf.TensorSpec([], tf.float32),
         retries=tf.TensorSpec([], tf.int32),
-        skips_in_a_row=whole,
+        consecutive_skips=whole,
         in_float32=tf.TensorSpec([], tf.bool),
         examples=whole,
         data_wait_secs=tf.TensorSpec([], tf.float32),
@@ -116,3 +117,8 @@ def describe_skip(report: StepReport, variable_names: list[str]) -> str:
     replica = f" on replica {int(report.bad_replica)}" if report.bad_replica >= 0 else ""
     counts = f"{int(report.inf_count)} inf, {int(report.nan_count)} NaN"
     return f"{cause.name.lower()}, {place}{replica}: {counts}"
+
+
+def step_of(steps: StepReport, place: int) -> StepReport:
+    """Returns the report of one step out of many."""
+    return StepReport(*(field[place] for field in steps))

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from trainer.settings import check_seed
+from trainer.base.argument_checks import check_seed
 from trainer.step.plan import StepPlan
 from trainer.step.report import Outcome
 
@@ -38,7 +38,7 @@ class TrainState(tf.Module):
         self.random_seed = tf.Variable(chosen, trainable=False, dtype=tf.int64, name="random_seed")
         self.retries = counter("retries")
         self.float32_steps = counter("float32_steps")
-        self.skips_in_a_row = counter("skips_in_a_row")
+        self.consecutive_skips = counter("consecutive_skips")
         # Whether a run must not go on. The inner loop asks before each step.
         self.halted = tf.Variable(initial_value=False, trainable=False, name="halted")
 
@@ -49,7 +49,7 @@ class TrainState(tf.Module):
 
     def due_in_float32(self, float32_after: int | None) -> tf.Tensor | None:
         """Returns whether so many steps were skipped in a row that the next is in float32."""
-        return None if float32_after is None else self.skips_in_a_row >= float32_after
+        return None if float32_after is None else self.consecutive_skips >= float32_after
 
     def count(
         self, outcome: Outcome, retries: Any, in_float32: tf.Tensor | None, plan: StepPlan
@@ -60,10 +60,10 @@ class TrainState(tf.Module):
             self.retries.assign_add(tf.cast(retries, tf.int64))
         if in_float32 is not None:
             self.float32_steps.assign_add(tf.cast(in_float32, tf.int64))
-        in_a_row = tf.where(outcome.grads_finite, tf.constant(0, tf.int64), self.skips_in_a_row + 1)
-        self.skips_in_a_row.assign(in_a_row)
+        skips = tf.where(outcome.grads_finite, tf.constant(0, tf.int64), self.consecutive_skips + 1)
+        self.consecutive_skips.assign(skips)
         fatal = tf.reduce_any([outcome.cause == int(cause) for cause in plan.halting_causes])
-        self.halted.assign(fatal | (in_a_row >= plan.max_skips))
+        self.halted.assign(fatal | (skips >= plan.max_skips))
 
 
 def counter(name: str, *shape: int) -> tf.Variable:

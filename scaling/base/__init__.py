@@ -1,0 +1,1 @@
+"""What every other room of `scaling` rests on."""

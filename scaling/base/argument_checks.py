@@ -1,0 +1,82 @@
+"""What this room asks of its arguments, from what Python knows: nothing is added to a graph."""
+
+import difflib
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+
+def as_tensor(name: str, value: Any) -> tf.Tensor:
+    """Returns `value` as a tensor; raises TypeError, naming the argument, if it cannot be one."""
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be convertible to tensors; got {type(value).__name__}. TensorFlow has "
+            "no way to do it. Pass tensors, NumPy arrays or numbers."
+        ) from error
+
+
+def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:
+    """Returns a flag as a tensor: shape (), bool.
+
+    Raises:
+        ValueError: if it is not a scalar.
+        TypeError: if it is not a bool.
+    """
+    flag = as_tensor(name, value)
+    if flag.dtype != tf.bool:
+        raise TypeError(f"`{name}` must be a bool; got {flag.dtype.name}. {why} {remedy}.")
+    check_scalar(name, flag, why, remedy)
+    return flag
+
+
+def check_scalar(name: str, tensor: tf.Tensor, why: str, remedy: str) -> None:
+    """Raises ValueError, naming the argument, if a tensor is known to have a dimension."""
+    if tensor.shape.rank not in (0, None):
+        raise ValueError(
+            f"`{name}` must be a scalar; got shape {tuple(tensor.shape)}. {why} {remedy}."
+        )
+
+
+def check_bool(name: str, value: Any, why: str, remedy: str) -> None:
+    """Raises TypeError, naming the argument, unless `value` is True or False."""
+    if value not in (True, False):
+        raise TypeError(f"`{name}` must be True or False; got {value!r}. {why} {remedy}.")
+
+
+def check_state(state: Any, kind: type) -> None:
+    """Raises TypeError unless a rule is handed the state that is its own."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state` must be a {kind.__name__}; got {type(state).__name__}. It is all that the "
+            "rule remembers. Pass what its initial_state() or its last advance() returned."
+        )
+
+
+def loss_scale_of(state: Any) -> Any:
+    """Returns the scale in a rule's state; raises TypeError if it holds none."""
+    if not hasattr(state, "loss_scale"):
+        raise TypeError(
+            f"`state` must be a rule's state; got {type(state).__name__}. The scale is read from "
+            "it. Pass what the rule's initial_state() or advance() returned."
+        )
+    return state.loss_scale
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Returns the question whether another name was meant, or `otherwise` if none is near.
+
+    Example:
+        >>> nearest("pytorhc", ["pytorch", "jmp"], "Use one of these.")
+        "Did you mean 'pytorch'?"
+    """
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else otherwise
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether `value` is a real number, of Python or NumPy; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

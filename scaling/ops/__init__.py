@@ -1,0 +1,1 @@
+"""What a step does to tensors: cast, scale, unscale, check."""

@@ -1,0 +1,94 @@
+"""Which number format computes, which one remembers, and whether that needs loss scaling."""
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from scaling.base.argument_checks import as_tensor
+
+COMPUTE_DTYPES = {
+    "float32": "float32",
+    "mixed_float16": "float16",
+    "mixed_bfloat16": "bfloat16",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """A precision by its Keras policy name: layers compute in one dtype, weights live in float32.
+
+    Attributes:
+        name: "float32", "mixed_float16" or "mixed_bfloat16".
+
+    Raises:
+        ValueError: for any other name. Pure half precision ("float16") is refused because
+            weights kept in half lose updates smaller than 2^-11 of themselves.
+
+    Source:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1 (float32
+        master weights).
+
+    Example:
+        >>> precision = Precision("mixed_float16")
+        >>> precision.compute_dtype, precision.variable_dtype, precision.needs_loss_scale
+        ('float16', 'float32', True)
+        >>> precision.cast_to_compute({"x": tf.ones([2]), "id": tf.constant(3)})["x"].dtype.name
+        'float16'
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Refuses names that are not one of the three."""
+        if self.name not in COMPUTE_DTYPES:
+            raise ValueError(
+                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {self.name!r}. The "
+                "weights always stay in float32, so that small updates are not lost. Use "
+                '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
+            )
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that layers compute in."""
+        return COMPUTE_DTYPES[self.name]
+
+    @property
+    def variable_dtype(self) -> str:
+        """The dtype of the master weights: "float32"."""
+        return "float32"
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """True for float16, which ends at 2^-24; bfloat16 has the range of float32."""
+        return self.compute_dtype == "float16"
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """Returns `tree` with every float tensor in `compute_dtype`; all else as it is.
+
+        Raises:
+            TypeError: if something in it is no tensor and cannot become one.
+        """
+        return cast_floats(tree, self.compute_dtype)
+
+    def cast_to_variable(self, tree: Any) -> Any:
+        """Returns `tree` with every float tensor in `variable_dtype`; all else as it is.
+
+        Raises:
+            TypeError: if something in it is no tensor and cannot become one.
+        """
+        return cast_floats(tree, self.variable_dtype)
+
+
+def cast_floats(tree: Any, dtype: str) -> Any:
+    """Casts the float tensors of a structure; integers, bools, strings and None pass through."""
+
+    def cast(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.IndexedSlices):
+            return tf.IndexedSlices(cast(leaf.values), leaf.indices, leaf.dense_shape)
+        tensor = as_tensor("tree", leaf)
+        return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
+
+    return tf.nest.map_structure(cast, tree)

@@ -1,0 +1,1 @@
+"""The loss-scale rules: one frozen value each, with a pure transition."""

@@ -1,0 +1,100 @@
+"""The two rules that never move: a fixed loss scale, and none."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import tensorflow as tf
+
+from scaling.base.argument_checks import check_state
+from scaling.base.number_formats import check_power_of_two
+from scaling.base.verdict import VerdictLike, as_verdict
+from scaling.rules.rule import use_plain_numbers
+
+
+class FixedLossScaleState(NamedTuple):
+    """What `FixedLossScale` remembers: the scale that never moves.
+
+    Example:
+        >>> float(FixedLossScale(8.0).initial_state().loss_scale)
+        8.0
+    """
+
+    loss_scale: tf.Tensor  # shape=(), float32
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale:
+    """Keeps one loss scale for the whole run; steps that overflow are skipped all the same.
+
+    Attributes:
+        loss_scale: a power of two in [2^-126, 2^126].
+
+    Raises:
+        ValueError: if the scale is not a power of two in that range.
+
+    Source:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740: "a constant scaling factor".
+
+    Example:
+        >>> rule = FixedLossScale(1024.0)
+        >>> float(rule.advance(rule.initial_state(), False).loss_scale)
+        1024.0
+    """
+
+    loss_scale: float
+
+    needs_magnitude: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses a scale that would round the gradients."""
+        check_power_of_two("loss_scale", self.loss_scale)
+        use_plain_numbers(self)
+
+    def initial_state(self) -> FixedLossScaleState:
+        """Returns the one state there is."""
+        return FixedLossScaleState(tf.constant(self.loss_scale))
+
+    def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
+        """Returns the one state there is, also after one that was saved at another scale."""
+        check_state(state, FixedLossScaleState)
+        as_verdict(verdict)
+        return self.initial_state()
+
+
+class NoLossScaleState(NamedTuple):
+    """What `NoLossScale` remembers: a scale of 1, which nobody multiplies by.
+
+    Example:
+        >>> float(NoLossScale().initial_state().loss_scale)
+        1.0
+    """
+
+    loss_scale: tf.Tensor  # shape=(), float32: always 1
+
+
+@dataclasses.dataclass(frozen=True)
+class NoLossScale:
+    """No loss scaling: what float32 and bfloat16 want. Steps that are not finite are skipped.
+
+    Source:
+        Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019,
+        https://arxiv.org/abs/1905.12322: bfloat16 needs no loss scaling.
+
+    Example:
+        >>> state = NoLossScale().initial_state()
+        >>> float(state.loss_scale)
+        1.0
+    """
+
+    needs_magnitude: ClassVar[bool] = False
+
+    def initial_state(self) -> NoLossScaleState:
+        """Returns the one state there is."""
+        return NoLossScaleState(tf.constant(1.0))
+
+    def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
+        """Returns the one state there is."""
+        check_state(state, NoLossScaleState)
+        as_verdict(verdict)
+        return self.initial_state()

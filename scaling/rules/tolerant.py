@@ -1,0 +1,170 @@
+"""`TolerantLossScale`: backs off only when too large a share of the steps overflows."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import tensorflow as tf
+
+from scaling.base.argument_checks import check_bool, check_state, is_number
+from scaling.base.verdict import VerdictLike, as_verdict
+from scaling.rules.rule import (
+    check_bounds,
+    check_count,
+    check_factors,
+    keep_unless,
+    use_plain_numbers,
+)
+
+# Doubling stops here, so that an interval never leaves int32; nobody waits so many steps.
+LONGEST_INTERVAL = 2**30
+
+
+class TolerantLossScaleState(NamedTuple):
+    """What `TolerantLossScale` remembers.
+
+    Example:
+        >>> state = TolerantLossScale(growth_interval=256).initial_state()
+        >>> float(state.loss_scale), int(state.growth_interval)
+        (32768.0, 256)
+    """
+
+    loss_scale: tf.Tensor  # shape=(), float32
+    finite_steps: tf.Tensor  # shape=(), int32: finite steps since the last overflow
+    steps: tf.Tensor  # shape=(), int32: steps since the scale last moved
+    overflows: tf.Tensor  # shape=(), int32: overflows since the scale last backed off
+    growth_interval: tf.Tensor  # shape=(), int32: moves only if `scale_interval`
+
+
+@dataclasses.dataclass(frozen=True)
+class TolerantLossScale:
+    """Lets single overflows pass; backs off when their share reaches `tolerance`.
+
+    Each `growth_interval`-th finite step since the last overflow multiplies the scale by
+    `growth_factor`. After an overflow, the overflows since the last backoff are divided by
+    the steps since the scale last moved; if that is `tolerance` or more, the scale is
+    multiplied by `backoff_factor`. The step is skipped either way. The scale never leaves
+    `[min_scale, max_scale]`. A step that was not finite for a cause no scale can cure (see
+    `Cause`) changes nothing.
+
+    Attributes:
+        initial_scale: the first scale; a power of two within the bounds.
+        growth_interval: finite steps before the scale grows; at least 1.
+        growth_factor: what growth multiplies by; a power of two above 1.
+        backoff_factor: what backoff multiplies by; a power of two between 0 and 1.
+        min_scale: the floor; a power of two, at least 2^-126. What fairseq calls
+            `threshold_loss_scale`.
+        max_scale: the ceiling; a power of two, at most 2^126.
+        tolerance: the share of steps, in [0, 1), that may overflow; 0 backs off at once.
+        scale_interval: whether growth and backoff multiply the growth interval too, so
+            that a scale that has just come down is tried again sooner.
+
+    Raises:
+        ValueError: if a constant is out of range or not a power of two.
+
+    Source:
+        fairseq, `fairseq/optim/dynamic_loss_scaler.py` (`tolerance`); metaseq, the same file
+        (`scale_window`), used for Zhang et al., "OPT", 2022, https://arxiv.org/abs/2205.01068.
+
+    Example:
+        >>> rule = TolerantLossScale(initial_scale=8.0, tolerance=0.5)
+        >>> state = rule.initial_state()
+        >>> for finite in [True, True, False, False]:
+        ...     state = rule.advance(state, finite)
+        ...     print(float(state.loss_scale), int(state.overflows), int(state.steps))
+        8.0 0 1
+        8.0 0 2
+        8.0 1 3
+        4.0 0 0
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+    tolerance: float = 0.05
+    scale_interval: bool = False
+
+    needs_magnitude: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses constants under which the scale could leave its bounds or never move."""
+        check_bounds(self)
+        check_factors(self.growth_factor, self.backoff_factor)
+        check_count(
+            "growth_interval", self.growth_interval, "It counts finite steps.", "2000 is usual"
+        )
+        if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
+            raise ValueError(
+                f"`tolerance` must be a number in [0, 1); got {self.tolerance!r}. It is the share "
+                "of steps that may overflow, and with 1 the scale would never back off. 0 backs "
+                "off at once."
+            )
+        check_bool(
+            "scale_interval",
+            self.scale_interval,
+            "It says whether the growth interval moves with the scale.",
+            "True is what metaseq does",
+        )
+        use_plain_numbers(self)
+
+    def initial_state(self) -> TolerantLossScaleState:
+        """Returns the state before the first step."""
+        return TolerantLossScaleState(
+            loss_scale=tf.constant(self.initial_scale),
+            finite_steps=tf.constant(0),
+            steps=tf.constant(0),
+            overflows=tf.constant(0),
+            growth_interval=tf.constant(self.growth_interval),
+        )
+
+    def advance(
+        self, state: TolerantLossScaleState, verdict: VerdictLike
+    ) -> TolerantLossScaleState:
+        """Moves the loss scale after one step. Pure: nothing but the return value changes.
+
+        Args:
+            state: the state before the step.
+            verdict: a `Verdict`, or shape (), bool: whether every gradient on every
+                replica was finite.
+
+        Returns:
+            The state after the step.
+
+        Raises:
+            TypeError, ValueError: if the state is not this rule's, or the verdict not one bool.
+        """
+        check_state(state, TolerantLossScaleState)
+        verdict = as_verdict(verdict)
+        overflowed = verdict.overflowed
+        interval = state.growth_interval if self.scale_interval else self.growth_interval
+        finite_steps, steps = state.finite_steps + 1, state.steps + 1
+        overflows = state.overflows + tf.cast(overflowed, tf.int32)
+        grows = verdict.grads_finite & (finite_steps % interval == 0)
+        # In float64, as fairseq divides: 1/20 must reach a tolerance of 0.05.
+        share = tf.cast(overflows, tf.float64) / tf.cast(steps, tf.float64)
+        backs_off = overflowed & (share >= self.tolerance)
+
+        factor = tf.where(backs_off, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
+        moved = TolerantLossScaleState(
+            # Clipped on every step: a state saved under other bounds finds into these.
+            loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
+            finite_steps=tf.where(overflowed, 0, finite_steps),
+            steps=tf.where(grows | backs_off, 0, steps),
+            overflows=tf.where(backs_off, 0, overflows),
+            growth_interval=self._next_interval(state.growth_interval, grows, backs_off),
+        )
+        return keep_unless(verdict.moves_scale, moved, state)
+
+    def _next_interval(
+        self, interval: tf.Tensor, grows: tf.Tensor, backs_off: tf.Tensor
+    ) -> tf.Tensor:
+        """Returns the growth interval after a step: shape (), int32."""
+        if not self.scale_interval:
+            return interval
+        backoff = min(round(1 / self.backoff_factor), LONGEST_INTERVAL)
+        growth = min(round(self.growth_factor), LONGEST_INTERVAL)
+        shorter = tf.maximum(interval // backoff, 1)
+        longer = tf.minimum(interval, LONGEST_INTERVAL // growth) * growth
+        return tf.where(backs_off, shorter, tf.where(grows, longer, interval))

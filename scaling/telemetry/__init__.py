@@ -1,0 +1,1 @@
+"""What stands in the gradients: measured, recorded, and rules played over it."""

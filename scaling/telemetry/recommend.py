@@ -1,0 +1,125 @@
+"""Which loss scale the gradients ask for, and what it would cost, in words."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from scaling.base.number_formats import HALF_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from scaling.rules.headroom import check_headroom_bits
+from scaling.telemetry.stats import GradientStats, flushed_share
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """A loss scale and what float16 would flush to zero under it. Prints as a sentence or two.
+
+    Example:
+        >>> advice = Recommendation(8192.0, {"conv1": 0.004}, "Reason.")
+        >>> print(advice)
+        2^13 would lose 0.40% of conv1. Reason.
+    """
+
+    loss_scale: float  # a power of two
+    lost: dict[str, float]  # by variable: the share of its elements; variables that lose none
+    # are left out, the others stand in falling order
+    reason: str
+
+    def __str__(self) -> str:
+        """For people."""
+        losses = [f"{describe_share(share)} of {name}" for name, share in self.lost.items()]
+        lost = ", ".join(losses[:5]) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
+        return f"2^{math.log2(self.loss_scale):.0f} would lose {lost or 'nothing'}. {self.reason}"
+
+
+def recommend(
+    stats: GradientStats, names: Sequence[str] | None = None, headroom_bits: int = 4
+) -> Recommendation:
+    """Returns the largest loss scale that leaves the largest gradient room, and what it loses.
+
+    Of gradients with inf or NaN among them it returns half of their scale. Waits for the
+    device.
+
+    Args:
+        stats: of one step's gradients; best of a float32 pass (see `gradient_stats`).
+        names: one for each variable, such as `[v.path for v in model.trainable_variables]`;
+            None counts them.
+        headroom_bits: factors of two to leave between the largest gradient and 65504; what
+            `HeadroomLossScale` leaves.
+
+    Returns:
+        The scale, and what it would lose in which variable.
+
+    Raises:
+        TypeError: if `stats` are none.
+        ValueError: if there are not as many names as variables, or no such headroom.
+
+    Example:
+        >>> import scaling
+        >>> state = scaling.FixedLossScale(1.0).initial_state()
+        >>> gradient = tf.constant([2.0**-5] * 3 + [2.0**-50])
+        >>> print(recommend(scaling.gradient_stats([gradient], state), ["dense/kernel"]))
+        2^16 would lose 25.00% of dense/kernel. The largest gradient, 0.03125 in dense/kernel, ...
+    """
+    if not isinstance(stats, GradientStats):
+        raise TypeError(
+            f"`stats` must be a GradientStats; got {type(stats).__name__}. The scale follows from "
+            "how often each exponent occurs. Pass scaling.gradient_stats(gradients, state)."
+        )
+    check_headroom_bits(headroom_bits)
+    variables = int(stats.max_magnitude.shape[0])
+    names = [f"gradient {index}" for index in range(variables)] if names is None else list(names)
+    if len(names) != variables:
+        raise ValueError(
+            f"`names` must hold one name for each gradient; got {len(names)} for {variables}. "
+            "They stand in the order of tf.nest.flatten(gradients). Pass "
+            "[v.path for v in model.trainable_variables]."
+        )
+    magnitudes = np.asarray(stats.max_magnitude)
+    scale = float(stats.loss_scale)
+    bad = int(np.sum(stats.inf_count) + np.sum(stats.nan_count))
+    if bad:
+        return advise(
+            stats,
+            names,
+            scale / 2.0,
+            f"At 2^{math.log2(scale):.0f}, {bad} elements were inf or NaN: half of that is the "
+            "most to try, if a smaller scale helps at all.",
+        )
+    if not magnitudes.any():
+        return Recommendation(
+            min(scale * 2.0**20, LARGEST_SCALE),
+            {},
+            "Every gradient is zero: float16 has flushed them all, or there are none. A scale "
+            "2^20 times as large is worth a try.",
+        )
+    largest = int(np.argmax(magnitudes))
+    room = HALF_MAX / 2.0**headroom_bits / float(magnitudes[largest])
+    return advise(
+        stats,
+        names,
+        2.0 ** math.floor(math.log2(room)),
+        f"The largest gradient, {magnitudes[largest]:.4g} in {names[largest]}, keeps "
+        f"{headroom_bits} factors of two below the largest float16.",
+    )
+
+
+def advise(stats: GradientStats, names: list[str], scale: float, reason: str) -> Recommendation:
+    """Returns the advice to use a scale, brought within bounds, and what it would lose."""
+    scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
+    shares = np.asarray(flushed_share(stats.counts, tf.constant(scale)))
+    order = sorted(range(len(names)), key=lambda index: -shares[index])
+    lost = {names[index]: float(shares[index]) for index in order if shares[index]}
+    return Recommendation(scale, lost, reason)
+
+
+def describe_share(share: float) -> str:
+    """Returns a share as people say it.
+
+    Example:
+        >>> describe_share(0.004), describe_share(1e-6)
+        ('0.40%', 'less than 0.01%')
+    """
+    return f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"

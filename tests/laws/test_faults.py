@@ -1,0 +1,675 @@
+"""What goes wrong around a run: each fault ends it clearly, and the last good checkpoint is intact.
+
+Every fault meets the same short run, so that there is one result to come to when the fault is
+mended and the run taken up.
+"""
+
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies
+
+from trainer import Action, Divergence
+from trainer.checkpoint import CheckpointError, folder
+from trainer.data.batches import untuned
+from trainer.data.errors import DataError
+
+TARGET = 12
+INTERVAL = 4
+FAULT = 6  # the step after which it goes wrong
+BATCHES = 4  # an epoch, so that every checkpoint stands at the end of one
+SLOPES = np.arange(1, 2 * BATCHES + 1, dtype=np.float32) / 64
+
+
+class Steady(Linear):
+    """A run that nothing disturbs."""
+
+    def __init__(self, model_dir, **arguments):
+        """With all that has to be the same in every part of a run."""
+        settings = {"checkpoint_interval": INTERVAL, "steps_per_loop": 2, "verbose": False}
+        super().__init__(model_dir=model_dir, **settings | arguments)
+
+    def build_optimizer(self):
+        """With momentum, which is to be kept, too."""
+        return keras.optimizers.SGD(0.125, momentum=0.5)
+
+
+def rows(batches=BATCHES):
+    """The numbers of examples, by twos; `batches` of them."""
+    return untuned(tf.data.Dataset.range(2 * batches).batch(2))
+
+
+def examples(numbers):
+    """The examples of these numbers, which repeat after an epoch."""
+    slope = tf.ensure_shape(tf.gather(SLOPES, numbers % len(SLOPES)), [None])
+    return {"x": tf.ones([tf.shape(slope)[0], 1]), "slope": slope}
+
+
+def bits(trainer):
+    """Every copy of every variable of model and optimizer, in their order."""
+    assert trainer.totals.attempted == TARGET
+    return [copy.tobytes() for copies in all_copies(trainer).values() for copy in copies]
+
+
+def finish(trainer, data=None):
+    """Trains to the end; returns the bits."""
+    trainer.train(data or rows().map(examples), steps=TARGET)
+    return bits(trainer)
+
+
+def steps_saved(model_dir):
+    """The steps of the checkpoints, all of which are sound; there is nothing half written."""
+    found = folder.committed(model_dir, "ckpt")
+    for step, path in found.items():
+        assert folder.read_manifest(path)["step"] == step
+    assert sorted(model_dir.glob("ckpt-*")) == sorted(found.values())
+    return list(found)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing has disturbed; not to be written to."""
+    path = tmp_path_factory.mktemp("whole")
+    trainer = Steady(path)
+    (path / "bits").write_bytes(b"".join(finish(trainer)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole):
+    """The bits that every run is to come to."""
+    return (whole / "bits").read_bytes()
+
+
+def assert_taken_up(model_dir, step, undisturbed, data=None, trainer=None):
+    """Raises unless a new trainer goes on from a step, and comes to the bits of the whole run."""
+    begun = []
+    trainer = trainer or Steady(model_dir)
+    trainer.on_loop_begin = begun.append
+    assert b"".join(finish(trainer, data)) == undisturbed
+    assert begun[:1] == [step][: TARGET - step]
+    assert steps_saved(model_dir)[-1] == TARGET
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mounts small file systems of their own, where that is permitted."""
+    mounted = []
+
+    def of(options):
+        path = tmp_path / f"mount_{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            pytest.skip(f"no mount: {error}")
+        if done.returncode:
+            pytest.skip(f"no tmpfs: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield of
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)  # noqa: S607
+
+
+def fill(path, pages_left=0):
+    """Fills a file system, but for so many pages."""
+    (path / "ballast").unlink(missing_ok=True)
+    system = os.statvfs(path)
+    with (path / "ballast").open("wb", buffering=0) as ballast:
+        ballast.write(bytes(max(0, system.f_bavail - pages_left) * system.f_bsize))
+
+
+def no_room(path, step):
+    """What is said when there is no room for one of a checkpoint's files, but for TensorFlow's part."""
+    return (
+        f"`model_dir` must have room for a checkpoint and let it be written; got {path}/ckpt-{step}: "
+        f"TENSORFLOW {path}/ckpt-{step}.tmp/FILE; No space left on device OPERATION. The last good "
+        f"checkpoint is {path}/ckpt-{INTERVAL}. Make room and run the same command again."
+    )
+
+
+def message_of(error):
+    """An error's message, without TensorFlow's part."""
+    without = re.sub(r"\{\{function_node \S+\}\} ", "TENSORFLOW ", str(error))
+    return re.sub(r"\.tmp/\S+; (.*) \[Op:\w+\]", r".tmp/FILE; \1 OPERATION", without)
+
+
+def error_of(function, *args, **arguments):
+    """The CheckpointError that a function raises, or None."""
+    try:
+        function(*args, **arguments)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def test_a_disk_that_is_full(mount, undisturbed):
+    """A checkpoint for which there is no room is a CheckpointError, whichever of its files is the
+    first that has none; the one before it is intact, and a run with more room goes on from there.
+    """
+    path = mount("size=512k")
+
+    class Filling(Steady):
+        def on_loop_end(self, step):
+            if step == FAULT:
+                fill(path)
+
+    trainer = Filling(path)
+    with pytest.raises(CheckpointError) as error:
+        finish(trainer)
+    assert message_of(error.value) == no_room(path, 8)
+    assert steps_saved(path) == [INTERVAL]
+
+    met = set()
+    for pages in itertools.count(1):
+        step = trainer.totals.attempted + 1
+        fill(path, pages)
+        error = error_of(trainer.train, rows().map(examples), steps=step)
+        if error is None:
+            break
+        assert message_of(error) == no_room(path, step)
+        assert steps_saved(path) == [INTERVAL]
+        met.add(re.search(r"\.tmp/([a-z]+)", str(error))[1])
+    print(f"no room for {', '.join(sorted(met))}")  # noqa: T201
+    assert steps_saved(path) == [INTERVAL, step]
+    files = {file.name.split(".")[0] for file in (path / f"ckpt-{step}").iterdir()}
+    assert met == files - {"run"}
+
+    shutil.rmtree(path / f"ckpt-{step}")
+    (path / "ballast").unlink()
+    assert_taken_up(path, INTERVAL, undisturbed)
+
+
+def causes(error):
+    """An error, and what was raised before it, in turn."""
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("room", ["for nothing", "for a checkpoint"])
+def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room):
+    """Numbers and curves that cannot be written end the run, too: with a CheckpointError, and saved if
+    a checkpoint can be.
+    """
+    path = mount("size=512k") if room == "for nothing" else tmp_path
+    log = path / "metrics.jsonl"
+
+    class Filling(Steady):
+        def on_loop_begin(self, step):
+            if step == INTERVAL and room == "for nothing":
+                with log.open("a") as lines:  # up to where it needs more room
+                    lines.write(" " * (-log.stat().st_size % os.statvfs(path).f_bsize))
+                fill(path)
+            elif step == INTERVAL:
+                log.rename(path / "aside")
+                log.symlink_to("/dev/full")
+
+    trainer = Filling(path, log_interval=1)
+    with pytest.raises(CheckpointError) as raised:
+        finish(trainer)
+    error = raised.value
+    if room == "for nothing":
+        assert message_of(error) == no_room(path, FAULT)
+        [error] = [one for one in causes(error) if "for the log" in str(one)]
+        (path / "ballast").unlink()
+        log.write_text(log.read_text().replace(" " * 50, ""))
+    else:
+        assert error.__notes__ == [f"raised at step {FAULT}, which is saved"]
+        (path / "aside").rename(log)
+    assert str(error) == (
+        f"`model_dir` must have room for the log and let it be written; got {path}: [Errno 28] No space "
+        "left on device. What a run has done stands there. Make room and run the same command again."
+    )
+
+    last = {"for nothing": INTERVAL, "for a checkpoint": FAULT}[room]
+    assert_taken_up(path, last, undisturbed)
+
+
+def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
+    """The run is saved all the same; one whose log has none at the start does not begin."""
+    log = tmp_path / "metrics.jsonl"
+
+    def stop(trainer):
+        log.unlink()
+        log.symlink_to("/dev/full")
+        trainer.stop()
+
+    trainer = Steady(tmp_path, actions=[Action(stop, every_steps=2)])
+    with pytest.raises(CheckpointError) as error:
+        finish(trainer)
+
+    assert error.value.__notes__ == ["raised at step 2, which is saved"]
+    assert steps_saved(tmp_path) == [2]
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="must have room for the log") as error:
+        finish(Steady(other))
+    assert not hasattr(error.value, "__notes__")
+    assert steps_saved(other) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("a file", "File exists"),
+        ("under a file", "Not a directory"),
+        ("under /proc", "No such file or directory"),
+        ("on a disk that is read-only", "Read-only file system"),
+        ("on a disk that is full", "No space left on device"),
+    ],
+)
+def test_a_model_dir_that_cannot_be_written_to(request, tmp_path, place, reason):
+    """It is refused before anything is read or built."""
+    path = tmp_path / "file"
+    path.touch()
+    if place == "under a file":
+        path /= "runs"
+    elif place == "under /proc":
+        path = pathlib.Path("/proc/halfstep/runs")
+    elif place == "on a disk that is read-only":
+        path = request.getfixturevalue("mount")("size=64k,ro")
+    elif place == "on a disk that is full":
+        path = request.getfixturevalue("mount")("size=64k")
+        fill(path)
+
+    class Unbuilt(Steady):
+        def build_model(self):
+            raise AssertionError("it was built")
+
+    with pytest.raises(ValueError, match="written") as error:
+        Unbuilt(path).train(lambda context: pytest.fail(f"read for {context}"), steps=TARGET)
+    assert str(error.value) == (
+        f"`model_dir` must be a directory that can be written to; got '{path}': {reason}. Checkpoints "
+        "and logs go there. Use another one, or None to write nothing."
+    )
+
+
+def asserting(limit):
+    """Data that raise in TensorFlow at the batch after so many."""
+
+    def checked(numbers):
+        tf.debugging.assert_less(numbers, 2 * np.int64(limit), message="a row is odd")
+        return examples(numbers)
+
+    return rows(3 * BATCHES).map(checked)
+
+
+def raising(limit):
+    """Data that raise in Python at the batch after so many, and one more that is read beforehand."""
+    counted = itertools.count()
+
+    def checked(numbers):
+        if next(counted) > limit:
+            raise ValueError("no such record")
+        return numbers
+
+    def batch(numbers):
+        return examples(tf.ensure_shape(tf.py_function(checked, [numbers], tf.int64), [None]))
+
+    return rows().map(batch)
+
+
+def said_to_be_endless(limit):
+    """Data that end after so many batches, and say that they do not."""
+    endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+    return rows(limit).map(examples).apply(endless)
+
+
+def read_once(limit):
+    """Data from what yields nothing when it is read again: after the first batch, which is read
+    beforehand, and one pass.
+    """
+    counted = itertools.count()
+    numbers = np.arange(2 * limit).reshape(-1, 2)
+    return generated(lambda: numbers if next(counted) < 2 else [])
+
+
+def generated(generator):
+    """Data from a generator."""
+    spec = tf.TensorSpec([2], tf.int64)
+    return tf.data.Dataset.from_generator(generator, output_signature=spec).map(examples)
+
+
+IN_MAP = (
+    "Error in user-defined function passed to MapDataset:N transformation with iterator: "
+    "Iterator::Root::Prefetch::ForeverRepeat[{}]::"
+)
+RAISES = (
+    "`train_data` must not raise; got InvalidArgumentError after step 6 of 12: {reason}. The last "
+    "checkpoint is {last}. Mend the data, or leave out what it cannot read with "
+    "dataset.ignore_errors().{ahead}"
+)
+ENDS = (
+    "`train_data` must not end before the run does; got its end after step 6 of 12. It says that it "
+    "has none, or a further pass found nothing. The last checkpoint is {last}. Leave out "
+    "assert_cardinality(), or let a generator begin anew each time.{ahead}"
+)
+AHEAD = (
+    ' Batches are read ahead: if that checkpoint holds this one already, data_resume="skip" goes on '
+    "from it without."
+)
+
+
+@pytest.mark.parametrize(
+    ("broken", "mended", "way", "message", "reason"),
+    [
+        (
+            asserting,
+            asserting,
+            "exact",
+            RAISES,
+            IN_MAP.format(0)
+            + "Map: assertion failed: [a row is odd] [Condition x < y did not hold "
+            "element-wise:] [x (args_0:0) = ] [12 13] [y (assert_less/y:0) = ] [12]",
+        ),
+        (raising, raising, "restart", RAISES, IN_MAP.format(1) + "Map: ValueError: no such record"),
+        (raising, raising, "skip", RAISES, IN_MAP.format(1) + "Map: ValueError: no such record"),
+        (said_to_be_endless, said_to_be_endless, "exact", ENDS, ""),
+        (
+            read_once,
+            lambda limit: generated(lambda: np.arange(2 * limit).reshape(-1, 2)),
+            "restart",
+            ENDS,
+            "",
+        ),
+    ],
+)
+def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, way, message, reason):
+    """Whether they raise in TensorFlow or in Python, or end though they say that they do not: it is a
+    DataError that says what, when, and where the last checkpoint is. With the data mended, the run
+    is taken up: where its exact position is saved, and the fault with it, by skipping.
+    """
+    with pytest.raises(DataError) as error:
+        finish(Steady(tmp_path, data_resume=way), broken(FAULT))
+    assert re.sub(r"Dataset:\d+", "Dataset:N", str(error.value)) == message.format(
+        reason=reason, last=tmp_path / f"ckpt-{INTERVAL}", ahead=AHEAD if way == "exact" else ""
+    )
+    assert steps_saved(tmp_path) == [INTERVAL]
+
+    trainer = Steady(tmp_path, data_resume="skip" if way == "exact" else way)
+    assert_taken_up(tmp_path, INTERVAL, undisturbed, mended(1000), trainer)
+
+
+def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
+    """An operation of the model that raises on one replica of two ends the run with its own error,
+    which has a note of the step and of the last checkpoint. The same trainer can go on without that
+    batch; a new one goes on from the checkpoint.
+    """
+
+    class Checked(Steady):
+        def compute_loss(self, batch, training):
+            tf.debugging.assert_none_equal(batch["slope"], 15.0 / 64, message="a slope is odd")
+            return super().compute_loss(batch, training)
+
+    def more(numbers):
+        return {**examples(numbers), "slope": tf.cast(numbers, tf.float32) / 64}
+
+    data = rows(4 * BATCHES).map(more)
+    arguments = {"strategy": mirrored(2)}
+    whole = b"".join(finish(Steady(tmp_path / "whole", **arguments), data))
+    path = tmp_path / "broken"
+    trainer = Checked(path, **arguments)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        finish(trainer, data)
+
+    assert type(error.value) is tf.errors.InvalidArgumentError
+    assert "assertion failed: [a slope is odd]" in str(error.value)
+    assert error.value.__notes__ == [
+        f"raised in the step after 7. The last checkpoint is {path / 'ckpt-4'}."
+    ]
+    assert error.value.__cause__ is None
+    assert steps_saved(path) == [INTERVAL]
+
+    shutil.copytree(path, tmp_path / "copy")
+    trainer.on_train_begin = trainer.stop
+    assert trainer.train(data, steps=TARGET).checkpoint == str(path / "ckpt-7")
+    trainer.on_train_begin = lambda: None
+    finish(trainer, data)
+    assert folder.read_manifest(path / f"ckpt-{TARGET}")["batches_taken"] == TARGET + 1
+    path = tmp_path / "copy"
+    assert_taken_up(path, INTERVAL, whole, data, Steady(path, **arguments))
+
+
+def test_a_checkpoint_that_an_error_names_is_there(tmp_path, monkeypatch):
+    """Also if it was still being written, in a thread, when a step raised."""
+
+    def slow(path, flush=folder.flush_to_disk):
+        time.sleep(0.05)
+        flush(path)
+
+    monkeypatch.setattr(folder, "flush_to_disk", slow)
+    with pytest.raises(DataError) as error:
+        finish(Steady(tmp_path, data_resume="skip", async_checkpoint=True), raising(INTERVAL + 1))
+
+    assert f"The last checkpoint is {tmp_path / 'ckpt-4'}." in str(error.value)
+    assert steps_saved(tmp_path) == [INTERVAL]
+
+
+def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
+    """Nothing is saved that has not been looked at."""
+
+    class Diverging(Steady):
+        def on_loop_begin(self, step):
+            if step:
+                raise ZeroDivisionError
+
+    divergence = Divergence(loss_above=2.5 / 64)
+    with pytest.raises(ZeroDivisionError) as error:
+        finish(Diverging(tmp_path, divergence=divergence))
+
+    assert error.value.__notes__ == ["raised at step 2, which is not saved: the run has diverged"]
+    assert steps_saved(tmp_path) == [0]
+
+
+def test_a_note_claims_no_more_than_was_done():
+    """A run without a folder saves nothing."""
+
+    class Raising(Steady):
+        def on_loop_end(self, step):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as error:
+        finish(Raising(None))
+
+    assert error.value.__notes__ == ["raised at step 2"]
+
+
+class Breaking(Steady):
+    """Raises where it is told to, once the run is at the fault."""
+
+    fault = ""
+
+    def raise_at(self, place, step):
+        """Raises if this is the place."""
+        if (place, step) == (self.fault, FAULT):
+            raise ZeroDivisionError(f"in {place}")
+
+    def on_loop_begin(self, step):
+        """One place."""
+        self.raise_at("on_loop_begin", step)
+
+    def on_loop_end(self, step):
+        """Another."""
+        self.raise_at("on_loop_end", step)
+
+
+class Counting:
+    """An action that remembers how often it was called."""
+
+    def __init__(self):
+        """Not yet."""
+        self.calls = 0
+
+    def __call__(self, trainer):
+        """Counts, and then raises where the trainer is told to."""
+        self.calls += 1
+        trainer.raise_at("an action", trainer.totals.attempted)
+
+    def state_dict(self):
+        """The count."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        """Takes it up."""
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("place", ["on_loop_begin", "on_loop_end", "an action", "an evaluation"])
+def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
+    """A hook, an action or an evaluation that raises ends the run with its own error, unchanged but for
+    a note, and saved: a run with a healthy one goes on from that step.
+    """
+
+    def trainer(fault):
+        made = Breaking(tmp_path, actions=[Action(Counting(), every_steps=2)])
+        made.fault = fault
+        return made
+
+    evaluated = raising(2 if place == "an evaluation" else 1000)
+    evaluation = {"eval_data": evaluated, "eval_interval": FAULT}
+    with pytest.raises((ZeroDivisionError, tf.errors.InvalidArgumentError)) as error:
+        trainer(place).train(rows().map(examples), steps=TARGET, **evaluation)
+
+    if place == "an evaluation":
+        assert "ValueError: no such record" in str(error.value)
+    else:
+        assert str(error.value) == f"in {place}"
+    assert error.value.__notes__ == [f"raised at step {FAULT}, which is saved"]
+    assert steps_saved(tmp_path) == [INTERVAL, FAULT]
+    healthy = trainer("")
+    assert_taken_up(tmp_path, FAULT, undisturbed, trainer=healthy)
+    # It was not called at the step after which the evaluation raised.
+    assert healthy.actions[0].call.calls == (5 if place == "an evaluation" else 6)
+
+
+def flip(path):
+    """Changes one bit."""
+    file = path / "variables.data-00000-of-00001"
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+    return f"{file} was changed: its checksum does not fit"
+
+
+def cut_off(path):
+    """Takes the last byte away."""
+    file = path / "data.index"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    return f"{file} has {size - 1} bytes instead of {size}"
+
+
+def remove(path):
+    """Removes a file."""
+    (path / "scale.index").unlink()
+    return f"{path / 'scale.index'} is missing"
+
+
+def change(path):
+    """Makes `run.json` tell of another step."""
+    file = path / "run.json"
+    changed = re.sub(r'"batches_taken": \d+', '"batches_taken": 7', file.read_text())
+    assert changed != file.read_text()
+    file.write_text(changed)
+    return f"{file} was changed: its checksum does not fit"
+
+
+def empty(path):
+    """Leaves nothing of `run.json`, as a loss of power can."""
+    (path / "run.json").write_text("")
+    return f"{path / 'run.json'} cannot be read: Expecting value: line 1 column 1 (char 0)"
+
+
+DAMAGES = [flip, cut_off, remove, change, empty]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, damage):
+    """An error is logged that names it and the damage; the one before it is gone on from."""
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    what = damage(path / f"ckpt-{TARGET}")
+    with caplog.at_level("ERROR"):
+        assert_taken_up(path, TARGET - INTERVAL, undisturbed)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Checkpoint ckpt-{TARGET} is damaged and left out: {what}."
+    ]
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
+    """It is refused, with all that is wrong: to begin anew would lose what may be saved."""
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    names = [f"ckpt-{step}" for step in (12, 8, 4)]
+    damages = [damage(path / name) for damage, name in zip(DAMAGES[:3], names, strict=True)]
+    with pytest.raises(ValueError, match="sound") as error:
+        finish(Steady(path))
+
+    assert str(error.value) == (
+        "`model_dir` must hold a sound checkpoint if it holds any; got 3 damaged ones: "
+        f"{'; '.join(damages)}. Starting anew in their place would lose what may be saved of them. Mend "
+        "or remove them, or use another model_dir."
+    )
+    assert sorted(folder.committed(path, "ckpt")) == [4, 8, 12]
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles a kill."""
+
+
+@pytest.mark.parametrize(
+    ("done", "left"),
+    [
+        (0, {"ckpt-8", "ckpt-8.tmp"}),
+        (1, {"ckpt-8.old", "ckpt-8.tmp"}),
+        (2, {"ckpt-8", "ckpt-8.old"}),
+    ],
+)
+def test_a_kill_in_the_middle_of_a_replacement(
+    tmp_path, whole, undisturbed, monkeypatch, done, left
+):
+    """What is replaced is renamed, then what replaces it; then the first is removed. Wherever between
+    these the process dies, the next start finds one of them, whole, and nothing else.
+    """
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    shutil.rmtree(path / f"ckpt-{TARGET}")
+    newest = path / "ckpt-8"
+    facts = folder.read_manifest(newest)
+    unfinished = folder.begin(newest)
+    shutil.copytree(newest, unfinished, dirs_exist_ok=True)
+    (unfinished / folder.MANIFEST).unlink()
+    counted = itertools.count()
+
+    def or_killed(act):
+        def acting(*args, **options):
+            if next(counted) == done:
+                raise Killed
+            return act(*args, **options)
+
+        return acting
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "rename", or_killed(pathlib.Path.rename))
+        patched.setattr(shutil, "rmtree", or_killed(shutil.rmtree))
+        with pytest.raises(Killed):
+            folder.commit(newest, facts)
+
+    assert {found.name for found in path.glob("ckpt-8*")} == left
+    assert_taken_up(path, 8, undisturbed)

@@ -1,0 +1,328 @@
+"""L6 and L10: after a skipped step, everything is as it was; after an applied one, replicas agree."""
+
+import everything
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, attempt, copies, count_from_0, linear_model, slopes
+
+import scaling
+from scaling import Cause
+from trainer import Trainer
+from trainer.data.batches import untuned
+from trainer.step import TrainState, attempt_step, plan_step
+
+RULE = scaling.DynamicLossScale(2.0**15)
+SEED = 1
+
+
+class Everything(Trainer):
+    """The model in which everything moves, with a random generator and a counter of the user's."""
+
+    def __init__(self, optimizer_name, **arguments):
+        """Makes the user's own in the strategy's scope."""
+        super().__init__(loss_scale=RULE, seed=SEED, verbose=False, **arguments)
+        self.optimizer_name = optimizer_name
+        with self.strategy.scope():
+            self.generator = tf.random.Generator.from_seed(1)
+            self.seen = {1: [read_apart(0.0)]}
+
+    def build_model(self):
+        """See `everything`."""
+        return everything.build_model()
+
+    def build_optimizer(self):
+        """See `everything`."""
+        return everything.build_optimizer(self.optimizer_name)
+
+    def compute_loss(self, batch, training):
+        """Draws a number and counts, beside the model's own writes."""
+        self.seen[1][0].assign_add(self.generator.uniform([]))
+        return everything.losses(self.model, batch), batch["x"][:, 0]
+
+    def build_metrics(self):
+        """A mean."""
+        return {"mean": keras.metrics.Mean()}
+
+    def update_metrics(self, batch, aux):
+        """On applied steps only."""
+        self.metrics["mean"].update_state(aux)
+
+    def step(self, batch):
+        """One attempt; returns its report as numbers."""
+        data = untuned(tf.data.Dataset.from_tensors(batch))
+        self._start(next(iter(data)))
+        report, _ = self._parts.run_steps(iter(data), tf.constant(1))
+        return report._replace(**{k: v.numpy()[0].tolist() for k, v in report._asdict().items()})
+
+    @property
+    def state(self):
+        """The loss scale, the counts and the seed."""
+        return self._parts.state
+
+    def moving(self):
+        """Every variable a step could move, but the loss scale and the counts."""
+        return [
+            *self.model.variables,
+            *self.optimizer.variables,
+            *self.metrics["mean"].variables,
+            self.model.layers[2].raw,
+            self.generator.state,
+            self.seen[1][0],
+        ]
+
+
+class OwnLoop:
+    """The same through the functions that the trainer calls, in a plain loop."""
+
+    def __init__(self, optimizer_name, strategy):
+        """Builds everything in scope."""
+        with strategy.scope():
+            self.model = everything.build_model()
+            self.optimizer = everything.build_optimizer(optimizer_name)
+            self.generator = tf.random.Generator.from_seed(1)
+            self.seen = read_apart(0.0)
+            self.metric = keras.metrics.Mean()
+            self.plan = plan_step(
+                strategy=strategy,
+                model=self.model,
+                optimizer=self.optimizer,
+                compute_loss=self.compute_loss,
+                rule=RULE,
+                update_metrics=self.update_metrics,
+                others=[self.generator, self.seen],
+            )
+            self.state = TrainState(RULE, SEED)
+        self.attempt = tf.function(lambda batch: attempt_step(batch, self.plan, self.state))
+
+    def update_metrics(self, batch, aux):
+        """As above."""
+        del batch
+        self.metric.update_state(aux)
+
+    def compute_loss(self, batch, training):
+        """As above."""
+        del training
+        self.seen.assign_add(self.generator.uniform([]))
+        return everything.losses(self.model, batch), batch["x"][:, 0]
+
+    @property
+    def loss_scale(self):
+        """The scale now."""
+        return float(self.state.loss_scaler.loss_scale)
+
+    def step(self, batch):
+        """One attempt; returns its report as numbers."""
+        report = self.attempt(batch)
+        return report._replace(**{k: v.numpy().tolist() for k, v in report._asdict().items()})
+
+    def moving(self):
+        """Every variable a step could move, but the loss scale and the counts."""
+        return [
+            *self.model.variables,
+            *self.optimizer.variables,
+            *self.metric.variables,
+            self.model.layers[2].raw,
+            self.generator.state,
+            self.seen,
+        ]
+
+
+def read_apart(value):
+    """A variable of which every replica may write its own copy."""
+    return tf.Variable(
+        value,
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.MEAN,
+    )
+
+
+def bits(variables):
+    """Every copy of every variable, by place and name."""
+    return {
+        f"{place} {getattr(variable, 'path', variable.name)} copy {copy}": value.tobytes()
+        for place, variable in enumerate(variables)
+        for copy, value in enumerate(copies(variable))
+    }
+
+
+def moved(before, after):
+    """The names of what has other bits."""
+    assert before.keys() == after.keys()
+    return [name for name in before if before[name] != after[name]]
+
+
+@pytest.fixture(scope="module")
+def ways(mirrored, full):
+    """The trainer and the own loop, each made and traced once for a strategy and an optimizer. By
+    default, 3 replicas with the one optimizer for the one, the other for the other; `--full` runs
+    all of them.
+    """
+    made = {}
+    usual = {("trainer", "adamw"), ("own loop", "momentum")}
+
+    def of(way, replicas, optimizer):
+        key = way, replicas, optimizer
+        if replicas > 1 and ((way, optimizer) not in usual or replicas == 2) and not full:
+            pytest.skip("only with --full")
+        if key not in made:
+            strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+            kind = {"trainer": Everything, "own loop": OwnLoop}[way]
+            made[key] = kind(optimizer, strategy=strategy)
+            assert made[key].step(everything.batch(replicas=replicas)).grads_finite
+        return made[key]
+
+    return of
+
+
+@pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("way", ["trainer", "own loop"])
+@pytest.mark.parametrize("place", everything.PLACES)
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_nothing_moves_on_a_skip(ways, way, replicas, optimizer, place, which):
+    """L6: weights, slots, iterations, averages, BatchNorm, Dropout's and the user's random numbers,
+    spectral norms, a user's statistics, mean-aggregated and raw variables and metrics keep their
+    bits on every replica's copy, wherever the inf or NaN is born: in the input, and so in every
+    statistic of the forward pass on one replica only, or anywhere behind it.
+    """
+    replica = 0 if which == "first" else replicas - 1
+    if place == "reduction" and replicas == 1:
+        pytest.skip("one replica's gradients are summed over nothing")
+    run = ways(way, replicas, optimizer)
+    before, scale = bits(run.moving()), run.loss_scale
+    report = run.step(everything.batch(place, replica, replicas, 1, scale))
+
+    cause = {"input": Cause.FORWARD, "loss": Cause.FORWARD}.get(place) or Cause[place.upper()]
+    assert (report.grads_finite, Cause(report.cause)) == (False, cause)
+    assert moved(before, bits(run.moving())) == []
+    if cause in (Cause.FORWARD, Cause.BACKWARD):
+        assert report.bad_replica == replica
+    backs_off = cause in (Cause.BACKWARD, Cause.REDUCTION)
+    assert run.loss_scale == (max(scale / 2, RULE.min_scale) if backs_off else scale)
+
+
+@pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("way", ["trainer", "own loop"])
+def test_everything_moves_on_an_update(ways, way, replicas, optimizer):
+    """The converse, without which the test above shows nothing: an applied step moves every variable
+    but two that never move: the learning rate, and the state of Keras's seed generators, which are
+    given a key in each step and keep nothing. Step 10: all copies agree afterwards, but for random
+    generators, whose copies are meant to differ, and metrics, which add up.
+    """
+    run = ways(way, replicas, optimizer)
+    before = bits(run.moving())
+    assert run.step(everything.batch(replicas=replicas, seed=2)).grads_finite
+    still = {name.split(" copy")[0].split(" ", 1)[1] for name in before} - {
+        name.split(" copy")[0].split(" ", 1)[1] for name in moved(before, bits(run.moving()))
+    }
+
+    rates = {"learning_rate"} if optimizer == "momentum" else set()  # a schedule is no variable
+    assert {name.split("/")[-1] for name in still} == {"seed_generator_state"} | rates
+    for variable in run.moving():
+        name = getattr(variable, "path", variable.name)
+        if "StateVar" in name or "mean/" in name:
+            continue
+        assert len({copy.tobytes() for copy in copies(variable)}) == 1, name
+
+
+@pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
+def test_both_ways_are_one(ways, optimizer):
+    """L15: the trainer and the own loop take the same steps, to the bit, Dropout's masks included."""
+    runs = [ways(way, 1, optimizer) for way in ("trainer", "own loop")]
+    for run in runs:
+        for variable, value in zip(run.moving(), start_values(runs[0]), strict=True):
+            variable.assign(value)
+        count_from_0(run.state)
+    for seed, place in enumerate([None, "input", None]):
+        reports = [run.step(everything.batch(place, seed=seed)) for run in runs]
+
+        assert reports[0].loss == reports[1].loss or place
+    first, second = (list(bits(run.moving()).values()) for run in runs)
+
+    assert first == second
+
+
+def start_values(run):
+    """The values of one run's variables, for all to start from."""
+    return [copies(variable)[0] for variable in run.moving()]
+
+
+class Drawing(Linear):
+    """Its loss is a random number, from a generator that the trainer or the model holds."""
+
+    def __init__(self, holder, **arguments):
+        """Says who holds the generator."""
+        super().__init__(verbose=False, seed=SEED, **arguments)
+        self.holder = holder
+        self.held = {"inner": [keras.random.SeedGenerator(4)]} if holder == "trainer" else None
+
+    def build_model(self):
+        """A Keras model, or a module."""
+        model = linear_model() if self.holder != "module" else tf.Module()
+        if self.holder == "module":
+            model.weight = tf.Variable(1.0)
+        if self.holder != "trainer":
+            model.noise = keras.random.SeedGenerator(4)
+        return model
+
+    def compute_loss(self, batch, training):
+        """A draw times the slope."""
+        seed = self.held["inner"][0] if self.holder == "trainer" else self.model.noise
+        if self.holder == "module":
+            losses = self.model.weight * batch["slope"]
+        else:
+            losses = super().compute_loss(batch, training)
+        return 0.0 * losses + keras.random.normal([], seed=seed) * batch["slope"]
+
+
+@pytest.mark.parametrize("holder", ["trainer", "model", "module"])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_random_numbers_of_keras_go_on_with_steps(mirrored, holder, replicas, num_microbatches):
+    """Every step draws new numbers, whoever holds the generator, and those that it would have drawn had
+    the step before it not been skipped: the number of the step says which, and nothing else.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    size = replicas * num_microbatches
+    good, bad = slopes(*[1.0] * size), slopes(*[np.inf] * size)
+    drawn = Drawing(holder, strategy=strategy, num_microbatches=num_microbatches)
+    losses = [report.loss for report in attempt(drawn, [good, good, bad, good])]
+    undisturbed = Drawing(holder, strategy=strategy, num_microbatches=num_microbatches)
+    expected = [report.loss for report in attempt(undisturbed, [good] * 4)]
+
+    assert [*losses[:2], losses[3]] == [*expected[:2], expected[3]]
+    assert len(set(expected)) == 4
+
+
+@pytest.mark.parametrize("what", ["a number", "a metric"])
+def test_what_keras_would_lose_is_refused(what):
+    """A number from Keras's global generator, or a metric that is updated in the loss, would be the
+    same in every step: an error says where it belongs.
+    """
+
+    class Losing(Linear):
+        def compute_loss(self, batch, training):
+            losses = super().compute_loss(batch, training)
+            if what == "a number":
+                return losses * keras.random.normal([])
+            self.metrics["mean"].update_state(losses)
+            return losses
+
+        def build_metrics(self):
+            return {"mean": keras.metrics.Mean()}
+
+    trainer = Losing(verbose=False)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the end of the message is compared
+        list(attempt(trainer, [slopes(1.0)]))
+
+    text = str(error.value).rstrip()
+    start = "`compute_loss` must write no Keras variable but the model's; got '"
+    assert text[text.index(start) :].partition("', ")[2] == (
+        "written in the forward pass. It would not be kept: a random number would repeat in every "
+        "step. Draw with seed=, from a keras.random.SeedGenerator that the model or the trainer "
+        "holds; update metrics in update_metrics()."
+    )

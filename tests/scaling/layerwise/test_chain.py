@@ -1,0 +1,383 @@
+"""A scale for every layer: the rule by its parts, the gradients by their bits, the refusals."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import scaling
+from scaling import LayerwiseLossScale, layerwise_gradients
+from scaling.base.number_formats import check_power_of_two
+
+HALF_EPS = 2.0**-11  # what one rounding to float16 moves a normal number by, at most, relatively
+WIDE = LayerwiseLossScale(max_layer_scale=2.0**15, max_total_scale=2.0**100)
+
+
+def plain_total(gradient, inputs, kernel, above, rule):
+    """The paper's rule in plain Python and float64, for one dense kernel."""
+    low, high = 0.0, 1.0  # erfinv by bisection: erf is all that `math` has
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.erf(middle) < rule.underflow_share else (low, middle)
+    gradient, kernel, inputs = (np.float64(array) for array in (gradient, kernel, inputs))
+    deviation = np.sqrt(np.mean(gradient**2)) * np.sqrt(np.mean(kernel**2))
+    wished = 2.0**-24 / (low * math.sqrt(2) * deviation) if deviation else 1.0
+    rows, fan_in = len(gradient), kernel.shape[1]
+    worst = abs(gradient).max() * max(rows, rows * abs(inputs).max(), fan_in * abs(kernel).max())
+    wished = min(max(wished, 1.0), rule.max_layer_scale)
+    scale = 2.0 ** math.floor(math.log2(min(wished, 65504 / worst) if worst else wished))
+    return min(max(above * scale, 1.0), rule.max_total_scale)
+
+
+RULES = st.builds(
+    LayerwiseLossScale,
+    max_layer_scale=st.sampled_from([1.0, 16.0, 2.0**20]),
+    max_total_scale=st.sampled_from([1.0, 1024.0, 2.0**100]),
+    underflow_share=st.sampled_from([1e-3, 1e-2, 0.5]),
+)
+
+
+# Nothing to scale: no gradient, no kernel; the scale above is kept.
+@example(LayerwiseLossScale(), -200, 0, 2.0**5)
+@example(LayerwiseLossScale(), 0, -200, 2.0**5)
+# Gives back some of what is above, and all of it.
+@example(WIDE, 14, 4, 2.0**30)
+@example(WIDE, 15, 4, 4.0)
+@given(RULES, st.integers(-26, 15), st.integers(-20, 4), st.sampled_from([1.0, 4.0, 2.0**30]))
+def test_the_scale_is_the_papers(rule, gradient_bits, kernel_bits, above):
+    """Statistics, share, room and bounds, as plain Python has them; always a power of two."""
+    rng = np.random.default_rng(gradient_bits + 1000)
+    above = min(above, rule.max_total_scale)
+    gradient = np.float16(rng.uniform(-1, 1, [6, 5]) * 2.0**gradient_bits)
+    kernel = np.float32(rng.uniform(-1, 1, [4, 5]) * 2.0**kernel_bits)
+    inputs = np.float16(rng.uniform(-3, 3, [6, 4]))
+    actual = rule.total_scale(tf.constant(gradient), tf.constant(inputs), [kernel], above)
+
+    assert plain_total(gradient, inputs, kernel, above, rule) == float(actual)
+    check_power_of_two("total", float(actual))
+    assert 1 <= float(actual) <= rule.max_total_scale
+    assert float(actual) <= above * rule.max_layer_scale
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
+def test_the_share_of_products_is_lost_that_was_asked_for(share):
+    """Of a million normal products the share that was asked for falls below 2^-24, or up to twice
+    that, since the scale is rounded down to a power of two and normals are flat about 0.
+    """
+    rule = LayerwiseLossScale(2.0**30, 2.0**30, underflow_share=share)
+    size = tf.fill([8, 8], 2.0**-15)  # a deviation of 2^-15 to the last bit
+    scale = float(rule.total_scale(size, size, [size], 1.0))
+    products = np.random.default_rng(0).standard_normal(1_000_000) * 2.0**-30 * scale
+    lost = np.mean(np.abs(products) < 2.0**-24)
+    noise = 3 * math.sqrt(share / 1_000_000)  # three binomial deviations
+
+    assert share - noise < lost < 2 * share + 2 * noise
+
+
+def test_ids_are_no_magnitudes():
+    """An Embedding's inputs choose rows: however large they are, they take no room."""
+    gradient, kernel = tf.fill([2, 3], 2.0**-10), tf.fill([9, 3], 2.0**-10)
+    totals = [
+        float(WIDE.total_scale(gradient, inputs, [kernel], 1.0))
+        for inputs in (tf.ones([2, 1]), tf.constant([[0], [2**30]]))
+    ]
+
+    assert totals == [32.0, 32.0]
+
+
+def dense_chain(kernels, policy="mixed_float16", activation=None):
+    """A Sequential of dense layers with these kernels, without biases."""
+    layers = [
+        keras.layers.Dense(kernel.shape[1], activation, use_bias=False, dtype=policy)
+        for kernel in kernels
+    ]
+    model = keras.Sequential([keras.Input(kernels[0].shape[:1]), *layers])
+    model.set_weights(kernels)
+    return model
+
+
+def exact_chain(bits):
+    """Kernels that permute, negate and multiply by 2^bits: half precision rounds none of it."""
+    rng = np.random.default_rng(0)
+    signs = [rng.choice([-1.0, 1.0], 4) for _ in bits]
+    return [
+        np.float32(np.eye(4)[rng.permutation(4)] * sign * 2.0**bit)
+        for sign, bit in zip(signs, bits, strict=True)
+    ]
+
+
+INTEGERS = np.float32([[1, -2, 3, 4], [5, 6, -7, 8], [2, 2, 1, -3]])
+
+
+def weighted(outputs):
+    """A loss whose gradient is small integers."""
+    return tf.reduce_sum(tf.cast(outputs, tf.float32) * INTEGERS)
+
+
+def plain_gradients(model, inputs, loss_fn, scale=1.0):
+    """What one tape gives, with one loss scale."""
+    with tf.GradientTape() as tape:
+        loss = loss_fn(model(inputs)) * scale
+    return [gradient / scale for gradient in tape.gradient(loss, model.trainable_variables)]
+
+
+@pytest.mark.parametrize("wrap", [None, False, True], ids=["eager", "graph", "xla"])
+def test_where_nothing_rounds_every_bit_is_that_of_float32(wrap):
+    """L1: gradients that shrink by 2^-3 a layer come back bit for bit, eagerly, in a graph and under
+    XLA. The first five layers' fit, at 4.7e-5 and above; each one below is then multiplied by 8.
+    """
+    kernels = exact_chain([-3] * 8)
+    model, inputs = dense_chain(kernels), INTEGERS * 2.0**10
+    differentiate = lambda: layerwise_gradients(model, inputs, weighted, WIDE)  # noqa: E731
+    result = (differentiate if wrap is None else tf.function(differentiate, jit_compile=wrap))()
+    expected = plain_gradients(dense_chain(kernels, "float32"), inputs, weighted)
+
+    for reference, [actual] in zip(expected, result.gradients, strict=True):
+        assert actual.dtype == tf.float32
+        assert reference.numpy().tobytes() == actual.numpy().tobytes()
+    assert result.total_scales.numpy().tolist() == [256.0, 32.0, 4.0, *[1.0] * 5]
+    assert float(weighted(model(inputs))) == float(result.loss)
+
+
+def test_what_was_gathered_is_given_back_where_gradients_grow():
+    """Down by 2^-24, then up by 2^32: the 2^10 gathered on the way down would overflow on the way up."""
+    kernels = exact_chain([4] * 8 + [-4] * 6)
+    model, inputs = dense_chain(kernels), INTEGERS * 2.0**-20
+    result = layerwise_gradients(model, inputs, weighted, WIDE)
+    expected = plain_gradients(dense_chain(kernels, "float32"), inputs, weighted)
+    totals = result.total_scales.numpy()
+
+    for reference, [actual] in zip(expected, result.gradients, strict=True):
+        assert reference.numpy().tobytes() == actual.numpy().tobytes()
+    assert totals.max() * np.abs(INTEGERS).max() * 2.0**8 > 65504
+    assert totals[0] < totals.max()
+
+
+def positive_chain(depth=20, width=4):
+    """Kernels without a sign, so that nothing cancels; the gradient shrinks by 2^-2.5 a layer."""
+    rng = np.random.default_rng(0)
+    uniform = [rng.uniform(0.5, 1.5, [width, width]) for _ in range(depth)]
+    return [np.float32(np.float16(kernel * 2.0**-2.5 / width)) for kernel in uniform]
+
+
+def deep_chain():
+    """Layers whose activations stay near 1, by their biases, while gradients vanish downwards."""
+    kernels = positive_chain()
+    model = keras.Sequential([keras.layers.Dense(4, dtype="mixed_float16") for _ in kernels])
+    model.build([None, 4])
+    for layer, kernel in zip(model.layers, kernels, strict=True):
+        layer.set_weights([kernel, np.ones(4, np.float32)])
+    return model, kernels
+
+
+def true_gradients(kernels, inputs):
+    """The gradients of the mean of the outputs for every kernel of `deep_chain`, in float64."""
+    activations = [inputs.astype(np.float64)]
+    for kernel in kernels:
+        activations.append(activations[-1] @ kernel + 1)
+    gradient, gradients = np.full_like(activations[-1], 1 / activations[-1].size), []
+    for kernel, below in zip(kernels[::-1], activations[-2::-1], strict=True):
+        gradients.append(below.T @ gradient)
+        gradient = gradient @ kernel.T
+    return gradients[::-1]
+
+
+def mean(outputs):
+    """The mean, in float32."""
+    return tf.reduce_mean(tf.cast(outputs, tf.float32))
+
+
+def test_no_single_scale_reaches_the_lowest_layers():
+    """At every power of two the lowest layer's gradient is exactly 0, or another one overflows."""
+    model, _ = deep_chain()
+    differentiate = tf.function(
+        lambda scale: plain_gradients(model, tf.ones([4, 4]), mean, scale), autograph=False
+    )
+    for exponent in range(60):
+        kernel, *others = differentiate(tf.constant(2.0**exponent))
+
+        assert not np.any(kernel) or not scaling.all_finite(others), f"2^{exponent} does"
+
+
+def test_layerwise_scales_reach_every_layer():
+    """The same gradients lie within the roundings on their way: for each layer one of a sum of four,
+    one of a bias, forwards and backwards. All numbers are positive, so errors add and no more.
+    """
+    model, kernels = deep_chain()
+    inputs = np.ones([4, 4], np.float32)
+    result = layerwise_gradients(model, inputs, mean, WIDE)
+    spread = result.total_scales[0] / result.total_scales[-1]
+    bound = (1 + HALF_EPS) ** (20 * (4 + 4 + 1)) - 1
+
+    assert float(spread) > 2.0**30
+    for expected, [actual, _] in zip(
+        true_gradients(kernels, inputs), result.gradients, strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=bound)
+
+
+def test_the_papers_bounds_reach_ten_bits_further():
+    """By default a layer multiplies by 16 at most, and all of them by 1024."""
+    model, _ = deep_chain()
+    totals = layerwise_gradients(model, tf.ones([4, 4]), mean).total_scales.numpy()
+
+    assert totals.max() == 1024
+    assert (totals[:-1] / totals[1:]).max() <= 16
+
+
+def test_an_ordinary_scale_goes_around_it():
+    """L2: with a `LossScaler` outside, the gradients are the same bits as without."""
+    model, inputs = dense_chain(exact_chain([-3] * 8)), INTEGERS * 2.0**10
+    scaler = scaling.LossScaler(scaling.FixedLossScale(2.0**6))
+    token = scaler.state
+    scaled = layerwise_gradients(
+        model, inputs, lambda outputs: scaling.scale_loss(weighted(outputs), token), WIDE
+    )
+    alone = layerwise_gradients(model, inputs, weighted, WIDE)
+
+    actual = scaling.unscale_gradients(scaled.gradients, token)
+    for [expected], [unscaled] in zip(alone.gradients, actual, strict=True):
+        assert expected.numpy().tobytes() == unscaled.numpy().tobytes()
+    assert float(scaled.total_scales[0]) < float(alone.total_scales[0])
+
+
+@pytest.mark.parametrize("scale", [2.0**20, float("nan")])
+def test_an_overflow_inside_shows_in_the_gradients(scale):
+    """L5: inf and NaN reach the gradients, through finite scales, so that `all_finite` vetoes."""
+    model = dense_chain(exact_chain([-3] * 3))
+    result = layerwise_gradients(model, INTEGERS, lambda outputs: weighted(outputs) * scale)
+
+    assert not scaling.all_finite(result.gradients)
+    assert not any(scaling.all_finite(layer) for layer in result.gradients)
+    assert result.total_scales.numpy().tolist() == [1.0] * 3
+
+
+def test_layers_of_every_kind():
+    """Ids, rows that repeat, functions, dropout, convolutions and frozen layers: as one tape gives."""
+    keras.utils.set_random_seed(0)
+    frozen = keras.layers.Dense(3, trainable=False)
+    layers = [
+        keras.layers.Embedding(7, 4),
+        keras.layers.Conv1D(3, 2, padding="same"),
+        tf.nn.relu,
+        frozen,
+        keras.layers.Dropout(0.5),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1),
+    ]
+    ids = tf.constant([[1, 1, 3], [1, 0, 6]])
+    result = layerwise_gradients(layers, ids, tf.reduce_sum, training=False)
+    trained = [layers[0], layers[1], layers[-1]]
+    with tf.GradientTape() as tape:
+        outputs = ids
+        for layer in layers:
+            outputs = layer(outputs)
+    expected = tape.gradient(outputs, [v for layer in trained for v in layer.trainable_variables])
+
+    actual = tf.nest.flatten(result.gradients)
+    assert [len(layer) for layer in result.gradients] == [1, 2, 0, 0, 0, 0, 2]
+    assert isinstance(actual[0], tf.IndexedSlices)
+    for reference, gradient in zip(expected, actual, strict=True):
+        # float32 throughout, and the scales are powers of two: only sums may be taken in turn.
+        np.testing.assert_allclose(
+            tf.convert_to_tensor(gradient), tf.convert_to_tensor(reference), rtol=1e-6
+        )
+
+
+def test_training_reaches_keras_layers():
+    """Dropout drops in training, and unless one says otherwise it is training."""
+    layers = [keras.layers.Dropout(0.5)]
+    still, training, unsaid = (
+        float(layerwise_gradients(layers, tf.ones([100]), tf.reduce_sum, **keywords).loss)
+        for keywords in ({"training": False}, {"training": True}, {})
+    )
+
+    assert still == 100
+    assert training != 100
+    assert unsaid != 100
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "max_layer_scale",
+            10.0,
+            "`max_layer_scale` must be a power of two between 2^-126 and 2^126; got 10.0. Only multiplying by a power of two, and dividing again, returns the same bits. Use 8.0.",
+        ),
+        (
+            "max_total_scale",
+            0.5,
+            "`max_total_scale` must be at least 1; got 0.5. A layer is never asked to shrink its gradient. Use 1.0 to scale nothing.",
+        ),
+        (
+            "underflow_share",
+            0.0,
+            "`underflow_share` must be between 0 and 1; got 0.0. It is a share of products, and some are always lost. Use 1e-3.",
+        ),
+        (
+            "underflow_share",
+            1.0,
+            "`underflow_share` must be between 0 and 1; got 1.0. It is a share of products, and some are always lost. Use 1e-3.",
+        ),
+    ],
+)
+def test_constants_are_refused(field, value, message):
+    """Bounds that are no power of two or below 1, and a share that is none."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        LayerwiseLossScale(**{field: value})
+
+    assert message == str(error.value)
+
+
+def refusal(layers, loss_fn=tf.reduce_sum):
+    """What is said of a chain that is refused."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        layerwise_gradients(layers, tf.ones([2, 2]), loss_fn)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["a branching model", "nothing", "no callable"])
+def test_what_is_no_chain_is_refused(what):
+    """Another model than a Sequential, an empty list, and a list of other things."""
+    inputs = keras.Input([2])
+    branching = keras.Model(inputs, keras.layers.add([inputs, keras.layers.Dense(2)(inputs)]))
+    layers = {"a branching model": branching, "nothing": [], "no callable": [3]}[what]
+
+    assert (
+        "`layers` must be a keras.Sequential or a list of callables, each fed by the one before; "
+        f"got {layers!r}. Branches that join would need equal scales. Make one layer of what branches, and a list of the layers."
+        == refusal(layers)
+    )
+
+
+def test_a_layer_that_is_trained_twice_is_refused():
+    """Its two gradients would have been multiplied by two scales. One without weights may return."""
+    layer, relu = keras.layers.Dense(2), keras.layers.ReLU()
+    layer.build([None, 2])
+
+    assert layerwise_gradients([relu, relu], tf.ones([2, 2]), tf.reduce_sum).loss == 4
+    assert (
+        f"`layers` must hold a layer once; got {layer!r} twice. Its two gradients have two scales. Give each place a layer of its own."
+        == refusal([layer, layer])
+    )
+
+
+def test_a_layer_that_no_gradient_reaches_is_refused():
+    """A gradient of None would count as ones: what is cut off is refused, unless it is frozen."""
+    layer = keras.layers.Dense(2)
+    layer.build([None, 2])
+
+    assert (
+        f"`layers` must pass a gradient down to {layer!r}; got None. Something between it and the loss has no gradient. Freeze it, or mend that."
+        == refusal([layer, tf.nn.relu, tf.stop_gradient])
+    )
+    layer.trainable = False
+    assert layerwise_gradients([layer, tf.round], tf.ones([2, 2]), tf.reduce_sum).gradients == [
+        [],
+        [],
+    ]

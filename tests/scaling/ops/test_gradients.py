@@ -1,0 +1,121 @@
+"""Scaling and unscaling, bit for bit."""
+
+import generators
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+
+import scaling
+from scaling.ops.gradients import at_least_float32
+
+FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+
+
+def fixed(scale):
+    """The state of a fixed scale."""
+    return scaling.FixedLossScale(scale).initial_state()
+
+
+# The largest float32 and the smallest normal one, at a scale that neither survives: not asked for.
+@example(np.array([1.0, -1.5, 2.0**-100], np.float32), 2.0**24)
+@given(generators.float32_arrays(), generators.powers_of_two())
+def test_unscaling_returns_the_bits(gradient, scale):
+    """L1: whatever neither overflows nor underflows on the way comes back with its bits."""
+    with np.errstate(over="ignore"):
+        scaled = gradient * np.float32(scale)
+    survives = np.isfinite(scaled) & (
+        (np.abs(scaled) >= np.finfo(np.float32).tiny) | (gradient == 0)
+    )
+    state = fixed(scale)
+    actual = scaling.unscale_gradients(scaling.scale_loss(gradient, state), state).numpy()
+
+    assert gradient[survives].tobytes() == actual[survives].tobytes()
+
+
+def test_the_property_would_catch_another_factor():
+    """L1 is about powers of two: at 3, a third of a million gradients change their bits."""
+    gradient = np.random.default_rng(0).standard_normal(1_000_000).astype(np.float32)
+    there_and_back = gradient * np.float32(3) * np.float32(1 / np.float32(3))
+
+    assert 0.6 < np.mean(there_and_back == gradient) < 0.75
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)])
+def test_every_dtype_and_rank(dtype, shape):
+    """Half precision comes out in float32, wider dtypes stay; every rank, 0 included, keeps its shape."""
+    wide = tf.float64 if dtype == tf.float64 else tf.float32
+    ones = tf.ones(shape, dtype)
+    scaled = scaling.scale_loss(ones, fixed(8.0))
+    unscaled = scaling.unscale_gradients([ones], fixed(8.0))[0]
+
+    assert (scaled.dtype, scaled.shape) == (wide, ones.shape)
+    assert (unscaled.dtype, unscaled.shape) == (wide, ones.shape)
+    np.testing.assert_array_equal(scaled.numpy(), np.full(shape, 8.0))
+    np.testing.assert_array_equal(unscaled.numpy(), np.full(shape, 0.125))
+
+
+def test_a_half_precision_loss_is_scaled_in_float32():
+    """2^24 is infinite in float16; the product must not be."""
+    assert float(scaling.scale_loss(tf.constant(1.0, tf.float16), fixed(2.0**24))) == 2.0**24
+
+
+def test_none_and_sparse_gradients_survive():
+    """None stays None; IndexedSlices stay so, each index once, summed in float32."""
+    slices = tf.IndexedSlices(
+        tf.constant([[40000.0], [1.0], [40000.0]], tf.float16), tf.constant([2, 0, 2]), [4, 1]
+    )
+    nothing, sparse = scaling.unscale_gradients([None, slices], fixed(8.0))
+
+    assert nothing is None
+    assert isinstance(sparse, tf.IndexedSlices)
+    # 80,000 would be infinite in float16.
+    assert dict(
+        zip(sparse.indices.numpy().tolist(), sparse.values.numpy()[:, 0].tolist(), strict=True)
+    ) == {2: 10000.0, 0: 0.125}
+    assert list(sparse.dense_shape) == [4, 1]
+
+
+def test_coalesced_rows_have_the_norm_of_the_gradient():
+    """Rows 3 and 4 of one index are a gradient of 7; as two rows their norm would be 5."""
+    slices = tf.IndexedSlices(tf.constant([3.0, 4.0]), tf.constant([1, 1]))
+
+    assert float(tf.norm(scaling.coalesce(slices).values)) == 7.0
+
+
+def test_without_loss_scaling_nothing_is_multiplied():
+    """Under NoLossScale, loss and gradients are the very tensors that came in."""
+    state, loss = scaling.NoLossScale().initial_state(), tf.constant(2.0)
+
+    assert scaling.scale_loss(loss, state) is loss
+    assert scaling.unscale_gradients([loss], state)[0] is loss
+
+
+def test_a_loss_must_be_of_a_float_dtype():
+    """Integers have no gradient."""
+    with pytest.raises(TypeError) as error:
+        scaling.scale_loss(tf.constant(3), fixed(2.0))
+
+    assert str(error.value) == (
+        "`loss` must be of a float dtype; got int32. Integers have no gradient. Cast what the loss "
+        "is computed from to float32."
+    )
+
+
+def test_complex_gradients_are_refused():
+    """A cast to float32 would drop the imaginary part without a word."""
+    with pytest.raises(TypeError) as error:
+        scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))
+
+    assert str(error.value) == (
+        "`gradients` must be of float dtypes; got complex64. Half precision has no other numbers. "
+        "Leave such variables out, or take their real and imaginary parts."
+    )
+
+
+def test_at_least_float32_keeps_what_is_wide():
+    """float32 passes through as the same tensor."""
+    tensor = tf.constant(1.0)
+
+    assert at_least_float32(tensor) is tensor

@@ -1,0 +1,189 @@
+"""`DynamicLossScale` against plain Python, at its bounds, and its refusals."""
+
+import generators
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+
+from scaling import Cause, DynamicLossScale, Verdict
+from scaling.base.number_formats import check_power_of_two
+
+
+# Reaches the floor and stays there.
+@example(DynamicLossScale(initial_scale=2.0, growth_interval=2, min_scale=1.0), [False] * 10)
+# Reaches the ceiling and stays there.
+@example(DynamicLossScale(initial_scale=8.0, growth_interval=1, max_scale=16.0), [True] * 10)
+# An overflow one step short of growth starts the count again.
+@example(DynamicLossScale(growth_interval=3), [True, True, False, True, True, True])
+# Hysteresis is spent once and refilled by growth.
+@example(DynamicLossScale(growth_interval=2, hysteresis=2), [False] * 3 + [True] * 2 + [False] * 2)
+# Refilled by any finite step, only overflows in a row count.
+@example(
+    DynamicLossScale(hysteresis=2, hysteresis_refill="finite_step"),
+    [False, True, False, True, False, False, False],
+)
+# The first growth comes at the third finite step, the next at the second after it.
+@example(DynamicLossScale(growth_interval=2, grace_steps=1), [True] * 7 + [False] + [True] * 4)
+# icefall's intervals: quick below 2, slower below 8, slowest above.
+@example(DynamicLossScale(1.0, 6, low_scale_intervals=((2.0, 1), (8.0, 2))), [True] * 15 + [False])
+@given(generators.rules(), generators.histories())
+def test_advance_agrees_with_the_plain_python_rule(rule, history):
+    """L4: for any rule and any history, every state matches the oracle's, and
+    L3: every scale is a power of two within the bounds.
+    """
+    state = rule.initial_state()
+    expected = oracle.start(rule)
+    for step, finite in enumerate(history):
+        state = rule.advance(state, finite)
+        expected = oracle.advance(*expected, finite, rule)
+
+        assert expected == oracle.numbers(state), f"diverged at step {step}"
+        assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
+        check_power_of_two("loss_scale", float(state.loss_scale))
+
+
+@pytest.mark.parametrize("start", [2.0**-126, 2.0**126])
+def test_the_widest_bounds_hold(start):
+    """L3: at 2^-126 and at 2^126 the scale stays where it is, finite and not 0."""
+    rule = DynamicLossScale(start, 1, min_scale=2.0**-126, max_scale=2.0**126)
+    state = rule.initial_state()
+    for step in range(3):
+        state = rule.advance(state, start > 1)
+
+        assert start == float(state.loss_scale), f"at step {step}"
+
+
+def test_a_shortened_interval_still_grows():
+    """L4: with `>=`, a count that is past a new, shorter interval grows at the next finite step."""
+    long, short = DynamicLossScale(growth_interval=100), DynamicLossScale(growth_interval=5)
+    state = long.initial_state()
+    for _ in range(50):
+        state = long.advance(state, True)
+
+    assert float(short.advance(state, True).loss_scale) == 2.0**16
+
+
+@pytest.mark.parametrize("cause", generators.CURABLE)
+def test_causes_that_a_smaller_scale_may_cure_back_off(cause):
+    """L17: backward and reduction back off like a bare False."""
+    rule = DynamicLossScale()
+    state = rule.initial_state()
+
+    assert oracle.numbers(rule.advance(state, False)) == oracle.numbers(
+        rule.advance(state, Verdict(tf.constant(False), int(cause)))
+    )
+
+
+def test_a_cause_is_read_only_of_steps_that_were_not_finite():
+    """L17: a finite step counts as one, whatever cause comes with it."""
+    rule = DynamicLossScale(growth_interval=1)
+    for cause in Cause:
+        state = rule.advance(rule.initial_state(), Verdict(tf.constant(True), cause))
+
+        assert float(state.loss_scale) == 2.0**16, cause.name
+
+
+POWER = (
+    "`{}` must be a power of two between 2^-126 and 2^126; got {}. Only multiplying by a power of "
+    "two, and dividing again, returns the same bits. Use {}."
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"initial_scale": 1000.0}, POWER.format("initial_scale", 1000.0, 1024.0)),
+        ({"initial_scale": -8.0}, POWER.format("initial_scale", -8.0, 32768.0)),
+        ({"initial_scale": float("nan")}, POWER.format("initial_scale", "nan", 32768.0)),
+        ({"initial_scale": True}, POWER.format("initial_scale", True, 32768.0)),
+        ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, 2.0**126)),
+        ({"growth_factor": 3.0}, POWER.format("growth_factor", 3.0, 2.0)),
+        ({"backoff_factor": 0.8}, POWER.format("backoff_factor", 0.8, 0.5)),
+        (
+            {"growth_factor": 1.0},
+            "`growth_factor` must be greater than 1; got 1.0. A factor of 1 or less never raises "
+            "the scale again after a backoff. Use 2.0 for the usual doubling.",
+        ),
+        (
+            {"backoff_factor": 1.0},
+            "`backoff_factor` must be less than 1; got 1.0. A factor of 1 or more never gets out "
+            "of an overflow. Use 0.5 for the usual halving.",
+        ),
+        (
+            {"min_scale": 4.0, "max_scale": 2.0, "initial_scale": 2.0},
+            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. No scale lies between them. "
+            "Lower `min_scale` or raise `max_scale`.",
+        ),
+        (
+            {"initial_scale": 2.0**25},
+            "`initial_scale` must lie in [min_scale, max_scale] = [6.103515625e-05, 16777216.0]; "
+            "got 33554432.0. The scale never leaves its bounds, so it cannot start outside. Move "
+            "`initial_scale` or widen the bounds.",
+        ),
+        (
+            {"growth_interval": 0},
+            "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. 2000 "
+            "is usual.",
+        ),
+        (
+            {"growth_interval": 2**30 + 1},
+            "`growth_interval` must be at most 2^30; got 1073741825. It counts finite steps. Counters "
+            "are int32, and no run is that long. Use 2**30 for what shall never come.",
+        ),
+        (
+            {"growth_interval": True},
+            "`growth_interval` must be an int of at least 1; got True. It counts finite steps. "
+            "2000 is usual.",
+        ),
+        (
+            {"hysteresis": 1.5},
+            "`hysteresis` must be an int of at least 1; got 1.5. It counts overflows. 1 backs off "
+            "at once.",
+        ),
+        (
+            {"hysteresis_refill": "never"},
+            '`hysteresis_refill` must be "growth" or "finite_step"; got \'never\'. It says what '
+            'gives absorbed overflows back. Use "growth", as Megatron-LM and DeepSpeed do by '
+            "default.",
+        ),
+        (
+            {"grace_steps": -1},
+            "`grace_steps` must be an int of at least 0; got -1. It counts finite steps. 0 counts "
+            "them all.",
+        ),
+        (
+            {"low_scale_intervals": ((3.0, 25),)},
+            POWER.format("low_scale_intervals", 3.0, 4.0),
+        ),
+        (
+            {"low_scale_intervals": ((2.0, 25), (8.0, 0))},
+            "`low_scale_intervals` must be an int of at least 1; got 0. It counts finite steps. "
+            "25 is usual.",
+        ),
+    ],
+)
+def test_refusals(arguments, message):
+    """L3: constants under which the scale could leave its bounds are refused when given."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        DynamicLossScale(**arguments)
+
+    assert message == str(error.value)
+
+
+def test_numpy_counts_are_counts():
+    """A count is one, whatever type of integer it comes in, also once the rule moves."""
+    three = np.int64(3)
+    rule = DynamicLossScale(1.0, np.int64(1), hysteresis=three, grace_steps=three)
+    same = DynamicLossScale(1.0, 1, hysteresis=3, grace_steps=3)
+    state, expected = rule.initial_state(), same.initial_state()
+    for finite in [True] * 5 + [False] * 4:
+        state, expected = rule.advance(state, finite), same.advance(expected, finite)
+
+        assert oracle.numbers(expected) == oracle.numbers(state)
+
+
+def test_the_longest_interval_may_be_asked_for():
+    """L4: 2^30 steps, the most that a counter holds, stand for a scale that never grows."""
+    assert DynamicLossScale(growth_interval=2**30).growth_interval == 2**30

@@ -1,0 +1,240 @@
+"""`LogMaxLossScale` against plain Python, and its refusals."""
+
+import generators
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+
+from scaling import Cause, LogMaxLossScale, LogMaxLossScaleState, Verdict
+from scaling.base.number_formats import check_power_of_two
+
+# Where the oracle's exponent is this near to an integer, float32 may round to either side.
+UNDECIDED = 1e-3
+
+
+def fits(magnitude):
+    """The verdict on a finite step."""
+    return Verdict(True, Cause.NONE, float(np.float32(magnitude)))
+
+
+OVERFLOW = Verdict(False, Cause.BACKWARD, float("inf"))
+
+
+def follow(rule, history):
+    """Yields (step, verdict, the x of the steps that counted so far, state before, state after)."""
+    xs, state = [], rule.initial_state()
+    for step, verdict in enumerate(history):
+        before, state = state, rule.advance(state, verdict)
+        if counts(verdict):
+            finite, _, magnitude = verdict
+            xs.append(oracle.log_max_x(float(before.loss_scale), finite, magnitude))
+        yield step, verdict, xs, before, state
+
+
+def counts(verdict):
+    """Whether a step says something about the magnitudes."""
+    finite, cause, magnitude = verdict
+    return magnitude > 0 if finite else cause in generators.CURABLE
+
+
+# Powers of two without a deviation.
+@example(LogMaxLossScale(deviations=0), [fits(0.3 * 2.0**-exponent) for exponent in range(20)])
+# A magnitude that stays: no deviation at all, whatever its decay.
+@example(LogMaxLossScale(deviation_decay=0.9999), [fits(0.7 * 2.0**-7)] * 12)
+@example(LogMaxLossScale(max_scale=2.0**126), [fits(0.7 * 2.0**-100)] * 12)
+# One overflow in calm water, and the way back.
+@example(LogMaxLossScale(), [fits(0.3)] * 10 + [OVERFLOW] + [fits(0.3)] * 10)
+# An overflow first: it counts as one bit more than fits.
+@example(LogMaxLossScale(), [OVERFLOW] * 3 + [fits(0.3)] * 3)
+@given(generators.log_max_rules(), generators.verdict_histories() | generators.calm_histories())
+def test_advance_agrees_with_the_plain_python_rule(rule, history):
+    """L4: for any rule and any history, the scale is the oracle's, and
+    L3: every scale is a power of two within the bounds.
+    """
+    for step, verdict, xs, before, state in follow(rule, history):
+        if counts(verdict):
+            exponent = oracle.log_max_exponent(xs, rule)
+            expected = {
+                oracle.advance_log_max(
+                    float(before.loss_scale), exponent + nudge, verdict.grads_finite, rule
+                )
+                for nudge in (-UNDECIDED, UNDECIDED)
+            }
+            assert float(state.loss_scale) in expected, f"diverged at step {step}"
+        else:
+            expected = before
+            if verdict.grads_finite:  # all zero: the scale goes up, and nothing was learned
+                doubled = oracle.clip(2 * float(before.loss_scale), rule)
+                expected = before._replace(loss_scale=tf.constant(doubled))
+            assert oracle.numbers(expected) == oracle.numbers(state), f"diverged at step {step}"
+
+        assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
+        check_power_of_two("loss_scale", float(state.loss_scale))
+
+
+@given(generators.log_max_rules(), generators.verdict_histories(max_size=12))
+def test_the_statistics_are_what_their_names_say(rule, history):
+    """L4: `mean`, `slow_mean` and `variance` are the decaying means of x and of its square about
+    the mean, in which each value weighs `decay` times what the next one does.
+    """
+    for step, _, xs, _, state in follow(rule, history):
+        if not xs:
+            continue
+        about = oracle.weighted_mean(xs, rule.deviation_decay)
+        squares = [(x - about) ** 2 for x in xs]
+
+        for actual, decay, values in (
+            (state.mean, rule.mean_decay, xs),
+            (state.slow_mean, rule.deviation_decay, xs),
+            (state.variance, rule.deviation_decay, squares),
+        ):
+            expected = oracle.weighted_mean(values, decay)
+            # Each step rounds ten times or so, each time by at most 2^-24 of the largest value
+            # so far: of x, or of the squares of what lies between two of them.
+            largest = (
+                np.ptp(xs) * np.max(np.abs(xs)) if actual is state.variance else np.max(np.abs(xs))
+            )
+            tolerance = 16 * len(xs) * 2.0**-24 * largest + 1e-20
+            assert abs(expected - float(actual)) <= tolerance, f"at step {step}"
+
+
+@pytest.mark.parametrize("exponent", [-16, -100])
+@pytest.mark.parametrize("decay", [0.9, 0.998, 0.9995, 0.9999])
+def test_what_does_not_vary_has_no_deviation(decay, exponent):
+    """L4: a magnitude that stays gets the scale at which it fits, as if `deviations` were 0."""
+    rule = LogMaxLossScale(deviation_decay=decay, max_scale=2.0**126)
+    state = rule.initial_state()
+    for step in range(20):
+        # 0.7 keeps the exponent that fits half a power of two away from the next.
+        state = rule.advance(state, fits(0.7 * 2.0**exponent))
+
+        assert float(state.loss_scale) == 2.0 ** (16 - exponent), f"at step {step}"
+
+
+def test_calm_water_has_the_deviation_that_it_has():
+    """L4: small deviations are not lost in float32: the scale is the oracle's for one and the same
+    calm history at 64 levels, so that the exponents' error is below 1/64 and not only below 1.
+    """
+    rule = LogMaxLossScale(max_scale=2.0**40)
+    waves = np.random.default_rng(0).uniform(-0.25, 0.25, 20)
+    levels = np.exp2(-24 - np.arange(64) / 64)
+    history = np.float32(np.exp2(waves)[:, np.newaxis] * levels)
+    # All levels at once: a rule's arithmetic holds for vectors as for numbers.
+    state = LogMaxLossScaleState(*(tf.fill([64], field) for field in rule.initial_state()))
+    for step, magnitudes in enumerate(history):
+        state = rule.advance(state, Verdict(True, Cause.NONE, tf.constant(magnitudes)))
+        for level, scale in enumerate(state.loss_scale.numpy()):
+            xs = np.log2(history[: step + 1, level].astype(np.float64)).tolist()
+            exponent = oracle.log_max_exponent(xs, rule)
+            expected = {
+                oracle.advance_log_max(1.0, exponent + nudge, True, rule)
+                for nudge in (-UNDECIDED, UNDECIDED)
+            }
+
+            assert float(scale) in expected, f"at step {step}, level {level}"
+
+
+@pytest.mark.parametrize(("at", "bits"), [(0, 8), (20, 1), (5000, 1)])
+def test_an_overflow_does_not_pin_the_scale(at, bits):
+    """L11: one overflow halves the scale at least, and ten steps later it is within one bit of
+    what it is without it, or within eight if it was the first step of all; as OpenSeq2Seq
+    published the rule, it was at its minimum for 11,177 steps.
+    """
+    rule = LogMaxLossScale()
+    logs = np.random.default_rng(0).normal(-8.0, 0.5, at + 50)
+    magnitudes = tf.constant(2.0**logs, tf.float32)
+
+    @tf.function
+    def scales(finite):
+        def advance(state, step):
+            return rule.advance(state, Verdict(step[0], Cause.BACKWARD, step[1]))
+
+        return tf.scan(advance, (finite, magnitudes), rule.initial_state()).loss_scale
+
+    undisturbed = scales(tf.fill([at + 50], True)).numpy()
+    disturbed = scales(tf.range(at + 50) != at).numpy()
+    before = disturbed[at - 1] if at else rule.initial_scale
+
+    assert disturbed[at] <= before / 2
+    assert (np.abs(np.log2(undisturbed[at + 10 :] / disturbed[at + 10 :])) <= bits).all()
+
+
+def test_gradients_that_are_all_zero_raise_the_scale_and_teach_nothing():
+    """L11: what is flushed at the first scale is found; no zero ever makes the scale NaN."""
+    rule = LogMaxLossScale(initial_scale=2.0**-14)
+    state = rule.initial_state()
+    for step in range(1, 20):
+        state = rule.advance(state, fits(0.0))
+
+        assert oracle.numbers(state) == (2.0 ** (step - 14), 0, 0.0, 0.0, 0.0)
+    learned = rule.advance(state, fits(2.0**-10))
+    after = rule.advance(learned, fits(0.0))
+
+    assert float(learned.loss_scale) == 2.0**24
+    assert oracle.numbers(after)[1:] == oracle.numbers(learned)[1:]
+
+
+@pytest.mark.parametrize("deviations", [0, 100])
+def test_the_bounds_of_the_room_may_be_asked_for(deviations):
+    """0 and 100 standard deviations are the least and the most."""
+    assert LogMaxLossScale(deviations=deviations).deviations == deviations
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mean_decay": 1 - 2.0**-26},  # rounds to 1 in float32
+        {"deviation_decay": 1 - 2.0**-26},
+        {"deviations": 1e39},  # rounds to inf
+        {"deviations": 1e300},
+        {"deviations": 100},
+    ],
+)
+def test_constants_that_float32_rounds_away_are_refused_or_work(arguments):
+    """L3: no constant that the rule accepts takes the scale out of its bounds."""
+    bounds = {"initial_scale": 8.0, "min_scale": 4.0, "max_scale": 16.0}
+    try:
+        rule = LogMaxLossScale(**bounds, **arguments)
+    except ValueError as refusal:
+        assert f"`{next(iter(arguments))}` must be" in str(refusal)  # noqa: PT017 - either will do
+        return
+    state = rule.initial_state()
+    for _ in range(3):
+        state = rule.advance(state, fits(1.0))
+
+        assert float(state.loss_scale) in {4.0, 8.0, 16.0}
+
+
+DECAY = (
+    "`{}` must be a number in [0, 1); got {}. It is what a running mean keeps of itself at each "
+    "step. Use 0.99 for a memory of a hundred steps."
+)
+ROOM = (
+    "`deviations` must be a number from 0 to 100; got {}. It is the room to leave, in standard "
+    "deviations. 3.09 is usual."
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mean_decay": 1}, DECAY.format("mean_decay", 1)),
+        ({"mean_decay": -0.5}, DECAY.format("mean_decay", -0.5)),
+        ({"mean_decay": float("nan")}, DECAY.format("mean_decay", "nan")),
+        ({"deviation_decay": 1.0}, DECAY.format("deviation_decay", 1.0)),
+        ({"deviation_decay": "0.9"}, DECAY.format("deviation_decay", "'0.9'")),
+        ({"deviations": -1.0}, ROOM.format(-1.0)),
+        ({"deviations": 101}, ROOM.format(101)),
+        ({"deviations": float("inf")}, ROOM.format("inf")),
+        ({"deviations": float("nan")}, ROOM.format("nan")),
+        ({"deviations": None}, ROOM.format(None)),
+    ],
+)
+def test_refusals(arguments, message):
+    """L3: constants with which a mean would keep everything, or the room be no number."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        LogMaxLossScale(**arguments)
+
+    assert message == str(error.value)

@@ -1,0 +1,127 @@
+"""Rules by name."""
+
+import pytest
+
+import scaling
+from scaling import DynamicLossScale, FixedLossScale, HeadroomLossScale, parse_rule
+from scaling.rules.named import RULES
+from scaling.rules.presets import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("1024", FixedLossScale(1024.0)),
+        ("2^-3", FixedLossScale(0.125)),
+        ("dynamic:growth_interval=2^9", DynamicLossScale(growth_interval=512)),
+        ("fixed:loss_scale=2^4", FixedLossScale(16.0)),
+        ("none", scaling.NoLossScale()),
+        ("dynamic", DynamicLossScale()),
+        (
+            "dynamic:growth_interval=7:hysteresis_refill=finite_step:initial_scale=2^20",
+            DynamicLossScale(2.0**20, 7, hysteresis_refill="finite_step"),
+        ),
+        (
+            "dynamic:low_scale_intervals=((2.0,25),)",
+            DynamicLossScale(low_scale_intervals=((2.0, 25),)),
+        ),
+        ("headroom:headroom_bits=2", HeadroomLossScale(headroom_bits=2)),
+        ("logmax", scaling.LogMaxLossScale()),
+        ("tolerant:scale_interval=True", scaling.TolerantLossScale(scale_interval=True)),
+        ("deepspeed:version=0.16", scaling.preset("deepspeed", version="0.16")),
+        ("deepspeed", scaling.preset("deepspeed", version="0.19")),
+        (
+            "flax:growth_interval=9",
+            DynamicLossScale(2.0**16, 10, min_scale=2.0**-126, max_scale=2.0**126),
+        ),
+    ],
+)
+def test_a_text_stands_for_a_rule(text, rule):
+    """Names, numbers, powers and fields."""
+    assert rule == parse_rule(text)
+
+
+@pytest.mark.parametrize("name", [*RULES, *PRESETS])
+def test_every_name_is_a_rule(name):
+    """Each can be started; a fixed scale needs its number."""
+    text = "fixed:loss_scale=8" if name == "fixed" else name
+
+    assert float(parse_rule(text).initial_state().loss_scale) > 0
+
+
+KNOWN = (
+    "none, fixed, dynamic, tolerant, logmax, headroom, keras3, tf_keras, pytorch, deepspeed, "
+    "megatron, fairseq, metaseq, flax, jmp"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "dynamix",
+            f"`loss_scale` must be a number or one of {KNOWN}; got 'dynamix'. No rule has that "
+            "name. Did you mean 'dynamic'?",
+        ),
+        (
+            "1,024",
+            f"`loss_scale` must be a number or one of {KNOWN}; got '1,024'. No rule has that name. "
+            "Use for instance 1024 or dynamic.",
+        ),
+        (
+            "dynamic:hysteresis",
+            "`loss_scale` must give fields as field=value; got 'hysteresis' in "
+            "'dynamic:hysteresis'. A name alone says nothing. Use for instance "
+            "dynamic:growth_interval=500.",
+        ),
+        (
+            "dynamic:hysteresis_refill=growth=now",
+            '`hysteresis_refill` must be "growth" or "finite_step"; got \'growth=now\'. It says what '
+            'gives absorbed overflows back. Use "growth", as Megatron-LM and DeepSpeed do by default.',
+        ),
+        (
+            "headroom:bits=3",
+            "`loss_scale` must name fields of the rule; got 'bits' in 'headroom:bits=3'. headroom "
+            "has backoff_factor, growth_factor, growth_interval, headroom_bits, initial_scale, "
+            "max_scale, min_scale. Name only these.",
+        ),
+        (
+            "jmp:intial_scale=8",
+            "`loss_scale` must name fields of the rule; got 'intial_scale' in 'jmp:intial_scale=8'. "
+            "jmp has backoff_factor, grace_steps, growth_factor, growth_interval, hysteresis, "
+            "hysteresis_refill, initial_scale, low_scale_intervals, max_scale, min_scale, version. "
+            "Did you mean 'initial_scale'?",
+        ),
+        (
+            "none:loss_scale=1",
+            "`loss_scale` must name fields of the rule; got 'loss_scale' in 'none:loss_scale=1'. "
+            "none has no fields. Name only these.",
+        ),
+        (
+            "fixed",
+            "`loss_scale` must say which scale is fixed; got 'fixed'. No scale is usual. Use for "
+            "instance 1024 or fixed:loss_scale=1024.",
+        ),
+        (
+            "2^10:growth_interval=5",
+            "`loss_scale` must have no fields behind a number; got '2^10:growth_interval=5'. A fixed "
+            "scale never moves. Use 2^10 alone, or dynamic:initial_scale=2^10:growth_interval=5.",
+        ),
+        (
+            "2^999",
+            f"`loss_scale` must be a power of two between 2^-126 and 2^126; got {2**999}. Only "
+            f"multiplying by a power of two, and dividing again, returns the same bits. Use {2.0**126}.",
+        ),
+        (
+            "1000",
+            "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only "
+            "multiplying by a power of two, and dividing again, returns the same bits. Use 1024.0.",
+        ),
+    ],
+)
+def test_refusals(text, message):
+    """What is not known is said, with what is."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        parse_rule(text)
+
+    assert message == str(error.value)

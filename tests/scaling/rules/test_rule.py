@@ -1,0 +1,326 @@
+"""What every rule keeps to, and what all of them rest on: bounds, causes, powers of two."""
+
+import itertools
+import math
+
+import generators
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import scaling
+from scaling import Cause, Verdict
+from scaling.base.number_formats import ceil_log2, floor_power_of_two, two_to_the
+
+COUNTING = [
+    scaling.DynamicLossScale(growth_interval=2, hysteresis=2, max_scale=2.0**17),
+    scaling.DynamicLossScale(
+        8.0,
+        4,
+        hysteresis=2,
+        hysteresis_refill="finite_step",
+        grace_steps=1,
+        low_scale_intervals=((4.0, 1), (8.0, 2)),
+    ),
+    scaling.TolerantLossScale(growth_interval=3, tolerance=0.25),
+    scaling.TolerantLossScale(growth_interval=2, scale_interval=True),
+]
+MEASURING = [
+    scaling.LogMaxLossScale(),
+    scaling.HeadroomLossScale(growth_interval=2),
+]
+MOVING = [*COUNTING, *MEASURING]
+RULES = [*MOVING, scaling.FixedLossScale(8.0), scaling.NoLossScale()]
+CLASSES = sorted({type(rule) for rule in MOVING}, key=lambda rule: rule.__name__)
+
+
+def name(rule):
+    """A rule's name, for a test's."""
+    return type(rule).__name__
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name)
+def test_every_rule_keeps_the_contract(rule):
+    """A rule is frozen; its state's first field is `loss_scale`, shape (), float32; and `advance`
+    returns a state of the same type, shapes and dtypes.
+    """
+    state = rule.initial_state()
+    after = rule.advance(state, Verdict(tf.constant(False), Cause.BACKWARD, tf.constant(np.inf)))
+
+    assert state._fields[0] == "loss_scale"
+    assert (state.loss_scale.shape, state.loss_scale.dtype) == ((), tf.float32)
+    assert rule.needs_magnitude is (rule in MEASURING)
+    assert type(after) is type(state)
+    assert [(f.shape, f.dtype) for f in after] == [(f.shape, f.dtype) for f in state]
+    with pytest.raises(AttributeError):
+        rule.needs_magnitude = 3.0
+    with pytest.raises(AttributeError):
+        rule.loss_scale = 3.0
+
+
+def mixed_history():
+    """Finite steps, overflows and incurable steps, with magnitudes and without."""
+    for magnitude in (0.0, 0.3, 0.7, np.inf, 0.3, 0.01, 0.02, np.nan, np.inf, 5.0, 0.1, 0.1, 0.1):
+        finite = np.isfinite(magnitude)
+        cause = Cause.FORWARD if np.isnan(magnitude) else Cause.BACKWARD
+        yield Verdict(tf.constant(finite), tf.constant(int(cause)), tf.constant(float(magnitude)))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("rule", MOVING, ids=name)
+def test_eager_graph_and_xla_agree(rule, jit_compile):
+    """L15: a mixed history gives the same states eagerly, in a graph and under XLA."""
+    traced = tf.function(rule.advance, jit_compile=jit_compile)
+    eager = state = rule.initial_state()
+    for step, verdict in enumerate(mixed_history()):
+        eager = rule.advance(eager, verdict)
+        state = traced(state, verdict)
+
+        assert float(eager.loss_scale) == float(state.loss_scale), f"at step {step}"
+        # XLA may round a product and a sum once instead of twice: sums of logarithms show it.
+        slack = 1e-5 if isinstance(rule, scaling.LogMaxLossScale) else 0.0
+        for left, right in zip(oracle.numbers(eager), oracle.numbers(state), strict=True):
+            assert abs(left - right) <= slack * max(1.0, abs(left)), f"at step {step}"
+    assert traced.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("cause", generators.INCURABLE)
+@pytest.mark.parametrize("rule", RULES, ids=name)
+def test_causes_that_no_scale_cures_change_nothing(rule, cause):
+    """L17: weights, forward, unscaling and model leave the whole state untouched, field by field,
+    whatever magnitude comes with them.
+    """
+    state = rule.initial_state()
+    for before_that in (*mixed_history(), None):
+        for magnitude in (np.nan, np.inf, 0.0, 0.3):
+            verdict = Verdict(tf.constant(False), cause, tf.constant(magnitude, tf.float32))
+
+            assert oracle.numbers(state) == oracle.numbers(rule.advance(state, verdict))
+        if before_that is not None:
+            state = rule.advance(state, before_that)
+
+
+@pytest.mark.parametrize("rule", MOVING, ids=name)
+def test_a_scale_saved_under_other_bounds_comes_into_these(rule):
+    """L3: whatever scale a state was saved with, the next step of either kind brings it home."""
+    for saved, home in ((2.0**-100, rule.min_scale), (2.0**100, rule.max_scale)):
+        for verdict in (fits(1e-3), OVERFLOW):
+            state = rule.initial_state()._replace(loss_scale=tf.constant(saved))
+            scale = float(rule.advance(state, verdict).loss_scale)
+
+            assert rule.min_scale <= scale <= rule.max_scale
+            if rule not in MEASURING:
+                assert scale == home
+
+
+def fits(magnitude):
+    """The verdict on a finite step."""
+    return Verdict(tf.constant(True), Cause.NONE, tf.constant(magnitude))
+
+
+OVERFLOW = Verdict(False, Cause.BACKWARD, np.inf)
+
+
+@pytest.mark.parametrize("rule", MEASURING, ids=name)
+def test_rules_that_measure_want_a_magnitude(rule):
+    """A rule that moves by the largest magnitude says so when nobody has measured it."""
+    for verdict in (True, False, Verdict(tf.constant(True))):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+            rule.advance(rule.initial_state(), verdict)
+
+        assert str(error.value) == (
+            f"`verdict.max_magnitude` must be given to {name(rule)}; got None. The rule moves by "
+            "the largest gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
+            "max_magnitude), unscaled."
+        )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name)
+def test_a_verdict_must_be_one_bool(rule):
+    """`advance` says what it was given instead of a bool."""
+    state = rule.initial_state()
+    with pytest.raises(TypeError) as error:
+        rule.advance(state, tf.constant(1.0))
+    assert str(error.value) == (
+        "`verdict` must be a bool; got float32. It answers whether every gradient was finite. "
+        "Pass scaling.all_finite(gradients)."
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        rule.advance(state, tf.constant([True, False]))
+    assert str(error.value) == (
+        "`verdict` must be a scalar; got shape (2,). It answers whether every gradient was finite. "
+        "Pass scaling.all_finite(gradients)."
+    )
+
+
+POWER = (
+    "`{}` must be a power of two between 2^-126 and 2^126; got {}. Only multiplying by a power of "
+    "two, and dividing again, returns the same bits. Use {}."
+)
+
+
+@pytest.mark.parametrize("rule", CLASSES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"initial_scale": 1000.0}, POWER.format("initial_scale", 1000.0, 1024.0)),
+        ({"min_scale": 0.0}, POWER.format("min_scale", 0.0, 32768.0)),
+        ({"min_scale": 2.0**-127}, POWER.format("min_scale", 2.0**-127, 2.0**-126)),
+        ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, 2.0**126)),
+        ({"max_scale": float("inf")}, POWER.format("max_scale", "inf", 32768.0)),
+        (
+            {"min_scale": 4.0, "max_scale": 2.0},
+            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. No scale lies between them. "
+            "Lower `min_scale` or raise `max_scale`.",
+        ),
+        (
+            {"initial_scale": 8.0, "max_scale": 4.0, "min_scale": 1.0},
+            "`initial_scale` must lie in [min_scale, max_scale] = [1.0, 4.0]; got 8.0. The scale "
+            "never leaves its bounds, so it cannot start outside. Move `initial_scale` or widen "
+            "the bounds.",
+        ),
+    ],
+)
+def test_refusals_of_bounds(rule, arguments, message):
+    """L3: no rule is built with bounds that the scale could leave."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        rule(**arguments)
+
+    assert message == str(error.value)
+
+
+COUNTERS = [scaling.DynamicLossScale, scaling.TolerantLossScale, scaling.HeadroomLossScale]
+
+
+@pytest.mark.parametrize("rule", COUNTERS, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"growth_factor": 3.0}, POWER.format("growth_factor", 3.0, 2.0)),
+        ({"backoff_factor": 0.75}, POWER.format("backoff_factor", 0.75, 0.5)),
+        (
+            {"growth_factor": 0.5},
+            "`growth_factor` must be greater than 1; got 0.5. A factor of 1 or less never raises "
+            "the scale again after a backoff. Use 2.0 for the usual doubling.",
+        ),
+        (
+            {"backoff_factor": 2.0},
+            "`backoff_factor` must be less than 1; got 2.0. A factor of 1 or more never gets out "
+            "of an overflow. Use 0.5 for the usual halving.",
+        ),
+    ],
+)
+def test_refusals_of_factors(rule, arguments, message):
+    """L3: no rule is built with factors that are no powers of two, or point the wrong way."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        rule(**arguments)
+
+    assert message == str(error.value)
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, int])
+@pytest.mark.parametrize("rule", CLASSES, ids=lambda rule: rule.__name__)
+def test_numbers_are_numbers_of_whatever_type(rule, number):
+    """A power of two is one, whatever type it comes in, also once the rule moves."""
+    constants = {"initial_scale": 8.0, "min_scale": 1.0, "max_scale": 16.0}
+    if rule in COUNTERS:
+        constants |= {"growth_factor": 2.0, "growth_interval": 1}
+        # No int is a backoff factor.
+        constants |= {} if number is int else {"backoff_factor": 0.5}
+    same = rule(**constants)
+    typed = {key: number(value) for key, value in constants.items()}
+    typed |= {"growth_interval": np.int64(1)} if rule in COUNTERS else {}
+    typed = rule(**typed)
+    expected, state = same.initial_state(), typed.initial_state()
+    for step, verdict in enumerate(mixed_history()):
+        expected, state = same.advance(expected, verdict), typed.advance(state, verdict)
+
+        assert oracle.numbers(expected) == oracle.numbers(state), f"at step {step}"
+
+
+def first_that_failed(weights, loss, local, summed, unscaled, at_min):
+    """The cause, in plain Python: the first place in the order of the step that was not finite."""
+    overflow = {Cause.BACKWARD, Cause.REDUCTION}
+    places = zip(list(Cause)[1:6], (weights, loss, local, summed, unscaled), strict=True)
+    cause = next((cause for cause, finite in places if not finite), Cause.NONE)
+    return Cause.MODEL if at_min and cause in overflow else cause
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_the_cause_is_the_first_place_that_was_not_finite(mode):
+    """L17: for all 64 combinations of what was finite in a step, and L15: eager, graph, XLA."""
+    find = scaling.find_cause
+    if mode != "eager":
+        find = tf.function(find, jit_compile=mode == "xla")
+    for flags in itertools.product([False, True], repeat=6):
+        weights, loss, local, summed, unscaled, at_min = map(tf.constant, flags)
+        cause = find(
+            weights_finite=weights,
+            loss_finite=loss,
+            local_gradients_finite=local,
+            summed_gradients_finite=summed,
+            unscaled_gradients_finite=unscaled,
+            at_min_scale=at_min,
+        )
+
+        assert first_that_failed(*flags) == int(cause), flags
+        assert ((), tf.int32) == (cause.shape, cause.dtype)
+
+
+def test_weights_that_nobody_looked_at_are_taken_to_be_finite():
+    """L17: without a word on the weights or the floor, the first of the other places counts."""
+    cause = scaling.find_cause(
+        loss_finite=True,
+        local_gradients_finite=False,
+        summed_gradients_finite=False,
+        unscaled_gradients_finite=False,
+    )
+
+    assert int(cause) == Cause.BACKWARD
+
+
+def test_which_causes_move_a_scale():
+    """L17: overflows are the steps that were not finite in the backward pass or the reduction; only
+    they and finite steps move a scale.
+    """
+    for finite, cause in itertools.product([False, True], Cause):
+        verdict = Verdict(tf.constant(finite), cause)
+        curable = cause in generators.CURABLE
+
+        assert (not finite and curable) == bool(verdict.overflowed), (finite, cause)
+        assert (finite or curable) == bool(verdict.moves_scale), (finite, cause)
+
+
+def normal_numbers():
+    """Both ends and some of the middle of every power of two, as float32."""
+    fractions = [1.0, 1.0 + 2.0**-23, 1.25, 1.5, 2.0 - 2.0**-23]
+    return np.array(
+        [math.ldexp(fraction, e) for e in range(-126, 128) for fraction in fractions], np.float32
+    )
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_powers_of_two_are_exact_at_every_exponent(jit_compile):
+    """L1: rounding to a power of two, both ways, agrees with `math.frexp` at every exponent."""
+    numbers = normal_numbers()
+    down, up = (tf.function(f, jit_compile=jit_compile) for f in (floor_power_of_two, ceil_log2))
+    parts = [math.frexp(number) for number in numbers.tolist()]  # in [0.5, 1), and an exponent
+
+    assert [math.ldexp(0.5, e) for _, e in parts] == down(tf.constant(numbers)).numpy().tolist()
+    assert [e - (m == 0.5) for m, e in parts] == up(tf.constant(numbers)).numpy().tolist()
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_two_to_the_is_exact_at_every_exponent(jit_compile):
+    """L1: 2^exponent agrees with `math.ldexp` at every exponent that has a normal float32."""
+    exponents = range(-126, 128)
+    powers = tf.function(two_to_the, jit_compile=jit_compile)(tf.range(-126, 128))
+
+    assert [math.ldexp(1.0, exponent) for exponent in exponents] == powers.numpy().tolist()
+
+
+@pytest.mark.parametrize("small", [0.0, 2.0**-149, 2.0**-127])
+def test_ceil_log2_of_what_is_below_the_normal_numbers(small):
+    """0 and subnormals are at most 2^-126."""
+    assert int(ceil_log2(tf.constant(small, tf.float32))) <= -126

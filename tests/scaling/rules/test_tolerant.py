@@ -1,0 +1,109 @@
+"""`TolerantLossScale` against plain Python, and its refusals."""
+
+import generators
+import oracle
+import pytest
+from hypothesis import example, given
+
+from scaling import TolerantLossScale
+from scaling.base.number_formats import check_power_of_two
+
+
+# A tolerance that the share reaches exactly: the twentieth step overflows, 1/20 >= 0.05.
+@example(TolerantLossScale(growth_interval=100, tolerance=0.05), [True] * 19 + [False])
+# One step more and the share stays below it.
+@example(TolerantLossScale(growth_interval=100, tolerance=0.05), [True] * 20 + [False])
+# No tolerance backs off at once, and down to the floor.
+@example(TolerantLossScale(2.0, min_scale=1.0, tolerance=0), [False] * 4)
+# Growth does not forget the overflows, a backoff does.
+@example(
+    TolerantLossScale(growth_interval=3, tolerance=0.6),
+    [True, False, True, True, True, True, False, True, False],
+)
+# The interval follows the scale down to 1 and up to 2^30, where it stays.
+@example(TolerantLossScale(growth_interval=3, scale_interval=True), [False] * 3 + [True] * 40)
+@example(TolerantLossScale(growth_interval=1, growth_factor=2.0**16, scale_interval=True), [True])
+@given(generators.tolerant_rules(), generators.histories())
+def test_advance_agrees_with_the_plain_python_rule(rule, history):
+    """L4: for any rule and any history, every state matches the oracle's, and
+    L3: every scale is a power of two within the bounds.
+    """
+    state = rule.initial_state()
+    expected = oracle.start_tolerant(rule)
+    for step, finite in enumerate(history):
+        state = rule.advance(state, finite)
+        expected = oracle.advance_tolerant(*expected, finite, rule)
+
+        assert expected == oracle.numbers(state), f"diverged at step {step}"
+        assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
+        check_power_of_two("loss_scale", float(state.loss_scale))
+
+
+def test_the_growth_interval_never_leaves_int32():
+    """L11: an interval that has reached 2^30 stays there, and can come down again."""
+    rule = TolerantLossScale(growth_interval=2**28 * 3, tolerance=0, scale_interval=True)
+    almost = rule.initial_state()._replace(finite_steps=2**28 * 3 - 1)
+    longest = rule.advance(almost, True)
+    still = rule.advance(longest._replace(finite_steps=2**30 - 1), True)
+
+    assert int(longest.growth_interval) == 2**30
+    assert int(still.growth_interval) == 2**30
+    assert float(still.loss_scale) == 2.0**17
+    assert int(rule.advance(still, False).growth_interval) == 2**29
+
+
+@pytest.mark.parametrize("factor", [2.0**31, 2.0**126])
+def test_the_largest_factors_lengthen_the_interval_too(factor):
+    """L11: no factor makes the growth interval 0 or negative."""
+    rule = TolerantLossScale(
+        1.0, 1, growth_factor=factor, min_scale=2.0**-126, max_scale=2.0**126, scale_interval=True
+    )
+    state = rule.advance(rule.initial_state(), True)
+
+    assert (factor, 2**30) == (float(state.loss_scale), int(state.growth_interval))
+    assert float(rule.advance(state, True).loss_scale) == factor
+
+
+@pytest.mark.parametrize("factor", [2.0**-31, 2.0**-126])
+def test_the_smallest_factors_shorten_the_interval_to_one_step(factor):
+    """L11: no factor makes the growth interval 0."""
+    rule = TolerantLossScale(1.0, 2000, 2.0, factor, min_scale=2.0**-126, scale_interval=True)
+    state = rule.advance(rule.initial_state(), False)
+
+    assert (factor, 1) == (float(state.loss_scale), int(state.growth_interval))
+
+
+def test_a_run_that_goes_on_with_a_shorter_interval_grows():
+    """L4: the interval in force is the rule's, not the one that was saved, unless it moves."""
+    state = TolerantLossScale(growth_interval=100).initial_state()
+    rule = TolerantLossScale(growth_interval=2)
+    for _ in range(2):
+        state = rule.advance(state, True)
+
+    assert float(state.loss_scale) == 2.0**16
+
+
+TOLERANCE = (
+    "`tolerance` must be a number in [0, 1); got {}. It is the share of steps that may overflow, "
+    "and with 1 the scale would never back off. 0 backs off at once."
+)
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1, 1.0, float("nan"), float("inf"), "0.05", None])
+def test_a_tolerance_is_a_share(tolerance):
+    """L11: with a tolerance of 1, overflows could last for ever."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        TolerantLossScale(tolerance=tolerance)
+
+    assert TOLERANCE.format(repr(tolerance)) == str(error.value)
+
+
+def test_a_growth_interval_is_a_count():
+    """L3: an interval of 0 steps would divide by 0."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        TolerantLossScale(growth_interval=0)
+
+    assert str(error.value) == (
+        "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. 2000 is "
+        "usual."
+    )

@@ -1,0 +1,205 @@
+"""What stands in the gradients, against NumPy; and the advice drawn from it."""
+
+import generators
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+
+import scaling
+from scaling.base.number_formats import HALF_MAX, check_power_of_two
+from scaling.telemetry.recommend import describe_share
+from scaling.telemetry.stats import COUNTS
+
+NAN, INF = np.nan, np.inf
+
+
+def at(scale):
+    """The state of a fixed scale."""
+    return scaling.FixedLossScale(scale).initial_state()
+
+
+# Flushed at the scale, but not at twice that.
+@example(np.array([2.0**-26], np.float32), 2.0)
+# Ties at 2^-25 round to 0; one ulp more does not.
+@example(
+    np.array([2.0**-25, np.nextafter(np.float32(2.0**-25), np.float32(1)), 0.0], np.float32), 1.0
+)
+@given(generators.float32_arrays(), generators.powers_of_two(-14, 24))
+def test_flushed_is_what_the_cast_to_float16_loses(gradient, scale):
+    """At the scale, at twice and at half of it, the share is that of a real cast to float16."""
+    stats = scaling.gradient_stats([gradient], at(scale))
+    for factor in (0.5, 1.0, 2.0):
+        with np.errstate(over="ignore"):
+            half = tf.cast(gradient * np.float32(scale * factor), tf.float16).numpy()
+        lost = (half == 0) & (gradient != 0)
+
+        assert np.float32(lost.mean()) == stats.flushed(factor).numpy()[0], factor
+    assert stats.flushed().numpy() == stats.flushed(1.0).numpy()
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_counts(dtype, mode):
+    """L15: inf, NaN, zeros, size and the largest finite magnitude, in every dtype, also compiled."""
+    gradients = [
+        tf.constant([[0.0, NAN, -4.0], [INF, -INF, 0.5]], dtype),
+        None,
+        tf.zeros([0, 3], dtype),
+        tf.constant(-8.0, dtype),
+    ]
+
+    def measure(*gradients):
+        return scaling.gradient_stats(gradients, at(2.0))
+
+    if mode != "eager":
+        measure = tf.function(measure, jit_compile=mode == "xla")
+    stats = measure(*gradients)
+
+    assert stats.size.numpy().tolist() == [6, 0, 0, 1]
+    assert stats.zero_count.numpy().tolist() == [1, 0, 0, 0]
+    assert stats.inf_count.numpy().tolist() == [2, 0, 0, 0]
+    assert stats.nan_count.numpy().tolist() == [1, 0, 0, 0]
+    assert stats.max_magnitude.numpy().tolist() == [4, 0, 0, 8]
+    assert stats.flushed().numpy().tolist() == [0, 0, 0, 0]
+    assert (stats.counts.shape, stats.counts.dtype) == ((4, COUNTS), tf.float32)
+    assert float(stats.loss_scale) == 2.0
+
+
+def test_the_largest_magnitude_is_that_of_the_finite_elements():
+    """An inf or NaN is counted, and hides no other element."""
+    stats = scaling.gradient_stats([tf.constant([NAN, -0.25, INF])], at(1.0))
+
+    assert stats.max_magnitude.numpy().tolist() == [0.25]
+
+
+def test_rows_of_one_index_are_one_gradient():
+    """Two halves of a sparse row are counted as their sum."""
+    slices = tf.IndexedSlices(tf.constant([[3.0], [5.0], [0.0]]), tf.constant([1, 1, 2]))
+    stats = scaling.gradient_stats(slices, at(1.0))
+
+    assert stats.max_magnitude.numpy().tolist() == [8.0]
+    assert (float(stats.size[0]), float(stats.zero_count[0])) == (2.0, 1.0)
+
+
+def test_no_gradients_at_all():
+    """An empty structure has no rows."""
+    stats = scaling.gradient_stats([], at(1.0))
+
+    assert (stats.counts.shape[0], stats.max_magnitude.shape[0]) == (0, 0)
+
+
+def test_the_farthest_exponents_are_counted():
+    """Magnitudes beyond the table's ends fall into its end columns, none is lost."""
+    stats = scaling.gradient_stats(
+        [tf.constant([2e-38, 1e38, 2.0**-96, 2.0**-95, 2.0**31])], at(1.0)
+    )
+
+    assert stats.counts.numpy()[0, :2].tolist() == [2, 1]
+    assert stats.counts.numpy()[0, 127] == 2
+
+
+def test_only_tensors_are_made_on_the_way():
+    """L14: measuring asks the host for nothing: no callback and no read in its graph."""
+    traced = tf.function(lambda g: scaling.gradient_stats([g], at(1.0))).get_concrete_function(
+        tf.TensorSpec([None], tf.float32)
+    )
+    kinds = {operation.type for operation in traced.graph.get_operations()}
+
+    assert not [kind for kind in kinds if "PyFunc" in kind or "Host" in kind or "Print" in kind]
+
+
+# A magnitude of exactly 65504 / 2^4, for which 1 is the answer, and the next above it.
+@example(np.array([HALF_MAX / 16], np.float32))
+@example(np.array([np.nextafter(np.float32(HALF_MAX / 16), np.float32(INF))]))
+@given(generators.float32_arrays())
+def test_the_recommended_scale_is_the_largest_that_leaves_room(gradient):
+    """Four bits are left at the recommended scale, and would not be at twice that."""
+    advice = scaling.recommend(scaling.gradient_stats([gradient], at(1.0)))
+    largest = float(np.abs(gradient).max())
+    check_power_of_two("loss_scale", advice.loss_scale)
+    if largest:
+        assert largest * advice.loss_scale * 16 <= HALF_MAX or advice.loss_scale == 2.0**-126
+        assert largest * advice.loss_scale * 32 > HALF_MAX or advice.loss_scale == 2.0**126
+
+
+def test_the_recommendation_says_what_it_would_lose_and_where():
+    """Names, shares and the reason, in words."""
+    gradients = [
+        tf.constant([2.0**-20] * 999 + [2.0**-40]),
+        tf.constant([1.0] + [2.0**-40] * 3),
+        tf.constant([1.0]),
+    ]
+    stats = scaling.gradient_stats(gradients, at(1.0))
+    advice = scaling.recommend(stats, ["conv2", "conv1", "dense"])
+
+    assert advice.loss_scale == 2.0**11
+    assert advice.lost == {"conv1": 0.75, "conv2": pytest.approx(1e-3)}
+    assert str(advice) == (
+        "2^11 would lose 75.00% of conv1, 0.10% of conv2. The largest gradient, 1 in conv1, keeps "
+        "4 factors of two below the largest float16."
+    )
+
+
+@pytest.mark.parametrize("gradients", [[[INF, NAN]], [[2.0**-20], [INF, -INF, 1.0]]])
+def test_what_has_overflowed_is_no_reason_to_go_up(gradients):
+    """Half of the scale at which it was not finite is the most to try."""
+    stats = scaling.gradient_stats([tf.constant(row) for row in gradients], at(2.0**15))
+    advice = scaling.recommend(stats)
+
+    assert advice.loss_scale == 2.0**14
+    assert str(advice) == (
+        "2^14 would lose nothing. At 2^15, 2 elements were inf or NaN: half of that is the most to "
+        "try, if a smaller scale helps at all."
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "ends"), [(5, "of gradient 4. The"), (6, "of gradient 4 and 1 more. The")]
+)
+def test_many_variables_are_summed_up(variables, ends):
+    """Five names are enough for a sentence; those that lose the same stand in their order."""
+    stats = scaling.gradient_stats([tf.constant([1.0, 2.0**-60])] * variables, at(1.0))
+
+    assert ends in str(scaling.recommend(stats))
+
+
+def test_a_recommendation_without_loss_is_short():
+    """Nothing lost, nothing left out; the largest gradient is named wherever it stands."""
+    stats = scaling.gradient_stats([tf.constant([0.25]), tf.constant([-0.5, 0.0])], at(1.0))
+
+    assert str(scaling.recommend(stats)) == (
+        "2^12 would lose nothing. The largest gradient, 0.5 in gradient 1, keeps 4 factors of two "
+        "below the largest float16."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(1e-4, "0.01%"), (0.5, "50.00%"), (9e-5, "less than 0.01%")]
+)
+def test_a_share_is_said_to_two_places(share, words):
+    """What two places cannot show is not said to be nothing."""
+    assert words == describe_share(share)
+
+
+def test_without_any_gradient_the_recommendation_is_to_look_higher():
+    """All zeros say nothing but that the scale may be far too low."""
+    advice = scaling.recommend(scaling.gradient_stats([tf.zeros([3])], at(4.0)))
+
+    assert advice.loss_scale == 2.0**22
+    assert str(advice) == (
+        "2^22 would lose nothing. Every gradient is zero: float16 has flushed them all, or there "
+        "are none. A scale 2^20 times as large is worth a try."
+    )
+
+
+def test_names_must_match():
+    """As many names as gradients."""
+    stats = scaling.gradient_stats([tf.zeros([3])], at(4.0))
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        scaling.recommend(stats, ["a", "b"])
+
+    assert str(error.value) == (
+        "`names` must hold one name for each gradient; got 2 for 1. They stand in the order of "
+        "tf.nest.flatten(gradients). Pass [v.path for v in model.trainable_variables]."
+    )

@@ -1,0 +1,392 @@
+"""What must be as it was for a run to be taken up again, and what becomes of what may differ."""
+
+import json
+import re
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, copies, linear_model, slopes
+
+import scaling
+from trainer.checkpoint import folder
+from trainer.checkpoint.compatibility import ARGUMENTS, check_changeable
+
+SLOPES = [2.0**power for power in range(-3, 5)]  # of 8 examples: a sum of them tells which
+SAVED_AT, END = 4, 9
+
+
+class Traced(Linear):
+    """Writes down the slopes that each step was taken with, by how far the weight has come."""
+
+    def __init__(self, **arguments):
+        """One step a loop, since a loop's end is looked at."""
+        rule = scaling.DynamicLossScale(2.0**3, growth_interval=2)
+        settings = {"seed": 1, "loss_scale": rule, "verbose": False, "steps_per_loop": 1}
+        super().__init__(**settings | arguments)
+        self.moves = []
+
+    def build_metrics(self):
+        """How many examples have been seen."""
+        return {"seen": keras.metrics.Sum()}
+
+    def update_metrics(self, batch, aux):
+        """Counts them."""
+        self.metrics["seen"].update_state(tf.ones_like(batch["slope"]))
+
+    def on_train_begin(self):
+        """Remembers what it stands at."""
+        self.began_with = {
+            "weight": self.weight,
+            "weights": copies(self.model.trainable_variables[0]),
+            "iterations": int(self.optimizer.iterations.numpy()),
+            "scale": self.loss_scale,
+            "seen": float(self.metrics["seen"].result()),
+            "seed": int(self._parts.state.random_seed.numpy()),
+        }
+        self.weight_before = self.weight
+
+    def on_loop_end(self, step):
+        """The mean slope of the batch."""
+        self.moves.append(self.weight_before - self.weight)
+        self.weight_before = self.weight
+
+
+def run(model_dir, steps=END, global_batch=2, data=None, **arguments):
+    """Trains to a step; returns the trainer."""
+    trainer = Traced(model_dir=model_dir, **arguments)
+    trainer.train(slopes(*SLOPES) if data is None else data, steps=steps, global_batch=global_batch)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """A run of 9 steps of which the checkpoint of the fourth is left."""
+    keras.utils.set_random_seed(0)
+    path = tmp_path_factory.mktemp("before")
+    trainer = run(path, checkpoint_interval=SAVED_AT, max_to_keep=9)
+    assert list(folder.committed(path, "ckpt")) == [4, 8, 9]
+    for step in (8, 9):
+        shutil.rmtree(path / f"ckpt-{step}")
+    return path, trainer
+
+
+@pytest.fixture
+def model_dir(before, tmp_path):
+    """A copy of its directory."""
+    return shutil.copytree(before[0], tmp_path / "model_dir")
+
+
+def warnings_in(caplog):
+    """What absl has warned of."""
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_the_same_again_goes_on_exactly(before, model_dir, caplog):
+    """Nothing differs and nothing is said, though things were allowed to differ."""
+    with caplog.at_level("WARNING"):
+        trainer = run(model_dir, allow_changes=tuple(ARGUMENTS))
+
+    assert trainer.began_with == {
+        "weight": 1.0 - sum(before[1].moves[:SAVED_AT]),
+        "weights": [trainer.began_with["weight"]],
+        "iterations": SAVED_AT,
+        "scale": 32.0,
+        "seen": 8.0,
+        "seed": 1,
+    }
+    assert trainer.moves == before[1].moves[SAVED_AT:]
+    assert warnings_in(caplog) == []
+
+
+SPEC = (
+    "{{'x': TensorSpec(shape=(None, 1), dtype=tf.float32, name=None), 'slope': "
+    "TensorSpec(shape=(None,), dtype=tf.{dtype}, name=None)}}, {steps} steps an epoch"
+)
+WORDS = {
+    "precision": (
+        "'mixed_bfloat16' for 'float32'",
+        "The run would go on computing in another way.",
+    ),
+    "loss_scale": (
+        f"{str(scaling.FixedLossScale(4.0))!r} for "
+        f"{str(scaling.DynamicLossScale(2.0**3, growth_interval=2))!r}",
+        "The run would go on under another rule.",
+    ),
+    "seed": (
+        "2 for 1",
+        "The run would go on with other random numbers and, of arrays, other batches.",
+    ),
+    "num_replicas": (
+        "2 for 1",
+        "The run would go on with other shares of a batch on each replica.",
+    ),
+    "global_batch": ("4 for 2", "The run would go on with other batches."),
+    "data": (
+        f'"{SPEC.format(dtype="float64", steps=4)}" for "{SPEC.format(dtype="float32", steps=4)}"',
+        "The run would go on with other batches.",
+    ),
+}
+
+
+def as_doubles():
+    """The same numbers in another dtype."""
+    data = slopes(*SLOPES)
+    return data | {"slope": data["slope"].astype(np.float64)}
+
+
+class InDoubles(Traced):
+    """Reads them."""
+
+    def compute_loss(self, batch, training):
+        """As before."""
+        return super().compute_loss(
+            batch | {"slope": tf.cast(batch["slope"], tf.float32)}, training
+        )
+
+    def update_metrics(self, batch, aux):
+        """As before."""
+        super().update_metrics(batch | {"slope": tf.cast(batch["slope"], tf.float32)}, aux)
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirrored, caplog, name):
+    """The error gives place, both values and the way out; allowed, a warning does, and: weights and
+    counts go on; a new rule begins at its first scale; data begin anew if they, their batches or
+    the seed are others; metrics begin anew on other replicas; and all else goes on as it was.
+    """
+    kind, changes = Traced, {}
+    if name == "precision":
+        changes = {"precision": "mixed_bfloat16"}
+    elif name == "loss_scale":
+        changes = {"loss_scale": 4.0}
+    elif name == "seed":
+        changes = {"seed": 2}
+    elif name == "num_replicas":
+        changes = {"strategy": mirrored(2)}
+    train = {"data": slopes(*SLOPES), "global_batch": 4 if name == "global_batch" else 2}
+    if name == "data":
+        kind, train["data"] = InDoubles, as_doubles()
+
+    def go(path, **arguments):
+        keras.utils.set_random_seed(0)  # TensorFlow shuffles by its own seed, too
+        caplog.clear()
+        trainer = kind(model_dir=path, **changes, **arguments)
+        trainer.train(train["data"], steps=END, global_batch=train["global_batch"])
+        return trainer
+
+    values, reason = WORDS[name]
+    if name == "global_batch":
+        # Half as many steps an epoch are other data, too.
+        with pytest.raises(ValueError, match="steps an epoch"):
+            go(model_dir, allow_changes=["global_batch"])
+    with pytest.raises(ValueError, match="to go on with it") as error:
+        go(model_dir)
+    path = model_dir / "ckpt-4"
+    assert str(error.value) == (
+        f"`{ARGUMENTS[name]}` must be that of the run in {path} to go on with it; got {name} "
+        f"{values} there. {reason} Use another model_dir, or pass "
+        f'allow_changes=("{name}",).'
+    )
+    assert list(folder.committed(model_dir, "ckpt")) == [4]
+
+    allowed = (name, "data") if name == "global_batch" else (name,)
+    with caplog.at_level("WARNING"):
+        trainer = go(model_dir, allow_changes=allowed)
+
+    here, there = values.split(" for ")
+    assert warnings_in(caplog)[0] == (
+        f"{name} was {there} in {path} and is {here} now, as allow_changes permits. {reason}"
+    )
+    assert len(warnings_in(caplog)) == len(allowed)
+
+    assert trainer.totals.attempted == END
+    reached = 1.0 - sum(before[1].moves[:SAVED_AT])
+    replicas = 2 if name == "num_replicas" else 1
+    assert trainer.began_with == {
+        "weight": reached,
+        "weights": [reached] * replicas,
+        "iterations": SAVED_AT,
+        "scale": 4.0 if name == "loss_scale" else 32.0,
+        "seen": 0.0 if name == "num_replicas" else 8.0,
+        "seed": 2 if name == "seed" else 1,
+    }
+    if name in ("seed", "global_batch", "data"):
+        keras.utils.set_random_seed(0)
+        anew = kind(**changes)
+        anew.train(train["data"], steps=END - SAVED_AT, global_batch=train["global_batch"])
+        assert trainer.moves == anew.moves
+        # A checkpoint of this run counts the batches of these data.
+        assert folder.read_manifest(model_dir / "ckpt-9")["batches_taken"] == END - SAVED_AT
+    else:
+        assert trainer.moves == before[1].moves[SAVED_AT:]
+        assert folder.read_manifest(model_dir / "ckpt-9")["batches_taken"] == END
+    if name == "precision":
+        assert trainer.model.layers[-1].compute_dtype == "bfloat16"
+
+
+def test_all_that_differs_must_be_allowed(model_dir):
+    """One by one: what is not is told."""
+    with pytest.raises(ValueError, match="`seed` must be") as error:
+        run(model_dir, seed=2, loss_scale=None, allow_changes=("loss_scale",))
+
+    assert str(error.value).endswith('or pass allow_changes=("seed",).')
+
+
+def test_names_to_allow_come_in_a_sequence():
+    """A single one without its comma would be read letter by letter."""
+    check_changeable(["seed", "data"])
+    with pytest.raises(TypeError) as error:
+        check_changeable("seed")
+    assert str(error.value) == (
+        "`allow_changes` must be a sequence of names; got 'seed'. Each is something that may differ "
+        "from the checkpoint. Pass ('seed',)."
+    )
+    with pytest.raises(ValueError, match="one of") as error:
+        check_changeable(("seeds",))
+    assert str(error.value) == (
+        "`allow_changes` must be one of 'precision', 'loss_scale', 'seed', 'num_replicas', "
+        "'global_batch', 'data'; got 'seeds'. The trainer knows no other way. Did you mean 'seed'?"
+    )
+
+
+def test_other_versions_only_warn(before, model_dir, caplog):
+    """A checkpoint of another Keras is gone on from, and the log says that bits may differ."""
+    path = model_dir / "ckpt-4"
+    facts = folder.read_manifest(path)
+    facts["versions"] |= {"keras": "3.0.0", "python": "3.10.0"}
+    (path / "run.json").write_text(folder.sealed(facts))
+    with caplog.at_level("WARNING"):
+        trainer = run(model_dir)
+
+    now = json.loads((model_dir / "ckpt-9" / "run.json").read_text())["versions"]
+    assert warnings_in(caplog) == [
+        f"{path} was written with keras 3.0.0, now {keras.__version__}, python 3.10.0, now "
+        f"{now['python']}: the bits may differ."
+    ]
+    assert trainer.moves == before[1].moves[SAVED_AT:]
+    assert len({*trainer.moves}) > 4
+
+
+class Models(Traced):
+    """`Traced` of any model and optimizer."""
+
+    def __init__(self, model, optimizer, **arguments):
+        """Functions that make them."""
+        super().__init__(**arguments)
+        self.make = model, optimizer
+
+    def build_model(self):
+        """The one."""
+        return self.make[0]()
+
+    def build_optimizer(self):
+        """The other."""
+        return self.make[1]()
+
+
+def refused(model_dir, model, optimizer, whose):
+    """Raises unless the run is refused in the words for another model or optimizer.
+
+    Returns what differs: ours, theirs and the place.
+    """
+    trainer = Models(model, optimizer, model_dir=model_dir)
+    with pytest.raises(ValueError, match="variable differs") as error:
+        trainer.train(slopes(*SLOPES), steps=END, global_batch=2)
+    [path] = folder.committed(model_dir, "ckpt").values()
+    pattern = (
+        re.escape(
+            f"`model_dir` must be new, or that of a run with the same {whose}; got {path}, where a "
+            "variable differs: "
+        )
+        + "(.*) here for (.*) there, at place (.*)"
+        + re.escape(
+            ". Its values would have nowhere to go. Use another model_dir, with init_from= to take "
+            "over a model's weights alone."
+        )
+    )
+    found = re.fullmatch(pattern, str(error.value))
+    assert found, error.value
+    ours, theirs, place = found.groups()
+    optimizers = (
+        trainer.optimizer if isinstance(trainer.optimizer, dict) else {"": trainer.optimizer}
+    )
+    owners = [trainer.model, *optimizers.values()]
+    names = [variable.path for owner in owners for variable in owner.variables]
+    assert ours == "none" or ours.split(": ")[0] in names
+    told = json.loads((path / "run.json").read_text())["variables"].get(whose)
+    assert theirs == "none" or theirs == told[int(place)]
+    return ours.split("/")[-1], theirs.split("/")[-1], int(place)
+
+
+def sgd():
+    """That of the run before."""
+    return keras.optimizers.SGD(1.0)
+
+
+def test_another_model_is_refused(model_dir):
+    """The first variable that differs in shape or dtype is named, with both sides."""
+
+    def wider():
+        return linear_model(units=2)
+
+    def with_bias():
+        return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+
+    def whole_numbers():
+        layer = keras.layers.Layer()
+        layer.add_weight(shape=(1, 1), dtype="int32", trainable=False, name="count")
+        return keras.Sequential([keras.Input([1]), layer, linear_model().layers[-1]])
+
+    def none_at_all():
+        return keras.Sequential([keras.Input([1]), keras.layers.Activation("relu")])
+
+    kernel = "kernel: float32 (1, 1)"
+    assert refused(model_dir, wider, sgd, "model") == ("kernel: float32 (1, 2)", kernel, 0)
+    assert refused(model_dir, with_bias, sgd, "model") == ("bias: float32 (1,)", "none", 1)
+    assert refused(model_dir, whole_numbers, sgd, "model") == ("count: int32 (1, 1)", kernel, 0)
+
+
+def test_another_optimizer_is_refused(tmp_path, model_dir):
+    """More variables, fewer, or as many of the same shapes that are for something else."""
+
+    def momentum():
+        return keras.optimizers.SGD(1.0, momentum=0.5)
+
+    def rms():
+        return keras.optimizers.RMSprop(1.0)
+
+    one = "float32 (1, 1)"
+    ours, theirs, place = refused(model_dir, linear_model, momentum, "optimizer")
+    assert (ours.split("_")[-1], theirs, place) == (f"momentum: {one}", "none", 2)
+
+    with_momentum = tmp_path / "momentum"
+    Models(linear_model, momentum, model_dir=with_momentum).train(
+        slopes(*SLOPES), steps=1, global_batch=2
+    )
+    ours, theirs, place = refused(with_momentum, linear_model, sgd, "optimizer")
+    assert (ours, theirs.split("_")[-1], place) == ("none", f"momentum: {one}", 2)
+    ours, theirs, place = refused(with_momentum, linear_model, rms, "optimizer")
+    assert (ours.split("_")[-1], theirs.split("_")[-1], place) == (
+        f"velocity: {one}",
+        f"momentum: {one}",
+        2,
+    )
+
+
+def test_one_optimizer_is_not_several(model_dir):
+    """Nor are those of other names."""
+
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one = linear_model()
+
+        def call(self, x):
+            return self.one(x)
+
+    ours, theirs, place = refused(model_dir, Pair, lambda: {"one": sgd()}, "optimizer_one")
+
+    assert (ours.split("_")[-1], theirs, place) == ("iteration: int64 ()", "none", 0)

@@ -1,0 +1,732 @@
+"""L11 and L17: a skipped step says why and where, and no run is silently stuck."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies, assert_same_bits, attempt, copies, slopes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import scaling
+from scaling import Cause
+from trainer import Totals, Trainer, TrainingStuckError
+from trainer.data.batches import untuned
+from trainer.monitor.stuck import HINTS
+
+HALF = {"precision": "mixed_float16", "jit_compile": False}
+LARGEST = float(np.finfo(np.float32).max)
+REPLICAS, VARIABLES, ELEMENTS = 3, 3, 4
+EXAMPLES = 2 * REPLICAS
+BAD = [np.inf, -np.inf, np.nan]
+
+
+@tf.custom_gradient
+def with_poison(weight, poison):
+    """The weight; on the way back the poison is added to its scaled gradient."""
+    return tf.identity(weight), lambda upstream: (upstream + poison, None)
+
+
+class Three(Linear):
+    """Three weights of a plain module, of four elements each; a batch poisons any gradient or loss."""
+
+    def build_model(self):
+        """A module of three float32 weights."""
+        model = tf.Module()
+        model.weights = [tf.Variable(tf.ones([ELEMENTS]), name=f"weight_{i}") for i in range(3)]
+        return model
+
+    def build_optimizer(self):
+        """Momentum, so that there are slots."""
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def compute_loss(self, batch, training):
+        """The sum of all elements, and what the batch adds."""
+        del training
+        poison = tf.reduce_sum(batch["poison"], axis=0)
+        sums = [
+            tf.reduce_sum(with_poison(tf.convert_to_tensor(weight), poison[place]))
+            for place, weight in enumerate(self.model.weights)
+        ]
+        return tf.add_n(sums) + batch["loss"]
+
+    def bits(self):
+        """The bits of every copy of the weights and of the optimizer's variables."""
+        variables = [*self.model.weights, *self.optimizer.variables]
+        return [[copy.tobytes() for copy in copies(variable)] for variable in variables]
+
+
+def poison(where=(), losses=()):
+    """A batch, two examples a replica.
+
+    Args:
+        where: ((replica, variable, element), what is added to that scaled gradient).
+        losses: (example, what is added to its loss).
+    """
+    batch = {
+        "poison": np.zeros([EXAMPLES, VARIABLES, ELEMENTS], np.float32),
+        "loss": np.zeros(EXAMPLES, np.float32),
+    }
+    for (replica, variable, element), value in where:
+        batch["poison"][2 * replica, variable, element] = value
+    for example, value in losses:
+        batch["loss"][example] = value
+    return batch
+
+
+def place_of(report):
+    """Replica, variable, and the counts of inf and NaN."""
+    return report.bad_replica, report.bad_variable, report.inf_count, report.nan_count
+
+
+def kinds(values):
+    """How many are inf, and NaN."""
+    return int(np.isinf(values).sum()), int(np.isnan(values).sum())
+
+
+@pytest.fixture(scope="module")
+def traced(mirrored):
+    """A trainer of `Three` on three replicas, traced once."""
+    trainer = Three(strategy=mirrored(REPLICAS), loss_scale=scaling.DynamicLossScale(2.0**15))
+    [report] = attempt(trainer, [poison()])
+    assert report.grads_finite
+    return trainer
+
+
+@pytest.fixture
+def three(traced):
+    """The same at its first scale, with finite weights."""
+    traced._parts.state.loss_scaler.assign(traced.rule.initial_state())
+    for weight in traced.model.weights:
+        weight.assign(tf.ones([ELEMENTS]))
+    return traced
+
+
+def check_backward(trainer, where):
+    """One step; compares the report with the gradients as NumPy adds them."""
+    trainer._parts.state.loss_scaler.assign(trainer.rule.initial_state())
+    before = trainer.bits()
+    [report] = attempt(trainer, [poison(where)])
+    gradients = np.zeros([REPLICAS, VARIABLES, ELEMENTS])
+    for place, value in where:
+        gradients[place] = value
+    replica = next(place for place in range(REPLICAS) if not np.isfinite(gradients[place]).all())
+    bad = [not np.isfinite(gradients[replica, place]).all() for place in range(VARIABLES)]
+    with np.errstate(invalid="ignore"):
+        summed = gradients.sum(axis=0)[bad.index(True)]
+
+    assert (report.grads_finite, Cause(report.cause)) == (False, Cause.BACKWARD)
+    assert place_of(report) == (replica, bad.index(True), *kinds(summed))
+    assert trainer.bits() == before
+    assert trainer.loss_scale == 2.0**14
+
+
+@pytest.mark.parametrize("replica", range(REPLICAS))
+@pytest.mark.parametrize("variable", range(VARIABLES))
+def test_backward_names_variable_and_replica(three, replica, variable):
+    """L17: an inf or NaN in one element, or several, of one variable's gradient on one replica is found
+    on that replica and in that variable, with their numbers.
+    """
+    for value in BAD:
+        check_backward(three, [((replica, variable, 1), value)])
+    check_backward(three, [((replica, variable, i), [*BAD, np.nan][i]) for i in range(ELEMENTS)])
+
+
+PLACES = st.tuples(*(st.integers(0, size - 1) for size in (REPLICAS, VARIABLES, ELEMENTS)))
+
+
+def test_backward_names_the_first_of_many(traced, full):
+    """L17: of several, it is the first variable on the first replica, and the counts are those of its
+    gradient summed over replicas, in which inf and -inf make NaN.
+    """
+
+    @settings(max_examples=200 if full else 40)
+    @given(st.dictionaries(PLACES, st.sampled_from([*BAD, 1.0]), min_size=1, max_size=12), PLACES)
+    def search(where, place):
+        check_backward(traced, list({**where, place: np.inf}.items()))
+
+    search()
+
+
+def test_forward_names_the_replica_and_counts_losses(three):
+    """L17: the first replica with a loss that is inf or NaN, and how many of its losses are; no
+    variable; an overflow on an earlier replica is only what follows. The loss scale stays.
+    """
+    before = three.bits()
+    for replica in range(REPLICAS):
+        first = 2 * replica
+        for losses in (
+            [(first, np.nan)],
+            [(first + 1, np.inf)],
+            [(first, -np.inf), (first + 1, np.inf)],
+            [(first, np.nan), (first + 1, np.inf)],
+            [(first, np.nan), (EXAMPLES - 1, np.nan)],
+        ):
+            for where in ([], [((0, 1, 1), np.inf)]):
+                [report] = attempt(three, [poison(where, losses)])
+                own = [value for example, value in losses if example // 2 == replica]
+
+                assert (report.grads_finite, Cause(report.cause)) == (False, Cause.FORWARD)
+                assert place_of(report) == (replica, -1, *kinds(own))
+    assert three.bits() == before
+    assert three.loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("variable", range(VARIABLES))
+def test_reduction_names_the_variable(three, variable):
+    """L17: where each replica's gradient is finite and their sum is not, there is no replica to name;
+    the variable is the first whose sum is not finite.
+    """
+    elements = [0, 2, 3][: variable + 1]
+    where = [
+        ((replica, place, element), 0.45 * LARGEST)
+        for replica in range(REPLICAS)
+        for place in {variable, VARIABLES - 1}
+        for element in elements
+    ]
+    before = three.bits()
+    [report] = attempt(three, [poison(where)])
+
+    assert (report.grads_finite, Cause(report.cause)) == (False, Cause.REDUCTION)
+    assert place_of(report) == (-1, variable, len(elements), 0)
+    assert three.bits() == before
+    assert three.loss_scale == 2.0**14
+
+
+@pytest.mark.parametrize("variable", range(VARIABLES))
+def test_unscaling_names_the_variable(three, variable):
+    """L17: a gradient that overflows when it is divided by the scale is found in its variable, with the
+    number of such elements; one of which only the square does, with none. At the smallest scale
+    too these are not the model's.
+    """
+    rule = three.rule
+    before = three.bits()
+    for scale, value, count in [
+        (rule.min_scale, 1e35, 2),
+        (rule.min_scale, 1e25, 0),
+        (2.0**15, 1e30, 0),
+    ]:
+        state = rule.initial_state()._replace(loss_scale=tf.constant(scale))
+        three._parts.state.loss_scaler.assign(state)
+        where = [((1, place, e), value) for place in {variable, VARIABLES - 1} for e in (0, 3)]
+        [report] = attempt(three, [poison(where)])
+
+        assert (report.grads_finite, Cause(report.cause)) == (False, Cause.UNSCALING)
+        assert place_of(report) == (-1, variable, count, 0)
+        assert three.loss_scale == scale
+    assert three.bits() == before
+
+
+def test_a_norm_of_all_together_names_no_variable(three):
+    """L17: three gradients whose squares fit float32 each, and not their sum."""
+    where = [((0, place, 0), 1.5e19 * 2.0**15) for place in range(VARIABLES)]
+    [report] = attempt(three, [poison(where)])
+
+    assert (report.grads_finite, Cause(report.cause)) == (False, Cause.UNSCALING)
+    assert place_of(report) == (-1, -1, 0, 0)
+
+
+@pytest.mark.parametrize("variable", range(VARIABLES))
+@pytest.mark.parametrize("value", BAD)
+def test_bad_weights_are_found_before_what_they_do(three, variable, value):
+    """L17: a weight that was inf or NaN before the step is the cause, not the loss that it makes NaN;
+    the other weights and the loss scale stay, and the run is halted.
+    """
+    three.model.weights[variable].assign([1.0, value, value, 1.0])
+    before = three.bits()
+    [report] = attempt(three, [poison([((0, 0, 0), np.inf)], [(0, np.nan)])])
+
+    assert (report.grads_finite, Cause(report.cause)) == (False, Cause.WEIGHTS)
+    assert place_of(report) == (-1, variable, *kinds([value, value]))
+    assert three.bits() == before
+    assert three.loss_scale == 2.0**15
+    assert three._parts.state.halted.numpy()
+
+
+class Two(Linear):
+    """Two dense layers, float32."""
+
+    def build_model(self):
+        """Weights of 1."""
+        layers = [
+            keras.layers.Dense(units, use_bias=False, kernel_initializer="ones") for units in (2, 1)
+        ]
+        return keras.Sequential([keras.Input([1]), *layers])
+
+    def build_optimizer(self):
+        """Slow, so that the loss stays small."""
+        return keras.optimizers.SGD(2.0**-10, momentum=0.5)
+
+
+def numbered(*slopes_in_turn, replicas=1):
+    """A dataset of batches, one slope each, for every replica."""
+    slope = np.repeat(np.float32(slopes_in_turn)[:, None], replicas, axis=1)
+    data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": slope}
+    return untuned(tf.data.Dataset.from_tensor_slices(data))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "value", "counts"), [(1, np.nan, "0 inf, 1 NaN"), (3, -np.inf, "1 inf, 0 NaN")]
+)
+def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, value, counts):
+    """L17: one element of one weight set by hand ends the run at once: no further step in that graph
+    call, no other weight or slot touched, and the checkpoint of before is the newest still.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    ways = {
+        "model_dir": tmp_path,
+        "verbose": False,
+        "checkpoint_interval": 10,
+        "strategy": strategy,
+    }
+    trainer = Two(loss_scale="dynamic", **ways)
+    data = numbered(1.0, replicas=replicas)
+    trainer.train(data, steps=4)
+    good = all_copies(trainer)
+    trainer.model.trainable_variables[1].assign([[1.0], [value]])
+    before = all_copies(trainer)
+    with pytest.raises(TrainingStuckError) as error:
+        trainer.train(data, steps=40)
+
+    name = trainer.model.trainable_variables[1].path
+    assert str(error.value) == (
+        "`weights` must be finite; got 1 skipped steps in a row by step 5, the last one weights, in "
+        f"the weights of {name}: {counts}. The loss scale went 2^15. {HINTS[Cause.WEIGHTS]}"
+    )
+    assert trainer.totals == Totals(4, {"weights": 1})
+    assert_same_bits(before, all_copies(trainer))
+    assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == ["ckpt-4"]
+    again = Two(loss_scale="dynamic", **ways)
+    again.train(data, steps=4)
+    assert list(map(repr, good.values())) == list(map(repr, all_copies(again).values()))
+    assert again.train(data, steps=6).totals == Totals(6, {})
+
+
+def test_weights_that_an_update_ruined_end_the_run():
+    """L17: an applied step may leave an infinite weight, here by its learning rate; the next step, in the
+    same graph call, is the last.
+    """
+
+    class Rising(Linear):
+        def build_optimizer(self):
+            rate = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 3e38])
+            return keras.optimizers.SGD(rate)
+
+    trainer = Rising(verbose=False, steps_per_loop=20)
+    with pytest.raises(
+        TrainingStuckError, match="got 1 skipped steps in a row by step 4, the last"
+    ):
+        trainer.train(numbered(4.0), steps=40)
+
+    assert trainer.totals == Totals(3, {"weights": 1})
+    assert trainer.weight == -np.inf
+
+
+def test_at_the_floor_it_is_the_models_and_the_rule_stays():
+    """L17: the same overflow is called "backward" above `min_scale` and "model" at it, and then the rule's
+    state keeps its counters too: neither the finite steps in a row nor the overflows left.
+    """
+    rule = scaling.DynamicLossScale(
+        2.0, min_scale=1.0, growth_interval=4, hysteresis=2, hysteresis_refill="finite_step"
+    )
+    trainer = Linear(loss_scale=rule, **HALF)
+    history = [2.0**17, 2.0**17, 1.0, 1.0, *[2.0**17] * 3, 1.0, 1.0]
+    seen = []
+    for report in attempt(trainer, [slopes(slope) for slope in history]):
+        state = [float(number) for number in trainer._parts.state.loss_scaler.state]
+        seen.append((Cause(report.cause).name, *state))
+
+    assert seen == [
+        ("BACKWARD", 2.0, 0, 1),
+        ("BACKWARD", 1.0, 0, 0),
+        ("NONE", 1.0, 1, 2),
+        ("NONE", 1.0, 2, 2),
+        *[("MODEL", 1.0, 2, 2)] * 3,
+        ("NONE", 1.0, 3, 2),
+        ("NONE", 2.0, 0, 2),
+    ]
+    assert trainer.totals == Totals(4, {"backward": 2, "model": 3})
+
+
+@pytest.mark.parametrize(("replicas", "attribute_causes"), [(1, True), (1, False), (3, False)])
+def test_every_skip_backs_off_if_causes_are_not_told(mirrored, replicas, attribute_causes):
+    """L17: attribute_causes=False halves the scale after every skip, as PyTorch would, and still reports
+    the cause; with causes only the overflow does.
+    """
+    trainer = Linear(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        loss_scale=scaling.DynamicLossScale(2.0**10, min_scale=2.0**-2, growth_interval=2),
+        attribute_causes=attribute_causes,
+        **HALF,
+    )
+    history = [np.inf, 1.0, np.nan, 2.0**10, 1.0, 1.0, *[-np.inf] * 12, 1.0]
+    scale, finite_steps = 2.0**10, 0
+    reports = attempt(trainer, [slopes(*[1.0] * (replicas - 1), slope) for slope in history])
+    for slope, report in zip(history, reports, strict=True):
+        cause = Cause.NONE if np.isfinite(slope) else Cause.FORWARD
+        # A replica's gradient is its slope's part of the mean.
+        cause = Cause.BACKWARD if np.isfinite(slope) and slope * scale / replicas > 65504 else cause
+        assert (Cause(report.cause), report.loss_scale) == (cause, scale)
+        if cause is Cause.NONE:
+            finite_steps += 1
+            if finite_steps == 2:
+                scale, finite_steps = scale * 2, 0
+        elif cause is Cause.BACKWARD or not attribute_causes:
+            scale, finite_steps = max(scale / 2, 2.0**-2), 0
+
+        assert trainer.loss_scale == scale
+    assert (scale == 2.0**-2) is not attribute_causes
+
+
+def test_without_told_causes_a_bad_loss_is_still_not_retried():
+    """L6: attribute_causes=False changes what the rule hears, not what another scale can cure."""
+    trainer = Linear(
+        loss_scale=scaling.DynamicLossScale(2.0**10),
+        attribute_causes=False,
+        on_overflow="retry",
+        **HALF,
+    )
+    [report] = attempt(trainer, [slopes(np.nan)])
+
+    assert (report.grads_finite, report.retries) == (False, 0)
+    assert trainer.loss_scale == 2.0**9
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
+    """L11: on_nonfinite_loss="raise" ends it at that very step, in the middle of a graph call, and not
+    for an overflow before it; "skip" leaves the batch out and goes on.
+    """
+    history = [1.0, 2.0**12, 1.0, np.nan, 1.0, 1.0]
+    slope = np.ones([len(history), replicas], np.float32)
+    slope[:, -1] = history
+    # Of the mean, each replica's part is a power of two, exact in float16.
+    data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": replicas * slope}
+    made = {
+        choice: Linear(
+            strategy=mirrored(replicas) if replicas > 1 else "default",
+            loss_scale="dynamic",
+            on_nonfinite_loss=choice,
+            verbose=False,
+            **HALF,
+        )
+        for choice in ("raise", "skip")
+    }
+    with pytest.raises(TrainingStuckError) as error:
+        made["raise"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6)
+    totals = made["skip"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6).totals
+
+    assert str(error.value) == (
+        "`compute_loss` must return finite losses; got 1 skipped steps in a row by step 4, the last "
+        f"one forward, in the losses on replica {replicas - 1}: 0 inf, 1 NaN. The loss scale went "
+        f"2^15, 2^14. {HINTS[Cause.FORWARD]}"
+    )
+    assert made["raise"].totals == Totals(2, {"forward": 1, "backward": 1})
+    assert made["raise"].weight == 1.0 - 2 * replicas
+    assert totals == Totals(4, {"forward": 1, "backward": 1})
+    assert made["skip"].weight == 1.0 - 4 * replicas
+
+
+def test_exactly_so_many_skips_end_the_run():
+    """L11: the run ends at the `max_consecutive_skips`-th skip in a row, wherever the graph call would
+    end; skips that are not in a row do not.
+    """
+    trainer = Linear(loss_scale="dynamic", max_consecutive_skips=3, steps_per_loop=7, verbose=False)
+    history = [np.inf, np.inf, 1.0, np.nan, np.inf, 1.0, 1.0, np.inf, np.nan, -np.inf, 1.0, 1.0]
+    with pytest.raises(TrainingStuckError) as error:
+        trainer.train(numbered(*history), steps=12)
+
+    assert str(error.value) == (
+        "`max_consecutive_skips` must not be reached; got 3 skipped steps in a row by step 10, the "
+        "last one forward, in the losses on replica 0: 1 inf, 0 NaN. The loss scale went 2^15. "
+        f"{HINTS[Cause.FORWARD]}"
+    )
+    assert trainer.totals == Totals(3, {"forward": 7})
+    assert trainer.weight == -2.0
+    assert trainer.train(numbered(1.0), steps=12).totals == Totals(5, {"forward": 7})
+
+
+def holding(**arguments):
+    """A run that waits twice as long as two skips in a row, and ten times."""
+    return Linear(
+        loss_scale="dynamic",
+        on_stuck="hold",
+        max_consecutive_skips=2,
+        steps_per_loop=3,
+        log_interval=6,
+        verbose=False,
+        **arguments,
+    )
+
+
+def warnings_in(caplog):
+    """What was logged as a warning."""
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_holding_warns_and_then_ends(caplog):
+    """L11: "hold" says so at every line of the log, and ends the run at ten times as many skips."""
+    trainer = holding()
+    with caplog.at_level("WARNING"), pytest.raises(TrainingStuckError) as error:
+        trainer.train(numbered(np.nan), steps=100)
+
+    assert str(error.value) == (
+        "`max_consecutive_skips` must not be reached; got 20 skipped steps in a row by step 20, the "
+        "last one forward, in the losses on replica 0: 0 inf, 1 NaN. The loss scale went 2^15. "
+        f"{HINTS[Cause.FORWARD]}"
+    )
+    assert warnings_in(caplog) == [
+        f"A step was skipped, cause forward. {HINTS[Cause.FORWARD]}",
+        *[f"{count} steps in a row were skipped; the run ends at 20." for count in (6, 12, 18)],
+    ]
+    assert trainer.totals == Totals(0, {"forward": 20})
+
+
+def test_holding_goes_on_when_good_batches_come_back(caplog):
+    """L11: a run that waits takes the next batch that it can, and counts the row anew."""
+    trainer = holding()
+    history = [*[np.inf] * 12, 1.0, *[np.inf] * 19, 1.0, 1.0]
+    with caplog.at_level("WARNING"):
+        totals = trainer.train(numbered(*history), steps=len(history)).totals
+
+    assert totals == Totals(3, {"forward": 31})
+    assert trainer.weight == -2.0
+    counts = [text.split()[0] for text in warnings_in(caplog) if "in a row" in text]
+    assert counts == ["6", "12", "5", "11", "17"]
+
+
+class Steep(Linear):
+    """A slope of 2^20 overflows float16 at a scale of 1 and up, and moves the weight by 1."""
+
+    def build_optimizer(self):
+        """So slow that the weight stays small."""
+        return keras.optimizers.SGD(2.0**-20)
+
+
+class WithAux(Steep):
+    """The same with a mean of the model's outputs, which are half precision."""
+
+    def compute_loss(self, batch, training):
+        """Losses and outputs."""
+        outputs = self.model(batch["x"], training=training)
+        return tf.cast(outputs[:, 0], tf.float32) * batch["slope"], {"outputs": outputs}
+
+    def build_metrics(self):
+        """A sum of the outputs."""
+        return {"sum": keras.metrics.Sum()}
+
+    def update_metrics(self, batch, aux):
+        """On applied steps only; whatever the step computed in, the user sees one dtype."""
+        assert aux["outputs"].dtype == tf.float16
+        self.metrics["sum"].update_state(tf.cast(aux["outputs"], tf.float32))
+
+
+STEEP = 2.0**20
+# Grows after every finite step, so that a step which moves the rule's state is seen to.
+FLOOR = scaling.DynamicLossScale(1.0, min_scale=1.0, growth_interval=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "num_microbatches", "jit_compile"),
+    [
+        (Steep, 1, 1, False),
+        (Steep, 3, 1, False),
+        (WithAux, 3, 2, False),
+        (WithAux, 1, 2, True),
+    ],
+)
+def test_a_stuck_run_takes_one_step_in_float32(
+    mirrored, kind, replicas, num_microbatches, jit_compile
+):
+    """L11: after so many skips in a row one step is computed in float32 and applied, exactly; then half
+    precision is tried again. The loss scale's state does not move by that step, and does by the
+    next that half precision can take.
+    """
+    trainer = kind(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        loss_scale=FLOOR,
+        on_stuck="float32",
+        max_consecutive_skips=2,
+        num_microbatches=num_microbatches,
+        precision="mixed_float16",
+        jit_compile=jit_compile,
+    )
+    size = 2 * replicas
+    history = [*[STEEP] * 6, 1.0, STEEP, 1.0]
+    weight, row, scale, total = 1.0, 0, 1.0, 0.0
+    reports = attempt(trainer, [slopes(*[slope] * size) for slope in history])
+    for slope, report in zip(history, reports, strict=True):
+        in_float32 = row == 2
+        applied = in_float32 or slope == 1.0
+        total += size * float(np.float16(weight)) if applied else 0.0
+        weight -= slope / STEEP if applied else 0.0
+        row = 0 if applied else row + 1
+
+        assert (report.in_float32, report.grads_finite) == (in_float32, applied)
+        assert (report.consecutive_skips, report.loss_scale) == (row, scale)
+        if not applied:
+            above = report.loss_scale > 1.0
+            assert Cause(report.cause) is (Cause.BACKWARD if above else Cause.MODEL)
+            scale = max(scale / 2, 1.0)
+        elif not in_float32:
+            scale *= 2
+        assert trainer.weight == np.float32(weight)
+        assert trainer.loss_scale == scale
+    assert trainer.totals == Totals(4, {"backward": 1, "model": 4}, float32_steps=2)
+    assert str(trainer.totals) == "5 skipped (1 backward, 4 model), 2 in float32"
+    if kind is WithAux:
+        assert float(trainer.metrics["sum"].result()) == total
+
+
+class Normed(Linear):
+    """BatchNorm, Dropout and momentum."""
+
+    def build_model(self):
+        """Two dense layers with both between them."""
+        return keras.Sequential(
+            [
+                keras.Input([1]),
+                keras.layers.Dense(8, activation="tanh"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    def build_optimizer(self):
+        """Momentum, so that there are slots."""
+        return keras.optimizers.SGD(2.0**-20, momentum=0.9)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_that_step_is_the_one_of_a_float32_run(mirrored, replicas):
+    """L11: it leaves on every replica the weights, slots and statistics that the same step of a run in
+    float32 leaves, whose first one was skipped, too: Dropout's mask is the same.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    batch = slopes(*[STEEP] * 2 * replicas)
+    batch["x"] = np.linspace(-1, 1, 2 * replicas, dtype=np.float32)[:, None]
+    lost = batch | {"slope": np.full_like(batch["slope"], np.nan)}
+    ways = {"strategy": strategy, "loss_scale": FLOOR, "jit_compile": False, "seed": 5}
+    stuck = Normed(precision="mixed_float16", on_stuck="float32", max_consecutive_skips=1, **ways)
+    wide = Normed(precision="float32", **ways)
+    skipped, report = attempt(stuck, [batch, batch])
+    not_finite, expected = attempt(wide, [lost, batch])
+
+    assert (skipped.grads_finite, skipped.in_float32) == (False, False)
+    assert not not_finite.grads_finite
+    assert (report.grads_finite, report.in_float32) == (True, True)
+    assert (report.loss, report.gradient_norm) == (expected.loss, expected.gradient_norm)
+    for name, ours, theirs in zip(
+        all_copies(stuck), all_copies(stuck).values(), all_copies(wide).values(), strict=True
+    ):
+        assert [copy.tobytes() for copy in ours] == [copy.tobytes() for copy in theirs], name
+
+
+def test_retries_come_before_float32():
+    """L11: with on_overflow="retry" the scales down to the floor are tried first, in every step from
+    where one overflow leaves the scale; the step in float32 needs no retry, and moves no scale.
+    """
+    trainer = Steep(
+        loss_scale=scaling.DynamicLossScale(8.0, min_scale=1.0),
+        on_overflow="retry",
+        on_stuck="float32",
+        max_consecutive_skips=2,
+        **HALF,
+    )
+    reports = list(attempt(trainer, [slopes(STEEP)] * 4))
+
+    assert [report.retries for report in reports] == [3, 2, 0, 1]
+    assert [report.in_float32 for report in reports] == [False, False, True, False]
+    assert [report.grads_finite for report in reports] == [False, False, True, False]
+    assert trainer.totals == Totals(1, {"model": 3}, retries=6, float32_steps=1)
+    assert trainer.loss_scale == 1.0
+
+
+def test_what_float32_cannot_take_either_ends_the_run():
+    """L11: if that step is skipped too, there is nothing left to try."""
+    trainer = Steep(
+        loss_scale=FLOOR, on_stuck="float32", max_consecutive_skips=4, verbose=False, **HALF
+    )
+    with pytest.raises(TrainingStuckError) as error:
+        trainer.train(numbered(np.nan), steps=50)
+
+    assert str(error.value) == (
+        "`max_consecutive_skips` must not be reached; got 5 skipped steps in a row by step 5, the "
+        "last one forward, in the losses on replica 0: 0 inf, 1 NaN. The loss scale went 2^0. "
+        f"{HINTS[Cause.FORWARD]}"
+    )
+    assert trainer.totals == Totals(0, {"forward": 5}, float32_steps=1)
+    assert trainer.weight == 1.0
+
+
+def test_a_module_cannot_be_computed_in_float32():
+    """L11: it casts for itself, so this is refused before the first step."""
+    trainer = Three(on_stuck="float32", verbose=False)
+    with pytest.raises(ValueError, match="`on_stuck` must be") as error:
+        list(attempt(trainer, [poison()]))
+
+    assert str(error.value) == (
+        '`on_stuck` must be "raise" or "hold" unless the model is a keras.Model; got "float32" for a '
+        "Module. A module casts for itself, and only it knows how to stop. Choose one of the two."
+    )
+
+
+OF_ONE = "It counts steps, examples or parts of a batch. Use 1 or more."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"on_overflow": "retri"},
+            "`on_overflow` must be one of 'skip', 'retry'; got 'retri'. The trainer knows no other "
+            "way. Did you mean 'retry'?",
+        ),
+        (
+            {"on_overflow": None},
+            "`on_overflow` must be one of 'skip', 'retry'; got None. The trainer knows no other way. "
+            "Choose one of them.",
+        ),
+        (
+            {"on_nonfinite_loss": "rise"},
+            "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'rise'. The trainer knows no "
+            "other way. Did you mean 'raise'?",
+        ),
+        (
+            {"on_nonfinite_loss": "retry"},
+            "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'retry'. The trainer knows no "
+            "other way. Choose one of them.",
+        ),
+        (
+            {"on_stuck": "float16"},
+            "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'float16'. The trainer knows "
+            "no other way. Did you mean 'float32'?",
+        ),
+        (
+            {"on_stuck": "skip"},
+            "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'skip'. The trainer knows no "
+            "other way. Choose one of them.",
+        ),
+        ({"max_retries": 0}, f"`max_retries` must be an int of at least 1; got 0. {OF_ONE}"),
+        ({"max_retries": True}, f"`max_retries` must be an int of at least 1; got True. {OF_ONE}"),
+        (
+            {"max_consecutive_skips": 2.0},
+            f"`max_consecutive_skips` must be an int of at least 1; got 2.0. {OF_ONE}",
+        ),
+        (
+            {"max_consecutive_skips": -1},
+            f"`max_consecutive_skips` must be an int of at least 1; got -1. {OF_ONE}",
+        ),
+        (
+            {"max_consecutive_skips": None},
+            f"`max_consecutive_skips` must be an int of at least 1; got None. {OF_ONE}",
+        ),
+    ],
+)
+def test_choices_there_are_not_are_refused(arguments, message):
+    """A choice is checked when it is made, and the nearest name is offered."""
+    with pytest.raises(ValueError, match=next(iter(arguments))) as error:
+        Trainer(model=lambda: None, optimizer="sgd", loss_fn="mse", **arguments)
+
+    assert str(error.value) == message

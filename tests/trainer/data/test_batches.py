@@ -1,0 +1,90 @@
+"""The data contract: the same examples, whatever they come in."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear
+
+from trainer.data.batches import batches, without_end
+
+X = np.arange(10, dtype=np.float32)
+
+
+def rows(dataset):
+    """The batches of a dataset of {"x": ...}, as lists."""
+    return [batch["x"].numpy().tolist() for batch in dataset]
+
+
+def test_arrays_keep_their_order_or_are_shuffled_in_every_epoch():
+    """Without a seed arrays stay in order; with one, every epoch has all examples in a new order."""
+    strategy = tf.distribute.get_strategy()
+    plain = batches({"x": X}, "data", strategy, global_batch=4)
+    shuffled = batches({"x": X}, "data", strategy, global_batch=4, shuffle_seed=1)
+
+    assert rows(plain.dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert (plain.global_batch, plain.steps_per_epoch) == (4, 3)
+    passes = rows(shuffled.dataset.take(6))
+    first, second = (list(itertools.chain(*each)) for each in (passes[:3], passes[3:]))
+    assert sorted(first) == sorted(second) == X.tolist()
+    assert first != second
+    assert (shuffled.global_batch, shuffled.steps_per_epoch) == (4, 3)
+    assert [len(batch) for batch in passes] == [4, 4, 2, 4, 4, 2]
+
+
+def test_the_order_is_that_of_the_seed_and_of_nothing_else():
+    """L12: TensorFlow's global seed, which a trainer sets when it builds its model, has no part in it."""
+
+    def order(seed):
+        found = batches(
+            {"x": X}, "data", tf.distribute.get_strategy(), global_batch=4, shuffle_seed=seed
+        )
+        return rows(found.dataset.take(9))
+
+    first = order(1)
+    tf.random.set_seed(7)
+
+    assert order(1) == first
+    assert order(2) != first
+
+
+def test_data_that_ends_is_repeated():
+    """Short last batches come round again with every epoch."""
+    found = batches({"x": X}, "data", tf.distribute.get_strategy(), global_batch=4)
+    sizes = [len(batch) for batch in rows(without_end(found).take(7))]
+
+    assert sizes == [4, 4, 2, 4, 4, 2, 4]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_function_of_an_input_context(mirrored, replicas):
+    """It returns per-replica batches, as TensorFlow has it; together they are the global batch."""
+
+    def make(context):
+        assert context.num_replicas_in_sync == replicas
+        per_replica = context.get_per_replica_batch_size(6)
+        return tf.data.Dataset.from_tensor_slices({"x": X}).batch(per_replica)
+
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    found = batches(make, "data", strategy)
+
+    assert found.global_batch == 6
+    assert rows(found.dataset) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "endless", "function"])
+def test_every_kind_of_data_trains(kind):
+    """5 epochs of 10 examples, one a step at a time: the weight falls by 1 a step."""
+    arrays = {"x": np.ones([10, 1], np.float32), "slope": np.ones(10, np.float32)}
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    data, arguments = {
+        "arrays": (arrays, {"epochs": 5, "global_batch": 2}),
+        "dataset": (dataset, {"epochs": 5}),
+        "endless": (dataset.repeat(), {"steps": 25}),
+        "function": (lambda context: dataset, {"epochs": 5}),  # noqa: ARG005
+    }[kind]
+    trainer = Linear(verbose=False)
+    summary = trainer.train(data, **arguments)
+
+    assert (summary.step, trainer.weight) == (25, -24.0)

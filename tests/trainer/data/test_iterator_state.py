@@ -1,0 +1,591 @@
+"""L12, the data: a run that is taken up again sees the batches that it would have seen."""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+from trainer.checkpoint import folder
+from trainer.data.batches import batches
+from trainer.data.iterator_state import DataPosition, check_savable
+
+ROOT = pathlib.Path(__file__).parents[3]
+AUTOTUNE = tf.data.AUTOTUNE
+Dataset = tf.data.Dataset
+PASS = 3  # batches in a pass of most pipelines
+
+
+def shuffled():
+    """Twelve numbers in another order in each pass."""
+    return Dataset.range(12).shuffle(12, seed=1)
+
+
+def one_more(number):
+    """A function for `map`."""
+    return number + 1
+
+
+def text_files(folder_path):
+    """Two text files, a number a line."""
+    for file in range(2):
+        lines = "\n".join(str(100 * file + line) for line in range(7))
+        (folder_path / f"numbers-{file}").write_text(lines)
+    return str(folder_path / "numbers-*")
+
+
+def read_lines(path):
+    """The numbers in a file."""
+    lines = tf.data.TextLineDataset(path)
+    return lines.map(lambda line: tf.strings.to_number(line, tf.int64))
+
+
+def table():
+    """A table to look numbers up in."""
+    numbers = tf.range(12, dtype=tf.int64)
+    return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(numbers, 3 * numbers), -1)
+
+
+# Of a folder with files to read. Those first are run in another process, too.
+PIPELINES = {
+    "shuffle, batch, map": lambda _: shuffled().batch(4).map(one_more),
+    "shuffle, batch, prefetch": lambda _: shuffled().batch(4).prefetch(AUTOTUNE),
+    "parallel map": lambda _: (
+        shuffled().map(one_more, num_parallel_calls=AUTOTUNE).batch(4).prefetch(AUTOTUNE)
+    ),
+    "interleaved files": lambda files: (
+        Dataset.list_files(files, shuffle=False)
+        .interleave(read_lines, cycle_length=2, num_parallel_calls=2)
+        .shuffle(5, seed=2)
+        .batch(4)
+        .prefetch(AUTOTUNE)
+    ),
+    "plain": lambda _: Dataset.range(12).batch(4),
+    "small buffer": lambda _: (
+        Dataset.range(11).shuffle(5, seed=1).batch(4).map(one_more).prefetch(2)
+    ),
+    "one order": lambda _: (
+        Dataset.range(12).shuffle(12, seed=1, reshuffle_each_iteration=False).batch(4).prefetch(2)
+    ),
+    "shuffle of batches": lambda _: Dataset.range(24).batch(4).shuffle(3, seed=1).prefetch(2),
+    "repeat, batch": lambda _: shuffled().repeat().batch(5).map(one_more).prefetch(AUTOTUNE),
+    "batch, repeat": lambda _: shuffled().batch(4).map(one_more).repeat().prefetch(AUTOTUNE),
+    "repeat twice": lambda _: shuffled().batch(4).repeat(2).prefetch(2),
+    "flat map": lambda _: (
+        Dataset.range(4)
+        .shuffle(4, seed=1)
+        .flat_map(lambda number: Dataset.range(number * 10, number * 10 + 3))
+        .batch(4)
+        .prefetch(2)
+    ),
+    "cache": lambda _: Dataset.range(12).cache().shuffle(12, seed=1).batch(4).prefetch(2),
+    "filter": lambda _: shuffled().filter(lambda number: number % 3 > 0).batch(3).prefetch(2),
+    "sample": lambda _: (
+        Dataset.sample_from_datasets(
+            [shuffled().repeat(), Dataset.range(50, 55).repeat()], [0.5, 0.5], seed=3
+        )
+        .batch(4)
+        .prefetch(2)
+    ),
+    "choose": lambda _: (
+        Dataset.choose_from_datasets(
+            [shuffled(), Dataset.range(50, 55)],
+            Dataset.range(2).repeat(),
+            stop_on_empty_dataset=True,
+        )
+        .batch(4)
+        .prefetch(2)
+    ),
+    "two shuffles": lambda _: (
+        Dataset.range(12)
+        .shuffle(12, seed=1, reshuffle_each_iteration=False)
+        .map(one_more)
+        .shuffle(4, seed=2)
+        .batch(4)
+        .prefetch(2)
+    ),
+    "zip": lambda _: Dataset.zip(shuffled(), Dataset.range(12).shuffle(12, seed=2)).batch(4),
+    "random numbers": lambda _: (
+        Dataset.zip(shuffled(), Dataset.random(seed=3, rerandomize_each_iteration=True))
+        .map(lambda number, seed: (number, seed % 100))
+        .batch(4)
+        .prefetch(2)
+    ),
+    "ragged": lambda _: (
+        shuffled().map(lambda number: tf.range(number % 4)).ragged_batch(4).prefetch(2)
+    ),
+    "lengths": lambda _: (
+        shuffled()
+        .map(lambda number: tf.range(number % 7))
+        .bucket_by_sequence_length(tf.size, [3, 5], [3, 3, 3])
+        .prefetch(2)
+    ),
+    "look up": lambda _: shuffled().map(table().lookup).batch(4).prefetch(2),
+    "concatenate": lambda _: shuffled().concatenate(Dataset.range(20, 25)).batch(4).prefetch(2),
+    "unbatch": lambda _: shuffled().batch(6).unbatch().batch(4).prefetch(2),
+}
+BETWEEN_PROCESSES = list(PIPELINES)[:4]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """What a pipeline may read."""
+    return text_files(tmp_path)
+
+
+def begin(dataset, way="exact"):
+    """A position at the beginning, as a run has it, that has read the first batch beforehand."""
+    return DataPosition(batches(dataset, "train_data", tf.distribute.get_strategy()), way)
+
+
+def take(position, count):
+    """The next batches, as lists."""
+    found = [next(position.iterator) for _ in range(count)]
+    position.taken += count
+    return [
+        [
+            leaf.to_list() if isinstance(leaf, tf.RaggedTensor) else leaf.numpy().tolist()
+            for leaf in tf.nest.flatten(batch)
+        ]
+        for batch in found
+    ]
+
+
+def write(position, path):
+    """Saves a position; returns where."""
+    path.mkdir()
+    position.write(str(path))
+    return path
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_a_position_is_exact(tmp_path, files, name, full):
+    """L12: saved after any batch, also where a stage that fetches ahead has come to the end of the
+    pass, a pipeline that is built anew goes on with the same batches, into the passes to come.
+    """
+    make = PIPELINES[name]
+    for taken in range(4 * PASS) if full else (1, PASS - 1, PASS, PASS + 1, 3 * PASS + 1):
+        before = begin(make(files))
+        before.check_savable()
+        take(before, taken)
+        path = write(before, tmp_path / f"after-{taken}")
+        expected = take(before, 3 * PASS)
+
+        after = begin(make(files))
+        after.read(path, taken)
+        assert take(after, 3 * PASS) == expected, f"after {taken} batches"
+        assert after.taken == taken + 3 * PASS
+
+
+def test_saving_changes_nothing(tmp_path, files):
+    """A run that saves, and one that goes back, see what one that does neither sees."""
+    make = PIPELINES["shuffle, batch, map"]
+    undisturbed = take(begin(make(files)), 4 * PASS)
+    saving = begin(make(files))
+    seen = []
+    for taken in range(2 * PASS):
+        write(saving, tmp_path / f"after-{taken}")
+        seen += take(saving, 1)
+    assert seen == undisturbed[: 2 * PASS]
+
+    saving.read(tmp_path / "after-1", 1)
+    assert take(saving, 3 * PASS) == undisturbed[1 : 3 * PASS + 1]
+    passes = [
+        sorted(number for [part] in seen[PASS * k :][:PASS] for number in part) for k in (0, 1)
+    ]
+    assert passes == [list(range(1, 13))] * 2
+    assert seen[:PASS] != seen[PASS:]
+
+
+def test_a_pass_that_begins_while_it_is_saved_is_noticed(tmp_path, files, monkeypatch):
+    """Then both parts of the position are written again, until they belong together."""
+    make = PIPELINES["shuffle, batch, map"]
+    position = begin(make(files))
+    take(position, 1)
+    written = []
+    write_iterator = DataPosition.write.__globals__["write_iterator"]
+
+    def disturbed(iterator, prefix):
+        found = write_iterator(iterator, prefix)
+        written.append(pathlib.Path(prefix).name)
+        if len(written) == 2:  # between the two
+            take(position, PASS)
+        return found
+
+    monkeypatch.setitem(DataPosition.write.__globals__, "write_iterator", disturbed)
+    path = write(position, tmp_path / "saved")
+    expected = take(position, 3 * PASS)
+    after = begin(make(files))
+    after.read(path, 1 + PASS)
+
+    assert written == ["counts", "data", "counts", "data", "counts"]
+    assert take(after, 3 * PASS) == expected
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_with_the_same_batches(tmp_path, files):
+    """What a pipeline keeps is in the files and nowhere else."""
+    expected = {}
+    for name in BETWEEN_PROCESSES:
+        position = begin(PIPELINES[name](files))
+        take(position, PASS + 1)
+        write(position, tmp_path / name)
+        expected[name] = take(position, 3 * PASS)
+    program = (
+        "import json, sys, test_data_position as here\n"
+        "print(json.dumps(here.taken_up(*sys.argv[1:])))"
+    )
+    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "trainer"]
+    told = subprocess.run(
+        [sys.executable, "-c", program, files, str(tmp_path)],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout.splitlines()[-1]) == expected
+
+
+def taken_up(files, path):
+    """What the other process does: takes up every position that was left."""
+    tf.keras.utils.set_random_seed(0)  # shuffles depend on it, and every test has this one
+    found = {}
+    for name in BETWEEN_PROCESSES:
+        position = begin(PIPELINES[name](files))
+        position.read(pathlib.Path(path) / name, PASS + 1)
+        found[name] = take(position, 3 * PASS)
+    return found
+
+
+# What cannot be exact.
+
+
+def numbers_from_python():
+    """Batches from a generator."""
+    return Dataset.from_generator(
+        lambda: iter(range(12)), output_signature=tf.TensorSpec([], tf.int64)
+    ).batch(4)
+
+
+GENERATOR = tf.random.Generator.from_seed(3)
+VARIABLE = tf.Variable(1, dtype=tf.int64)
+
+
+REFUSED = {
+    "from_generator": (
+        numbers_from_python,
+        "the stateful operation PyFunc",
+        "It comes with from_generator or numpy_function. ",
+    ),
+    "numpy_function": (
+        lambda: (
+            Dataset.range(12).map(lambda n: tf.numpy_function(one_more, [n], tf.int64)).batch(4)
+        ),
+        "the stateful operation PyFunc",
+        "It comes with from_generator or numpy_function. ",
+    ),
+    "py_function": (
+        lambda: Dataset.range(12).map(lambda n: tf.py_function(one_more, [n], tf.int64)).batch(4),
+        "the stateful operation EagerPyFunc",
+        "It comes with py_function. ",
+    ),
+    "py_function within": (
+        lambda: Dataset.range(4).interleave(
+            lambda n: Dataset.range(n).map(lambda m: tf.py_function(one_more, [m], tf.int64))
+        ),
+        "the stateful operation EagerPyFunc",
+        "It comes with py_function. ",
+    ),
+    "random op": (
+        lambda: Dataset.range(12).map(lambda n: n + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
+        "the stateful operation RandomUniformInt",
+        "",
+    ),
+    "generator": (
+        lambda: Dataset.range(12).map(lambda n: n + GENERATOR.uniform([], 0, 9, tf.int64)).batch(4),
+        "the stateful operation RngReadAndSkip",
+        "",
+    ),
+    "variable": (
+        lambda: Dataset.range(12).map(lambda n: n + VARIABLE).batch(4),
+        "the stateful operation ReadVariableOp",
+        "",
+    ),
+    "shuffle without a seed": (
+        lambda: Dataset.range(12).shuffle(12).batch(4),
+        "ShuffleDatasetV3 without a seed",
+        "Give it seed=. ",
+    ),
+    "files without a seed": (
+        lambda: Dataset.list_files(str(ROOT / "*.md")).batch(4),
+        "ShuffleDatasetV3 without a seed",
+        "Give it seed=. ",
+    ),
+    "sample without a seed": (
+        lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(4)], [0.5, 0.5]),
+        "RandomDataset without a seed",
+        "Give it seed=. ",
+    ),
+    "shuffle within": (
+        lambda: Dataset.range(4).interleave(lambda n: Dataset.range(n).shuffle(4, seed=1)).batch(4),
+        "the stateful operation DummySeedGenerator",
+        "It comes with shuffle within interleave or flat_map. ",
+    ),
+    "two shuffles": (
+        lambda: shuffled().map(one_more).shuffle(5, seed=2).batch(4),
+        "ShuffleDatasetV3 before another shuffle",
+        "Shuffle once, or all but the last with reshuffle_each_iteration=False. ",
+    ),
+    "sample": (
+        lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(9)], [0.5, 0.5], 3),
+        "DirectedInterleaveDataset of data that end",
+        "It comes with sample_from_datasets and choose_from_datasets: repeat() what they are given, "
+        "or pass stop_on_empty_dataset=True. ",
+    ),
+    "numbers drawn anew": (
+        lambda: (
+            Dataset.random(seed=1, rerandomize_each_iteration=True)
+            .take(9)
+            .shuffle(5, seed=2, reshuffle_each_iteration=False)
+            .batch(4)
+        ),
+        "RandomDatasetV2 before another shuffle",
+        "Shuffle once, or all but the last with reshuffle_each_iteration=False. ",
+    ),
+    "choose": (
+        lambda: Dataset.choose_from_datasets(
+            [shuffled().repeat(), Dataset.range(9).repeat(2)],
+            Dataset.range(2).repeat(),
+            stop_on_empty_dataset=False,
+        ),
+        "DirectedInterleaveDataset of data that end",
+        "It comes with sample_from_datasets and choose_from_datasets: repeat() what they are given, "
+        "or pass stop_on_empty_dataset=True. ",
+    ),
+    "shuffle that begins late": (
+        lambda: Dataset.range(12).concatenate(shuffled()).batch(4),
+        "ShuffleDatasetV3 in a part that is begun in the middle of a pass",
+        "Shuffle what concatenate or flat_map returns, not what they are given. ",
+    ),
+    "shuffle that begins again": (
+        lambda: captured_in_flat_map(shuffled()),
+        "ShuffleDatasetV3 in a part that is begun in the middle of a pass",
+        "Shuffle what concatenate or flat_map returns, not what they are given. ",
+    ),
+}
+
+
+def captured_in_flat_map(dataset):
+    """A data set that is begun for each element of another."""
+    return Dataset.range(3).flat_map(lambda _: dataset).batch(4)
+
+
+def not_exact(what, hint):
+    """The whole message."""
+    return (
+        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A run "
+        f'that is taken up again would see other data. {hint}Pass data_resume="skip", which reads '
+        'as many batches as were taken and drops them, or "restart", which begins a new pass.'
+    )
+
+
+@contextlib.contextmanager
+def no_global_seed():
+    """As a process begins; a global seed would be every operation's."""
+    tf.random.set_seed(None)
+    try:
+        yield
+    finally:
+        tf.random.set_seed(0)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_pipeline_that_could_not_go_on_is_refused(name):
+    """By the name of the operation that keeps a state of its own or draws without a seed."""
+    make, what, hint = REFUSED[name]
+    with no_global_seed():
+        dataset = make()
+    with pytest.raises(ValueError, match="train_data") as error:
+        check_savable(dataset)
+
+    assert str(error.value) == not_exact(what, hint)
+
+
+def as_batches(dataset):
+    """What `Linear` is trained on: batches of one number, whose power of two is the slope."""
+
+    def batch(number):
+        return {"x": tf.ones([1, 1]), "slope": 2.0 ** tf.cast(tf.reshape(number, [1]), tf.float32)}
+
+    return dataset.map(batch)
+
+
+class Traced(Linear):
+    """Writes down what it was trained on: `seen`, one number a step."""
+
+    def __init__(self, **arguments):
+        """One step a loop, whose end is looked at."""
+        super().__init__(verbose=False, steps_per_loop=1, **arguments)
+        self.seen = []
+
+    def on_train_begin(self):
+        """Where it begins."""
+        self.before = self.weight
+
+    def on_loop_end(self, step):
+        """The exponent of the slope."""
+        self.seen.append(int(np.log2(self.before - self.weight)))
+        self.model.trainable_variables[0].assign([[0.0]])  # so that no bit is lost
+        self.before = 0.0
+
+
+def from_python():
+    """Seven numbers from a generator, the same in each pass."""
+    signature = tf.TensorSpec([], tf.int64)
+    return as_batches(Dataset.from_generator(lambda: iter(range(7)), output_signature=signature))
+
+
+def test_a_refused_pipeline_takes_no_step(tmp_path):
+    """It is refused before the first one, and not at all where nothing is saved, or not this."""
+    trainer = Traced(model_dir=tmp_path)
+    with pytest.raises(ValueError, match="train_data") as error:
+        trainer.train(from_python(), steps=3)
+
+    hint = "It comes with from_generator or numpy_function. "
+    assert str(error.value) == not_exact("the stateful operation PyFunc", hint)
+    assert trainer.totals.attempted == 0
+    assert list(tmp_path.glob("ckpt-*")) == []
+    for arguments in (
+        {},
+        {"model_dir": tmp_path / "skip", "data_resume": "skip"},
+        {"model_dir": tmp_path / "restart", "data_resume": "restart"},
+    ):
+        trainer = Traced(**arguments)
+        trainer.train(from_python(), steps=3)
+        assert trainer.seen == [0, 1, 2]
+
+
+def go_on(model_dir, make, way, stop=4, end=12):
+    """What a run sees that is stopped and taken up again, after it was."""
+    arguments = {"model_dir": model_dir, "data_resume": way}
+    Traced(**arguments).train(make(), steps=stop)
+    trainer = Traced(**arguments)
+    trainer.train(make(), steps=end)
+    return trainer.seen
+
+
+def test_batches_that_were_taken_can_be_skipped(tmp_path):
+    """Then a generator that is the same each time gives what it would have given; shuffled too."""
+    assert go_on(tmp_path / "a", from_python, "skip") == [4, 5, 6, 0, 1, 2, 3, 4]
+
+    def shuffled_from_python():
+        return from_python().shuffle(7, seed=1)
+
+    whole = Traced()
+    whole.train(shuffled_from_python(), steps=12)
+    assert go_on(tmp_path / "b", shuffled_from_python, "skip") == whole.seen[4:]
+    facts = folder.read_manifest(tmp_path / "b" / "ckpt-12")
+    assert (facts["data_resume"], facts["batches_taken"]) == ("skip", 12)
+    assert not [name for name in facts["files"] if name.startswith(("data", "counts"))]
+
+
+def test_data_can_begin_anew(tmp_path):
+    """A run that is taken up again begins a new pass."""
+    assert go_on(tmp_path, from_python, "restart") == [0, 1, 2, 3, 4, 5, 6, 0]
+
+
+def test_skipping_begins_anew_when_a_run_goes_back(tmp_path):
+    """Within a process the batches taken so far are none of those to be dropped."""
+    position = begin(Dataset.range(12).batch(1), "skip")
+    take(position, 5)
+    position.read(tmp_path, 3)
+
+    assert position.taken == 3
+    assert list(itertools.chain(*take(position, 2))) == [[3], [4]]
+    position.drop(2)
+    assert (take(position, 1), position.taken) == ([[[7]]], 8)
+
+
+def test_a_run_goes_on_through_its_pipeline(tmp_path):
+    """L12: an epoch has every example once, also the one in which it was stopped."""
+
+    def make():
+        return as_batches(Dataset.range(6).shuffle(6, seed=5)).prefetch(2)
+
+    whole = Traced()
+    whole.train(make(), steps=18)
+    assert [sorted(whole.seen[start:][:6]) for start in (0, 6, 12)] == [list(range(6))] * 3
+    for stop in (4, 5, 6, 7):
+        seen = go_on(tmp_path / str(stop), make, "exact", stop=stop, end=18)
+        assert seen == whole.seen[stop:], f"stopped at {stop}"
+
+
+def test_two_calls_are_one(tmp_path):
+    """The same data go on in a second call of `train`, whatever they are; others begin."""
+    arrays = slopes(*[2.0**power for power in range(5)])
+    pipeline = as_batches(Dataset.range(5).shuffle(5, seed=2))
+    for data, arguments in ((arrays, {"global_batch": 1}), (pipeline, {}), (from_python(), {})):
+        once, twice = Traced(seed=1), Traced(seed=1)
+        once.train(data, steps=12, **arguments)
+        twice.train(data, steps=7, **arguments)
+        twice.train(data, steps=12, **arguments)
+        if data is pipeline:  # whose shuffles count on, from run to run
+            assert sorted(twice.seen[:5]) == sorted(twice.seen[5:10]) == list(range(5))
+        else:
+            assert twice.seen == once.seen
+        assert len(twice.seen) == 12
+
+    other = Traced(model_dir=tmp_path)
+    numbers = [as_batches(Dataset.range(start, start + 6)) for start in (0, 6)]
+    other.train(numbers[0], steps=2)
+    other.train(numbers[1], steps=4)
+    other.train(numbers[0], steps=6)
+    assert other.seen == [0, 1, 6, 7, 0, 1]
+
+
+# What was saved does not fit.
+
+
+def test_a_position_that_was_not_saved_cannot_be_gone_to(tmp_path):
+    """A run that skipped, or began anew, has none."""
+
+    def make():
+        return as_batches(Dataset.range(5))
+
+    Traced(model_dir=tmp_path, data_resume="restart").train(make(), steps=2)
+    with pytest.raises(ValueError, match="data_resume") as error:
+        Traced(model_dir=tmp_path).train(make(), steps=4)
+
+    assert str(error.value) == (
+        f"`data_resume` must be that of the run in {tmp_path / 'ckpt-2'} to go on where its data "
+        "were; got 'exact', and no position was saved there. The run would see other data. Pass "
+        'data_resume="skip" or "restart", as before.'
+    )
+
+
+def test_a_position_of_another_pipeline_cannot_be_gone_to(tmp_path):
+    """TensorFlow says that a stage has none."""
+    before = begin(Dataset.range(12).batch(4))
+    path = write(before, tmp_path / "saved")
+    with pytest.raises(ValueError, match="train_data") as error:
+        begin(Dataset.range(12).map(one_more).batch(4)).read(path, 0)
+
+    start, _, rest = str(error.value).partition(" another pipeline: ")
+    assert start == (
+        f"`train_data` must be that of the run in {path} to go on where its data were; got"
+    )
+    assert "Failed to restore dataset iterator from checkpoint" in rest
+    assert rest.endswith(
+        " The run would see other data. Make the pipeline as it was, or pass "
+        'data_resume="skip" or "restart".'
+    )

@@ -1,0 +1,194 @@
+"""Evaluation and prediction."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
+
+from trainer import Trainer
+from trainer.data.batches import untuned
+
+X = np.random.default_rng(0).standard_normal([11, 5]).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 3, 11)
+WEIGHTS = np.random.default_rng(2).random(11).astype(np.float32)
+
+
+def classifier(**arguments):
+    """Three classes of five features, with accuracy."""
+    return Trainer(
+        **{
+            "model": lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(3)]),
+            "optimizer": "sgd",
+            "loss_fn": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "metrics": lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+            "verbose": False,
+            "seed": 0,
+        }
+        | arguments
+    )
+
+
+def reference(logits, weights=None):
+    """Loss and accuracy in plain NumPy, in float64."""
+    logits = logits.astype(np.float64)
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(Y)), Y]
+    hits = logits.argmax(1) == Y
+    return np.average(losses, weights=weights), np.average(hits, weights=weights)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("global_batch", [5, 11])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_every_example_counts_once(mirrored, replicas, global_batch, weights):
+    """Loss and metrics over ragged batches and empty shares are those of the whole set, in order."""
+    trainer = classifier(strategy=mirrored(replicas) if replicas > 1 else "default")
+    data = (X, Y) if weights is None else (X, Y, weights)
+    results = trainer.evaluate(data, global_batch=global_batch)
+    logits = trainer.predict(data, global_batch=global_batch)
+    loss, accuracy = reference(X @ trainer.model.get_weights()[0], weights)
+
+    np.testing.assert_allclose(logits, X @ trainer.model.get_weights()[0], atol=1e-6)
+    assert results["loss"] == pytest.approx(loss, rel=1e-6)
+    assert results["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_a_half_model_is_evaluated_in_float32(precision):
+    """Its predictions are a float32 model's, bit for bit; precision="train" keeps the rounding."""
+    half, full = classifier(precision=precision), classifier()
+    full.model.set_weights(half.model.get_weights())
+    ours = half.predict(X, global_batch=4)
+    rounded = half.predict(X, global_batch=4, precision="train")
+
+    np.testing.assert_array_equal(ours, full.predict(X, global_batch=4))
+    assert ours.dtype == np.float32
+    assert 0 < np.abs(ours - rounded).max() < 0.1
+    assert half.evaluate((X, Y), global_batch=4) == full.evaluate((X, Y), global_batch=4)
+
+
+def test_training_and_evaluation_have_metrics_of_their_own(capsys):
+    """Evaluating in the middle of training leaves the training metrics as they were."""
+    trainer = classifier(log_interval=6, verbose=True)
+    trainer.train(
+        (X, Y),
+        steps=6,
+        global_batch=11,
+        eval_data=tf.data.Dataset.from_tensors((X[:2], Y[:2])),
+        eval_interval=3,
+    )
+    out = capsys.readouterr().out
+
+    # 66 examples were trained on, a multiple of 1/66; 2 were evaluated.
+    accuracy = float(out.split("accuracy ")[2].split()[0])
+    assert accuracy * 66 == pytest.approx(round(accuracy * 66), abs=0.01)
+    assert out.count("validation at step") == 2
+
+
+def test_arrays_are_evaluated_on_while_training(capsys):
+    """They are batched like the training data."""
+    trainer = classifier(verbose=True)
+    trainer.train((X, Y), steps=2, global_batch=4, eval_data=(X, Y))
+    results = trainer.evaluate((X, Y), global_batch=4)
+
+    assert f"validation at step 2: loss {results['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_metrics_of_no_applied_step_are_not_shown_as_0(capsys):
+    """Where every step was skipped there is neither a loss nor an accuracy."""
+    trainer = classifier(verbose=True)
+    trainer.train((X * np.inf, Y), steps=1, global_batch=11)
+
+    assert "step 1/1 100%  loss -       accuracy -       loss_scale 2^0" in capsys.readouterr().out
+
+
+def test_metrics_are_updated_on_applied_steps_only():
+    """A skipped step's examples are not counted."""
+    trainer = classifier(log_interval=100)
+    bad = X.copy()
+    bad[3] = np.inf
+    data = untuned(tf.data.Dataset.from_tensor_slices((np.stack([X, bad, X]), np.stack([Y] * 3))))
+    trainer._start((tf.constant(X), tf.constant(Y)))
+    trainer._parts.run_steps(iter(data), tf.constant(3))
+
+    assert trainer.totals.skipped_by_cause == {"forward": 1}
+    assert float(trainer.metrics["accuracy"].count.numpy()) == 22.0
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", keras.losses.MeanSquaredError(), lambda y, p: (y - p)[:, 0] ** 2]
+)
+def test_losses_in_any_form(loss):
+    """A name, a Keras loss without its reduction, or a function."""
+    y = np.random.default_rng(3).standard_normal([11, 1]).astype(np.float32)
+    trainer = Trainer(
+        model=lambda: linear_model(inputs=5), optimizer="sgd", loss_fn=loss, verbose=False
+    )
+    expected = np.mean((X.sum(1, keepdims=True) - y) ** 2)
+
+    assert trainer.evaluate((X, y), global_batch=4)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sequence_loss_is_averaged_within_the_example():
+    """A Keras loss of shape (batch, time) becomes one loss per example, its mean over time."""
+    y = np.random.default_rng(3).standard_normal([6, 4, 2]).astype(np.float32)
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([4, 2]), keras.layers.Dense(2)]),
+        optimizer="sgd",
+        loss_fn=keras.losses.MeanSquaredError(),
+        verbose=False,
+    )
+    result = trainer.evaluate((y, y), global_batch=4)["loss"]
+
+    assert result == pytest.approx(np.mean((trainer.predict(y, global_batch=3) - y) ** 2), rel=1e-5)
+
+
+def test_a_module_predicts_as_it_trains():
+    """A plain `tf.Module` is called as it is."""
+
+    class Doubling(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = tf.Variable(2.0)
+
+        def __call__(self, x):
+            return {"twice": self.factor * x}
+
+    trainer = Trainer(
+        model=Doubling, optimizer="sgd", loss_fn=lambda y, p: (p["twice"] - y)[:, 0], verbose=False
+    )
+
+    np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_evaluation_draws_no_numbers_from_the_training(mirrored, replicas):
+    """A loss that draws from the model's generator draws the same in training, with evaluations and
+    predictions in between or without: they write nothing.
+    """
+
+    class Noisy(Linear):
+        def build_model(self):
+            model = linear_model()
+            model.noise = keras.random.SeedGenerator(5)
+            return model
+
+        def compute_loss(self, batch, training):
+            noise = keras.random.normal([], seed=self.model.noise)
+            return super().compute_loss(batch, training) * noise
+
+        def predict_batch(self, batch):
+            return super().predict_batch(batch) * keras.random.normal([], seed=self.model.noise)
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    data = slopes(*[1.0] * replicas)
+    undisturbed = Noisy(strategy=strategy, seed=0, verbose=False)
+    undisturbed.train(data, steps=4, global_batch=replicas)
+    disturbed = Noisy(strategy=strategy, seed=0, verbose=False)
+    for steps in (2, 4):
+        disturbed.train(data, steps=steps, global_batch=replicas)
+        disturbed.evaluate(data, global_batch=replicas)
+        disturbed.predict(data["x"], global_batch=replicas)
+
+    assert undisturbed.weight == disturbed.weight != 1.0
+    assert_same_bits(all_copies(undisturbed), all_copies(disturbed))

@@ -1,0 +1,191 @@
+"""The inner loop: how often the host calls, what it traces, and what the trace holds."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies, assert_same_bits, attempt, slopes
+
+from trainer import Trainer
+from trainer.data.batches import untuned
+from trainer.loop.inner import crossed, next_stop
+
+
+def data(examples=10, global_batch=4):
+    """A data set whose last batch is short."""
+    arrays = {"x": np.ones([examples, 1], np.float32), "slope": np.ones(examples, np.float32)}
+    return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(global_batch))
+
+
+def operations(concrete):
+    """Every operation of a concrete function and of all functions it calls: (type, number of T)."""
+    graph = concrete.graph.as_graph_def()
+    nodes = list(graph.node) + [node for f in graph.library.function for node in f.node_def]
+    return [(node.op, node.attr["T"].type) for node in nodes]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_run_is_traced_once(mirrored, replicas, num_microbatches):
+    """L15: through ragged batches, a short last loop and a second call of train, the step is traced
+    once, and the user's loss once on each replica. L14: 23 steps at 5 a loop are 5 calls, 7 more are
+    2, all of one concrete function.
+    """
+    traces, calls = [], []
+
+    class Counting(Linear):
+        def compute_loss(self, batch, training):
+            traces.append(training)
+            return super().compute_loss(batch, training)
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Counting(
+        strategy=strategy, num_microbatches=num_microbatches, steps_per_loop=5, verbose=False
+    )
+    batches = data(16, 7)
+    trainer._start(next(iter(batches)))
+    run_steps = trainer._parts.run_steps
+
+    def counted(iterator, num_steps):
+        calls.append(int(num_steps))
+        return run_steps(iterator, num_steps)
+
+    counted.get_concrete_function = run_steps.get_concrete_function
+    trainer._parts = trainer._parts._replace(run_steps=counted)
+    trainer.train(batches, steps=23)
+    trainer.train(batches, steps=30)
+
+    assert calls == [5, 5, 5, 5, 3, 5, 2]
+    assert run_steps.experimental_get_tracing_count() == 1
+    assert traces == [True] * replicas
+    assert trainer.totals.applied == 30
+
+
+def test_the_loop_holds_no_host_callback():
+    """L14: nothing in the traced loop, or in what it calls, comes back to Python."""
+    trainer = Linear()
+    batches = data()
+    trainer._start(next(iter(batches)))
+    concrete = trainer._parts.run_steps.get_concrete_function(iter(batches), tf.constant(1))
+    names = {name for name, _ in operations(concrete)}
+
+    assert "IteratorGetNext" in names
+    assert not {name for name in names if "PyFunc" in name or "Host" in name or "Print" in name}
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+def test_convolutions_run_in_half(strategy):
+    """The traced float16 step holds the convolution and both its gradients in half, none in float32."""
+    kinds = ["Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"]
+
+    def model():
+        return keras.Sequential(
+            [
+                keras.Input([6, 6, 1]),
+                keras.layers.Conv2D(2, 3),
+                keras.layers.Conv2D(2, 3),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    trainer = Trainer(
+        model=model, optimizer="sgd", loss_fn="mse", precision="mixed_float16", strategy=strategy
+    )
+    batch = (tf.ones([8, 6, 6, 1]), tf.ones([8, 1]))
+    batches = untuned(tf.data.Dataset.from_tensors(batch))
+    trainer._start(batch)
+    concrete = trainer._parts.run_steps.get_concrete_function(iter(batches), tf.constant(1))
+    found = [(name, dtype) for name, dtype in operations(concrete) if name in kinds]
+
+    assert set(found) == {(kind, tf.float16.as_datatype_enum) for kind in kinds}
+
+
+# tf.data says that it goes on in graphs, which is all right.
+@pytest.mark.filterwarnings("ignore:Even though the")
+def test_graph_eager_and_xla_agree():
+    """L15: the same steps give the same weights in a graph, eagerly, and under XLA."""
+
+    def weights(**arguments):
+        trainer = Linear(num_microbatches=2, loss_scale=1024.0, **arguments)
+        batches = [slopes(1.0, 2.0, 3.0), slopes(0.5, np.inf), slopes(-1.0, 4.0)]
+        reports = list(attempt(trainer, batches))
+        return trainer.weight, reports
+
+    graph = weights(jit_compile=False)
+    xla = weights(jit_compile=True)
+    tf.config.run_functions_eagerly(True)
+    try:
+        eager = weights(jit_compile=False)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+    assert graph[0] == xla[0] == eager[0] == 1.0 - 2.0 - 1.5
+    assert repr(graph[1]) == repr(xla[1]) == repr(eager[1])
+
+
+def test_a_run_goes_on_where_it_was_left(tmp_path):
+    """Steps are an absolute target: the same command after a stop does what is left, and no more."""
+
+    def run(steps):
+        trainer = Linear(model_dir=tmp_path, seed=0, verbose=False)
+        return trainer, trainer.train(data(), steps=steps)
+
+    _, first = run(4)
+    trainer, second = run(10)
+    _, third = run(10)
+
+    assert (first.steps_run, second.steps_run, third.steps_run) == (4, 6, 0)
+    assert (trainer.weight, int(trainer.optimizer.iterations.numpy())) == (-9.0, 10)
+    assert first.checkpoint.endswith("ckpt-4")
+    assert second.checkpoint == third.checkpoint
+    assert third.checkpoint.endswith("ckpt-10")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
+    """Weights, slots, loss scale, its counters and the outcomes come back, on every replica's copy."""
+
+    class Slots(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.Adam(0.1)
+
+    def make():
+        strategy = mirrored(replicas) if replicas > 1 else "default"
+        return Slots(model_dir=tmp_path, strategy=strategy, loss_scale="dynamic", verbose=False)
+
+    before, after = make(), make()
+    arrays = {"x": np.ones([6, 1], np.float32), "slope": np.float32([1, 2, 3, 4, 5, np.inf])}
+    before.train(tf.data.Dataset.from_tensor_slices(arrays).batch(2), steps=7)
+    after._start(tf.nest.map_structure(tf.constant, arrays))
+
+    # The first optimizer of a process is called adam, the second adam_1.
+    expected, actual = all_copies(before).values(), all_copies(after).values()
+    assert_same_bits(dict(enumerate(expected)), dict(enumerate(actual)))
+    assert before.totals == after.totals
+    assert before.totals.skipped_by_cause == {"forward": 2}
+    for old, new in zip(
+        before._parts.state.loss_scaler.state, after._parts.state.loss_scaler.state, strict=True
+    ):
+        assert old.numpy() == new.numpy()
+
+
+def test_periodic_work_happens_when_it_is_due(tmp_path):
+    """Loops end at every checkpoint and evaluation, and each is done once, also at the end."""
+    trainer = Linear(model_dir=tmp_path, steps_per_loop=4, checkpoint_interval=6, verbose=False)
+    trainer.train(data(), steps=15, eval_data=data(), eval_interval=5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    assert [line["step"] for line in lines if line["split"] == "validation"] == [5, 10, 15]
+    saved = {path.name for path in tmp_path.glob("ckpt-*")}
+    assert saved == {"ckpt-6", "ckpt-12", "ckpt-15"}
+
+
+def test_where_a_loop_ends():
+    """At the next multiple of any interval, the target, or after steps_per_loop."""
+    assert next_stop(0, 100, 10, [None]) == 10
+    assert next_stop(95, 100, 10, [None]) == 100
+    assert next_stop(10, 100, 50, [25, 40]) == 25
+    assert [crossed(10, before, before + 4) for before in (0, 8, 10)] == [False, True, False]

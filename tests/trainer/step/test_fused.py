@@ -1,0 +1,126 @@
+"""One kernel for a whole update rule, and what XLA compiles: equal but for rounding."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import SmallImages, assert_equal_but_for_rounding, trained_small
+
+from trainer.step.fused import fused_rule, fused_updates
+from trainer.step.xla import COMPILE_MODES
+
+OPTIMIZERS = {
+    "adam": functools.partial(keras.optimizers.Adam, 0.01),
+    "adamw": functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1),
+    "sgd": functools.partial(keras.optimizers.SGD, 0.01),
+    "momentum": functools.partial(keras.optimizers.SGD, 0.01, momentum=0.9),
+    "nesterov": functools.partial(keras.optimizers.SGD, 0.01, momentum=0.9, nesterov=True),
+}
+FUSED = {"ResourceApplyAdam", "ResourceApplyKerasMomentum", "ResourceApplyGradientDescent"}
+
+
+def general(make):
+    """Makes an optimizer whose rule is Keras's, though no longer known to be."""
+    base = type(make())
+
+    class General(base):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate)
+
+    return functools.partial(General, *make.args, **make.keywords)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_kernel_is_the_whole_rule(mirrored, replicas, name):
+    """The fused kernels move weights and slots as Keras's own operations do."""
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    fused = trained_small(make=OPTIMIZERS[name], strategy=strategy)
+    plain = trained_small(make=general(OPTIMIZERS[name]), strategy=strategy)
+
+    assert fused_rule(fused.optimizer) is not None
+    assert fused_rule(plain.optimizer) is None
+    assert_equal_but_for_rounding(fused, plain)
+
+
+def operations(optimizer, gradient, dtype="float32"):
+    """The kinds of operations with which an optimizer moves a variable of three rows."""
+    variable = keras.Variable(np.ones([3, 2]), dtype=dtype)
+    optimizer.build([variable])
+    with fused_updates(optimizer):
+        traced = tf.function(lambda: optimizer.apply([gradient()], [variable]))
+        graph = traced.get_concrete_function().graph
+    return {operation.type for operation in graph.get_operations()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_dense_update_is_one_kernel(name):
+    """And afterwards the optimizer is as it was."""
+    optimizer = OPTIMIZERS[name]()
+
+    assert operations(optimizer, lambda: tf.ones([3, 2])) & FUSED
+    assert "update_step" not in vars(optimizer)
+
+
+def rows():
+    """The gradient of one row of three."""
+    return tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
+
+
+@pytest.mark.parametrize(
+    ("make", "gradient", "dtype"),
+    [
+        (OPTIMIZERS["adam"], rows, "float32"),
+        (OPTIMIZERS["adam"], lambda: tf.ones([3, 2], tf.float64), "float64"),
+        (functools.partial(keras.optimizers.Adam, amsgrad=True), None, "float32"),
+        (keras.optimizers.Lion, None, "float32"),
+        (general(OPTIMIZERS["adam"]), None, "float32"),
+    ],
+)
+def test_what_has_no_kernel_is_moved_as_ever(make, gradient, dtype):
+    """Sparse gradients, other dtypes, and other rules are Keras's."""
+    assert not operations(make(), gradient or (lambda: tf.ones([3, 2])), dtype) & FUSED
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        *[(OPTIMIZERS["adam"], way) for way in COMPILE_MODES if way is not False],
+        (keras.optimizers.Lion, "update"),
+        pytest.param(keras.optimizers.Lion, "elementwise", marks=pytest.mark.slow),
+        pytest.param(keras.optimizers.Lion, True, marks=pytest.mark.slow),
+    ],
+)
+def test_every_way_computes_the_same(make, way):
+    """Compiled by XLA or not, in whichever part: equal to rounding."""
+    assert_equal_but_for_rounding(
+        trained_small(make=make), trained_small(make=make, jit_compile=way)
+    )
+
+
+def test_what_is_element_wise_is_compiled_and_nothing_else():
+    """Of the operations that XLA is told to compile none is a product or a convolution."""
+    trainer = trained_small(jit_compile="elementwise")
+    phase = trainer._parts.plan.phases[0]
+    [graph] = [each.graph for each in phase.differentiate._list_all_concrete_functions()]
+    compiled = set()
+    for operation in graph.get_operations():
+        if "_XlaCompile" in operation.node_def.attr and operation.get_attr("_XlaCompile"):
+            compiled.add(operation.type)
+
+    assert {"AddV2", "Mul"} <= compiled
+    assert not {"Conv2D", "MatMul", "Conv2DBackpropFilter"} & compiled
+
+
+def test_an_update_of_several_replicas_is_not_compiled(mirrored):
+    """Keras moves all copies together, outside of what XLA can see."""
+    with pytest.raises(ValueError, match="jit_compile") as error:
+        SmallImages(jit_compile="update", strategy=mirrored(3))
+
+    assert str(error.value) == (
+        '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; '
+        'got "update" with 3 replicas. Keras moves the copies of a variable together, which XLA '
+        "cannot compile. Use one of the other ways."
+    )

@@ -1,0 +1,228 @@
+"""What a run records of its gradients, and the rules played over it."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+import scaling
+from scaling import Cause
+from scaling.base.number_formats import HALF_MAX
+from scaling.telemetry.play import best_fixed_scale, compare, play
+from scaling.telemetry.record import read_record
+from trainer.data.batches import untuned
+
+RULES = {
+    "dynamic": scaling.DynamicLossScale(2.0**22, growth_interval=7),
+    "hysteresis": scaling.DynamicLossScale(2.0**22, growth_interval=7, hysteresis=3),
+    "tolerant": scaling.TolerantLossScale(2.0**22, growth_interval=7, tolerance=0.3),
+    "headroom": scaling.HeadroomLossScale(2.0**24, headroom_bits=0, growth_interval=3),
+    "logmax": scaling.LogMaxLossScale(2.0**24, deviations=0.5, mean_decay=0.9),
+    "fixed": scaling.FixedLossScale(2.0**17),
+}
+STEPS = 120
+
+
+def batches(count=STEPS, seed=0):
+    """Batches of `Linear` whose gradients move over many powers of two, one in thirty infinite."""
+    rng = np.random.default_rng(seed)
+    sizes = np.exp2(np.cumsum(rng.normal(0, 1.5, count)) * 0.5 + rng.normal(0, 0.5, count) - 2)
+    sizes[11::30] = np.inf
+    return [slopes(size, size / 2, -size / 4) for size in sizes]
+
+
+def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
+    """Trains over the batches with the gradients recorded; returns the summary."""
+    data = batches()
+    specs = {"x": tf.TensorSpec([3, 1]), "slope": tf.TensorSpec([3])}
+    dataset = untuned(tf.data.Dataset.from_generator(lambda: iter(data), output_signature=specs))
+    trainer = Linear(
+        precision=precision,
+        loss_scale=rule,
+        model_dir=model_dir,
+        data_resume="restart",
+        verbose=False,
+        record_gradients=True,
+        log_interval=25,
+        **arguments,
+    )
+    trainer.build_optimizer = lambda: keras.optimizers.SGD(2.0**-20)
+    return trainer.train(dataset, steps=steps)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_played_over_its_own_run_repeats_it(name, tmp_path):
+    """The account of a run under its own rule is the run's own, skip for skip and scale for scale."""
+    summary = run(RULES[name], tmp_path)
+    record = read_record(tmp_path / "metrics.jsonl")
+    scales, skipped = play(RULES[name], record)
+
+    assert list(range(1, STEPS + 1)) == record.step.tolist()
+    assert record.loss_scale.tolist() == scales.tolist()
+    assert record.skipped.tolist() == skipped.tolist()
+    assert summary.totals.skipped == skipped.sum()
+    # The run must have had something to get wrong.
+    causes = summary.totals.skipped_by_cause
+    assert causes["forward"] == 4
+    assert causes["backward"] >= 3
+
+
+def test_another_rule_played_over_a_run_does_what_it_would_have_done(tmp_path):
+    """With weights that hardly move, playing one rule over another's run predicts its own run."""
+    for name in ("headroom", "dynamic"):
+        run(RULES[name], tmp_path / name)
+    record = read_record(tmp_path / "headroom" / "metrics.jsonl")
+    own = read_record(tmp_path / "dynamic" / "metrics.jsonl")
+    _, skipped = play(RULES["dynamic"], record)
+
+    assert abs(int(skipped.sum()) - int(own.skipped.sum())) <= 2
+    assert own.skipped.sum() > 10
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
+    """Magnitudes and counts are those of the reduced, unscaled gradients."""
+    strategy = mirrored(3) if replicas == 3 else "default"
+    run("none", tmp_path, precision="float32", strategy=strategy)
+    record = read_record(tmp_path / "metrics.jsonl")
+    with np.errstate(invalid="ignore"):
+        means = np.array([np.abs(batch["slope"].mean()) for batch in batches()])
+    expected = np.where(np.isfinite(means), means, np.nan)
+
+    np.testing.assert_allclose(record.max_magnitude, expected, rtol=1e-6)
+    assert record.counts.sum(axis=1).tolist() == [29.0, 19.0, 29.0, 20.0, 19.0]
+    assert set(record.cause) == {Cause.NONE, Cause.FORWARD}
+    assert (record.precision, record.shares) == ("float32", replicas)
+
+
+def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
+    """A run at it skips nothing but the batches that no scale helps; at twice that it overflows."""
+    run("none", tmp_path / "float32", precision="float32")
+    record = read_record(tmp_path / "float32" / "metrics.jsonl")
+    best = best_fixed_scale(record)
+    causes = [
+        run(scaling.FixedLossScale(scale), tmp_path / str(scale)).totals.skipped_by_cause
+        for scale in (best, 2 * best)
+    ]
+
+    assert np.nanmax(record.max_magnitude) * best <= HALF_MAX
+    assert causes[0] == {"forward": 4}
+    assert causes[1]["backward"] >= 1
+
+
+def test_the_account_of_underflow_is_that_of_the_elements(tmp_path):
+    """At a scale of 2^-24, the share lost is that of the elements up to 2^-1."""
+    run("none", tmp_path, precision="float32")
+    record = read_record(tmp_path / "metrics.jsonl")
+    [recorded, low] = compare(record, ["2^-24"])
+    lost = [
+        np.mean(record.max_magnitude[(record.interval == row) & ~record.skipped] <= 0.5)
+        for row in range(5)
+    ]
+    steps = [np.sum((record.interval == row) & ~record.skipped) for row in range(5)]
+
+    assert low.lost == pytest.approx(np.average(lost, weights=steps))
+    assert 0.02 < low.lost < 0.98
+    assert recorded.lost < low.lost
+    assert low.below_best == STEPS
+
+
+def test_a_run_that_was_taken_up_again_is_read_once(tmp_path):
+    """A step written twice counts as the later line tells it."""
+    run("dynamic", tmp_path, steps=50, checkpoint_interval=20)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    last = next(line for line in reversed(lines) if line["split"] == "gradients")
+    again = dict(last, loss_scale=[4.0] * len(last["loss_scale"]))
+    path.write_text(path.read_text() + json.dumps(again) + "\n")
+    record = read_record(path)
+
+    assert record.step.tolist() == list(range(1, 51))
+    assert set(record.loss_scale[30:]) == {4.0}
+    assert record.loss_scale[29] != 4.0
+
+
+def test_nothing_is_recorded_unless_asked_for(tmp_path):
+    """Without `record_gradients` no line is written and nothing is counted, and the error says so."""
+    trainer = Linear(model_dir=tmp_path, verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=2, global_batch=2)
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        read_record(path)
+
+    assert str(error.value) == (
+        f"`path` must hold recorded gradients; got none in {path}. They cost a pass over the "
+        "gradients at each step, so a run keeps them only if it is told to. Train with "
+        "record_gradients=True, or --record_gradients."
+    )
+    assert "DenseBincount" not in operations(trainer)
+    assert "DenseBincount" in operations(recording(tmp_path))
+
+
+def recording(tmp_path):
+    """A trainer that records, after one step."""
+    trainer = Linear(model_dir=tmp_path / "recording", verbose=False, record_gradients=True)
+    trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+    return trainer
+
+
+def operations(trainer):
+    """The kinds of operations in a trainer's loop, the functions it calls included."""
+    [concrete] = trainer._parts.run_steps._list_all_concrete_functions()
+    functions = concrete.graph.as_graph_def().library.function
+    return {node.op for function in functions for node in function.node_def}
+
+
+def test_a_damaged_line_is_refused_by_its_number(tmp_path):
+    """A torn last line is named, not skipped."""
+    run("dynamic", tmp_path, steps=30)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], lines[-1][:40]]))
+    with pytest.raises(ValueError, match=rf"in line {len(lines)} of .* The line is damaged"):
+        read_record(path)
+
+
+def test_the_program_prints_a_table_and_draws(tmp_path):
+    """`python -m scaling.simulate` prints a row for each rule, and leaves a picture."""
+    run("dynamic", tmp_path)
+    command = [sys.executable, "-m", "scaling.simulate", str(tmp_path / "metrics.jsonl")]
+    result = subprocess.run(
+        [*command, "--rules=pytorch,headroom:headroom_bits=2,2^4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    lines = result.stdout.splitlines()
+
+    assert lines[0].startswith("120 steps in mixed_float16; best fixed scale: 2^")
+    assert [line.split()[0] for line in lines[3:6]] == [
+        "pytorch",
+        "headroom:headroom_bits=2",
+        "2^4",
+    ]
+    assert lines[2].split()[:3] == [
+        "as",
+        "recorded",
+        str(read_record(tmp_path / "metrics.jsonl").skipped.sum()),
+    ]
+    assert lines[-1] == f"drawn in {tmp_path / 'scales.png'}"
+    assert (tmp_path / "scales.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_program_says_what_it_cannot_read(tmp_path):
+    """A file without recorded gradients ends with the error and nothing else."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "split": "train"}\n')
+    command = [sys.executable, "-m", "scaling.simulate", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert result.returncode == 1
+    assert "`path` must hold recorded gradients" in result.stderr
+    assert "Traceback" not in result.stderr

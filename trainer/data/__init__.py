@@ -1,0 +1,1 @@
+"""What may be passed in as data, and the position in it."""

@@ -1,0 +1,1 @@
+"""Evaluation, prediction, averaged weights and export."""

@@ -1,0 +1,1 @@
+"""The inner loop: many steps in one graph call."""

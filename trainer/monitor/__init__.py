@@ -1,0 +1,1 @@
+"""What watches a run: signals, skips, divergence, lost workers, periodic actions."""

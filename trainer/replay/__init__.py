@@ -1,0 +1,1 @@
+"""Skipped steps, recorded and run again: `python -m trainer.replay`."""

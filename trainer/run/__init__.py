@@ -1,0 +1,1 @@
+"""A run from its parts to its end."""
