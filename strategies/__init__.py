@@ -1,14 +1,13 @@
 """Where a step runs, how its batch is divided, and how its replicas agree."""
 
-from strategies.agreements import (
-    agree,
-    any_worker,
+from strategies.agreements import agree, any_worker, from_chief, sum_gradients
+from strategies.capabilities import (
+    Capabilities,
+    capabilities,
     decides_inside,
-    from_chief,
     has_workers,
     is_asynchronous,
     is_chief,
-    sum_gradients,
 )
 from strategies.cluster import find_cluster
 from strategies.division import Share, check_divisible, take, whole
@@ -16,9 +15,11 @@ from strategies.factories import split_cpu
 from strategies.registry import create, names, register
 
 __all__ = [
+    "Capabilities",
     "Share",
     "agree",
     "any_worker",
+    "capabilities",
     "check_divisible",
     "create",
     "decides_inside",

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from strategies.capabilities import has_workers
 from strategies.checks import check_strategy
 
 
@@ -149,77 +150,6 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
         return sum_gradients(tf.where(replica == 0, tf.constant(number, tf.int64), 0))
 
     return int(strategy.experimental_local_results(strategy.run(brought))[0])
-
-
-def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this process is the one that prints and keeps files: one of all workers.
-
-    Args:
-        strategy: whose workers.
-
-    Raises:
-        TypeError: if it is none.
-
-    Example:
-        >>> is_chief(tf.distribute.get_strategy())
-        True
-    """
-    check_strategy(strategy, "It knows the workers.")
-    return bool(strategy.extended.should_checkpoint)
-
-
-def has_workers(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether other processes take the same steps as this one.
-
-    Args:
-        strategy: whose workers.
-
-    Raises:
-        TypeError: if it is none.
-
-    Example:
-        >>> has_workers(tf.distribute.get_strategy())
-        False
-    """
-    check_strategy(strategy, "It knows the workers.")
-    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-
-
-def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether workers take steps without waiting for each other.
-
-    Args:
-        strategy: whose workers.
-
-    Raises:
-        TypeError: if it is none.
-
-    Example:
-        >>> is_asynchronous(tf.distribute.get_strategy())
-        False
-    """
-    check_strategy(strategy, "It knows the workers.")
-    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
-
-
-def decides_inside(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a step must be one program of a replica's, from its share to its update.
-
-    So it is on a TPU. Elsewhere the update stands behind a condition outside the replicas, since
-    collectives within one are refused there.
-
-    Args:
-        strategy: whose replicas.
-
-    Raises:
-        TypeError: if it is none.
-
-    Example:
-        >>> decides_inside(tf.distribute.get_strategy())
-        False
-    """
-    check_strategy(strategy, "It knows the replicas.")
-    return isinstance(strategy, tf.distribute.TPUStrategy)
 
 
 def _replica_context(caller: str) -> tf.distribute.ReplicaContext:

@@ -25,6 +25,7 @@ PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
 
 # Names whose use is another name's example.
 WITHOUT_EXAMPLE = {
+    "Capabilities": "capabilities",
     "CheckpointError": "Trainer",
     "DataError": "Trainer",
     "DivergedError": "Trainer",

@@ -293,6 +293,9 @@ STRATEGIES = {
         ("flag", 'strategies.any_worker("no", tf.distribute.get_strategy())'),
         ("strategy", 'strategies.any_worker(False, "mirrored")'),
     ],
+    "capabilities": [
+        ("strategy", 'strategies.capabilities("mirrored")'),
+    ],
     "decides_inside": [
         ("strategy", 'strategies.decides_inside("tpu")'),
     ],
@@ -678,6 +681,7 @@ EXEMPT = {
     ("Action.is_due", "*"): HOOK,
     ("Action.set_state", "*"): HOOK,
     ("Cause", "*"): "an enumeration, whose members are known by name",
+    ("Capabilities", "*"): MADE,
     ("CheckpointError", "*"): MADE,
     ("DataError", "*"): MADE,
     ("WorkerLostError", "*"): MADE,

@@ -6,23 +6,28 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+import strategies
 from strategies.launch import free_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 WORKER = """
-import json, os
+import dataclasses, json, os
 import tensorflow as tf
 import strategies
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 asked = [[False, False], [False, True], [True, False], [True, True]]
 print([strategies.any_worker(flags[index], strategy) for flags in asked])
+print(json.dumps(dataclasses.asdict(strategies.capabilities(strategy))))
 """
 
 
-def test_one_worker_that_asks_is_heard_by_all():
-    """A decision to stop is taken by all workers together, whichever of them has asked."""
+@pytest.fixture(scope="module")
+def printed():
+    """The lines that each of two workers has printed."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     started = [
         subprocess.Popen(
@@ -48,4 +53,26 @@ def test_one_worker_that_asks_is_heard_by_all():
             worker.kill()
 
     assert [worker.returncode for worker in started] == [0, 0], found
-    assert [out.strip() for out, _ in found] == ["[False, True, True, True]"] * 2
+    return [out.splitlines() for out, _ in found]
+
+
+def test_one_worker_that_asks_is_heard_by_all(printed):
+    """A decision to stop is taken by all workers together, whichever of them has asked."""
+    assert [lines[0] for lines in printed] == ["[False, True, True, True]"] * 2
+
+
+def test_only_the_first_worker_is_the_chief(printed):
+    """The capabilities of two workers differ in who writes files."""
+    found = [strategies.Capabilities(**json.loads(lines[1])) for lines in printed]
+
+    assert found == [
+        strategies.Capabilities(
+            num_replicas=2,
+            asynchronous=False,
+            multi_worker=True,
+            decides_in_replica=False,
+            is_chief=chief,
+            on_cpu=True,
+        )
+        for chief in (True, False)
+    ]

@@ -55,11 +55,7 @@ def has_one_replica(strategy: tf.distribute.Strategy) -> bool:
 
 def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether all of a strategy's replicas compute on CPU devices."""
-    try:
-        devices = strategy.extended.worker_devices
-    except RuntimeError:  # the default strategy, which leaves the choice to TensorFlow
-        return not tf.config.list_logical_devices("GPU")
-    return all("CPU" in device.upper() for device in devices)
+    return strategies.capabilities(strategy).on_cpu
 
 
 def compiled_differentiation(differentiate: Callable[..., Any], jit_compile: bool | str) -> Any:

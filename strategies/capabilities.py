@@ -1,0 +1,133 @@
+"""What a strategy can do and where this process stands in it: the questions a step has to ask."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from strategies.checks import check_strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The properties of a strategy that decide how a step is built."""
+
+    num_replicas: int  # replicas that take each step together; their gradients are summed
+    asynchronous: bool  # parameter servers: workers take steps without waiting for each other
+    multi_worker: bool  # other processes take the same steps as this one
+    decides_in_replica: bool  # TPU: each replica's program must decide whether to apply the update
+    is_chief: bool  # this process writes files and prints; exactly one process of a job does
+    on_cpu: bool  # all replicas compute on CPU devices
+
+
+def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
+    """Returns what a strategy can do, as plain Python values.
+
+    Nothing is run, no device is initialized, and no other process is waited for.
+
+    Args:
+        strategy: the strategy to describe.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+
+    Example:
+        >>> found = capabilities(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+        >>> found.num_replicas, found.on_cpu, found.is_chief
+        (2, True, True)
+        >>> found.asynchronous, found.multi_worker, found.decides_in_replica
+        (False, False, False)
+    """
+    check_strategy(strategy, "Only a strategy has replicas.")
+    return Capabilities(
+        num_replicas=int(strategy.num_replicas_in_sync),
+        asynchronous=is_asynchronous(strategy),
+        multi_worker=has_workers(strategy),
+        decides_in_replica=decides_inside(strategy),
+        is_chief=is_chief(strategy),
+        on_cpu=_on_cpu(strategy),
+    )
+
+
+def is_asynchronous(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether workers take steps without waiting for each other (parameter servers).
+
+    Args:
+        strategy: the strategy that the workers run under.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+
+    Example:
+        >>> is_asynchronous(tf.distribute.get_strategy())
+        False
+    """
+    check_strategy(strategy, "Only a strategy has workers.")
+    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
+
+
+def has_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether other processes take the same steps as this one.
+
+    Args:
+        strategy: the strategy that the workers run under.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+
+    Example:
+        >>> has_workers(tf.distribute.get_strategy())
+        False
+    """
+    check_strategy(strategy, "Only a strategy has workers.")
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def decides_inside(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether each replica's program must decide whether to apply the update.
+
+    This is the case on a TPU, where a step is one program per replica, from its share of the
+    batch to the update. The other strategies refuse collectives inside a condition within a
+    replica, so there the decision is made outside the replicas, in cross-replica context.
+
+    Args:
+        strategy: the strategy that the replicas run under.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+
+    Example:
+        >>> decides_inside(tf.distribute.get_strategy())
+        False
+    """
+    check_strategy(strategy, "Only a strategy has replicas.")
+    return isinstance(strategy, tf.distribute.TPUStrategy)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this process writes files and prints: exactly one process of a job does.
+
+    Args:
+        strategy: the strategy that the processes of the job run under.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+
+    Example:
+        >>> is_chief(tf.distribute.get_strategy())
+        True
+    """
+    check_strategy(strategy, "Only a strategy has workers.")
+    return bool(strategy.extended.should_checkpoint)
+
+
+def _on_cpu(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all replicas compute on CPU devices.
+
+    The default strategy lets TensorFlow place operations: on a GPU if one is visible.
+    """
+    try:
+        devices = strategy.extended.worker_devices
+    except RuntimeError:  # the default strategy
+        # The logical devices would say the same, but asking for them initializes all devices.
+        return not tf.config.get_visible_devices("GPU")
+    return all("CPU" in device.upper() for device in devices)
