@@ -1,4 +1,4 @@
-"""README and cards: what they show runs, and prints what they say."""
+"""Checks that code in the pages runs, prints what they show, and that their links and paths exist."""
 
 import doctest
 import pathlib
@@ -7,7 +7,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-# What is read first; the others run with --full alone.
+# These are read first, so their code always runs; the other pages run with --full.
 CARDS = ["README.md", "scaling/README.md", "strategies/README.md", "trainer/README.md"]
 PAGES = [
     *CARDS,
@@ -33,18 +33,23 @@ OTHERS = [
 ]
 
 
+ROOMS = ["scaling", "strategies", "trainer"]
+# Files that a page names and that are not ours: the reader's own, and another project's.
+FOREIGN_FILES = {"controller.py", "scaling.py", "standard_runner.py", "strategies.py", "train.py"}
+
+
 def blocks(page):
-    """The Python code blocks of a page, and the line each begins in."""
+    """Yields each Python code block of a page with the number of its first line."""
     text = (ROOT / page).read_text()
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield text[: match.start()].count("\n") + 2, match[1]
 
 
-# Keras, where it saves a model; NumPy 2 says so.
+# NumPy 2 raises this warning when Keras saves a model.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize("page", [*CARDS, *SLOW])
 def test_python_in_pages_runs(page, tmp_path):
-    """Every block runs, each after those before it; with >>>, it prints what it says."""
+    """The Python blocks of a page run in order, and those with >>> print what the page shows."""
     names = {}
     found = list(blocks(page))
     for line, code in found:
@@ -56,7 +61,7 @@ def test_python_in_pages_runs(page, tmp_path):
 
             assert runner.summarize(verbose=False).failed == 0
         else:
-            # A file of its own, since AutoGraph reads the source of what it traces.
+            # AutoGraph reads the source of the functions it traces, so the block needs a file.
             source = tmp_path / f"line_{line}.py"
             source.write_text(code)
             exec(compile(code, str(source), "exec"), names)  # noqa: S102
@@ -64,8 +69,56 @@ def test_python_in_pages_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS])
-def test_links_between_pages_lead_somewhere(page):
-    """A relative link names a file that exists."""
+def test_relative_links_lead_to_files(page):
+    """Every relative link of a page names a file that exists."""
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http|#)([^)#]+)\)", text):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def named_files(text):
+    """Returns the code spans of a page that look like files or folders of the repository."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([\w./-]+)`", prose)
+    tops = ("benchmarks/", "docs/", "examples/", "scaling/", "strategies/", "tests/", "trainer/")
+    return [
+        span
+        for span in spans
+        if span.endswith(".py") or (span.startswith(tops) and (span.endswith("/") or "." in span))
+    ]
+
+
+def exists_for(page, name):
+    """Returns whether a file exists as a page names it.
+
+    A path starts at the repository's root or at the page's folder. A bare file name may stand for a
+    file in any folder below a card's own, and on the other pages in any room.
+    """
+    folder = (ROOT / page).parent
+    if (ROOT / name).exists() or (folder / name).exists():
+        return True
+    is_card = folder.name in ROOMS
+    below = [folder] if is_card else [ROOT / top for top in ("benchmarks", "examples", *ROOMS)]
+    return "/" not in name and any(any(top.rglob(name)) for top in below)
+
+
+def test_named_files_are_found():
+    """Paths, folders and Python files in code spans are found; other spans and code blocks are not."""
+    text = """`trainer/gone.py`, `trainer/step/`, `dynamic.py`, `trainer.step`, `ckpt-20/`, `RUN/flags.cfg`
+```text
+`trainer/block.py`
+```
+"""
+
+    assert named_files(text) == ["trainer/gone.py", "trainer/step/", "dynamic.py"]
+    assert not exists_for("README.md", "trainer/gone.py")
+    assert not exists_for("README.md", "gone.py")
+    assert not exists_for("strategies/README.md", "dynamic.py")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, "CHANGELOG.md"])
+def test_named_files_exist(page):
+    """Every file of the repository that a page names in a code span exists."""
+    names = set(named_files((ROOT / page).read_text())) - FOREIGN_FILES
+
+    assert not [name for name in sorted(names) if not exists_for(page, name)]
