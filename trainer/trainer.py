@@ -39,7 +39,7 @@ from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.ema_weights import as_asked
 from trainer.evaluation.export import check_export, export
-from trainer.log.console import style_of
+from trainer.log.console import resolve_style
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
 from trainer.monitor.actions import Action, check_actions
@@ -260,7 +260,7 @@ class Trainer(Task):
         self.alternate_optimizers = alternate_optimizers
         self.steps_per_loop = steps_per_loop
         self.log_interval = log_interval
-        self.style = style_of(verbose, shown=self.is_chief)
+        self.style = resolve_style(verbose, shown=self.is_chief)
         self.profile_steps = profile_steps
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self._compilation_open = jit_compile == "auto"
@@ -416,7 +416,7 @@ class Trainer(Task):
         if not self._compilation_open:
             return None
         self._compilation_open = False
-        with log.console.doing("measuring what XLA shall compile ..."):
+        with log.console.status("measuring what XLA shall compile ..."):
             left = target - self.totals.attempted
             choice = settle(self, self._parts, data, left, self._use)
         self.jit_compile = self._parts.plan.jit_compile

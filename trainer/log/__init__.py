@@ -1,1 +1,1 @@
-"""What a run shows to people and leaves for programs while it goes on."""
+"""A run's log: progress on the console, and files for other programs."""

@@ -1,101 +1,105 @@
-"""What a model is made of, variable by variable: shapes, bytes, and in what each is computed."""
+"""A table of a model's variables: shape, dtype, compute dtype, and size."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 from rich.table import Table
 
 from trainer.base.keras_private import all_layers
-from trainer.log.summary import size
+from trainer.log.summary import format_bytes
 
-MOST_LAYERS = 30  # in a table that is not to be detailed
+MAX_LAYERS = 30  # rows of the table by layer
 
 
-class Row(NamedTuple):
+class VariableRow(NamedTuple):
     """One variable."""
 
     name: str
-    layer: str  # the name of the innermost layer that holds it; "" in a `tf.Module`
-    kind: str  # that layer's class
+    layer: str  # name of the innermost layer that holds the variable; "" in a `tf.Module`
+    kind: str  # class name of that layer
     shape: list[int]
-    dtype: str  # of the variable itself: the master weights'
-    compute_dtype: str  # of the layer
+    dtype: str  # dtype of the variable itself, that is, of the master weights
+    compute_dtype: str  # compute dtype of the layer
     parameters: int
     bytes: int
 
 
-def rows_of(model: Any) -> list[Row]:
-    """Returns a row for each variable of a Keras model or a `tf.Module` that holds real numbers.
+def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
+    """Returns a row for each floating-point variable of a model.
 
     Example:
         >>> import keras
         >>> dense = keras.layers.Dense(2, dtype="mixed_float16", name="dense")
-        >>> [kernel, bias] = rows_of(keras.Sequential([keras.Input([3]), dense]))
+        >>> [kernel, bias] = variable_rows(keras.Sequential([keras.Input([3]), dense]))
         >>> kernel.shape, kernel.dtype, kernel.compute_dtype, kernel.bytes
         ([3, 2], 'float32', 'float16', 24)
     """
+    variables = [variable for variable in model.variables if is_floating(variable)]
     if not isinstance(model, keras.Model):
-        return [row_of(each, each.name, "", "", "") for each in model.variables if is_real(each)]
-    # The layers come from the outermost in; what is innermost has the last word.
+        return [variable_row(each, each.name, "", "", "") for each in variables]
+    # Outer layers come first, so the innermost layer that holds a variable overwrites the others.
     owners = {id(each): layer for layer in all_layers(model) for each in layer.variables}
     return [
-        row_of(each, each.path, layer.name, type(layer).__name__, layer.compute_dtype)
-        for each in model.variables
-        if is_real(each) and (layer := owners.get(id(each), model))
+        variable_row(each, each.path, layer.name, type(layer).__name__, layer.compute_dtype)
+        for each in variables
+        if (layer := owners.get(id(each), model))
     ]
 
 
-def is_real(variable: Any) -> bool:
-    """Returns whether a variable holds numbers that may be learned, and no seed or count."""
+def is_floating(variable: keras.Variable | tf.Variable) -> bool:
+    """Returns whether a variable is floating-point, as opposed to a seed or a counter."""
     return tf.as_dtype(variable.dtype).is_floating
 
 
-def row_of(variable: Any, name: str, layer: str, kind: str, compute_dtype: str) -> Row:
+def variable_row(
+    variable: keras.Variable | tf.Variable, name: str, layer: str, kind: str, compute_dtype: str
+) -> VariableRow:
     """Returns the row of one variable."""
     dtype, parameters = tf.as_dtype(variable.dtype), math.prod(variable.shape)
-    size_in_bytes = parameters * dtype.size
+    size = parameters * dtype.size
     shape = list(variable.shape)
-    return Row(name, layer, kind, shape, dtype.name, compute_dtype, parameters, size_in_bytes)
+    return VariableRow(name, layer, kind, shape, dtype.name, compute_dtype, parameters, size)
 
 
-def table_of(rows: Sequence[Row], *, detailed: bool) -> Table:
-    """Returns a table for a terminal: a row a layer, or, if detailed, a row a variable."""
+def build_table(rows: Sequence[VariableRow], *, detailed: bool) -> Table:
+    """Returns a console table with one row per layer or, if detailed, one per variable."""
     table = Table(box=None, pad_edge=False)
     table.add_column("variable" if detailed else "layer", overflow="fold")
-    for heading in ["shape"] if detailed else ["kind"]:
-        table.add_column(heading)
-    for heading in ("dtype", "computes in"):
+    for heading in ("shape" if detailed else "kind", "dtype", "computes in"):
         table.add_column(heading)
     for heading in ("parameters", "bytes"):
         table.add_column(heading, justify="right")
     if detailed:
         for row in rows:
             shape = " x ".join(map(str, row.shape))
-            numbers = (f"{row.parameters:,}", size(row.bytes))
-            table.add_row(row.name, shape, row.dtype, row.compute_dtype, *numbers)
+            sizes = (f"{row.parameters:,}", format_bytes(row.bytes))
+            table.add_row(row.name, shape, row.dtype, row.compute_dtype, *sizes)
         return table
-    layers: dict[str, list[Row]] = {}
+    layers: dict[str, list[VariableRow]] = {}
     for row in rows:
         layers.setdefault(row.layer or row.name, []).append(row)
-    for name, own in list(layers.items())[:MOST_LAYERS]:
-        dtypes = ", ".join(sorted({row.dtype for row in own}))
-        parameters, taken = total_of(own)
-        table.add_row(
-            name, own[0].kind, dtypes, own[0].compute_dtype, f"{parameters:,}", size(taken)
-        )
-    if len(layers) > MOST_LAYERS:
-        rest = [row for own in list(layers.values())[MOST_LAYERS:] for row in own]
-        parameters, taken = total_of(rest)
-        more = f"... {len(layers) - MOST_LAYERS} more"
-        table.add_row(more, "", "", "", f"{parameters:,}", size(taken))
+    for name, of_layer in list(layers.items())[:MAX_LAYERS]:
+        dtypes = ", ".join(sorted({row.dtype for row in of_layer}))
+        first = of_layer[0]
+        table.add_row(name, first.kind, dtypes, first.compute_dtype, *size_cells(of_layer))
+    if len(layers) > MAX_LAYERS:
+        omitted = [row for of_layer in list(layers.values())[MAX_LAYERS:] for row in of_layer]
+        more = f"... {len(layers) - MAX_LAYERS} more"
+        table.add_row(more, "", "", "", *size_cells(omitted))
     return table
 
 
-def as_markdown(settings: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Returns settings and model as tables, for TensorBoard."""
+def size_cells(rows: Sequence[VariableRow]) -> tuple[str, str]:
+    """Returns the table cells with the total parameters and bytes of some variables."""
+    parameters, size = total_size(rows)
+    return f"{parameters:,}", format_bytes(size)
+
+
+def format_markdown(settings: Mapping[str, object], rows: Sequence[VariableRow]) -> str:
+    """Returns the settings and the model as Markdown tables, which TensorBoard displays."""
     lines = ["| setting | value |", "|---|---|"]
     lines += [f"| {name} | `{value}` |" for name, value in settings.items()]
     lines += [
@@ -109,6 +113,6 @@ def as_markdown(settings: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def total_of(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns how many parameters some variables have, and how many bytes."""
+def total_size(rows: Sequence[VariableRow]) -> tuple[int, int]:
+    """Returns the number of parameters and the number of bytes of some variables together."""
     return sum(row.parameters for row in rows), sum(row.bytes for row in rows)

@@ -1,11 +1,11 @@
-"""A run's log: collects step reports, and tells people and programs what stands in them."""
+"""The log of a run: collects the reports of its steps, prints them, and writes them to files."""
 
 import contextlib
 import datetime as dt
 import math
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,23 @@ import numpy as np
 import scaling
 from scaling.telemetry.record import record_line
 from trainer.log.console import RunConsole
-from trainer.log.model_table import Row, as_markdown, table_of, total_of
-from trainer.log.summary import Totals, TrainSummary, size, summarize
+from trainer.log.model_table import VariableRow, build_table, format_markdown, total_size
+from trainer.log.summary import Totals, TrainSummary, format_bytes, summarize
 from trainer.log.writers import RunWriters
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
 
 
 class RunLog:
-    """Holds the reports that nobody has read yet. Only `read` and `flush` wait for the device.
+    """Collects step reports, and logs them. Only `read` and `flush` wait for the device.
 
     Args:
-        model_dir: where files go; None writes none.
-        style: of the screen: see `RunConsole`.
-        variable_names: of `model.trainable_variables`, to say where a step went wrong.
-        precision: the run's, for who reads its gradients.
-        shares: into how many shares a batch is cut, for the same.
+        model_dir: the folder for the log files; None writes no files.
+        style: the style of the console output; see `RunConsole`.
+        variable_names: the names of `model.trainable_variables`, to say which gradient overflowed.
+        precision: the name of the run's precision, which is written with recorded gradients.
+        shares: the number of backward passes per batch, that is, replicas times microbatches,
+            which is written with recorded gradients.
     """
 
     def __init__(
@@ -39,68 +40,70 @@ class RunLog:
         precision: str = "float32",
         shares: int = 1,
     ) -> None:
-        """Opens nothing yet; files appear with the first numbers."""
+        """Creates the log; creates no file yet."""
         self.writers = RunWriters(model_dir)
         self.console = RunConsole(style)
         self._precision = precision
         self._shares = shares
         self._variable_names = list(variable_names)
-        self._reports: list[StepReport] = []
-        self._unread = 0  # the first report that is still the device's
-        self._untimed = 0  # reports at the front from before the clock was started
-        self._began = time.perf_counter()
-        self._loss_scale = math.nan  # of the last step that was read
+        self._reports: list[StepReport] = []  # since the last log line; from `_unread` on: tensors
+        self._unread = 0  # index of the first report that has not been read from the device
+        self._untimed = 0  # number of reports that are older than the clock's start
+        self._clock_start = time.perf_counter()
+        self._loss_scale = math.nan  # loss scale of the last step that was read
 
     def say(self, line: str) -> None:
-        """Prints a line, unless the run is to be quiet, or whoever read its output has gone."""
+        """Prints a line, unless the run is quiet or its output pipe is closed."""
         self.console.say(line)
 
-    def following(self, step: int, target: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which a terminal shows how far the run is; see `RunConsole`."""
-        return self.console.following(step, target)
+    def progress_bar(self, step: int, target: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that shows a progress bar on a terminal; see `RunConsole`."""
+        return self.console.progress_bar(step, target)
 
-    def introduce(
-        self, name: str, step: int, settings: dict[str, Any], rows: Sequence[Row]
+    def log_start(
+        self, name: str, step: int, settings: Mapping[str, Any], rows: Sequence[VariableRow]
     ) -> None:
-        """Tells, when a process starts with a run, what is trained, and how.
+        """Logs the model and the settings when a process starts or resumes a run.
 
         Args:
-            name: of the trainer.
-            step: where the run stands.
-            settings: what does not change on the way.
-            rows: of the model.
+            name: the name of the trainer.
+            step: the step that the run has reached.
+            settings: the settings of the run, as values that JSON can hold.
+            rows: the variables of the model.
         """
-        self.console.draw(table_of(rows, detailed=self.console.detailed))
-        parameters, taken = total_of(rows)
-        self.say(f"{name}: {parameters:,} parameters, {size(taken)}; {in_words(settings)}")
-        shown = {name: value for name, value in settings.items() if name != "pipeline"}
-        self.writers.line(
+        self.console.print_table(build_table(rows, detailed=self.console.detailed))
+        parameters, size = total_size(rows)
+        self.say(
+            f"{name}: {parameters:,} parameters, {format_bytes(size)}; {format_settings(settings)}"
+        )
+        written = {key: value for key, value in settings.items() if key != "pipeline"}
+        self.writers.write_line(
             {
                 "step": step,
                 "split": "run",
                 "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-                "settings": shown,
+                "settings": written,
                 "model": [row._asdict() for row in rows],
             }
         )
-        self.writers.text("run", step, as_markdown(shown, rows))
+        self.writers.write_text("run", step, format_markdown(written, rows))
 
-    def conclude(self, summary: TrainSummary, target: int) -> None:
-        """Tells how a call of `train` ended, and where its files are."""
-        facts = {"seconds": summary.seconds, "stopped": summary.step < target}
-        self.event("end", summary.step, facts)
-        written = self.writers.written()
-        if written:
-            self.say(written)
+    def log_end(self, summary: TrainSummary, target: int) -> None:
+        """Logs how a call of `train` ended, and where its files are."""
+        fields = {"seconds": summary.seconds, "stopped": summary.step < target}
+        self.log_event("end", summary.step, fields)
+        files = self.writers.describe_files()
+        if files:
+            self.say(files)
         self.say(str(summary))
 
     def add(self, report: StepReport, step: int, *, compiling: bool) -> None:
-        """Takes the report of one inner loop, without reading it.
+        """Adds the report of one inner loop, without reading it from the device.
 
         Args:
-            report: each field of shape (steps,).
-            step: the last of them.
-            compiling: whether that loop also traced and compiled, so that its time says
+            report: the report; each field has shape (steps,).
+            step: the last step of the loop.
+            compiling: whether the loop also traced and compiled, so that its duration says
                 nothing about the speed of a step.
         """
         self._reports.append(report)
@@ -109,57 +112,59 @@ class RunLog:
             self.restart_clock()
 
     def read(self) -> StepReport | None:
-        """Reads what has come in since the last time; tells of each skip and each new scale.
+        """Reads the new reports from the device, and logs each skip and each new loss scale.
 
         Returns:
-            The new steps' reports, each field a NumPy array of shape (steps,), or None.
+            The new reports, each field a NumPy array of shape (steps,), or None if there are none.
         """
         new = [StepReport(*(field.numpy() for field in r)) for r in self._reports[self._unread :]]
         self._reports[self._unread :] = new
         self._unread = len(self._reports)
         if not any(report.step.size for report in new):
             return None
-        steps = joined(new)
-        before = np.concatenate([[self._loss_scale], steps.loss_scale[:-1]])
+        steps = concatenate(new)
+        previous = np.concatenate([[self._loss_scale], steps.loss_scale[:-1]])
         self._loss_scale = steps.loss_scale[-1]
-        for place in np.flatnonzero(~steps.grads_finite | (steps.loss_scale != before)):
-            self._tell(step_of(steps, int(place)), moved=steps.loss_scale[place] != before[place])
+        scale_changed = steps.loss_scale != previous
+        for index in np.flatnonzero(~steps.grads_finite | scale_changed):
+            self._log_step(step_of(steps, int(index)), scale_changed=scale_changed[index])
         return steps
 
     @property
     def pending(self) -> bool:
-        """Whether `flush` has anything to write."""
+        """Whether there are steps that `flush` has not logged yet."""
         return any(report.step.shape[0] for report in self._reports)
 
-    def flush(self, target: int, totals: Totals, metrics: dict[str, float]) -> None:
-        """Prints and writes what has been read since the last time; something must have.
+    def flush(self, target: int, totals: Totals, metrics: Mapping[str, float]) -> None:
+        """Logs a summary of the steps since the last call. They must have been read.
 
         Args:
-            target: the step the run is to reach.
-            totals: of the whole run.
-            metrics: the values of the training metrics since the last time.
+            target: the step at which the run ends.
+            totals: the totals of the whole run.
+            metrics: the values of the training metrics since the last call.
         """
-        steps, timed = joined(self._reports), self._reports[self._untimed :]
-        seconds = time.perf_counter() - self._began
-        interval = summarize(steps, totals, metrics, joined(timed) if timed else None, seconds)
-        self.console.progress(interval, target, totals)
-        self.writers.numbers("train", interval.step, interval.scalars())
+        steps, timed = concatenate(self._reports), self._reports[self._untimed :]
+        seconds = time.perf_counter() - self._clock_start
+        timed_steps = concatenate(timed) if timed else None
+        interval = summarize(steps, totals, metrics, timed_steps, seconds)
+        self.console.show_interval(interval, target, totals)
+        self.writers.write_scalars("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
-            self.writers.line(record_line(steps, self._precision, self._shares))
-            self._tell_underflow(steps)
+            self.writers.write_line(record_line(steps, self._precision, self._shares))
+            self._write_underflow(steps)
         self._reports, self._unread, self._untimed = [], 0, 0
-        self._began = time.perf_counter()
+        self._clock_start = time.perf_counter()
 
-    def _tell(self, report: StepReport, *, moved: bool) -> None:
-        """Tells of a step whose loss scale is another than before, or which was skipped."""
+    def _log_step(self, report: StepReport, *, scale_changed: bool) -> None:
+        """Logs a step that was skipped or whose loss scale differs from the previous one."""
         step, loss_scale = int(report.step), float(report.loss_scale)
-        if moved:
-            self.writers.line({"step": step, "split": "scale", "loss_scale": loss_scale})
+        if scale_changed:
+            self.writers.write_line({"step": step, "split": "scale", "loss_scale": loss_scale})
         if report.grads_finite:
             return
         variable, replica = int(report.bad_variable), int(report.bad_replica)
         cause = scaling.Cause(int(report.cause)).name.lower()
-        self.writers.line(
+        self.writers.write_line(
             {
                 "step": step,
                 "split": "skip",
@@ -171,48 +176,48 @@ class RunLog:
                 "nan_count": int(report.nan_count),
             }
         )
-        self.writers.curves("train", step, {f"skips/{cause}": loss_scale})
+        self.writers.write_tensorboard("train", step, {f"skips/{cause}": loss_scale})
         if self.console.detailed:
             self.say(f"step {step} skipped: {describe_skip(report, self._variable_names)}")
 
-    def _tell_underflow(self, steps: StepReport) -> None:
-        """Writes each variable's share of underflow, over the applied steps."""
+    def _write_underflow(self, steps: StepReport) -> None:
+        """Writes each variable's fraction of underflow, as the mean over the applied steps."""
         if not steps.grads_finite.any():
             return
         means = steps.underflow[steps.grads_finite].mean(axis=0)
         shares = {name: float(mean) for name, mean in zip(self._variable_names, means, strict=True)}
         step = int(steps.step[-1])
-        self.writers.line({"step": step, "split": "underflow", "share": shares})
+        self.writers.write_line({"step": step, "split": "underflow", "share": shares})
         curves = {f"underflow/{name}": share for name, share in shares.items()}
-        self.writers.curves("train", step, curves)
+        self.writers.write_tensorboard("train", step, curves)
 
-    def evaluation(self, step: int, results: dict[str, float]) -> None:
+    def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Prints and writes the results of an evaluation during training."""
-        self.say(f"validation at step {step}: {describe(results)}")
-        self.writers.numbers("validation", step, results)
+        self.say(f"validation at step {step}: {format_results(results)}")
+        self.writers.write_scalars("validation", step, results)
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves what has happened since the last step out of the speed of those to come."""
-        self._untimed, self._began = len(self._reports), time.perf_counter()
+        """Excludes the time since the last step from the speed of the following steps."""
+        self._untimed, self._clock_start = len(self._reports), time.perf_counter()
 
     def rewind(self, step: int) -> None:
-        """Goes back to a step: lines of later ones are removed, since they will come anew."""
+        """Goes back to a step: removes the lines of later steps, which will be written again."""
         scales = [line for line in self.writers.rewind(step) if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 
-    def event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
-        """Writes a line about something that happened once, for programs."""
-        self.writers.line({"step": step, "split": kind, **facts})
+    def log_event(self, split: str, step: int, fields: Mapping[str, object]) -> None:
+        """Appends a line about a single event to `metrics.jsonl`; prints nothing."""
+        self.writers.write_line({"step": step, "split": split, **fields})
 
 
-def joined(reports: list[StepReport]) -> StepReport:
-    """Returns several loops' reports as one, each field a NumPy array of shape (steps,)."""
+def concatenate(reports: Sequence[StepReport]) -> StepReport:
+    """Returns the reports of several loops as one, each field a NumPy array of shape (steps,)."""
     return StepReport(*(np.concatenate(field) for field in zip(*reports, strict=True)))
 
 
-def in_words(settings: dict[str, Any]) -> str:
-    """Returns what a person wants to see of a run's settings."""
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Returns the most important settings of a run as text."""
     rule = settings["loss_scale"].split("(")[0]
     replicas = settings["num_replicas"]
     parts = [settings["precision"], rule, f"global batch {settings['global_batch']}"]
@@ -222,11 +227,11 @@ def in_words(settings: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def describe(results: dict[str, float]) -> str:
-    """Returns results as a person reads them.
+def format_results(results: Mapping[str, float]) -> str:
+    """Returns the results of an evaluation as text.
 
     Example:
-        >>> describe({"loss": 0.05, "accuracy": 0.98765})
+        >>> format_results({"loss": 0.05, "accuracy": 0.98765})
         'loss 0.0500  accuracy 0.9877'
     """
     return "  ".join(f"{name} {value:.4f}" for name, value in results.items())

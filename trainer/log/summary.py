@@ -1,7 +1,8 @@
-"""What an interval and a run tell of themselves, as numbers and in words."""
+"""Summaries of an interval of steps, and of a whole run, as numbers and as text."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,16 +13,16 @@ from trainer.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """How a run's steps ended: attempted = applied + skipped, always."""
+    """How the steps of a run ended. Always: attempted = applied + skipped."""
 
     applied: int
-    skipped_by_cause: dict[str, int]  # "backward": 8; causes that never came up are left out
+    skipped_by_cause: dict[str, int]  # such as {"backward": 8}; causes with no skips are absent
     retries: int = 0  # further attempts with the same batch, within these steps
-    float32_steps: int = 0  # steps that were computed in float32 as a way out
+    float32_steps: int = 0  # steps computed in float32 to get past skipped ones
 
     @classmethod
     def from_state(cls, state: TrainState) -> "Totals":
-        """Reads a run's counts. Waits for the device."""
+        """Reads the counts of a run. Waits for the device."""
         outcomes = state.outcomes.numpy()
         skipped = {
             cause.name.lower(): int(outcomes[cause])
@@ -37,16 +38,16 @@ class Totals:
 
     @property
     def skipped(self) -> int:
-        """Steps whose update was not applied."""
+        """Number of steps whose update was not applied."""
         return sum(self.skipped_by_cause.values())
 
     @property
     def attempted(self) -> int:
-        """All steps."""
+        """Number of all steps."""
         return self.applied + self.skipped
 
     def __str__(self) -> str:
-        """For instance "8 skipped (8 backward), 2 retries"."""
+        """Returns, for instance, "8 skipped (8 backward), 2 retries"."""
         causes = ", ".join(f"{count} {name}" for name, count in self.skipped_by_cause.items())
         parts = [f"{self.skipped} skipped" + (f" ({causes})" if causes else "")]
         parts += [f"{self.retries} retries"] if self.retries else []
@@ -56,22 +57,22 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """The steps between two log lines, as numbers a file can hold."""
+    """The steps between two log lines, as plain numbers."""
 
-    step: int
-    loss: float  # the mean over the applied steps; NaN if there were none
-    regularization_loss: float
-    gradient_norm: float
-    loss_scale: float  # of the last step
+    step: int  # the last step of the interval
+    loss: float  # mean over the applied steps; NaN if no step was applied
+    regularization_loss: float  # the same
+    gradient_norm: float  # the same
+    loss_scale: float  # loss scale of the last step
     applied: int  # updates since the run began
     skipped: int  # skipped steps since the run began
-    examples_per_second: float  # NaN if only steps that also compiled came in between
+    examples_per_second: float  # NaN if no step could be timed without tracing and compiling
     steps_per_second: float  # the same
-    data_wait: float  # the share of that time in which the loop waited for data; or NaN
-    metrics: dict[str, float]  # over the applied steps; NaN if there were none
+    data_wait: float  # fraction of the time spent waiting for data; NaN as above
+    metrics: dict[str, float]  # training metrics over the applied steps; NaN if none was applied
 
     def scalars(self) -> dict[str, float]:
-        """Returns every number but the step, by name."""
+        """Returns all numbers except the step, by name."""
         fields = dataclasses.asdict(self)
         metrics = fields.pop("metrics")
         del fields["step"]
@@ -81,18 +82,19 @@ class Interval:
 def summarize(
     steps: StepReport,
     totals: Totals,
-    metrics: dict[str, float],
+    metrics: Mapping[str, float],
     timed: StepReport | None,
     seconds: float,
 ) -> Interval:
-    """Condenses the reports of some steps.
+    """Summarizes the reports of several steps.
 
     Args:
-        steps: each field a NumPy array of shape (steps,).
-        totals: of the whole run, up to the last of these steps.
+        steps: the reports; each field is a NumPy array of shape (steps,).
+        totals: the totals of the whole run, up to the last of these steps.
         metrics: the values of the training metrics over these steps.
-        timed: those of the steps whose time says something; None if there are none.
-        seconds: that they took together.
+        timed: the reports of the steps that were timed, which excludes steps during which the
+            loop traced and compiled; None if there are none.
+        seconds: how long the timed steps took together.
     """
     applied = np.asarray(steps.grads_finite)
 
@@ -118,7 +120,7 @@ def summarize(
 
 
 def power_of_two(scale: float) -> str:
-    """Returns a loss scale the way people say it.
+    """Returns a loss scale as text.
 
     Example:
         >>> power_of_two(1024.0)
@@ -129,24 +131,25 @@ def power_of_two(scale: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSummary:
-    """How a call of `Trainer.train` ended."""
+    """The result of a call of `Trainer.train`."""
 
-    step: int  # the step the run has reached, over all calls
-    steps_run: int  # the steps of this call
-    totals: Totals  # over all calls
+    step: int  # the step that the run has reached, over all calls
+    steps_run: int  # number of steps in this call
+    totals: Totals  # totals over all calls
     loss_scale: float
-    seconds: float  # of this call, tracing and compiling included
-    checkpoint: str | None  # where the run can be taken up again
-    checkpoint_bytes: int = 0  # how large that is; 0 if this call saved nothing
-    position_bytes: int = 0  # how much of it is the position in the data
-    best: str | None = None  # the best result of this call's evaluations, and its step
+    seconds: float  # duration of this call, including tracing and compiling
+    checkpoint: str | None  # the checkpoint from which the run can be resumed
+    checkpoint_bytes: int = 0  # size of that checkpoint; 0 if this call saved none
+    position_bytes: int = 0  # part of it that stores the position in the data
+    best: str | None = None  # best evaluation result of this call, and its step
     schedule_lag: int = 0  # updates by which a learning-rate schedule is behind the steps
 
     def __str__(self) -> str:
-        """The last line a person reads."""
+        """Returns the last line that a run prints."""
         where = f"; checkpoint {self.checkpoint}" if self.checkpoint else ""
         if self.checkpoint_bytes:
-            where += f" ({size(self.checkpoint_bytes)}, {size(self.position_bytes)} for the data)"
+            size, position = format_bytes(self.checkpoint_bytes), format_bytes(self.position_bytes)
+            where += f" ({size}, including {position} for the data position)"
         best = f"; best {self.best}" if self.best else ""
         lag = f"{self.schedule_lag} update{'s' if self.schedule_lag > 1 else ''}"
         schedule = f"; the schedule is {lag} behind the steps" if self.schedule_lag else ""
@@ -157,11 +160,11 @@ class TrainSummary:
         )
 
 
-def size(number: int) -> str:
-    """Returns a number of bytes the way people say it.
+def format_bytes(number: int) -> str:
+    """Returns a number of bytes as text, in decimal units.
 
     Example:
-        >>> size(70), size(13_648), size(152_000_000)
+        >>> format_bytes(70), format_bytes(13_648), format_bytes(152_000_000)
         ('70 B', '13.6 kB', '152.0 MB')
     """
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):

@@ -14,7 +14,7 @@ from scaling.telemetry.play import best_fixed_scale
 from scaling.telemetry.recommend import describe_share
 from scaling.telemetry.record import Record
 from scaling.telemetry.stats import GradientStats
-from trainer.log.summary import power_of_two, size
+from trainer.log.summary import format_bytes, power_of_two
 from trainer.report.reading import Curve, Run
 
 # What a "train" line holds besides the metrics.
@@ -275,7 +275,7 @@ def model_rows(run: Run) -> list[dict[str, Any]]:
             "dtype": row["dtype"],
             "compute_dtype": row["compute_dtype"],
             "parameters": f"{row['parameters']:,}",
-            "bytes": size(row["bytes"]),
+            "bytes": format_bytes(row["bytes"]),
         }
         for row in (run.starts[-1].model if run.starts else [])
     ]
@@ -284,4 +284,6 @@ def model_rows(run: Run) -> list[dict[str, Any]]:
 def model_totals(run: Run) -> tuple[str, str]:
     """Returns how many parameters the model has, and their size."""
     rows = run.starts[-1].model if run.starts else []
-    return f"{sum(row['parameters'] for row in rows):,}", size(sum(row["bytes"] for row in rows))
+    return f"{sum(row['parameters'] for row in rows):,}", format_bytes(
+        sum(row["bytes"] for row in rows)
+    )

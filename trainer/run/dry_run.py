@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.data.batches import Batches, again_and_again, batches, untuned, without_end
-from trainer.log.model_table import rows_of, total_of
-from trainer.log.run_log import describe
-from trainer.log.summary import power_of_two, size
+from trainer.log.model_table import total_size, variable_rows
+from trainer.log.run_log import format_results
+from trainer.log.summary import format_bytes, power_of_two
 from trainer.run.build import Parts, make_checkpoints, optimizers_by_item
 from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip, step_of
@@ -32,8 +32,8 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         """For instance "3.0 MB a replica: weights 605.6 kB, ..."."""
-        parts = ", ".join(f"{name} {size(value)}" for name, value in self._asdict().items())
-        return f"about {size(sum(self))} a replica: {parts}"
+        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in self._asdict().items())
+        return f"about {format_bytes(sum(self))} a replica: {parts}"
 
 
 class DryRun(NamedTuple):
@@ -58,14 +58,14 @@ class DryRun(NamedTuple):
 
     def __str__(self) -> str:
         """A line for each finding."""
-        tried = describe(self.evaluation) if self.evaluation else "no eval_data"
+        tried = format_results(self.evaluation) if self.evaluation else "no eval_data"
         back = "all bits back" if self.restored else "BITS LOST"
         same = "equal to the bit" if self.replicas_equal else "NOT EQUAL"
         again = "" if self.traces == 1 else ": TRACED AGAIN, which it would be in every run"
         lines = {
             "train step": self.step,
             "eval step": tried,
-            "checkpoint": f"saved and restored, {back}, {size(self.checkpoint_bytes)}",
+            "checkpoint": f"saved and restored, {back}, {format_bytes(self.checkpoint_bytes)}",
             "traces": f"{self.traces}{again}",
             "replicas": f"{self.replicas}, {same}",
             "memory": str(self.memory),
@@ -256,7 +256,7 @@ def memory_of(trainer: Any, batch: Any) -> Memory:
     slots = [variable for optimizer in optimizers for variable in optimizer.variables]
     trainable = sum(math.prod(weight.shape) for weight in trainer.model.trainable_variables)
     return Memory(
-        weights=total_of(rows_of(trainer.model))[1],
+        weights=total_size(variable_rows(trainer.model))[1],
         slots=sum(math.prod(slot.shape) * tf.as_dtype(slot.dtype).size for slot in slots),
         gradients=4 * trainable,
         activations=activation_bytes(trainer, batch),

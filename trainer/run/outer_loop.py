@@ -19,7 +19,7 @@ from trainer.checkpoint.best import BETTER, Best
 from trainer.checkpoint.compatibility import check_same, versions
 from trainer.data.errors import explain, reason_of
 from trainer.data.iterator_state import DataPosition
-from trainer.log.model_table import rows_of
+from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
 from trainer.loop.inner import crossed, next_stop
@@ -116,13 +116,13 @@ class Training:
         """Tells, on the screen and in `metrics.jsonl`, what is trained, and how."""
         trainer = self._trainer
         best = {"best_metric": trainer.saving.best_metric, "best_is": trainer.saving.best_is}
-        told, rows = self._facts() | best, rows_of(trainer.model)
+        told, rows = self._facts() | best, variable_rows(trainer.model)
         with self._writing_log():
-            self._log.introduce(type(trainer).__name__, self._start, told, rows)
+            self._log.log_start(type(trainer).__name__, self._start, told, rows)
 
     def run(self) -> None:
         """Takes inner loops until the target, or until somebody asks to stop."""
-        following = self._log.following(self._start, self._target)
+        following = self._log.progress_bar(self._start, self._target)
         with following, naming_the_lost(self._trainer.strategy, self._where):
             self._run()
 
@@ -147,7 +147,7 @@ class Training:
             schedule_lag=totals.skipped if self._parts.plan.has_schedule else 0,
         )
         with self._writing_log():
-            self._log.conclude(summary, self._target)
+            self._log.log_end(summary, self._target)
         return summary
 
     def _best_result(self) -> str | None:
@@ -238,7 +238,7 @@ class Training:
             with self._saved_if_it_raises():
                 self._write_log()
         if evaluate_now and self._evaluate:
-            with self._log.console.doing("evaluating ..."), self._saved_if_it_raises():
+            with self._log.console.status("evaluating ..."), self._saved_if_it_raises():
                 self._validate(self._evaluate())
         with self._saved_if_it_raises():
             for action in due:
@@ -261,7 +261,7 @@ class Training:
         if results is None:
             return
         with self._writing_log():
-            self._log.evaluation(self._step, results)
+            self._log.log_evaluation(self._step, results)
         self._results[self._step] = results[self._trainer.saving.best_metric]
         if self._best and self._best.consider(self._step, results, self._export):
             self._log.say(f"kept in {self._trainer.model_dir / 'best'}")
@@ -318,7 +318,7 @@ class Training:
         self._parts.state.random_seed.assign_add(1)
         told = {"what": offence.what, "restored": self._step, "batches_left_out": left_out}
         with self._writing_log():
-            self._log.event("recovery", offence.last, told)
+            self._log.log_event("recovery", offence.last, told)
         self._log.say(f"diverged: {offence.what}; back to step {self._step}")
         self._trainer.on_recovery(offence.last, self._step)
         self._save(anew=True)  # or a run that is killed now would not know that it was here

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from trainer import Trainer
 from trainer.base.tensorflow_startup import LEVEL, ONEDNN, kept
-from trainer.log.model_table import rows_of, table_of, total_of
+from trainer.log.model_table import build_table, total_size, variable_rows
 from trainer.log.writers import append_row
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
@@ -127,7 +127,7 @@ def test_a_model_is_shown_by_layer_or_by_variable():
 
     def shown(rows, **arguments):
         console = Console(width=120, file=io.StringIO())
-        console.print(table_of(rows, **arguments))
+        console.print(build_table(rows, **arguments))
         return [line.split() for line in console.file.getvalue().splitlines()]
 
     keras.config.set_dtype_policy("mixed_float16")
@@ -138,11 +138,11 @@ def test_a_model_is_shown_by_layer_or_by_variable():
         model = keras.Sequential([keras.Input([2]), *dense, dropout, wide])
     finally:
         keras.config.set_dtype_policy("float32")
-    rows = rows_of(model)
+    rows = variable_rows(model)
     layers = shown(rows, detailed=False)
     variables = shown(rows, detailed=True)
 
-    assert total_of(rows) == (33 * 6 + 12, 4 * (33 * 6 + 12))
+    assert total_size(rows) == (33 * 6 + 12, 4 * (33 * 6 + 12))
     assert layers[1] == ["dense0", "Dense", "float32", "float16", "6", "24", "B"]
     assert layers[-1] == ["...", "4", "more", "30", "120", "B"]
     assert len(layers) == 1 + 30 + 1

@@ -85,7 +85,7 @@ def test_the_clock_leaves_evaluations_out(monkeypatch, tmp_path):
         log.add(StepReport(*map(tf.constant, report)), loop, compiling=False)
         if loop == 3:
             now[0] += 50.0
-            log.evaluation(3, {})
+            log.log_evaluation(3, {})
     log.read()
     log.flush(4, Totals(4, {}), {})
     [line] = split_lines(tmp_path, "train")
