@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.base.autograph import call_user, not_rewritten
+from trainer.base.autograph import call_user, without_autograph
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.plan import ones
 
@@ -79,7 +79,7 @@ class Task:
         is_optimizer = isinstance(self._given_optimizer, keras.optimizers.Optimizer)
         return self._given_optimizer if is_optimizer else self._given_optimizer()
 
-    @not_rewritten
+    @without_autograph
     def compute_loss(self, batch: Any, training: bool) -> Any:
         """Returns one loss per example. Called in replica context, on this replica's examples.
 
@@ -105,7 +105,7 @@ class Task:
         losses = call_user(self._loss_fn.call, y, predictions)
         return tf.reduce_mean(losses, axis=list(range(1, losses.shape.rank))), predictions
 
-    @not_rewritten
+    @without_autograph
     def example_weights(self, batch: Any) -> tf.Tensor:
         """Returns the weight of each example's loss in the mean over the global batch.
 
@@ -125,7 +125,7 @@ class Task:
         """Returns new Keras metrics by name. Called twice: evaluation has its own."""
         return self._given_metrics() if self._given_metrics else {}
 
-    @not_rewritten
+    @without_autograph
     def update_metrics(self, batch: Any, aux: Any) -> None:
         """Updates `self.metrics`. Called in replica context, on applied steps only.
 
@@ -163,7 +163,7 @@ class Task:
     def on_train_end(self, summary: Any) -> None:
         """Called by `train` with the `TrainSummary` that it is about to return."""
 
-    @not_rewritten
+    @without_autograph
     def predict_batch(self, batch: Any) -> Any:
         """Returns the model's outputs for a batch. Called in replica context.
 

@@ -16,14 +16,14 @@ import strategies
 from trainer.base.argument_checks import (
     check_bool,
     check_count,
-    check_kept,
-    check_momentum,
-    check_no_unknown,
+    check_ema_momentum,
+    check_keep_count,
+    check_no_unknown_arguments,
     check_path,
     check_seed,
     check_writable,
 )
-from trainer.base.autograph import not_rewritten
+from trainer.base.autograph import without_autograph
 from trainer.checkpoint.best import export_model
 from trainer.config.checkpoint_config import Saving
 from trainer.config.resolve import (
@@ -205,7 +205,7 @@ class Trainer(Task):
         **unknown: Any,
     ) -> None:
         """Checks the arguments. Nothing is built until data comes."""
-        check_no_unknown(unknown, Trainer.__init__)
+        check_no_unknown_arguments(unknown, Trainer.__init__)
         super().__init__(model, optimizer, loss_fn, metrics)
         check_path("model_dir", model_dir, "runs/digits", optional=True)
         check_path("init_from", init_from, "runs/digits/ckpt-1000", optional=True)
@@ -213,12 +213,12 @@ class Trainer(Task):
         check_count("steps_per_loop", steps_per_loop)
         check_count("log_interval", log_interval)
         check_count("max_overflow_bytes", max_overflow_bytes)
-        check_kept("max_overflow_records", max_overflow_records, model_dir, "Records")
-        check_kept("keep_best", keep_best, model_dir, "Models")
+        check_keep_count("max_overflow_records", max_overflow_records, model_dir, "Records")
+        check_keep_count("keep_best", keep_best, model_dir, "Models")
         check_bool("alternate_optimizers", alternate_optimizers)
         check_profile(profile_steps, model_dir)
         check_bool("record_gradients", record_gradients)
-        check_momentum(ema_momentum)
+        check_ema_momentum(ema_momentum)
         check_seed(seed)
         check_actions(actions)
         check_divergence(divergence, model_dir)
@@ -309,7 +309,7 @@ class Trainer(Task):
         self._check_started("loss_scale")
         return float(self._parts.state.loss_scaler.loss_scale)
 
-    @not_rewritten
+    @without_autograph
     def train_step(self, batch: Any) -> StepReport:
         """Attempts one update with a global batch. Called in cross-replica context, in a graph.
 
@@ -321,7 +321,7 @@ class Trainer(Task):
         """
         return attempt_step(batch, self._parts.plan, self._parts.state)
 
-    @not_rewritten
+    @without_autograph
     def eval_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Evaluates one global batch. Called in cross-replica context, in a graph.
 

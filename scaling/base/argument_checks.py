@@ -3,7 +3,7 @@
 import difflib
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -47,6 +47,14 @@ def check_bool(name: str, value: Any, why: str, remedy: str) -> None:
         raise TypeError(f"`{name}` must be True or False; got {value!r}. {why} {remedy}.")
 
 
+def check_integer(name: str, value: Any, least: int, why: str, remedy: str) -> None:
+    """Raises ValueError, naming the argument, unless `value` is an int of at least `least`."""
+    if not is_integer(value) or value < least:
+        raise ValueError(
+            f"`{name}` must be an int of at least {least}; got {value!r}. {why} {remedy}."
+        )
+
+
 def check_state(state: Any, kind: type) -> None:
     """Raises TypeError unless a rule is handed the state that is its own."""
     if not isinstance(state, kind):
@@ -80,3 +88,8 @@ def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
 def is_number(value: Any) -> bool:
     """Returns whether `value` is a real number, of Python or NumPy; a bool is none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Returns whether `value` is an integer of Python or NumPy; a bool is not one."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

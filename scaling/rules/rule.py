@@ -7,11 +7,11 @@ whose first field is always `loss_scale`: shape (), float32, a power of two.
 """
 
 import dataclasses
-import numbers
 from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
+from scaling.base.argument_checks import check_integer
 from scaling.base.number_formats import check_power_of_two
 from scaling.base.verdict import Verdict, VerdictLike
 
@@ -136,10 +136,7 @@ def use_plain_numbers(rule: Any) -> None:
 
 def check_count(name: str, value: int, why: str, remedy: str, least: int = 1) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int from `least` to 2^30."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"`{name}` must be an int of at least {least}; got {value!r}. {why} {remedy}."
-        )
+    check_integer(name, value, least, why, remedy)
     if value > LARGEST_COUNT:
         raise ValueError(
             f"`{name}` must be at most 2^30; got {value!r}. {why} Counters are int32, and no run "

@@ -134,7 +134,8 @@ def fill(path, pages_left=0):
 def no_room(path, step):
     """What is said when there is no room for one of a checkpoint's files, but for TensorFlow's part."""
     return (
-        f"`model_dir` must have room for a checkpoint and let it be written; got {path}/ckpt-{step}: "
+        f"`model_dir` must have room for a checkpoint and let it be written; got "
+        f"{path}/ckpt-{step}: "
         f"TENSORFLOW {path}/ckpt-{step}.tmp/FILE; No space left on device OPERATION. The last good "
         f"checkpoint is {path}/ckpt-{INTERVAL}. Make room and run the same command again."
     )
@@ -230,8 +231,10 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
         assert error.__notes__ == [f"raised at step {FAULT}, which is saved"]
         (path / "aside").rename(log)
     assert str(error) == (
-        f"`model_dir` must have room for the log and let it be written; got {path}: [Errno 28] No space "
-        "left on device. What a run has done stands there. Make room and run the same command again."
+        f"`model_dir` must have room for the log and let it be written; got {path}: [Errno 28] No "
+        "space "
+        "left on device. What a run has done stands there. Make room and run the same command "
+        "again."
     )
 
     last = {"for nothing": INTERVAL, "for a checkpoint": FAULT}[room]
@@ -294,8 +297,8 @@ def test_a_model_dir_that_cannot_be_written_to(request, tmp_path, place, reason)
     with pytest.raises(ValueError, match="written") as error:
         Unbuilt(path).train(lambda context: pytest.fail(f"read for {context}"), steps=TARGET)
     assert str(error.value) == (
-        f"`model_dir` must be a directory that can be written to; got '{path}': {reason}. Checkpoints "
-        "and logs go there. Use another one, or None to write nothing."
+        f"`model_dir` must be a writable directory; got '{path}': {reason}. Checkpoints and logs "
+        "are written there. Choose another directory, or pass None to write no files."
     )
 
 
@@ -355,7 +358,8 @@ RAISES = (
     "dataset.ignore_errors().{ahead}"
 )
 ENDS = (
-    "`train_data` must not end before the run does; got its end after step 6 of 12. It says that it "
+    "`train_data` must not end before the run does; got its end after step 6 of 12. It says that "
+    "it "
     "has none, or a further pass found nothing. The last checkpoint is {last}. Leave out "
     "assert_cardinality(), or let a generator begin anew each time.{ahead}"
 )
@@ -623,7 +627,8 @@ def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
 
     assert str(error.value) == (
         "`model_dir` must hold a sound checkpoint if it holds any; got 3 damaged ones: "
-        f"{'; '.join(damages)}. Starting anew in their place would lose what may be saved of them. Mend "
+        f"{'; '.join(damages)}. Starting anew in their place would lose what may be saved of "
+        "them. Mend "
         "or remove them, or use another model_dir."
     )
     assert sorted(folder.committed(path, "ckpt")) == [4, 8, 12]

@@ -117,22 +117,25 @@ def test_actions_are_due_by_seconds(monkeypatch):
     [
         (
             {},
-            "`every_steps` must be given if `every_secs` is not; got None and None. One of the two is "
+            "`every_steps` must be given if `every_secs` is not; got None and None. One of the "
+            "two is "
             "the period. Pass exactly one.",
         ),
         (
             {"every_steps": 3, "every_secs": 1.0},
-            "`every_steps` must be given if `every_secs` is not; got 3 and 1.0. One of the two is the "
+            "`every_steps` must be given if `every_secs` is not; got 3 and 1.0. One of the two is "
+            "the "
             "period. Pass exactly one.",
         ),
         (
             {"every_secs": -1.0},
-            "`every_secs` must be positive; got -1.0. It is a time in seconds. 60 is once a minute.",
+            "`every_secs` must be positive; got -1.0. It is a time in seconds. 60 is once a "
+            "minute.",
         ),
         (
             {"every_steps": 0},
-            "`every_steps` must be an int of at least 1; got 0. It counts steps, examples or parts of "
-            "a batch. Use 1 or more.",
+            "`every_steps` must be an int of at least 1; got 0. It is a count. Pass a positive "
+            "integer.",
         ),
     ],
 )
@@ -231,8 +234,8 @@ def test_an_average_that_nobody_keeps():
     [
         (
             1.0,
-            "`ema_momentum` must be between 0 and 1; got 1.0. It is the share of the old average that "
-            "an update keeps. 0.999 is usual.",
+            "`ema_momentum` must be strictly between 0 and 1; got 1.0. Each update keeps this "
+            "fraction of the old average. 0.999 is a common choice.",
         ),
         (
             0.9,
@@ -306,6 +309,7 @@ def test_before_any_data_there_is_nothing_to_look_at(name, ask):
         ask(Linear(verbose=False))
 
     assert str(error.value) == (
-        f"`{name}` must be asked for after train, evaluate or predict; got a trainer that has seen no "
+        f"`{name}` must be asked for after train, evaluate or predict; got a trainer that has "
+        "seen no "
         "data. The first batch builds the model and restores a run. Call one of the three before."
     )

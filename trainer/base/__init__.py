@@ -1,1 +1,1 @@
-"""What every other room of `trainer` rests on."""
+"""Helpers that every other room of `trainer` uses."""

@@ -1,82 +1,86 @@
-"""Checks of arguments that several rooms share. Each error names the argument and a remedy."""
+"""Argument checks that several rooms share. Each error names the argument and says what to pass."""
 
-import difflib
 import inspect
-import numbers
 import os
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import check_integer, is_integer, is_number, nearest
 
 
-def check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"`{name}` must be an int of at least 1; got {value!r}. It counts steps, examples or "
-            "parts of a batch. Use 1 or more."
-        )
+    check_integer(name, value, 1, "It is a count.", "Pass a positive integer")
 
 
-def check_whole(name: str, value: Any) -> None:
+def check_nonnegative(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 0."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"`{name}` must be an int of at least 0; got {value!r}. It says how many; 0 is none at "
-            "all. Use 0 or more."
-        )
+    why = "It is a count, and 0 means none."
+    check_integer(name, value, 0, why, "Pass 0 or a positive integer")
 
 
-def check_bool(name: str, value: Any) -> None:
-    """Raises TypeError, naming the argument, unless `value` is True or False."""
+def check_bool(name: str, value: object) -> None:
+    """Raises TypeError, naming the argument, unless `value` is True or False.
+
+    It is stricter than the check of the same name in `scaling`, which also takes 0, 1 and NumPy's
+    bools: a trainer's arguments include counts, and a 1 in the wrong place should not pass.
+    """
     if not isinstance(value, bool):
         raise TypeError(
-            f"`{name}` must be True or False; got {value!r}. It says whether or not. Use one of "
-            "the two."
+            f"`{name}` must be True or False; got {value!r}. It switches something on or off. Pass "
+            "one of the two."
         )
 
 
 def check_seed(
-    seed: Any, bits: int = 32, why: str = "NumPy's generators are seeded with it, too."
+    seed: object, bits: int = 32, why: str = "It also seeds NumPy, which accepts only this range."
 ) -> None:
-    """Raises ValueError unless a seed is None, or an int that all who are given it can take."""
-    whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-    if seed is not None and not (whole and 0 <= seed < 2**bits):
+    """Raises ValueError unless `seed` is None or an unsigned integer of at most `bits` bits."""
+    if seed is not None and not (is_integer(seed) and 0 <= seed < 2**bits):
         raise ValueError(
-            f"`seed` must be an int from 0 to 2^{bits} - 1, or None; got {seed!r}. {why} Use for "
-            "instance 0."
+            f"`seed` must be an int from 0 to 2^{bits} - 1, or None; got {seed!r}. {why} Use 0, "
+            "for example."
         )
 
 
-def check_path(name: str, value: Any, example: str, *, optional: bool = False) -> None:
-    """Raises TypeError, naming the argument, unless `value` can be a path, or may be None."""
+def check_path(name: str, value: object, example: str, *, optional: bool = False) -> None:
+    """Raises TypeError, naming the argument, unless `value` is a non-empty path.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the argument.
+        example: a path that the error suggests.
+        optional: whether None is allowed too.
+    """
     if value is None and optional:
         return
     if not isinstance(value, (str, os.PathLike)) or value == "":
-        rule = "a path, or None" if optional else "a path"
+        rule = "a path or None" if optional else "a path"
         raise TypeError(
-            f"`{name}` must be {rule}; got {value!r}. It says where files are. Use for instance "
-            f'"{example}".'
+            f"`{name}` must be {rule}; got {value!r}. It names a file or a folder. Pass "
+            f'"{example}", for example.'
         )
 
 
-def check_no_unknown(unknown: dict[str, Any], function: Any) -> None:
-    """Raises TypeError for arguments that there are not, and names the nearest that there is."""
+def check_no_unknown_arguments(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
+    """Raises TypeError for arguments that a trainer does not have, and suggests the nearest one.
+
+    Args:
+        unknown: the arguments that `function` collected in its `**unknown`.
+        function: the constructor whose signature lists the known arguments.
+    """
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
         raise TypeError(
-            f"`{name}` must be an argument of Trainer; got one that is not. It would have no "
-            f"effect. {hint}"
+            f"`{name}` must be an argument of Trainer; got an unknown name. It would have no "
+            f"effect. {nearest(name, known, 'Remove it.')}"
         )
 
 
 def check_writable(model_dir: pathlib.Path | None) -> None:
-    """Raises ValueError unless files can be written to a `model_dir`, which is made."""
+    """Creates `model_dir` if needed, and raises ValueError unless files can be written there."""
     if model_dir is None:
         return
     try:
@@ -85,39 +89,44 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
             file.write(b"x")
     except OSError as error:
         raise ValueError(
-            f"`model_dir` must be a directory that can be written to; got {str(model_dir)!r}: "
-            f"{error.strerror}. Checkpoints and logs go there. Use another one, or None to write "
-            "nothing."
+            f"`model_dir` must be a writable directory; got {str(model_dir)!r}: {error.strerror}. "
+            "Checkpoints and logs are written there. Choose another directory, or pass None to "
+            "write no files."
         ) from error
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises ValueError, naming the argument, unless `value` is one of some words."""
+def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
+    """Raises ValueError, naming the argument, unless `value` is one of `choices`."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
         raise ValueError(
-            f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. The trainer "
-            f"knows no other way. {hint}"
+            f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. There are no "
+            f"other choices. {nearest(str(value), map(str, choices), 'Pass one of these.')}"
         )
 
 
-def check_kept(name: str, count: Any, model_dir: Any, what: str) -> None:
-    """Raises ValueError unless nothing shall be kept, or there is a place to keep it."""
-    check_whole(name, count)
+def check_keep_count(name: str, count: object, model_dir: object, what: str) -> None:
+    """Raises ValueError unless `count` is 0, or an int above 0 and there is a `model_dir`.
+
+    Args:
+        name: the argument's name, for the error.
+        count: how many files to keep.
+        model_dir: where they would be kept, or None.
+        what: the plural noun for what is kept, capitalized, for the error.
+    """
+    check_nonnegative(name, count)
     if count and model_dir is None:
         raise ValueError(
-            f"`{name}` must be 0 without `model_dir`; got {count}. {what} are files. Pass "
-            "model_dir=."
+            f"`{name}` must be 0 without `model_dir`; got {count}. {what} are saved as files. Pass "
+            "model_dir= as well."
         )
 
 
-def check_momentum(ema_momentum: Any) -> None:
-    """Raises ValueError unless an average of the weights can be kept with it."""
+def check_ema_momentum(ema_momentum: Any) -> None:
+    """Raises ValueError unless `ema_momentum` is None or strictly between 0 and 1."""
     if ema_momentum is None:
         return
     if not is_number(ema_momentum) or not 0 < ema_momentum < 1:
         raise ValueError(
-            f"`ema_momentum` must be between 0 and 1; got {ema_momentum!r}. It is the share of the "
-            "old average that an update keeps. 0.999 is usual."
+            f"`ema_momentum` must be strictly between 0 and 1; got {ema_momentum!r}. Each update "
+            "keeps this fraction of the old average. 0.999 is a common choice."
         )

@@ -1,8 +1,8 @@
-"""The user's functions, in which Python's `if` and `for` may depend on tensors.
+"""User functions, in which Python's `if` and `for` may depend on tensors.
 
-AutoGraph rewrites them, as it does whatever a `tf.function` calls. Our own functions need no
-rewriting, and it took longer than tracing them; so they are traced without it, and it begins
-again where the user's begin.
+AutoGraph rewrites them, as it rewrites everything that a `tf.function` calls. Our own functions do
+not need it, and rewriting them took longer than tracing them. So they are traced with AutoGraph
+off (`without_autograph`), and `call_user` turns it on again where a user's function begins.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-# What is called in a function that was rewritten is rewritten itself.
+# AutoGraph converts whatever a converted function calls, so converting `_call` is enough.
 call_user = tf.autograph.to_graph(_call)
 
-not_rewritten = tf.autograph.experimental.do_not_convert
+without_autograph = tf.autograph.experimental.do_not_convert

@@ -1,6 +1,6 @@
-"""The names of Keras we use that it does not promise; a test of this file watches them.
+"""Every private name of Keras that the library uses; the tests of this file fail if one changes.
 
-Everything else in this project goes through Keras's and TensorFlow's public API.
+Everything else in this project uses the public APIs of Keras and TensorFlow.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Within, `optimizer.apply` takes gradients as they are, and does not sum them over replicas.
+    """Makes `optimizer.apply` use gradients as they are, without summing them over replicas.
 
-    In replica context `apply` always all-reduces, and has no argument that says otherwise.
-    Ours are summed before they are judged and clipped; a second sum would make them
-    num_replicas times too large. The public override point, `update_step`, would mean
-    writing all of `apply` again: iterations, schedules, weight decay, EMA, constraints.
+    In replica context `apply` always all-reduces, and no argument turns that off. Our gradients
+    are summed before they are checked and clipped, so a second sum would make them num_replicas
+    times too large. Overriding the public `update_step` instead would mean reimplementing the
+    rest of `apply`: iterations, schedules, weight decay, EMA, constraints.
     """
     optimizer._all_reduce_sum_gradients = list
     try:
@@ -28,11 +28,12 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
 
 
 @contextlib.contextmanager
-def updates_counted_at_once(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Within, `optimizer.apply` adds 1 to `iterations` in one operation, which loses no update.
+def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Makes `optimizer.apply` increment `iterations` in one atomic operation.
 
-    Keras reads the number and writes it back plus 1; workers that do so at the same time count
-    once. `assign_add` is public; that `apply` counts by calling it is not promised.
+    Keras reads the number and then writes it back plus 1, so workers that update at the same time
+    would be counted once. `assign_add` is public; that `apply` counts by calling it is an
+    implementation detail.
     """
     counter = optimizer.iterations
     counter.assign_add = counter.value.assign_add
@@ -43,17 +44,18 @@ def updates_counted_at_once(optimizer: keras.optimizers.Optimizer) -> Iterator[N
 
 
 def all_layers(model: keras.Model) -> list[keras.Layer]:
-    """Returns a model and all layers in it, however deep; `model.layers` has the first level."""
+    """Returns the model and all of its layers at any depth; `model.layers` has only the first."""
     return list(model._flatten_layers())
 
 
 @contextlib.contextmanager
-def lent_calls(
+def replaced_calls(
     layers: Sequence[keras.Layer], make: Callable[[keras.Layer], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Within, each layer is called by what `make` returns for it; then by what it had before.
+    """Replaces each layer's `call` by what `make` returns for that layer, and restores it after.
 
-    `call` is public; that Keras looks for it in the layer, and not in its class, is not promised.
+    `call` is public; that Keras looks it up on the instance, and not on the class, is an
+    implementation detail.
     """
     before = [vars(layer).get("call") for layer in layers]
     for layer in layers:
@@ -68,20 +70,20 @@ def lent_calls(
 
 
 @contextlib.contextmanager
-def penalties_in_float32(model: keras.Model) -> Iterator[None]:
-    """Within, activity regularizers see float32 activations, also those of half-precision layers.
+def regularizers_in_float32(model: keras.Model) -> Iterator[None]:
+    """Casts activations to float32 for activity regularizers, in half-precision layers too.
 
-    A sum of squares overflows float16 at 65504: a hundred activations of 30 are enough.
-    Setting a layer's `activity_regularizer` is public; finding all layers is not.
+    A sum of squares overflows float16 at 65504; a hundred activations of 30 are enough. Setting a
+    layer's `activity_regularizer` is public; finding all layers is not.
     """
     layers = [layer for layer in all_layers(model) if layer.activity_regularizer is not None]
     regularizers = [layer.activity_regularizer for layer in layers]
 
-    def widened(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda activation: regularizer(tf.cast(activation, tf.float32))
 
     for layer, regularizer in zip(layers, regularizers, strict=True):
-        layer.activity_regularizer = widened(regularizer)
+        layer.activity_regularizer = in_float32(regularizer)
     try:
         yield
     finally:
@@ -90,17 +92,17 @@ def penalties_in_float32(model: keras.Model) -> Iterator[None]:
 
 
 def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Within, the model's half-precision layers compute in float32, on the same variables.
+    """Returns a context in which half-precision layers compute in float32 on the same variables.
 
-    Trace a function inside it; the trace keeps float32 afterwards.
+    A function that is traced inside the context keeps computing in float32 afterwards.
     """
     half = [layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")]
-    return under_policy("float32", half)
+    return with_dtype_policy("float32", half)
 
 
 @contextlib.contextmanager
-def under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Within, layers are under another dtype policy, on the variables that they have.
+def with_dtype_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Gives layers another dtype policy, keeps their variables, and restores the policy after.
 
     Setting a layer's `dtype_policy` is public; finding all layers is not.
     """
@@ -114,10 +116,13 @@ def under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
             layer.dtype_policy = before
 
 
-def slots_of(optimizer: Any, variable: tf.Variable) -> list[tf.Variable]:
-    """Returns what Adam or SGD keeps for a variable, in the order of its update rule.
+def slot_variables(
+    optimizer: keras.optimizers.Optimizer, variable: tf.Variable
+) -> list[tf.Variable]:
+    """Returns the slots that Adam or SGD keeps for a variable, in the order of its update rule.
 
-    `optimizer.variables` is public; which of them belong to which variable is not.
+    SGD has one slot, the momentum; Adam has the first and the second moment. `optimizer.variables`
+    is public; which of them belong to which model variable is not.
     """
     position = optimizer._get_variable_index(variable)
     if isinstance(optimizer, keras.optimizers.SGD):

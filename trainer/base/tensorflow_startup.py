@@ -1,11 +1,11 @@
-"""Imports TensorFlow with what must be decided before: fast kernels, and fewer remarks.
+"""Imports TensorFlow with settings that must be made first: oneDNN on, start-up messages off.
 
-oneDNN's kernels are TensorFlow's default only on processors with AVX-512 VNNI and the like. With
-AVX2 alone they are faster, too: docs/performance.md has figures.
+TensorFlow enables oneDNN by default only on processors with AVX-512 VNNI or similar. Its kernels
+are faster on AVX2-only processors too: docs/performance.md has figures.
 
-TensorFlow 2.21 writes remarks to the process's standard error before any setting of its own
-counts, so they are caught there, and looked through, while it is imported and looks for devices.
-Warnings and errors stay.
+TensorFlow 2.21 writes messages to the process's standard error before any of its own settings
+takes effect. So standard error is redirected while TensorFlow is imported and lists its devices,
+and only warnings and errors are passed on.
 """
 
 import os
@@ -15,52 +15,51 @@ import re
 import sys
 import tempfile
 
-LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
-REMARK = re.compile(
+INFO = re.compile(
     rb"I\d{4} |WARNING: All log messages before absl::InitializeLog\(\)|"
     rb"To enable the following instructions: "
 )
-NO_CARD = re.compile(rb"E\d{4} .*failed call to cuInit")  # no error where there is no card
+NO_GPU = re.compile(rb"E\d{4} .*failed call to cuInit")  # expected on a machine without a GPU
 
 
 def import_tensorflow() -> None:
-    """Imports TensorFlow, if nobody has, and lets it report errors alone from then on.
+    """Imports TensorFlow unless it is already imported, and sets its C++ log level to errors only.
 
-    The environment may say otherwise: `TF_CPP_MIN_LOG_LEVEL` 1 adds warnings, 0 everything;
-    `TF_ENABLE_ONEDNN_OPTS` 0 leaves oneDNN out.
+    Environment variables override both settings: `TF_CPP_MIN_LOG_LEVEL=1` also logs warnings and
+    `=0` everything; `TF_ENABLE_ONEDNN_OPTS=0` turns oneDNN off.
     """
     if "tensorflow" in sys.modules:
         return
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault(ONEDNN, "1")
-    if os.environ.setdefault(LEVEL, "2") == "0":
+    if os.environ.setdefault(LOG_LEVEL, "2") == "0":
         return
     sys.stderr.flush()
-    error_output = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
+    original_stderr = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
-            import tensorflow as tf  # noqa: PLC0415  # it is what is to be caught
+            import tensorflow as tf  # noqa: PLC0415  # its output is captured
 
             tf.config.list_physical_devices()
         finally:
             sys.stderr.flush()
-            os.dup2(error_output, 2)
-            os.close(error_output)
-            caught.seek(0)
-            has_card = any(pathlib.Path("/dev").glob("nvidia*"))
-            os.write(2, b"".join(kept(caught.readlines(), has_card=has_card)))
+            os.dup2(original_stderr, 2)
+            os.close(original_stderr)
+            captured.seek(0)
+            has_gpu = any(pathlib.Path("/dev").glob("nvidia*"))
+            os.write(2, b"".join(without_noise(captured.readlines(), has_gpu=has_gpu)))
 
 
-def kept(lines: list[bytes], *, has_card: bool) -> list[bytes]:
-    """Returns the lines that are more than remarks.
+def without_noise(lines: list[bytes], *, has_gpu: bool) -> list[bytes]:
+    """Returns the lines of TensorFlow's start-up output that are warnings or errors.
 
     Example:
-        >>> kept([b"I0000 port.cc:153] oneDNN is on", b"W0000 a.cc:1] b"],
-        ...      has_card=True)
+        >>> without_noise([b"I0000 port.cc:153] oneDNN is on", b"W0000 a.cc:1] b"], has_gpu=True)
         [b'W0000 a.cc:1] b']
     """
-    noise = (REMARK,) if has_card else (REMARK, NO_CARD)
-    return [line for line in lines if not any(each.match(line) for each in noise)]
+    noise = (INFO,) if has_gpu else (INFO, NO_GPU)
+    return [line for line in lines if not any(pattern.match(line) for pattern in noise)]

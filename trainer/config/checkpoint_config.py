@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 
 from scaling.base.argument_checks import is_number
-from trainer.base.argument_checks import check_bool, check_choice, check_count, check_whole
+from trainer.base.argument_checks import check_bool, check_choice, check_count, check_nonnegative
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.compatibility import check_changeable
 from trainer.data.iterator_state import RESUME_MODES
@@ -42,7 +42,7 @@ class Saving:
             )
         check_count("max_to_keep", self.max_to_keep)
         check_bool("async_checkpoint", self.async_checkpoint)
-        check_whole("keep_best", self.keep_best)
+        check_nonnegative("keep_best", self.keep_best)
         if not isinstance(self.best_metric, str):
             raise TypeError(
                 f"`best_metric` must be a name; got {self.best_metric!r}. It is a result of the "

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.base.argument_checks import check_count
-from trainer.base.autograph import not_rewritten
+from trainer.base.autograph import without_autograph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _from_arrays(
     else:
         indices = shuffled_for_ever(lengths[0], global_batch, shuffle_seed)
 
-    @not_rewritten
+    @without_autograph
     def gathered(rows: tf.Tensor) -> Any:
         return tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
 
@@ -209,7 +209,7 @@ def again_and_again(found: Batches) -> tf.data.Dataset:
     """Returns the first batch for ever; what is traced with it, fits all the data."""
     spec = found.dataset.element_spec
 
-    @not_rewritten
+    @without_autograph
     def as_the_data(*batch: Any) -> Any:
         pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
         return tf.nest.pack_sequence_as(spec, [as_open_as(tensor, one) for tensor, one in pairs])
@@ -217,7 +217,7 @@ def again_and_again(found: Batches) -> tf.data.Dataset:
     return untuned(tf.data.Dataset.from_tensors(found.first).repeat().map(as_the_data))
 
 
-@not_rewritten
+@without_autograph
 def as_open_as(tensor: Any, spec: Any) -> Any:
     """Returns a tensor of whose shape a graph knows no more than a spec says."""
     if not isinstance(spec, tf.TensorSpec):  # ragged or sparse: its spec says all there is
@@ -232,7 +232,7 @@ def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Da
     TensorFlow's global seed, and would put its buffer into every checkpoint.
     """
 
-    @not_rewritten
+    @without_autograph
     def one_pass(number: tf.Tensor) -> tf.data.Dataset:
         indices = tf.range(examples, dtype=tf.int64)
         seeds = tf.stack([tf.constant(seed, tf.int64), number])

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
-from trainer.base.autograph import call_user, not_rewritten
+from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
@@ -99,7 +99,7 @@ class Evaluator:
         metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
-    @not_rewritten
+    @without_autograph
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a global batch's weighted sum of losses, and of weights; see `eval_step`."""
         weights = check_weights(call_user(self._task.example_weights, batch), batch)

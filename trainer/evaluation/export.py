@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.base.argument_checks import check_choice, check_path
-from trainer.base.keras_private import all_layers, under_policy
+from trainer.base.keras_private import all_layers, with_dtype_policy
 
 PRECISIONS = ("train", "float32", "float16", "bfloat16")
 # The relative distance from 1 to the next number.
@@ -44,7 +44,9 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
         if precision == "train":
             model.save(file)
         else:
-            with under_policy(precision, [each for each in all_layers(model) if is_real(each)]):
+            with with_dtype_policy(
+                precision, [each for each in all_layers(model) if is_real(each)]
+            ):
                 model.save(file)
         return keras.saving.load_model(file, custom_objects=classes_of(model), compile=False)
 

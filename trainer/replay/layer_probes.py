@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.base.keras_private import all_layers, lent_calls
+from trainer.base.keras_private import all_layers, replaced_calls
 
 
 class Probes:
@@ -57,7 +57,7 @@ def probing(model: keras.Model) -> Iterator[Probes]:
     Enter it while a function is traced, and read the probes in the same trace.
     """
     probes = Probes()
-    with lent_calls(innermost(model), lambda layer: probed(layer, probes)):
+    with replaced_calls(innermost(model), lambda layer: probed(layer, probes)):
         yield probes
 
 

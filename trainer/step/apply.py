@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import gradients_already_reduced, updates_counted_at_once
+from trainer.base.keras_private import atomic_update_count, gradients_already_reduced
 from trainer.step.fused import fused_updates
 from trainer.step.plan import Phase, StepPlan
 from trainer.step.replica import ReplicaResult
@@ -47,7 +47,7 @@ def commit(
 @contextlib.contextmanager
 def applied_as_they_are(phase: Phase, plan: StepPlan) -> Iterator[None]:
     """Within, a phase's optimizers take gradients that are summed already, and count exactly."""
-    own = updates_counted_at_once if strategies.is_asynchronous(plan.strategy) else fused_updates
+    own = atomic_update_count if strategies.is_asynchronous(plan.strategy) else fused_updates
     with contextlib.ExitStack() as stack:
         for objective in phase.objectives:
             stack.enter_context(gradients_already_reduced(objective.optimizer))

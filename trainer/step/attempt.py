@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.base.autograph import call_user, not_rewritten
+from trainer.base.autograph import call_user, without_autograph
 from trainer.step.apply import applied_as_they_are, commit, commit_here, write_held_back
 from trainer.step.checks import check_same_rule, check_weights
 from trainer.step.diagnose import locate
@@ -38,7 +38,7 @@ class Attempt(NamedTuple):
     again: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `state`
 
 
-@not_rewritten
+@without_autograph
 def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
     """Attempts one update, once or, after an overflow, again with the same batch.
 

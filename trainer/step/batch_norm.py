@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import all_layers, lent_calls
+from trainer.base.keras_private import all_layers, replaced_calls
 
 LEAST_EPSILON = 1.001e-5  # that every kernel takes
 
@@ -30,7 +30,7 @@ def fused_batch_norm(model: Any, *, wanted: bool) -> contextlib.AbstractContextM
     """
     wanted &= isinstance(model, keras.Model)
     layers = [layer for layer in all_layers(model) if can_be_fused(layer)] if wanted else []
-    return lent_calls(layers, lambda layer: functools.partial(fused_call, layer, layer.call))
+    return replaced_calls(layers, lambda layer: functools.partial(fused_call, layer, layer.call))
 
 
 def can_be_fused(layer: keras.Layer) -> bool:

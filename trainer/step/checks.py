@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import scaling
 from scaling.rules.rule import check_rule
-from trainer.base.argument_checks import check_bool, check_count, check_momentum
+from trainer.base.argument_checks import check_bool, check_count, check_ema_momentum
 from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
 from trainer.step.rollback import tensorflow_variable
@@ -203,7 +203,7 @@ def check_own_settings(
             )
     if ema_momentum is None:
         return
-    check_momentum(ema_momentum)
+    check_ema_momentum(ema_momentum)
     if optimizer.use_ema:
         raise ValueError(
             "`ema_momentum` must be None if the optimizer keeps an average; got "

@@ -14,7 +14,7 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import penalties_in_float32
+from trainer.base.keras_private import regularizers_in_float32
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.checks import check_not_rounded
 from trainer.step.gradients import count_nonfinite
@@ -169,7 +169,7 @@ def forward(
             call_user(compute_loss, batch, training=True), batch, objectives
         )
         return ForwardPass(losses, aux, tf.constant(0.0), [])
-    with penalties_in_float32(model), HoldBack([*held_back, *seeds], [*values, *keys]) as scope:
+    with regularizers_in_float32(model), HoldBack([*held_back, *seeds], [*values, *keys]) as scope:
         losses, aux = losses_and_aux(
             call_user(compute_loss, batch, training=True), batch, objectives
         )

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import slots_of
+from trainer.base.keras_private import slot_variables
 
 Rule = Callable[[Any, Any, Any], None]  # (gradient, variable, learning_rate)
 
@@ -65,7 +65,7 @@ def adam(optimizer: Any) -> Rule:
             powers.extend(
                 tf.pow(float(beta), step) for beta in (optimizer.beta_1, optimizer.beta_2)
             )
-        first, second = slots_of(optimizer, variable)
+        first, second = slot_variables(optimizer, variable)
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
             m=first.handle,
@@ -86,7 +86,7 @@ def momentum(optimizer: Any) -> Rule:
     """Returns the rule of SGD with momentum, Nesterov's or not."""
 
     def rule(gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
-        [velocity] = slots_of(optimizer, variable)
+        [velocity] = slot_variables(optimizer, variable)
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable.handle,
             accum=velocity.handle,

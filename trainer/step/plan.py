@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.base.argument_checks import check_whole
+from trainer.base.argument_checks import check_nonnegative
 from trainer.base.keras_private import computing_in_float32
 from trainer.step import checks
 from trainer.step.clip import Clip
@@ -170,7 +170,7 @@ def plan_step(
         max_skips=max_skips,
         float32_after=1 if float32_after is None else float32_after,
     )
-    check_whole("max_retries", max_retries)
+    check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     objectives = objectives_of(model, optimizer)

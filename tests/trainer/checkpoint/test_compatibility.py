@@ -241,14 +241,15 @@ def test_names_to_allow_come_in_a_sequence():
     with pytest.raises(TypeError) as error:
         check_changeable("seed")
     assert str(error.value) == (
-        "`allow_changes` must be a sequence of names; got 'seed'. Each is something that may differ "
+        "`allow_changes` must be a sequence of names; got 'seed'. Each is something that may "
+        "differ "
         "from the checkpoint. Pass ('seed',)."
     )
     with pytest.raises(ValueError, match="one of") as error:
         check_changeable(("seeds",))
     assert str(error.value) == (
         "`allow_changes` must be one of 'precision', 'loss_scale', 'seed', 'num_replicas', "
-        "'global_batch', 'data'; got 'seeds'. The trainer knows no other way. Did you mean 'seed'?"
+        "'global_batch', 'data'; got 'seeds'. There are no other choices. Did you mean 'seed'?"
     )
 
 

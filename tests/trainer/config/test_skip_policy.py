@@ -290,7 +290,8 @@ def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, 
 
     name = trainer.model.trainable_variables[1].path
     assert str(error.value) == (
-        "`weights` must be finite; got 1 skipped steps in a row by step 5, the last one weights, in "
+        "`weights` must be finite; got 1 skipped steps in a row by step 5, the last one weights, "
+        "in "
         f"the weights of {name}: {counts}. The loss scale went 2^15. {HINTS[Cause.WEIGHTS]}"
     )
     assert trainer.totals == Totals(4, {"weights": 1})
@@ -417,7 +418,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
     totals = made["skip"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6).totals
 
     assert str(error.value) == (
-        "`compute_loss` must return finite losses; got 1 skipped steps in a row by step 4, the last "
+        "`compute_loss` must return finite losses; got 1 skipped steps in a row by step 4, the "
+        "last "
         f"one forward, in the losses on replica {replicas - 1}: 0 inf, 1 NaN. The loss scale went "
         f"2^15, 2^14. {HINTS[Cause.FORWARD]}"
     )
@@ -471,7 +473,8 @@ def test_holding_warns_and_then_ends(caplog):
         trainer.train(numbered(np.nan), steps=100)
 
     assert str(error.value) == (
-        "`max_consecutive_skips` must not be reached; got 20 skipped steps in a row by step 20, the "
+        "`max_consecutive_skips` must not be reached; got 20 skipped steps in a row by step 20, "
+        "the "
         "last one forward, in the losses on replica 0: 0 inf, 1 NaN. The loss scale went 2^15. "
         f"{HINTS[Cause.FORWARD]}"
     )
@@ -672,7 +675,7 @@ def test_a_module_cannot_be_computed_in_float32():
     )
 
 
-OF_ONE = "It counts steps, examples or parts of a batch. Use 1 or more."
+OF_ONE = "It is a count. Pass a positive integer."
 
 
 @pytest.mark.parametrize(
@@ -680,33 +683,33 @@ OF_ONE = "It counts steps, examples or parts of a batch. Use 1 or more."
     [
         (
             {"on_overflow": "retri"},
-            "`on_overflow` must be one of 'skip', 'retry'; got 'retri'. The trainer knows no other "
-            "way. Did you mean 'retry'?",
+            "`on_overflow` must be one of 'skip', 'retry'; got 'retri'. There are no other "
+            "choices. Did you mean 'retry'?",
         ),
         (
             {"on_overflow": None},
-            "`on_overflow` must be one of 'skip', 'retry'; got None. The trainer knows no other way. "
-            "Choose one of them.",
+            "`on_overflow` must be one of 'skip', 'retry'; got None. There are no other choices. "
+            "Pass one of these.",
         ),
         (
             {"on_nonfinite_loss": "rise"},
-            "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'rise'. The trainer knows no "
-            "other way. Did you mean 'raise'?",
+            "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'rise'. There are no other "
+            "choices. Did you mean 'raise'?",
         ),
         (
             {"on_nonfinite_loss": "retry"},
-            "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'retry'. The trainer knows no "
-            "other way. Choose one of them.",
+            "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'retry'. There are no other "
+            "choices. Pass one of these.",
         ),
         (
             {"on_stuck": "float16"},
-            "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'float16'. The trainer knows "
-            "no other way. Did you mean 'float32'?",
+            "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'float16'. There are no "
+            "other choices. Did you mean 'float32'?",
         ),
         (
             {"on_stuck": "skip"},
-            "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'skip'. The trainer knows no "
-            "other way. Choose one of them.",
+            "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'skip'. There are no other "
+            "choices. Pass one of these.",
         ),
         ({"max_retries": 0}, f"`max_retries` must be an int of at least 1; got 0. {OF_ONE}"),
         ({"max_retries": True}, f"`max_retries` must be an int of at least 1; got True. {OF_ONE}"),

@@ -125,6 +125,6 @@ def test_what_cannot_be_written_is_refused(run):
     with pytest.raises(ValueError, match="precision") as error:
         run.export("model.keras", precision="half")
     assert str(error.value) == (
-        "`precision` must be one of 'train', 'float32', 'float16', 'bfloat16'; got 'half'. The "
-        "trainer knows no other way. Choose one of them."
+        "`precision` must be one of 'train', 'float32', 'float16', 'bfloat16'; got 'half'. There "
+        "are no other choices. Pass one of these."
     )

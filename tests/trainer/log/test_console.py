@@ -3,11 +3,7 @@
 import contextlib
 import csv
 import io
-import os
-import platform
 import re
-import subprocess
-import sys
 import time
 
 import keras
@@ -18,7 +14,6 @@ from helpers import STEEP, Linear, overflowing
 from rich.console import Console
 
 from trainer import Trainer
-from trainer.base.tensorflow_startup import LEVEL, ONEDNN, kept
 from trainer.log.model_table import build_table, total_size, variable_rows
 from trainer.log.writers import append_row
 
@@ -205,54 +200,3 @@ def test_a_profile_is_of_the_steps_that_were_asked_for(tmp_path, monkeypatch):
 
     assert seen == [("start", 6), ("stop", 9)]
     assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
-
-
-def test_only_remarks_are_left_out():
-    """Errors and warnings stay; that there is no driver is no error where there is no card."""
-    remarks = [
-        b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n",
-        b"I0000 00:00:1 1 port.cc:153] oneDNN custom operations are on.\n",
-        b"To enable the following instructions: AVX2, rebuild TensorFlow.\n",
-    ]
-    told = [
-        b"W0000 00:00:1 1 gpu_device.cc:1] Cannot dlopen some GPU libraries.\n",
-        b"E0000 00:00:1 1 other.cc:1] something is wrong\n",
-        b"a warning of Python's\n",
-    ]
-    driver = [b"E0000 00:00:1 1 cuda_platform.cc:52] failed call to cuInit: UNKNOWN ERROR (303)\n"]
-
-    assert kept([*remarks, *told, *driver], has_card=False) == told
-    assert kept([*remarks, *told, *driver], has_card=True) == told + driver
-
-
-@pytest.mark.parametrize("level", [None, pytest.param("0", marks=pytest.mark.slow)])
-def test_nothing_but_our_own_lines(level):
-    """A program that imports `trainer` before TensorFlow prints none of its start-up remarks, unless it
-    is asked to.
-    """
-    result = imported(**{LEVEL: level} if level else {})
-
-    assert result.stdout == "ours\n"
-    assert (result.stderr == "") == (level is None)
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="unmeasured elsewhere")
-@pytest.mark.parametrize("told", [None, pytest.param("0", marks=pytest.mark.slow)])
-def test_onednn_is_on_unless_told_otherwise(told):
-    """TensorFlow would leave it out on many processors, where convolutions are slower for it."""
-    result = imported(**{LEVEL: "0"} | ({ONEDNN: told} if told else {}))
-
-    assert ("oneDNN custom operations are on" in result.stderr) == (told is None)
-
-
-def imported(**environment):
-    """What a process says that imports us first, in an environment that decides nothing else."""
-    decided = {name: value for name, value in os.environ.items() if name not in (LEVEL, ONEDNN)}
-    return subprocess.run(
-        [sys.executable, "-c", "import trainer, tensorflow as tf; tf.zeros([2]); print('ours')"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-        env=decided | environment,
-    )

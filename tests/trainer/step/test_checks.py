@@ -72,7 +72,8 @@ def weightless():
         ),
         (
             {"loss_scale": "dynamite"},
-            "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, headroom, "
+            "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, "
+            "headroom, "
             "keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, metaseq, flax, jmp; got "
             "'dynamite'. No rule has that name. Did you mean 'dynamic'?",
         ),
@@ -83,19 +84,20 @@ def weightless():
         ),
         (
             {"jit_compile": "yes"},
-            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True; got 'yes'. The "
-            "trainer knows no other way. Choose one of them.",
+            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True; got "
+            "'yes'. There are no other choices. Pass one of these.",
         ),
         (
             {"metrics": ["accuracy"]},
             "`metrics` must be a function that returns metrics by name; got list. They are made in "
-            "the strategy's scope, once for training and once for evaluation. Pass for instance lambda: "
+            "the strategy's scope, once for training and once for evaluation. Pass for instance "
+            "lambda: "
             '{"accuracy": keras.metrics.Accuracy()}.',
         ),
         (
             {"num_microbatches": 0},
-            "`num_microbatches` must be an int of at least 1; got 0. It counts steps, examples or "
-            "parts of a batch. Use 1 or more.",
+            "`num_microbatches` must be an int of at least 1; got 0. It is a count. Pass a "
+            "positive integer.",
         ),
         (
             {"global_clipnorm": -1.0},
@@ -143,7 +145,8 @@ def test_arguments_are_refused_when_given(arguments, message):
             },
             "`model` must be built under the policy 'mixed_float16'; got layer 'dense' under "
             "'float32'. The precision is chosen when layers are made. Build it in build_model() or "
-            "pass a function as model=, and leave dtype= out, or give the trainer the precision the "
+            "pass a function as model=, and leave dtype= out, or give the trainer the precision "
+            "the "
             "model has.",
         ),
         (
@@ -163,13 +166,16 @@ def test_arguments_are_refused_when_given(arguments, message):
                 "precision": "mixed_float16",
             },
             "`model` must keep its weights in float32; got 'sequential/dense/kernel' in float16. "
-            "Half precision loses every update smaller than 2^-11 of a weight. Use a mixed_ policy, "
+            "Half precision loses every update smaller than 2^-11 of a weight. Use a mixed_ "
+            "policy, "
             "which computes in half and keeps float32 master weights.",
         ),
         (
             {"model": compiled},
-            "`model` must not be compiled; got 'sequential', on which compile() was called. Its own "
-            "optimizer and loss would be ignored, and under mixed_float16 it wraps the optimizer in "
+            "`model` must not be compiled; got 'sequential', on which compile() was called. Its "
+            "own "
+            "optimizer and loss would be ignored, and under mixed_float16 it wraps the optimizer "
+            "in "
             "a second loss scaling. Leave compile() out.",
         ),
         (
@@ -184,7 +190,8 @@ def test_arguments_are_refused_when_given(arguments, message):
         ),
         (
             {"optimizer": lambda: 3},
-            "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls its apply(). "
+            "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls its "
+            "apply(). "
             "Return one from build_optimizer(), or pass optimizer=.",
         ),
         (
@@ -338,15 +345,18 @@ def another_rule(ours, theirs):
         (
             {"seed": 0},
             {"seed": 1},
-            "`seed` must be that of the run in PATH to go on with it; got seed 1 for 0 there. The run "
+            "`seed` must be that of the run in PATH to go on with it; got seed 1 for 0 there. The "
+            "run "
             "would go on with other random numbers and, of arrays, other batches. Use another "
             'model_dir, or pass allow_changes=("seed",).',
         ),
         (
             {},
             {"model": lambda: linear_model(units=2)},
-            "`model_dir` must be new, or that of a run with the same model; got PATH, where a variable "
-            "differs: sequential_1/dense_1/kernel: float32 (1, 2) here for sequential/dense/kernel: "
+            "`model_dir` must be new, or that of a run with the same model; got PATH, where a "
+            "variable "
+            "differs: sequential_1/dense_1/kernel: float32 (1, 2) here for "
+            "sequential/dense/kernel: "
             "float32 (1, 1) there, at place 0. Its values would have nowhere to go. Use another "
             "model_dir, with init_from= to take over a model's weights alone.",
         ),
@@ -354,7 +364,8 @@ def another_rule(ours, theirs):
             {},
             {"optimizer": keras.optimizers.Adam},
             "`model_dir` must be new, or that of a run with the same optimizer; got PATH, where a "
-            "variable differs: adam/sequential_1_dense_1_kernel_momentum: float32 (1, 1) here for none "
+            "variable differs: adam/sequential_1_dense_1_kernel_momentum: float32 (1, 1) here for "
+            "none "
             "there, at place 2. Its values would have nowhere to go. Use another model_dir, with "
             "init_from= to take over a model's weights alone.",
         ),
@@ -400,7 +411,8 @@ def test_what_to_evaluate_on_is_checked_before_the_first_step(arguments, message
             tf.reduce_mean,
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
-            "trainer weighs and averages them over the global batch itself. Leave out the mean over "
+            "trainer weighs and averages them over the global batch itself. Leave out the mean "
+            "over "
             "examples, and average over any other dimension.",
         ),
         (
@@ -424,7 +436,8 @@ def test_what_to_evaluate_on_is_checked_before_the_first_step(arguments, message
         (
             tf.stop_gradient,
             ValueError,
-            "`compute_loss` must depend on a trainable variable; got 1 gradients that are all None. "
+            "`compute_loss` must depend on a trainable variable; got 1 gradients that are all "
+            "None. "
             "There is nothing to update. Compute the losses from self.model's output, without "
             "tf.stop_gradient or numpy on the way.",
         ),
@@ -472,7 +485,8 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             DATASET.batch(4).take(0),
             {"global_batch": None},
             "`train_data` must hold at least one batch; got an empty dataset. There is nothing to "
-            "take a step on. Look at its source, at filters, and at batch(..., drop_remainder=True).",
+            "take a step on. Look at its source, at filters, and at batch(..., "
+            "drop_remainder=True).",
         ),
         (
             DATASET.batch(4).filter(lambda x, y: False),  # noqa: ARG005
@@ -493,31 +507,36 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             DATASET.batch(4),
             {},
-            "`global_batch` must be None unless `train_data` is arrays; got 4. A dataset is batched "
+            "`global_batch` must be None unless `train_data` is arrays; got 4. A dataset is "
+            "batched "
             "already. Leave it out, or set it where the dataset is made.",
         ),
         (
             (X, X),
             {"global_batch": None},
-            "`global_batch` must be at least 1 when `train_data` is arrays; got None. Arrays do not "
+            "`global_batch` must be at least 1 when `train_data` is arrays; got None. Arrays do "
+            "not "
             "say how to batch them. Pass for instance global_batch=64.",
         ),
         (
             (X, X[:5]),
             {},
-            "`train_data` must have as many examples in every array; got [8, 5]. The first dimension "
+            "`train_data` must have as many examples in every array; got [8, 5]. The first "
+            "dimension "
             "is the example. Cut them to the same length.",
         ),
         (
             ([X, X], X),
             {},
-            "`train_data` must have no lists in it; got one. tf.data would stack them into one tensor. "
+            "`train_data` must have no lists in it; got one. tf.data would stack them into one "
+            "tensor. "
             "Use tuples or dicts for several inputs, and NumPy arrays for numbers.",
         ),
         (
             "digits",
             {},
-            "`train_data` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, or "
+            "`train_data` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
+            "or "
             "arrays; got str. Nothing else can be batched. Pass for instance (x, y) with "
             "global_batch=64.",
         ),
@@ -530,7 +549,8 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             X,
             {},
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            "got a single tensor. It cannot tell inputs from labels. Override compute_loss(batch, training), "
+            "got a single tensor. It cannot tell inputs from labels. Override compute_loss(batch, "
+            "training), "
             "or map the dataset to tuples.",
         ),
         (
@@ -625,7 +645,8 @@ def test_float16_without_a_loss_scale_is_warned_of_once(monkeypatch, caplog):
             make(precision="mixed_float16", loss_scale=None)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "loss_scale=None with precision='mixed_float16': small gradients are lost to underflow. Use "
+        "loss_scale=None with precision='mixed_float16': small gradients are lost to underflow. "
+        "Use "
         'loss_scale="dynamic", or "none" if that is what you want.'
     ]
 
@@ -647,7 +668,8 @@ def test_only_a_keras_model_is_exported():
         trainer.export("model.keras")
 
     assert str(error.value) == (
-        "`export` must be asked of a trainer of a keras.Model; got Line. Only Keras can write one to "
+        "`export` must be asked of a trainer of a keras.Model; got Line. Only Keras can write one "
+        "to "
         "a file with its layers. Use tf.saved_model.save, or "
         "tf.train.Checkpoint(model=trainer.model)."
     )

@@ -1,0 +1,168 @@
+"""Argument checks: what each accepts, and the whole message for what it refuses."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from trainer.base.argument_checks import (
+    check_bool,
+    check_choice,
+    check_count,
+    check_ema_momentum,
+    check_keep_count,
+    check_no_unknown_arguments,
+    check_nonnegative,
+    check_path,
+    check_seed,
+    check_writable,
+)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None])
+def test_a_count_is_a_positive_integer(value):
+    """Python's and NumPy's integers count; floats, bools and strings do not."""
+    check_count("steps", 1)
+    check_count("steps", np.int64(2**40))
+    with pytest.raises(ValueError, match="`steps`") as error:
+        check_count("steps", value)
+
+    assert str(error.value) == (
+        f"`steps` must be an int of at least 1; got {value!r}. It is a count. Pass a positive "
+        "integer."
+    )
+
+
+@pytest.mark.parametrize("value", [-1, 0.0, False])
+def test_a_nonnegative_count_may_be_zero(value):
+    """0 is accepted as an integer only."""
+    check_nonnegative("max_retries", 0)
+    with pytest.raises(ValueError, match="`max_retries`") as error:
+        check_nonnegative("max_retries", value)
+
+    assert str(error.value) == (
+        f"`max_retries` must be an int of at least 0; got {value!r}. It is a count, and 0 means "
+        "none. Pass 0 or a positive integer."
+    )
+
+
+@pytest.mark.parametrize("value", [0, 1, "yes", None])
+def test_a_bool_is_true_or_false(value):
+    """0 and 1 are refused, since a count may have been meant."""
+    check_bool("shuffle", value=True)
+    with pytest.raises(TypeError) as error:
+        check_bool("shuffle", value)
+
+    assert str(error.value) == (
+        f"`shuffle` must be True or False; got {value!r}. It switches something on or off. Pass "
+        "one of the two."
+    )
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True])
+def test_a_seed_fits_its_bits(seed):
+    """None and the whole range are accepted; the reason in the message can be changed."""
+    for good in (None, 0, 2**32 - 1):
+        check_seed(good)
+    with pytest.raises(ValueError, match="`seed`") as error:
+        check_seed(seed)
+
+    assert str(error.value) == (
+        f"`seed` must be an int from 0 to 2^32 - 1, or None; got {seed!r}. It also seeds NumPy, "
+        "which accepts only this range. Use 0, for example."
+    )
+    check_seed(2**32, bits=63)
+
+
+@pytest.mark.parametrize(
+    ("optional", "value", "rule"),
+    [(False, None, "a path"), (True, 3, "a path or None"), (True, "", "a path or None")],
+)
+def test_a_path_is_a_nonempty_string_or_path(optional, value, rule):
+    """None is accepted only where the argument is optional."""
+    check_path("model_dir", pathlib.Path("runs"), "runs/digits")
+    check_path("model_dir", None, "runs/digits", optional=True)
+    with pytest.raises(TypeError) as error:
+        check_path("model_dir", value, "runs/digits", optional=optional)
+
+    assert str(error.value) == (
+        f"`model_dir` must be {rule}; got {value!r}. It names a file or a folder. Pass "
+        '"runs/digits", for example.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("loss_scal", "Did you mean 'loss_scale'?"), ("zzz", "Remove it.")]
+)
+def test_an_unknown_argument_gets_the_nearest_known_name(name, remedy):
+    """Without a similar name, the error says to remove the argument."""
+
+    def function(self, loss_scale, seed): ...
+
+    check_no_unknown_arguments({}, function)
+    with pytest.raises(TypeError) as error:
+        check_no_unknown_arguments({name: 1}, function)
+
+    assert str(error.value) == (
+        f"`{name}` must be an argument of Trainer; got an unknown name. It would have no effect. "
+        f"{remedy}"
+    )
+
+
+def test_a_model_dir_is_created_and_written_to(tmp_path):
+    """A missing folder is created and left empty; a file in its place is an error."""
+    check_writable(None)
+    check_writable(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    taken = tmp_path / "notes.txt"
+    taken.touch()
+    with pytest.raises(ValueError, match="`model_dir`") as error:
+        check_writable(taken)
+
+    assert str(error.value) == (
+        f"`model_dir` must be a writable directory; got '{taken}': File exists. Checkpoints and "
+        "logs are written there. Choose another directory, or pass None to write no files."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [("retri", "Did you mean 'retry'?"), (None, "Pass one of these."), (7, "Pass one of these.")],
+)
+def test_a_choice_is_one_of_a_list(value, remedy):
+    """The nearest choice is suggested if there is one."""
+    check_choice("on_overflow", "skip", ("skip", "retry"))
+    with pytest.raises(ValueError, match="`on_overflow`") as error:
+        check_choice("on_overflow", value, ("skip", "retry"))
+
+    assert str(error.value) == (
+        f"`on_overflow` must be one of 'skip', 'retry'; got {value!r}. There are no other choices. "
+        f"{remedy}"
+    )
+
+
+def test_files_are_kept_only_in_a_model_dir(tmp_path):
+    """Without a `model_dir` the only count allowed is 0."""
+    check_keep_count("keep_best", 0, None, "Models")
+    check_keep_count("keep_best", 3, tmp_path, "Models")
+    with pytest.raises(ValueError, match="`keep_best`") as error:
+        check_keep_count("keep_best", 3, None, "Models")
+
+    assert str(error.value) == (
+        "`keep_best` must be 0 without `model_dir`; got 3. Models are saved as files. Pass "
+        "model_dir= as well."
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, "0.9", True])
+def test_an_ema_momentum_lies_between_0_and_1(value):
+    """Neither bound is included; None means that no average is kept."""
+    check_ema_momentum(None)
+    check_ema_momentum(0.999)
+    with pytest.raises(ValueError, match="`ema_momentum`") as error:
+        check_ema_momentum(value)
+
+    assert str(error.value) == (
+        f"`ema_momentum` must be strictly between 0 and 1; got {value!r}. Each update keeps this "
+        "fraction of the old average. 0.999 is a common choice."
+    )
