@@ -1,10 +1,12 @@
-"""Stricter than the user: four CPU devices, warnings are errors, one seed, nothing left behind."""
+"""Shared fixtures and options. Tests run on four CPU devices, from one seed, with warnings as
+errors.
+"""
 
 import os
 import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as `import trainer` has it
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as `import trainer` sets it
 
 import keras
 import pytest
@@ -15,7 +17,7 @@ import strategies
 
 TESTS = pathlib.Path(__file__).parent
 strategies.split_cpu(4)
-# Tracing makes the first example of a test slow; nothing here is about time.
+# No deadline: tracing makes the first example of a test slow, and no test measures time.
 for name, examples in (("default", 15), ("full", 60)):
     settings.register_profile(
         name, deadline=None, derandomize=True, max_examples=examples, print_blob=False
@@ -23,39 +25,43 @@ for name, examples in (("default", 15), ("full", 60)):
 
 
 def pytest_addoption(parser):
-    """`--full` is for CI, by day and by night; `--regenerate`, for whoever has changed an error."""
-    parser.addoption("--full", action="store_true", help="long random searches, and slow tests")
+    """Adds the options of this project."""
+    parser.addoption(
+        "--full", action="store_true", help="also run slow tests, and run random searches longer"
+    )
     parser.addoption(
         "--regenerate",
         action="store_true",
-        help="write docs/errors.md anew instead of comparing it",
+        help="write docs/errors.md instead of comparing it",
     )
 
 
 def pytest_configure(config):
-    """The full run tries more random examples."""
+    """Loads the Hypothesis profile."""
     settings.load_profile("full" if config.getoption("--full") else "default")
 
 
-# By default one and three replicas stand for two and four as well, and in some files three alone,
-# or one, for all; `.ci/nightly` runs these in full.
-ONE_AND_THREE = (
+# Numbers of replicas that only `--full` runs. By default one and three replicas are enough, in some
+# files three or one.
+ONE_AND_THREE_REPLICAS = (
     "trainer/step/test_attempt.py",
     "laws/test_batch_arithmetic.py",
     "trainer/checkpoint/test_saver.py",
 )
-THREE_ALONE = (
+THREE_REPLICAS = (
     "laws/test_transaction.py",
     "laws/test_retry.py",
     "trainer/config/test_skip_policy.py",
     "trainer/step/test_randomness.py",
 )
-ONE_ALONE = ("trainer/step/test_objective.py", "trainer/step/test_fused.py")
-LEFT_OUT = dict.fromkeys(ONE_AND_THREE, (2, 4)) | dict.fromkeys(THREE_ALONE, (1, 2, 4))
-LEFT_OUT |= dict.fromkeys(ONE_ALONE, (2, 3, 4))
+ONE_REPLICA = ("trainer/step/test_objective.py", "trainer/step/test_fused.py")
+ONLY_IN_FULL = dict.fromkeys(ONE_AND_THREE_REPLICAS, (2, 4)) | dict.fromkeys(
+    THREE_REPLICAS, (1, 2, 4)
+)
+ONLY_IN_FULL |= dict.fromkeys(ONE_REPLICA, (2, 3, 4))
 
 
-# Few tests, and slow ones: begun first, so that they do not run alone at the end.
+# Slow files start first, so that none of them runs alone at the end.
 FIRST = (
     "laws/test_resume.py",
     "laws/test_workers.py",
@@ -69,11 +75,11 @@ FIRST = (
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
-    """Puts slow files first; leaves out what is only in the full run, and marks what is more there."""
-    items.sort(key=lambda item: place_of(item) not in FIRST)
+    """Sorts slow files first, skips what only `--full` runs, and marks what it runs longer."""
+    items.sort(key=lambda item: path_of(item) not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if params.get("replicas") in LEFT_OUT.get(place_of(item), ()):
+        if params.get("replicas") in ONLY_IN_FULL.get(path_of(item), ()):
             item.add_marker(pytest.mark.slow)
         slow = item.get_closest_marker("slow")
         searches = getattr(item.obj, "is_hypothesis_test", False)
@@ -83,8 +89,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: only with --full"))
 
 
-def place_of(item):
-    """Where a test's file stands under tests/."""
+def path_of(item):
+    """A test file's path relative to tests/."""
     return item.path.relative_to(TESTS).as_posix()
 
 
@@ -96,7 +102,7 @@ def full(request):
 
 @pytest.fixture(autouse=True)
 def same_start():
-    """Every test starts from the same seed and the float32 policy, and must leave that policy."""
+    """Sets the seed; checks that each test starts and ends with the float32 policy."""
     keras.utils.set_random_seed(0)
     assert keras.config.dtype_policy().name == "float32"
     yield
@@ -105,7 +111,7 @@ def same_start():
 
 @pytest.fixture(scope="session")
 def mirrored():
-    """Mirrored strategies by their number of replicas, each made once."""
+    """Mirrored strategies by number of replicas, each created once."""
     made = {}
 
     def of(replicas):

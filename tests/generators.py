@@ -1,4 +1,6 @@
-"""Hypothesis generators, kept here so that the word "strategies" has one meaning in this project."""
+"""Hypothesis generators. They are not called "strategies", which means tf.distribute strategies
+here.
+"""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,7 +20,9 @@ def powers_of_two(low=-126, high=126):
 
 @st.composite
 def bounds(draw):
-    """An initial scale and the bounds around it, often narrow, so that a scale soon meets them."""
+    """An initial scale and the bounds around it, often narrow, so that a scale soon
+    reaches them.
+    """
     low = draw(st.integers(-126, 126))
     high = draw(st.integers(low, min(low + draw(st.sampled_from([0, 3, 252])), 126)))
     scales = {"min_scale": 2.0**low, "max_scale": 2.0**high}
@@ -37,14 +41,14 @@ def factors(draw):
 
 @st.composite
 def low_scale_intervals(draw, low, high):
-    """No pairs, or one or two within the bounds, scales rising."""
+    """At most two (scale, interval) pairs within the bounds, in rising order of scale."""
     exponents = draw(st.lists(st.integers(low, high), max_size=2, unique=True))
     return tuple((2.0**exponent, draw(st.integers(1, 4))) for exponent in sorted(exponents))
 
 
 @st.composite
 def rules(draw):
-    """Any `DynamicLossScale` that can be built, often one that reaches its bounds soon."""
+    """Any valid `DynamicLossScale`, often one that reaches its bounds soon."""
     constants = draw(factors())
     low, high = (int(np.log2(constants[name])) for name in ("min_scale", "max_scale"))
     return scaling.DynamicLossScale(
@@ -58,7 +62,7 @@ def rules(draw):
 
 @st.composite
 def tolerant_rules(draw):
-    """Any `TolerantLossScale`; its tolerances are shares that short histories reach exactly."""
+    """Any `TolerantLossScale`. Its tolerances are fractions that short histories reach exactly."""
     return scaling.TolerantLossScale(
         **draw(factors()),
         tolerance=draw(st.sampled_from([0, 0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 2 / 3, 0.9])),
@@ -68,7 +72,7 @@ def tolerant_rules(draw):
 
 @st.composite
 def log_max_rules(draw):
-    """Any `LogMaxLossScale` with decays of a memory from one step to a thousand."""
+    """Any `LogMaxLossScale`, with decays that remember from one step to a thousand."""
     return scaling.LogMaxLossScale(
         **draw(bounds()),
         mean_decay=draw(st.sampled_from([0, 0.5, 0.9, 0.99])),
@@ -89,7 +93,9 @@ def histories(max_size=40):
 
 
 def around_half_max():
-    """65504 times a power of two, and its two neighbours: where headroom of any bits ends."""
+    """65504 times a power of two and its two neighbors: the limits of headroom for any number of
+    bits.
+    """
     directions = st.sampled_from([-np.inf, 0.0, np.inf])
     return st.builds(
         lambda exponent, towards: nudged(65504 * 2.0**exponent, towards),
@@ -99,7 +105,7 @@ def around_half_max():
 
 
 def nudged(value, towards):
-    """The float32 next to `value`, upwards for inf, downwards for -inf; for 0, `value` itself."""
+    """The float32 above `value` if `towards` is inf, below it if -inf, and `value` itself if 0."""
     return float(np.nextafter(np.float32(value), np.float32(towards))) if towards else value
 
 
@@ -111,7 +117,7 @@ def magnitudes():
 
 
 def verdicts():
-    """Finite steps with a magnitude, overflows without one, and what no scale can cure."""
+    """Finite steps with a magnitude, overflows without one, and causes that no scale can cure."""
     without = st.sampled_from([float("inf"), float("nan")])
     finite = st.builds(Verdict, st.just(True), st.just(Cause.NONE), st.just(0.0) | magnitudes())
     overflow = st.builds(Verdict, st.just(False), st.sampled_from(CURABLE), without)
@@ -126,7 +132,7 @@ def verdict_histories(max_size=25):
 
 @st.composite
 def calm_histories(draw, max_size=25):
-    """Finite steps whose magnitudes hardly vary: what a running deviation must not invent."""
+    """Finite steps with nearly constant magnitudes, in which a rule must not see a deviation."""
     usual = draw(st.floats(2.0**-30, 2.0**4, width=32))
     around = st.floats(0.875, 1.125, width=32).map(lambda factor: float(np.float32(factor * usual)))
     return draw(
@@ -135,12 +141,12 @@ def calm_histories(draw, max_size=25):
 
 
 def float32s():
-    """Finite float32 numbers, of every size and sign."""
+    """Finite normal float32 numbers of every size and sign."""
     return st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
 
 def float32_arrays():
-    """Non-empty vectors of them."""
+    """Non-empty float32 vectors."""
     return st.lists(float32s(), min_size=1, max_size=20).map(
         lambda values: np.array(values, np.float32)
     )
@@ -148,7 +154,9 @@ def float32_arrays():
 
 @st.composite
 def gradients(draw):
-    """Dense vectors, or sparse ones whose indices may repeat, of numbers whose squares are normal."""
+    """Dense vectors, or sparse ones with possibly repeated indices, of numbers whose squares are
+    normal.
+    """
     numbers = st.floats(-(2.0**10), 2.0**10, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-20)
     values = np.array(draw(st.lists(numbers, min_size=1, max_size=6)), np.float32)
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Small trainers for tests, and ways to look at what they did."""
+"""Small trainers for tests, and functions to inspect what they did."""
 
 import os
 import subprocess
@@ -20,20 +20,20 @@ def linear_model(units=1, inputs=1):
 
 
 class Linear(Trainer):
-    """The loss of an example is its prediction times its slope, so the gradient is known: for
-    inputs of 1, the weighted mean of the slopes.
+    """Predicts with one weight; an example's loss is its prediction times its slope. For inputs of
+    1, the gradient is the weighted mean of the slopes.
     """
 
     def build_model(self):
-        """One weight, 1 at first."""
+        """One weight, initially 1."""
         return linear_model()
 
     def build_optimizer(self):
-        """Plain SGD: a factor in the gradient is a factor in the update."""
+        """Plain SGD, so that a factor in the gradient is a factor in the update."""
         return keras.optimizers.SGD(1.0)
 
     def compute_loss(self, batch, training):
-        """Linear in the weight."""
+        """The prediction times the slope."""
         predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)
         return predictions[:, 0] * batch["slope"]
 
@@ -49,7 +49,7 @@ def slopes(*values):
 
 
 def attempt(trainer, batches):
-    """Runs one step on each batch, in turn; yields the step's report as plain numbers."""
+    """Runs one step per batch; yields the step's report as plain numbers."""
     structure = tf.nest.map_structure(lambda leaf: tf.constant(leaf).dtype, batches[0])
     specs = tf.nest.map_structure(
         lambda leaf, dtype: tf.TensorSpec([None, *np.shape(leaf)[1:]], dtype), batches[0], structure
@@ -61,11 +61,13 @@ def attempt(trainer, batches):
         trainer._parts.state.halted.assign(False)
         report, _ = trainer._parts.run_steps(iterator, tf.constant(1))
         values = report.__class__(*(field.numpy()[0].tolist() for field in report))
-        yield values._replace(data_wait_secs=0.0)  # which no two runs have in common
+        yield values._replace(data_wait_secs=0.0)  # differs from run to run
 
 
-def count_from_0(state):
-    """Takes a `TrainState` back to before the first step, whose random numbers are drawn next."""
+def reset_step_count(state):
+    """Resets the step count of a `TrainState`, so that random numbers repeat from the
+    first step.
+    """
     state.outcomes.assign(tf.zeros_like(state.outcomes))
 
 
@@ -76,7 +78,7 @@ def copies(variable):
 
 
 def all_copies(trainer):
-    """Every copy of every weight, model state and optimizer variable, by place and short name."""
+    """Every copy of every model and optimizer variable, by position and short name."""
     variables = [*trainer.model.variables, *trainer.optimizer.variables]
     return {
         f"{place} {variable.path.split('/')[-1]}": copies(variable)
@@ -85,26 +87,28 @@ def all_copies(trainer):
 
 
 def assert_same_bits(before, after):
-    """Raises unless two results of `all_copies` agree to the last bit."""
+    """Raises unless two results of `all_copies` have the same bits."""
     assert before.keys() == after.keys()
     for name, expected in before.items():
         for copy, (old, new) in enumerate(zip(expected, after[name], strict=True)):
             assert old.tobytes() == new.tobytes(), f"{name} moved on replica {copy}"
 
 
-# What `overflowing` trains on: the weight falls by 3 with every update.
+# A batch for `overflowing`: each update lowers the weight by 3.
 STEEP = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
 
 
 def overflowing(**arguments):
-    """A trainer whose first three steps overflow in float16; its log has a line after every four."""
+    """A trainer whose first three steps overflow in float16, with a log line after every four
+    steps.
+    """
     settings = {"steps_per_loop": 2, "log_interval": 4, "jit_compile": False}
     rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
     return Linear(precision="mixed_float16", loss_scale=rule, **settings | arguments)
 
 
 def printed(arguments, folder, seconds):
-    """What a program of Python's prints, which is run with the packages that stand in a folder."""
+    """Runs a Python program with the packages in a folder; returns what it prints."""
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -124,39 +128,39 @@ LABELS = GENERATOR.integers(3, size=8)
 
 
 def adam():
-    """The usual one."""
+    """The optimizer of `SmallImages` runs."""
     return keras.optimizers.Adam(0.01)
 
 
 class SmallImages(Trainer):
-    """A convolution, statistics, an activation and an embedding: a bit of everything."""
+    """Classifies small images with a convolution, BatchNorm, GELU and a dense layer."""
 
     def build_model(self):
-        """Of 8 x 8 pixels."""
+        """Takes images of 8 x 8 pixels, returns three logits."""
         layers = keras.layers
         hidden = [
             layers.Conv2D(4, 3, use_bias=False, name="conv"),
             layers.BatchNormalization(name="norm"),
         ]
-        rest = [layers.Activation("gelu"), layers.Flatten(), layers.Dense(3, name="logits")]
-        return keras.Sequential([keras.Input([8, 8, 1]), *hidden, *rest], name="small")
+        head = [layers.Activation("gelu"), layers.Flatten(), layers.Dense(3, name="logits")]
+        return keras.Sequential([keras.Input([8, 8, 1]), *hidden, *head], name="small")
 
     def compute_loss(self, batch, training):
-        """Cross entropy of the labels."""
+        """The cross entropy with the labels."""
         logits = tf.cast(self.model(batch[0], training=training), tf.float32)
         return tf.nn.sparse_softmax_cross_entropy_with_logits(batch[1], logits)
 
 
 def trained_small(steps=5, make=adam, **arguments):
-    """A trainer after a few steps."""
+    """A `SmallImages` trainer after a few steps."""
     settings = {"optimizer": make, "seed": 1, "verbose": False, "jit_compile": False}
     trainer = SmallImages(**settings | arguments)
     trainer.train((IMAGES, LABELS), steps=steps, global_batch=8)
     return trainer
 
 
-def assert_equal_but_for_rounding(one, other):
-    """Compares all copies of all variables of two trainers, tightly."""
+def assert_close(one, other):
+    """Compares all copies of all variables of two trainers with a small tolerance."""
     for name, expected in all_copies(one).items():
         for copy, found in zip(expected, all_copies(other)[name], strict=True):
             np.testing.assert_allclose(found, copy, rtol=2e-4, atol=2e-6, err_msg=name)

@@ -1,12 +1,12 @@
-"""The moving rules in plain Python: slow, short, obviously right. From what their docstrings say.
+"""The dynamic rules in plain Python, written from their docstrings: slow, short and simple.
 
-A state is a tuple of numbers in the order of the rule's NamedTuple. What a scale cannot cure
-leaves a state as it is, so that no oracle is told of it: `finite` is False for overflows alone.
+A state is a tuple of numbers in the order of the rule's NamedTuple. Causes that no scale can cure
+leave a state unchanged and are not passed to an oracle: `finite` is False for overflows only.
 """
 
 import math
 
-LONGEST_INTERVAL = 2**30  # where `TolerantLossScale` stops lengthening its interval
+LONGEST_INTERVAL = 2**30  # upper bound on the interval of `TolerantLossScale`
 
 
 def numbers(state):
@@ -15,12 +15,12 @@ def numbers(state):
 
 
 def clip(scale, rule):
-    """Brings a scale back into the rule's bounds."""
+    """Clips a scale to the rule's bounds."""
     return min(max(scale, rule.min_scale), rule.max_scale)
 
 
 def start(rule):
-    """`DynamicLossScale` before the first step: scale, finite steps, overflows left."""
+    """The first state of `DynamicLossScale`: scale, finite steps, overflows left."""
     return rule.initial_scale, -rule.grace_steps, rule.hysteresis
 
 
@@ -41,7 +41,9 @@ def advance(scale, finite_steps, overflows_left, finite, rule):
 
 
 def start_tolerant(rule):
-    """`TolerantLossScale` at first: scale, finite steps, steps, overflows, growth interval."""
+    """The first state of `TolerantLossScale`: scale, finite steps, steps, overflows, growth
+    interval.
+    """
     return rule.initial_scale, 0, 0, 0, rule.growth_interval
 
 
@@ -66,17 +68,17 @@ def advance_tolerant(scale, finite_steps, steps, overflows, interval, finite, ru
 
 
 def start_headroom(rule):
-    """`HeadroomLossScale` before the first step: scale, finite steps, peak, found."""
+    """The first state of `HeadroomLossScale`: scale, finite steps, peak, found."""
     return rule.initial_scale, 0, 0.0, False
 
 
 def leaves_headroom(magnitude, scale, rule):
-    """Whether a scaled gradient stays `headroom_bits` factors of two below the largest float16."""
+    """Whether the scaled gradient times 2^headroom_bits is at most the largest float16."""
     return magnitude * scale * 2**rule.headroom_bits <= 65504
 
 
 def advance_headroom(scale, finite_steps, peak, found, finite, magnitude, rule):
-    """One step of `HeadroomLossScale`. Exact: doubles hold its products of powers of two."""
+    """One step of `HeadroomLossScale`. Doubles represent its products of powers of two exactly."""
     if not found:
         if not finite:
             return clip(scale / 2**20, rule), 0, 0.0, False
@@ -97,30 +99,34 @@ def advance_headroom(scale, finite_steps, peak, found, finite, magnitude, rule):
 
 
 def weighted_mean(values, decay):
-    """The mean of a history in which a value weighs `decay` times what the next one does."""
+    """The weighted mean of a history. Each value's weight is `decay` times that of the next one."""
     weights = [decay**age for age in reversed(range(len(values)))]
     return math.fsum(w * v for w, v in zip(weights, values, strict=True)) / math.fsum(weights)
 
 
 def log_max_x(scale, finite, magnitude):
-    """What a step that says something counts as; an overflow as one bit more than fits."""
+    """The base-2 logarithm of a step's magnitude; an overflow counts as one bit above float16's
+    largest.
+    """
     return math.log2(magnitude) if finite else math.log2(65504 / scale) + 1
 
 
 def log_max_statistics(xs, rule):
-    """The mean and the deviation of a history of x that is not empty."""
+    """The mean and standard deviation of a non-empty history of x."""
     about = weighted_mean(xs, rule.deviation_decay)
     variance = weighted_mean([(x - about) ** 2 for x in xs], rule.deviation_decay)
     return weighted_mean(xs, rule.mean_decay), math.sqrt(variance)
 
 
 def log_max_exponent(xs, rule):
-    """The exponent, not yet rounded, at which the statistics of a history of x just fit."""
+    """The unrounded exponent of the largest scale at which the statistics of x fit."""
     mean, deviation = log_max_statistics(xs, rule)
     return math.log2(65504) - (mean + rule.deviations * deviation)
 
 
 def advance_log_max(scale, exponent, finite, rule):
-    """The scale of `LogMaxLossScale` after a step, from the one before and `log_max_exponent`."""
+    """The scale of `LogMaxLossScale` after a step, from the scale before it and
+    `log_max_exponent`.
+    """
     fitting = clip(2.0 ** min(max(math.floor(exponent), -126), 126), rule)
     return fitting if finite else min(fitting, clip(scale / 2, rule))

@@ -1,7 +1,8 @@
-"""The laws of other systems: the systems themselves where pip has them, else short programs.
+"""The loss-scale rules of other systems: the systems themselves if pip has them, else short
+programs.
 
-Each is a `System`: its class attributes are that system's own defaults, `scale` is the scale of
-the next step, and `step(overflow)` moves it. The packages are imported on first use.
+Each is a `System`. Its class attributes are that system's defaults, `scale` is the scale of the
+next step, and `step(overflow)` advances it. The packages are imported on first use.
 """
 
 import functools
@@ -15,23 +16,23 @@ import numpy as np
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 
-class LeftItsBounds(Exception):  # noqa: N818 - what happened, not an error of ours
-    """The system raised, or its scale is one that ours never takes."""
+class OutOfBounds(Exception):  # noqa: N818 - a signal to the caller, not an error
+    """The system raised, or reached a scale that ours never takes."""
 
 
 class System:
-    """A loss scale that moves by the law of its system.
+    """A loss scale that moves as in the named system.
 
     Args:
-        **constants: in place of the class attributes, the system's defaults.
+       **constants: override the class attributes, which are the system's defaults.
     """
 
-    package = None  # the real thing, or None for a short program
+    package = None  # the package of the real system; None for a short program
     first_scale: float
     growth_interval: int
 
     def __init__(self, **constants):
-        """Begins the first run."""
+        """Starts the first run."""
         for name, value in constants.items():
             if not hasattr(type(self), name):
                 raise TypeError(f"{type(self).__name__} has no {name}")
@@ -39,21 +40,21 @@ class System:
         self.restart()
 
     def restart(self):
-        """Begins as a new run does."""
+        """Starts a new run."""
         self._begin()
 
     def _begin(self):
         self.scale = self.first_scale
 
     def step(self, overflow):
-        """Moves the scale after one step.
+        """Advances the scale by one step.
 
         Raises:
-            LeftItsBounds: if the system does not go on, or goes on where ours does not.
+           OutOfBounds: if the system raises, or its scale leaves the range of ours.
         """
         self._overflow() if overflow else self._finite()
         if not SMALLEST <= self.scale <= LARGEST:  # also for NaN
-            raise LeftItsBounds
+            raise OutOfBounds
 
     def _overflow(self):
         raise NotImplementedError
@@ -63,19 +64,19 @@ class System:
 
     @classmethod
     def kind(cls):
-        """The version of the real thing, or that this is a short program."""
+        """The version of the real package, or "(short program)"."""
         if cls.package is None:
             return "(short program)"
         return f"{importlib.metadata.version(cls.package)} (real)"
 
 
 def f32(number):
-    """The number after rounding to float32."""
+    """The number rounded to float32."""
     return float(np.float32(number))
 
 
 def quietly(module):
-    """Imports a module whose import may warn about other packages, which is not ours to mend."""
+    """Imports a module and ignores the warnings that its import raises about other packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(module)
@@ -130,7 +131,7 @@ class PyTorch(System):
         self._scaler.scale(torch.ones(()))  # makes its tensors
         self._weight = torch.nn.Parameter(torch.ones(()))
         self._optimizer = torch.optim.SGD([self._weight])
-        # Unscaling, which works in place, leaves both as they are.
+        # In-place unscaling does not change 0 or inf.
         self._gradients = {False: torch.tensor(0.0), True: torch.tensor(float("inf"))}
         self.scale = self._scaler.get_scale()
 
@@ -148,10 +149,12 @@ class PyTorch(System):
 
 
 class Jmp(System):
-    """The real `adjust`, compiled; its object is made inside, for trees lose its floor."""
+    """The real `adjust`, compiled. The object is built inside the function, because as a JAX tree
+    it loses its floor.
+    """
 
     package = "jmp"
-    first_scale = 2.0**15  # jmp demands one; this is its documentation's
+    first_scale = 2.0**15  # required by jmp; this value is from its documentation
     growth_interval = None
 
     def _begin(self):
@@ -227,12 +230,12 @@ class TFKeras(System):
         self._count += 1
         if self._count >= self.growth_interval:
             self._count = 0
-            # The next float32 after a finite one in range is finite; no guard is needed here.
+            # Doubling stays finite within our bounds, so no guard is needed.
             self.scale = f32(self.scale * 2)
 
 
 class DeepSpeed(System):
-    """ZeRO's scaler. Both counts are positions, and the count to growth is their distance."""
+    """ZeRO's scaler. It stores two step numbers; their distance is the count to growth."""
 
     first_scale, growth_interval = 2.0**16, 1000
     min_scale, hysteresis, consecutive, raises_at_floor = 1.0, 2, False, True
@@ -245,7 +248,7 @@ class DeepSpeed(System):
     def _overflow(self):
         if self._left == 1:
             if self.scale == self.min_scale and self.raises_at_floor:
-                raise LeftItsBounds
+                raise OutOfBounds
             self.scale = max(self.scale / 2, self.min_scale)
         else:
             self._left -= 1
@@ -266,13 +269,13 @@ class DeepSpeed(System):
 
 
 class OldDeepSpeed(DeepSpeed):
-    """As it was before 0.17.1."""
+    """DeepSpeed before 0.17.1."""
 
     since_0_17_1 = False
 
 
 class Megatron(System):
-    """Megatron-Core's `DynamicGradScaler`: the hysteresis may go below 0, and growth refills it."""
+    """Megatron-Core's `DynamicGradScaler`: the hysteresis can go below 0, and growth refills it."""
 
     first_scale, growth_interval, min_scale, hysteresis = 2.0**32, 1000, 1.0, 2
 
@@ -331,11 +334,11 @@ class Fairseq(System):
     def _check_floor(self, before):
         if self.scale <= self.min_scale:
             self.scale = before
-            raise LeftItsBounds
+            raise OutOfBounds
 
 
 class Metaseq(Fairseq):
-    """metaseq's `DynamicLossScaler`: the interval moves too, and nothing raises at the floor."""
+    """metaseq's `DynamicLossScaler`: the interval changes too, and the floor raises no error."""
 
     first_scale, growth_interval, min_scale = 4.0, 256, 2.0**-5
 
@@ -353,7 +356,7 @@ class Metaseq(Fairseq):
 
 
 class ApexHysteresis(System):
-    """Apex's `update_scale_hysteresis` kernel: any finite step refills the hysteresis."""
+    """Apex's `update_scale_hysteresis` kernel: every finite step refills the hysteresis."""
 
     first_scale, growth_interval, hysteresis = 2.0**16, 2000, 2
 
@@ -377,7 +380,9 @@ class ApexHysteresis(System):
 
 
 class ColossalAI(System):
-    """ColossalAI's `DynamicGradScaler`: counts overflows up, and growth clears that count."""
+    """ColossalAI's `DynamicGradScaler`: it counts overflows upwards, and growth clears
+    the count.
+    """
 
     first_scale, growth_interval, min_scale, max_scale = 2.0**16, 1000, 1.0, 2.0**32
     hysteresis = 2

@@ -1,4 +1,4 @@
-"""Which room may import which."""
+"""Which package may import which, and what no package may import."""
 
 import ast
 import pathlib
@@ -6,12 +6,12 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOMS = {"scaling", "strategies", "trainer"}
+PACKAGES = {"scaling", "strategies", "trainer"}
 ALLOWED = {"scaling": set(), "strategies": set(), "trainer": {"scaling", "strategies"}}
 
 
 def imported(path):
-    """The top-level names a file imports."""
+    """The top-level names that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -19,52 +19,58 @@ def imported(path):
             yield node.module.split(".")[0]
 
 
-@pytest.mark.parametrize("room", sorted(ROOMS))
-def test_the_arrows_between_rooms(room):
-    """`scaling` and `strategies` import nothing of ours; `trainer` imports both."""
-    files = sorted((ROOT / room).rglob("*.py"))
-    found = {name for path in files for name in imported(path)} & (ROOMS | {"tests", "examples"})
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_imports_between_packages(package):
+    """`scaling` and `strategies` import no other package of this project; `trainer`
+    imports both.
+    """
+    files = sorted((ROOT / package).rglob("*.py"))
+    found = {name for path in files for name in imported(path)} & (PACKAGES | {"tests", "examples"})
 
     assert files
-    assert found - {room} <= ALLOWED[room]
+    assert found - {package} <= ALLOWED[package]
 
 
 def test_private_names_of_keras_and_tensorflow_stand_in_one_file():
-    """No other file reaches for an underscore of Keras's or TensorFlow's, or for their inner modules."""
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+    """Only `keras_private.py` uses private attributes of other libraries, and no file imports the
+    internal modules of Keras or TensorFlow.
+    """
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                inner = isinstance(node, ast.Attribute) and node.attr.startswith("_")
-                of_ours = inner and isinstance(node.value, ast.Name) and node.value.id == "self"
-                if inner and not of_ours and not node.attr.startswith("__"):
+                private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+                of_self = private and isinstance(node.value, ast.Name) and node.value.id == "self"
+                if private and not of_self and not node.attr.startswith("__"):
                     assert path.name == "keras_private.py" or node.attr in {
                         "_asdict",
                         "_replace",
                         "_fields",
-                        "_exit",  # of os, where it is the only way
+                        "_exit",  # os._exit
                     }, f"{path}:{node.lineno} uses {node.attr}"
             assert "keras.src" not in path.read_text()
             assert "tensorflow.python" not in path.read_text()
 
 
 def test_the_top_level_is_what_a_reader_expects():
-    """Rooms, tests, examples, and the documents of a repository."""
+    """The top level has the packages, tests, examples and the usual documents of a repository."""
     expected = {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".ci"}
 
-    assert expected | ROOMS | {"tests", "examples"} <= {path.name for path in ROOT.iterdir()}
-    for room in ROOMS:
-        assert (ROOT / room / "README.md").exists()
-        assert (ROOT / room / "py.typed").exists()
+    assert expected | PACKAGES | {"tests", "examples"} <= {path.name for path in ROOT.iterdir()}
+    for package in PACKAGES:
+        assert (ROOT / package / "README.md").exists()
+        assert (ROOT / package / "py.typed").exists()
 
 
 def test_nothing_that_is_loaded_can_run_code():
-    """No room imports a module that loads objects, and NumPy's files are read without them."""
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+    """No package imports a module that unpickles objects, and NumPy files are loaded without
+    pickles.
+    """
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
             assert not set(imported(path)) & {"pickle", "dill", "cloudpickle", "joblib", "marshal"}
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "np.load":
                     assert "allow_pickle=False" in ast.unparse(node)
-                # An export is compared with what stands in the file that it has just written.
+                # export.py loads the file it has just written, to compare it with the model.
                 loads = isinstance(node, ast.Call) and "load_model" in ast.unparse(node.func)
                 assert not loads or path.name == "export.py"

@@ -1,4 +1,4 @@
-"""L8: however a batch is divided, the step is the same."""
+"""L8: the step does not depend on how the batch is divided."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ class AddMean(keras.layers.Layer):
     """Adds a tenth of its inputs' mean square to the losses."""
 
     def call(self, inputs):
-        """Passes its inputs through."""
+        """Returns its inputs."""
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
         return inputs
 
@@ -19,7 +19,7 @@ class Everything(Linear):
     """An embedding with repeated ids, kernel L2, an activity regularizer, `add_loss`, weights."""
 
     def build_model(self):
-        """Ids and features in, one number out."""
+        """Takes ids and features, returns one number."""
         ids = keras.Input([3], dtype="int32", name="ids")
         features = keras.Input([4], name="features")
         embedded = keras.layers.Embedding(5, 4)(ids)
@@ -32,16 +32,16 @@ class Everything(Linear):
         return keras.Model({"ids": ids, "features": features}, outputs)
 
     def build_optimizer(self):
-        """SGD: Adam would hide a factor."""
+        """SGD, because Adam would hide a constant factor."""
         return keras.optimizers.SGD(0.1)
 
     def compute_loss(self, batch, training):
-        """Squared error, and nothing about `model.losses`."""
+        """Squared error. It does not touch `model.losses`."""
         inputs = {"ids": batch["ids"], "features": batch["features"]}
         return (self.model(inputs, training=training)[:, 0] - batch["target"]) ** 2
 
     def example_weights(self, batch):
-        """As the batch says, zeros included."""
+        """The weights in the batch, zeros included."""
         return batch["weight"]
 
 
@@ -60,32 +60,32 @@ def batches(sizes):
     ]
 
 
-# A whole batch, one with a ragged last share, one with empty last shares, and one example alone.
+# Batches that divide evenly, with a ragged last share, with empty last shares, and one example.
 SIZES = [24, 23, 13, 3, 1]
 
 
 def trained(**arguments):
-    """The reports of a step on each batch, and the weights after each."""
+    """Runs a step on each batch; returns the reports and the weights after each step."""
     trainer = Everything(seed=3, **arguments)
-    told = []
+    results = []
     for report in attempt(trainer, batches(SIZES)):
         weights = [variable.numpy() for variable in trainer.model.trainable_variables]
-        told.append((report, weights))
-    return told
+        results.append((report, weights))
+    return results
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """One device, the whole batch at once."""
+    """The result of one device with the whole batch at once."""
     return trained()
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_division_changes_nothing(mirrored, whole, replicas, num_microbatches):
-    """L8: R replicas x M microbatches x ragged, empty and single-example batches, with example
-    weights, kernel L2, an activity regularizer, `add_loss` and repeated ids, take SGD to the same
-    weights as one device with the whole batch, to 1e-6 of the largest weight, at every step.
+    """L8: R replicas x M microbatches x ragged, empty and single-example batches reach the same SGD
+    weights as one device with the whole batch, to 1e-6 of the largest weight, at every step. The
+    model has example weights, kernel L2, an activity regularizer, `add_loss` and repeated ids.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     divided = trained(strategy=strategy, num_microbatches=num_microbatches)
@@ -105,12 +105,14 @@ BOUNDS = [{"global_clipnorm": 0.5}, {"clipnorm": 0.2}, {"clipvalue": 0.05}]
 
 @pytest.fixture(scope="module")
 def wholes():
-    """One device, the whole batch at once, for each bound, with a moving average of the weights."""
+    """The results of one device with the whole batch, per bound, with a moving average of the
+    weights.
+    """
     return [trained_with_average(**bound) for bound in BOUNDS]
 
 
 def trained_with_average(**arguments):
-    """The weights and their average after a step on each batch."""
+    """Runs a step on each batch; returns the gradient norms, and the weights and their averages."""
     trainer = Everything(seed=3, ema_momentum=0.7, **arguments)
     norms = [report.gradient_norm for report in attempt(trainer, batches(SIZES))]
     averages = [v for v in trainer.optimizer.variables if "average" in v.path]
@@ -127,29 +129,29 @@ def trained_with_average(**arguments):
         (3, 2),
     ],
 )
-def test_division_changes_nothing_of_clipping_and_averages(
+def test_division_changes_neither_clipping_nor_averages(
     mirrored, wholes, replicas, num_microbatches, bound
 ):
-    """L8, L9: the same with masked examples (weight 0), each way of clipping and a moving average: the
-    weights and their averages agree to 1e-6 of the largest, and so does the norm before clipping,
-    which is beyond the bound.
+    """L8, L9: division changes nothing with masked examples (weight 0), each kind of clipping and a
+    moving average: the weights and their averages agree to 1e-6 of the largest, and so does the
+    norm before clipping, which exceeds the bound.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     divided = trained_with_average(
         strategy=strategy, num_microbatches=num_microbatches, **BOUNDS[bound]
     )
-    (norms, weights), (ours, mine) = wholes[bound], divided
+    (norms, weights), (our_norms, our_weights) = wholes[bound], divided
 
-    assert ours == pytest.approx(norms, rel=1e-5)
+    assert our_norms == pytest.approx(norms, rel=1e-5)
     assert max(norms) > 0.5
-    assert len(mine) == 2 * 5
-    theirs, own = (np.concatenate([w.ravel() for w in ws]) for ws in (weights, mine))
-    np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    assert len(our_weights) == 2 * 5
+    theirs, ours = (np.concatenate([w.ravel() for w in ws]) for ws in (weights, our_weights))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_the_whole_batch_agrees_with_keras(whole, jit_compile):
-    """L8: on one device, the reports are those of Keras's own arithmetic, written out."""
+    """L8: on one device, the reported losses equal Keras's own arithmetic, written out."""
     trainer = Everything(seed=3, jit_compile=jit_compile)
     [batch] = batches(SIZES[:1])
     report, *_ = attempt(trainer, [batch])
@@ -164,7 +166,7 @@ def test_the_whole_batch_agrees_with_keras(whole, jit_compile):
 
 
 def test_an_example_of_weight_0_has_no_part():
-    """A loss that is NaN at weight 0 neither enters the mean nor stops the step."""
+    """An example of weight 0 whose loss is NaN neither enters the mean nor skips the step."""
 
     class Masked(Linear):
         def compute_loss(self, batch, training):
@@ -186,7 +188,7 @@ def test_an_example_of_weight_0_has_no_part():
 
 
 def test_a_batch_of_no_weight_moves_nothing():
-    """If all weights are 0, the mean over none is 0, and so is the gradient."""
+    """If all weights are 0, the mean loss is 0 and so is the gradient."""
 
     class Unweighted(Linear):
         def example_weights(self, batch):

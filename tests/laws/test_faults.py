@@ -1,7 +1,6 @@
-"""What goes wrong around a run: each fault ends it clearly, and the last good checkpoint is intact.
+"""Faults around a run: each ends it with a clear error and leaves the last good checkpoint intact.
 
-Every fault meets the same short run, so that there is one result to come to when the fault is
-mended and the run taken up.
+Every fault hits the same short run, so that the resumed run has one known result to reach.
 """
 
 import itertools
@@ -25,49 +24,51 @@ from trainer.data.errors import DataError
 
 TARGET = 12
 INTERVAL = 4
-FAULT = 6  # the step after which it goes wrong
-BATCHES = 4  # an epoch, so that every checkpoint stands at the end of one
+FAULT = 6  # the fault occurs after this step
+BATCHES = 4  # per epoch, so that every checkpoint falls on the end of an epoch
 SLOPES = np.arange(1, 2 * BATCHES + 1, dtype=np.float32) / 64
 
 
 class Steady(Linear):
-    """A run that nothing disturbs."""
+    """A run without faults."""
 
     def __init__(self, model_dir, **arguments):
-        """With all that has to be the same in every part of a run."""
+        """Sets what must be the same in every part of a run."""
         settings = {"checkpoint_interval": INTERVAL, "steps_per_loop": 2, "verbose": False}
         super().__init__(model_dir=model_dir, **settings | arguments)
 
     def build_optimizer(self):
-        """With momentum, which is to be kept, too."""
+        """SGD with momentum, so that there are slots to restore."""
         return keras.optimizers.SGD(0.125, momentum=0.5)
 
 
 def rows(batches=BATCHES):
-    """The numbers of examples, by twos; `batches` of them."""
+    """Example numbers in pairs: `batches` batches of two."""
     return untuned(tf.data.Dataset.range(2 * batches).batch(2))
 
 
 def examples(numbers):
-    """The examples of these numbers, which repeat after an epoch."""
+    """The examples with these numbers; they repeat after an epoch."""
     slope = tf.ensure_shape(tf.gather(SLOPES, numbers % len(SLOPES)), [None])
     return {"x": tf.ones([tf.shape(slope)[0], 1]), "slope": slope}
 
 
 def bits(trainer):
-    """Every copy of every variable of model and optimizer, in their order."""
+    """The bytes of every copy of every model and optimizer variable, in order."""
     assert trainer.totals.attempted == TARGET
     return [copy.tobytes() for copies in all_copies(trainer).values() for copy in copies]
 
 
 def finish(trainer, data=None):
-    """Trains to the end; returns the bits."""
+    """Trains to the end and returns the bits."""
     trainer.train(data or rows().map(examples), steps=TARGET)
     return bits(trainer)
 
 
 def steps_saved(model_dir):
-    """The steps of the checkpoints, all of which are sound; there is nothing half written."""
+    """The steps of the checkpoints, after checking that all are sound and that no partial one is
+    left.
+    """
     found = folder.committed(model_dir, "ckpt")
     for step, path in found.items():
         assert folder.read_manifest(path)["step"] == step
@@ -77,7 +78,7 @@ def steps_saved(model_dir):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run that nothing has disturbed; not to be written to."""
+    """The folder of a run without faults. Read-only for the tests."""
     path = tmp_path_factory.mktemp("whole")
     trainer = Steady(path)
     (path / "bits").write_bytes(b"".join(finish(trainer)))
@@ -86,12 +87,12 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(whole):
-    """The bits that every run is to come to."""
+    """The bits that every resumed run must reach."""
     return (whole / "bits").read_bytes()
 
 
-def assert_taken_up(model_dir, step, undisturbed, data=None, trainer=None):
-    """Raises unless a new trainer goes on from a step, and comes to the bits of the whole run."""
+def assert_resumes(model_dir, step, undisturbed, data=None, trainer=None):
+    """Raises unless a new trainer resumes from `step` and reaches the bits of the undisturbed run."""
     begun = []
     trainer = trainer or Steady(model_dir)
     trainer.on_loop_begin = begun.append
@@ -102,7 +103,7 @@ def assert_taken_up(model_dir, step, undisturbed, data=None, trainer=None):
 
 @pytest.fixture
 def mount(tmp_path):
-    """Mounts small file systems of their own, where that is permitted."""
+    """Mounts small file systems, where that is permitted."""
     mounted = []
 
     def of(options):
@@ -124,7 +125,7 @@ def mount(tmp_path):
 
 
 def fill(path, pages_left=0):
-    """Fills a file system, but for so many pages."""
+    """Fills a file system except for `pages_left` pages."""
     (path / "ballast").unlink(missing_ok=True)
     system = os.statvfs(path)
     with (path / "ballast").open("wb", buffering=0) as ballast:
@@ -132,7 +133,7 @@ def fill(path, pages_left=0):
 
 
 def no_room(path, step):
-    """What is said when there is no room for one of a checkpoint's files, but for TensorFlow's part."""
+    """The expected error when a checkpoint file does not fit, with TensorFlow's part replaced."""
     return (
         f"`model_dir` must have room for a checkpoint and let it be written; got "
         f"{path}/ckpt-{step}: "
@@ -142,7 +143,7 @@ def no_room(path, step):
 
 
 def message_of(error):
-    """An error's message, without TensorFlow's part."""
+    """An error's message, with TensorFlow's part replaced."""
     without = re.sub(r"\{\{function_node \S+\}\} ", "TENSORFLOW ", str(error))
     return re.sub(r"\.tmp/\S+; (.*) \[Op:\w+\]", r".tmp/FILE; \1 OPERATION", without)
 
@@ -157,8 +158,8 @@ def error_of(function, *args, **arguments):
 
 
 def test_a_disk_that_is_full(mount, undisturbed):
-    """A checkpoint for which there is no room is a CheckpointError, whichever of its files is the
-    first that has none; the one before it is intact, and a run with more room goes on from there.
+    """A checkpoint that does not fit on the disk raises a CheckpointError, whichever of its files
+    fails first. The previous checkpoint is intact, and a run with more room resumes from it.
     """
     path = mount("size=512k")
 
@@ -190,11 +191,11 @@ def test_a_disk_that_is_full(mount, undisturbed):
 
     shutil.rmtree(path / f"ckpt-{step}")
     (path / "ballast").unlink()
-    assert_taken_up(path, INTERVAL, undisturbed)
+    assert_resumes(path, INTERVAL, undisturbed)
 
 
 def causes(error):
-    """An error, and what was raised before it, in turn."""
+    """An error, then its cause or context, and so on."""
     while error:
         yield error
         error = error.__cause__ or error.__context__
@@ -202,8 +203,8 @@ def causes(error):
 
 @pytest.mark.parametrize("room", ["for nothing", "for a checkpoint"])
 def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room):
-    """Numbers and curves that cannot be written end the run, too: with a CheckpointError, and saved if
-    a checkpoint can be.
+    """Metrics and curves that cannot be written end the run with a CheckpointError, and the run is
+    saved if a checkpoint still fits.
     """
     path = mount("size=512k") if room == "for nothing" else tmp_path
     log = path / "metrics.jsonl"
@@ -211,7 +212,9 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
     class Filling(Steady):
         def on_loop_begin(self, step):
             if step == INTERVAL and room == "for nothing":
-                with log.open("a") as lines:  # up to where it needs more room
+                with log.open(
+                    "a"
+                ) as lines:  # fill the last block, so that the next line needs a new one
                     lines.write(" " * (-log.stat().st_size % os.statvfs(path).f_bsize))
                 fill(path)
             elif step == INTERVAL:
@@ -238,11 +241,13 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
     )
 
     last = {"for nothing": INTERVAL, "for a checkpoint": FAULT}[room]
-    assert_taken_up(path, last, undisturbed)
+    assert_resumes(path, last, undisturbed)
 
 
 def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
-    """The run is saved all the same; one whose log has none at the start does not begin."""
+    """A run that is stopped while its log cannot be written is still saved; a run whose log cannot
+    be written at the start does not begin.
+    """
     log = tmp_path / "metrics.jsonl"
 
     def stop(trainer):
@@ -277,7 +282,7 @@ def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
     ],
 )
 def test_a_model_dir_that_cannot_be_written_to(request, tmp_path, place, reason):
-    """It is refused before anything is read or built."""
+    """An unwritable `model_dir` is refused before any data is read or the model is built."""
     path = tmp_path / "file"
     path.touch()
     if place == "under a file":
@@ -303,7 +308,7 @@ def test_a_model_dir_that_cannot_be_written_to(request, tmp_path, place, reason)
 
 
 def asserting(limit):
-    """Data that raise in TensorFlow at the batch after so many."""
+    """Data that raises in TensorFlow after `limit` batches."""
 
     def checked(numbers):
         tf.debugging.assert_less(numbers, 2 * np.int64(limit), message="a row is odd")
@@ -313,7 +318,7 @@ def asserting(limit):
 
 
 def raising(limit):
-    """Data that raise in Python at the batch after so many, and one more that is read beforehand."""
+    """Data that raises in Python after `limit` batches, plus one that is read ahead."""
     counted = itertools.count()
 
     def checked(numbers):
@@ -328,14 +333,14 @@ def raising(limit):
 
 
 def said_to_be_endless(limit):
-    """Data that end after so many batches, and say that they do not."""
+    """Data that ends after `limit` batches although it claims to be infinite."""
     endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
     return rows(limit).map(examples).apply(endless)
 
 
 def read_once(limit):
-    """Data from what yields nothing when it is read again: after the first batch, which is read
-    beforehand, and one pass.
+    """Data from a generator that is empty on a second pass. The first batch, which is read ahead,
+    and one full pass are served.
     """
     counted = itertools.count()
     numbers = np.arange(2 * limit).reshape(-1, 2)
@@ -370,7 +375,7 @@ AHEAD = (
 
 
 @pytest.mark.parametrize(
-    ("broken", "mended", "way", "message", "reason"),
+    ("broken", "mended", "data_resume", "message", "reason"),
     [
         (
             asserting,
@@ -393,26 +398,31 @@ AHEAD = (
         ),
     ],
 )
-def test_data_that_fail_in_the_middle(tmp_path, undisturbed, broken, mended, way, message, reason):
-    """Whether they raise in TensorFlow or in Python, or end though they say that they do not: it is a
-    DataError that says what, when, and where the last checkpoint is. With the data mended, the run
-    is taken up: where its exact position is saved, and the fault with it, by skipping.
+def test_data_that_fail_in_the_middle(
+    tmp_path, undisturbed, broken, mended, data_resume, message, reason
+):
+    """Data that raises in TensorFlow or in Python, or that ends although it claims to be infinite,
+    is a DataError that states what happened, when, and the last checkpoint. With the data mended
+    the run resumes. With data_resume="exact" the saved position contains the fault, so the run
+    resumes by skipping.
     """
     with pytest.raises(DataError) as error:
-        finish(Steady(tmp_path, data_resume=way), broken(FAULT))
+        finish(Steady(tmp_path, data_resume=data_resume), broken(FAULT))
     assert re.sub(r"Dataset:\d+", "Dataset:N", str(error.value)) == message.format(
-        reason=reason, last=tmp_path / f"ckpt-{INTERVAL}", ahead=AHEAD if way == "exact" else ""
+        reason=reason,
+        last=tmp_path / f"ckpt-{INTERVAL}",
+        ahead=AHEAD if data_resume == "exact" else "",
     )
     assert steps_saved(tmp_path) == [INTERVAL]
 
-    trainer = Steady(tmp_path, data_resume="skip" if way == "exact" else way)
-    assert_taken_up(tmp_path, INTERVAL, undisturbed, mended(1000), trainer)
+    trainer = Steady(tmp_path, data_resume="skip" if data_resume == "exact" else data_resume)
+    assert_resumes(tmp_path, INTERVAL, undisturbed, mended(1000), trainer)
 
 
 def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
-    """An operation of the model that raises on one replica of two ends the run with its own error,
-    which has a note of the step and of the last checkpoint. The same trainer can go on without that
-    batch; a new one goes on from the checkpoint.
+    """A model operation that raises on one replica of two ends the run with its own error and a
+    note of the step and the last checkpoint. The same trainer can continue without that batch; a
+    new one resumes from the checkpoint.
     """
 
     class Checked(Steady):
@@ -446,11 +456,13 @@ def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     finish(trainer, data)
     assert folder.read_manifest(path / f"ckpt-{TARGET}")["batches_taken"] == TARGET + 1
     path = tmp_path / "copy"
-    assert_taken_up(path, INTERVAL, whole, data, Steady(path, **arguments))
+    assert_resumes(path, INTERVAL, whole, data, Steady(path, **arguments))
 
 
 def test_a_checkpoint_that_an_error_names_is_there(tmp_path, monkeypatch):
-    """Also if it was still being written, in a thread, when a step raised."""
+    """The checkpoint that an error names exists, even if a thread was still writing it when the
+    step raised.
+    """
 
     def slow(path, flush=folder.flush_to_disk):
         time.sleep(0.05)
@@ -465,7 +477,7 @@ def test_a_checkpoint_that_an_error_names_is_there(tmp_path, monkeypatch):
 
 
 def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
-    """Nothing is saved that has not been looked at."""
+    """A hook that raises does not save a run that has diverged."""
 
     class Diverging(Steady):
         def on_loop_begin(self, step):
@@ -481,7 +493,7 @@ def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
 
 
 def test_a_note_claims_no_more_than_was_done():
-    """A run without a folder saves nothing."""
+    """The note of a run without a folder does not say that it was saved."""
 
     class Raising(Steady):
         def on_loop_end(self, step):
@@ -494,49 +506,49 @@ def test_a_note_claims_no_more_than_was_done():
 
 
 class Breaking(Steady):
-    """Raises where it is told to, once the run is at the fault."""
+    """Raises at the place `fault` names, at the step `FAULT`."""
 
     fault = ""
 
     def raise_at(self, place, step):
-        """Raises if this is the place."""
+        """Raises if `place` is the place of the fault."""
         if (place, step) == (self.fault, FAULT):
             raise ZeroDivisionError(f"in {place}")
 
     def on_loop_begin(self, step):
-        """One place."""
+        """Raises before an inner loop."""
         self.raise_at("on_loop_begin", step)
 
     def on_loop_end(self, step):
-        """Another."""
+        """Raises after an inner loop."""
         self.raise_at("on_loop_end", step)
 
 
 class Counting:
-    """An action that remembers how often it was called."""
+    """An action that counts its calls."""
 
     def __init__(self):
-        """Not yet."""
+        """Starts at 0."""
         self.calls = 0
 
     def __call__(self, trainer):
-        """Counts, and then raises where the trainer is told to."""
+        """Counts, then raises if the fault is here."""
         self.calls += 1
         trainer.raise_at("an action", trainer.totals.attempted)
 
     def state_dict(self):
-        """The count."""
+        """Returns the count."""
         return {"calls": self.calls}
 
     def load_state_dict(self, state):
-        """Takes it up."""
+        """Restores the count."""
         self.calls = state["calls"]
 
 
 @pytest.mark.parametrize("place", ["on_loop_begin", "on_loop_end", "an action", "an evaluation"])
 def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
-    """A hook, an action or an evaluation that raises ends the run with its own error, unchanged but for
-    a note, and saved: a run with a healthy one goes on from that step.
+    """A hook, an action or an evaluation that raises ends the run with its own error plus a note,
+    and the run is saved: a run without the fault resumes from that step.
     """
 
     def trainer(fault):
@@ -556,13 +568,13 @@ def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
     assert error.value.__notes__ == [f"raised at step {FAULT}, which is saved"]
     assert steps_saved(tmp_path) == [INTERVAL, FAULT]
     healthy = trainer("")
-    assert_taken_up(tmp_path, FAULT, undisturbed, trainer=healthy)
-    # It was not called at the step after which the evaluation raised.
+    assert_resumes(tmp_path, FAULT, undisturbed, trainer=healthy)
+    # The action was not called at the step where the evaluation raised.
     assert healthy.actions[0].call.calls == (5 if place == "an evaluation" else 6)
 
 
 def flip(path):
-    """Changes one bit."""
+    """Flips one bit."""
     file = path / "variables.data-00000-of-00001"
     contents = bytearray(file.read_bytes())
     contents[len(contents) // 2] ^= 1
@@ -571,7 +583,7 @@ def flip(path):
 
 
 def cut_off(path):
-    """Takes the last byte away."""
+    """Removes the last byte."""
     file = path / "data.index"
     size = file.stat().st_size
     os.truncate(file, size - 1)
@@ -585,7 +597,7 @@ def remove(path):
 
 
 def change(path):
-    """Makes `run.json` tell of another step."""
+    """Changes a number in `run.json`."""
     file = path / "run.json"
     changed = re.sub(r'"batches_taken": \d+', '"batches_taken": 7', file.read_text())
     assert changed != file.read_text()
@@ -594,7 +606,7 @@ def change(path):
 
 
 def empty(path):
-    """Leaves nothing of `run.json`, as a loss of power can."""
+    """Empties `run.json`, as a loss of power can."""
     (path / "run.json").write_text("")
     return f"{path / 'run.json'} cannot be read: Expecting value: line 1 column 1 (char 0)"
 
@@ -604,12 +616,14 @@ DAMAGES = [flip, cut_off, remove, change, empty]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, damage):
-    """An error is logged that names it and the damage; the one before it is gone on from."""
+    """A damaged checkpoint is logged as an error that names it and the damage, and the run resumes
+    from the previous one.
+    """
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     what = damage(path / f"ckpt-{TARGET}")
     with caplog.at_level("ERROR"):
-        assert_taken_up(path, TARGET - INTERVAL, undisturbed)
+        assert_resumes(path, TARGET - INTERVAL, undisturbed)
 
     assert [record.getMessage() for record in caplog.records] == [
         f"Checkpoint ckpt-{TARGET} is damaged and left out: {what}."
@@ -617,7 +631,9 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, 
 
 
 def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
-    """It is refused, with all that is wrong: to begin anew would lose what may be saved."""
+    """A run whose checkpoints are all damaged is refused with a list of the damage, because
+    starting over could lose what can still be recovered.
+    """
     path = tmp_path / "run"
     shutil.copytree(whole, path)
     names = [f"ckpt-{step}" for step in (12, 8, 4)]
@@ -635,7 +651,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles a kill."""
+    """Stands for a kill: no `except Exception` catches it."""
 
 
 @pytest.mark.parametrize(
@@ -649,8 +665,9 @@ class Killed(BaseException):
 def test_a_kill_in_the_middle_of_a_replacement(
     tmp_path, whole, undisturbed, monkeypatch, done, left
 ):
-    """What is replaced is renamed, then what replaces it; then the first is removed. Wherever between
-    these the process dies, the next start finds one of them, whole, and nothing else.
+    """To replace a checkpoint, the old one is renamed, the new one is renamed into its place, and
+    the old one is removed. Wherever the process dies in between, the next start finds exactly one
+    complete checkpoint.
     """
     path = tmp_path / "run"
     shutil.copytree(whole, path)
@@ -677,4 +694,4 @@ def test_a_kill_in_the_middle_of_a_replacement(
             folder.commit(newest, facts)
 
     assert {found.name for found in path.glob("ckpt-8*")} == left
-    assert_taken_up(path, 8, undisturbed)
+    assert_resumes(path, 8, undisturbed)

@@ -1,4 +1,4 @@
-"""A checkpoint of release 0.1.0 can be read."""
+"""A checkpoint written by release 0.1.0 can still be read."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def maker():
-    """The script that wrote it."""
+    """The script that wrote the golden checkpoint."""
     spec = importlib.util.spec_from_file_location("golden_make", GOLDEN / "make.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -19,8 +19,8 @@ def maker():
 
 
 def test_the_golden_checkpoint_is_restored_and_trained_on(tmp_path):
-    """Weights, statistics, counts and scale are those that were written, to the bit; the run goes on
-    from its step, with its data, and saves.
+    """Weights, statistics, counts and scale are restored to the bit; the run continues from its
+    step and its place in the data, and saves.
     """
     golden = maker()
     shutil.copytree(GOLDEN / "ckpt-8", tmp_path / "ckpt-8")

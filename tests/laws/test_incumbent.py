@@ -1,4 +1,4 @@
-"""What Keras's own loss scaling does where ours does not."""
+"""Cases that Keras's own loss scaling gets wrong and ours gets right."""
 
 import keras
 import numpy as np
@@ -11,9 +11,9 @@ import scaling
 
 @pytest.mark.parametrize("bad_replica", [0, 1])
 def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
-    """L5: Keras's LossScaleOptimizer looks at replica 0's own gradients only. An infinity on replica 1
-    goes into the weights of both replicas, and its scale does not even move. Ours skips, whichever
-    replica it is.
+    """L5: Keras's LossScaleOptimizer checks only replica 0's gradients. An infinity on replica 1
+    reaches the weights of both replicas, and its scale does not even move. Ours skips the step,
+    whichever replica it is.
     """
     strategy = mirrored(2)
     values = np.ones(2, np.float32)
@@ -49,8 +49,8 @@ def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
 
 
 def test_a_weight_that_the_forward_pass_writes():
-    """SpectralNormalization assigns its kernel and is then differentiated at what it has assigned: four
-    steps in float32 come to the same weights as Keras's own layer in a bare loop.
+    """SpectralNormalization assigns its kernel and is then differentiated at the assigned value:
+    four steps in float32 reach the same weights as Keras's own layer in a bare loop.
     """
 
     class Spectral(Linear):

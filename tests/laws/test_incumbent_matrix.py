@@ -1,4 +1,4 @@
-"""L6, the other side: what a poisoned step leaves behind under Keras's own loss scaling."""
+"""L6 for comparison: what a poisoned step leaves behind under Keras's own loss scaling."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -17,10 +17,10 @@ SCALE = 2.0**15
 
 
 class Incumbent:
-    """The usual custom step of Keras 3, around the model and the optimizer of our own matrix."""
+    """The usual custom step of Keras 3, with the model and the optimizers of our own L6 matrix."""
 
     def __init__(self, optimizer_name, strategy):
-        """Builds everything in scope, takes one good step, and remembers every copy."""
+        """Builds everything in scope, takes one good step, and stores every copy."""
         self.strategy = strategy
         with strategy.scope():
             self.model = everything.build_model()
@@ -33,7 +33,7 @@ class Incumbent:
         self.good = self.snapshot()
 
     def replica_step(self, batch):
-        """One replica's part: its examples, its share of the mean, and its loss for the metric."""
+        """Computes one replica's share of the mean loss, and updates the metric and the weights."""
         replicas = self.strategy.num_replicas_in_sync
         examples = everything.EXAMPLES // replicas
         start = tf.distribute.get_replica_context().replica_id_in_sync_group * examples
@@ -47,7 +47,9 @@ class Incumbent:
         self.optimizer.apply(tape.gradient(scaled_loss, weights), weights)
 
     def groups(self):
-        """Every variable that a step could move, but the loss scale's own and the learning rate."""
+        """Every variable a step could move, by group, except those of the loss scale and the
+        learning rate.
+        """
         spectral, norm, own, dropout, _ = self.model.layers
         inner = self.optimizer.inner_optimizer
         averages = inner._model_variables_moving_average if inner.use_ema else []
@@ -75,7 +77,7 @@ class Incumbent:
         }
 
     def restore(self):
-        """Back to where the good step ended, copy by copy."""
+        """Restores the state after the good step, copy by copy."""
         for group, values in self.good.items():
             for variable, olds in zip(self.groups()[group], values, strict=True):
                 inner = variable.value if isinstance(variable, keras.Variable) else variable
@@ -94,7 +96,7 @@ class Incumbent:
         return {"loss scale": [scale], **outcomes(self.good, self.snapshot())}
 
     def poison(self, poison, replica):
-        """What a poisoned step after the good one does: for each group, the worst."""
+        """The worst outcome in each group after a poisoned step that follows the good one."""
         replicas = self.strategy.num_replicas_in_sync
         found = self.second_step(everything.batch(poison, replica, replicas, 1, SCALE))
         [scale] = found.pop("loss scale")
@@ -102,12 +104,14 @@ class Incumbent:
 
 
 def worst(found):
-    """A group is as bad as its worst variable, a variable as its worst copy."""
+    """The worst of several outcomes: a group counts as its worst variable, a variable as its worst
+    copy.
+    """
     return max(found, key=["kept", "moved", "inf/NaN"].index)
 
 
 def outcomes(before, after):
-    """What happened to each variable, by group."""
+    """The outcome for each variable, by group."""
     return {
         group: [
             worst([outcome(*pair) for pair in zip(olds, news, strict=True)])
@@ -118,14 +122,16 @@ def outcomes(before, after):
 
 
 def outcome(old, new):
-    """What happened to one copy."""
+    """The outcome for one copy."""
     if not np.isfinite(new).all():
         return "inf/NaN"
     return "kept" if old.tobytes() == new.tobytes() else "moved"
 
 
 def cases(poison):
-    """Replicas, which of them goes bad, and its index. A sum that overflows is nobody's own."""
+    """Yields the number of replicas, which one is poisoned, and its index. An overflowing sum has
+    no single bad replica.
+    """
     for replicas in REPLICAS:
         if poison == "reduction":
             if replicas > 1:
@@ -137,7 +143,7 @@ def cases(poison):
 
 
 def table(found):
-    """Markdown: one row for all cases of one poison that came out alike."""
+    """A Markdown table: cases of one poison with the same outcome share a row."""
     columns = list(next(iter(found.values())))
     lines = [["poison", "replica", *columns], ["---"] * (len(columns) + 2)]
     for poison in everything.PLACES:
@@ -149,7 +155,7 @@ def table(found):
 
 
 def describe(poison, same):
-    """The cases of one row, such as `first of 1, 2, 3`."""
+    """Names the cases of one row, such as `first of 1, 2, 3`."""
     places = {}
     for replicas, place, _ in same:
         places.setdefault(place, []).append(str(replicas))
@@ -160,7 +166,7 @@ def describe(poison, same):
 
 @pytest.fixture(scope="module")
 def incumbents(mirrored):
-    """Keras's step, made and traced once for an optimizer and a number of replicas."""
+    """Keras's steps, each built and traced once per optimizer and number of replicas."""
     made = {}
 
     def of(optimizer, replicas):
@@ -176,9 +182,9 @@ def incumbents(mirrored):
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_no_variable_is_left_out(incumbents, optimizer, replicas):
-    """The converse, without which the tables show nothing: every variable of the model, the optimizer
-    and the metric is in one group, but for the loss scale's own and the learning rate; and a good
-    step moves every group, to finite values.
+    """The tables are complete: every variable of the model, the optimizer and the metric is in
+    exactly one group, except those of the loss scale and the learning rate, and a good step moves
+    every group to finite values.
     """
     run = incumbents(optimizer, replicas)
     grouped = [variable for variables in run.groups().values() for variable in variables]
@@ -188,7 +194,7 @@ def test_no_variable_is_left_out(incumbents, optimizer, replicas):
         left_out.pop(id(variable), None)
     names = sorted(variable.path.split("/")[-1] for variable in left_out.values())
     outer = ["dynamic_scale", "iteration", "learning_rate", "step_counter"]
-    rates = ["learning_rate"] * (optimizer == "momentum")  # with a schedule it is no variable
+    rates = ["learning_rate"] * (optimizer == "momentum")  # a schedule is not a variable
 
     assert len({id(variable) for variable in grouped}) == len(grouped)
     assert names == sorted(outer + rates)

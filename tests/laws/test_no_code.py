@@ -1,4 +1,4 @@
-"""Nothing that is read from `model_dir` runs code from it: seen from outside, by an audit hook."""
+"""Nothing that is read from `model_dir` runs code, as an audit hook confirms."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ import make as golden
 seen = []
 
 def hook(event, arguments):
-    """Notes what makes objects out of bytes; Python itself reads compiled modules that way."""
+    """Records events that build objects from bytes, except Python's own imports of modules."""
     if event in ("pickle.find_class", "marshal.loads", "marshal.load"):
         files = [frame.filename for frame in traceback.extract_stack()]
         if not any("importlib" in name for name in files):
@@ -57,8 +57,9 @@ print("the hook sees", seen[0][0])
 
 @pytest.mark.slow
 def test_nothing_in_model_dir_runs_code(tmp_path):
-    """A run is taken up, position in the data included, an overflow is replayed, and new runs begin
-    with its weights: no pickle is read on the way, nor compiled code; one that is, is seen.
+    """Resuming a run (with its data position), replaying an overflow and starting new runs from its
+    weights read no pickle and no compiled code. The hook does see a pickle that is loaded on
+    purpose.
     """
     (tmp_path / "program.py").write_text(PROGRAM)
     result = subprocess.run(

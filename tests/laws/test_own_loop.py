@@ -1,4 +1,4 @@
-"""The step in a loop of one's own: `trainer.step` without a `Trainer`."""
+"""The step in a user's own loop: `trainer.step` without a `Trainer`."""
 
 import difflib
 import os
@@ -36,8 +36,8 @@ def run(script):
 
 @pytest.mark.slow
 def test_the_own_loop_learns_as_its_bare_twin_does():
-    """In float16 on two replicas, with a scale that starts too high, the loop learns the digits as well
-    as plain TensorFlow does in float32 on one device: within 2 points of held-out accuracy.
+    """In float16 on two replicas, with a scale that starts too high, the loop learns the digits as
+    well as plain TensorFlow does in float32 on one device: within 2 points of held-out accuracy.
     """
     bare, own = (run(script) for script in PROGRAMS)
     accuracies = [
@@ -52,8 +52,8 @@ def test_the_own_loop_learns_as_its_bare_twin_does():
 
 
 def test_the_own_loop_adds_few_lines():
-    """A plain loop becomes ours by at most 25 lines that are new or changed, imports included, in place
-    of at most 12; and each of the two is read in one go.
+    """At most 25 lines, imports included, replace at most 12 to turn the plain loop into ours, and
+    both examples are short enough to read in one go.
     """
     bare, own = ((EXAMPLES / script).read_text().splitlines() for script in PROGRAMS)
     changes = [line[0] for line in difflib.ndiff(bare, own)]
@@ -64,7 +64,9 @@ def test_the_own_loop_adds_few_lines():
 
 
 def trained(strategy, batches, **arguments):
-    """The weights after each batch, and the reports, of a plain loop over `attempt_step`."""
+    """Runs a plain loop over `attempt_step`; returns the report of each batch and the weights after
+    it.
+    """
     keras.utils.set_random_seed(3)
     rule = scaling.NoLossScale()
     with strategy.scope():
@@ -84,12 +86,12 @@ def trained(strategy, batches, **arguments):
             **arguments,
         )
     step = tf.function(lambda batch: attempt_step(batch, plan, run))
-    told = []
+    results = []
     for batch in batches:
         report = step(batch)
-        told.append((report, np.concatenate([w.ravel() for w in model.get_weights()])))
-    assert int(run.step) == len(told)
-    return told
+        results.append((report, np.concatenate([w.ravel() for w in model.get_weights()])))
+    assert int(run.step) == len(results)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def trained(strategy, batches, **arguments):
     ],
 )
 def test_replicas_change_nothing_in_a_plain_loop(mirrored, arguments):
-    """L8: a `for` loop over a dataset, whose last batch 3 replicas cannot share evenly, takes SGD in
+    """L8: a `for` loop over a dataset whose last batch does not divide by 3 replicas takes SGD in
     float32 to the same weights under mirrored as under default, to 1e-6, at every step.
     """
     random = np.random.default_rng(1)
@@ -111,12 +113,12 @@ def test_replicas_change_nothing_in_a_plain_loop(mirrored, arguments):
         "weight": random.choice([0.0, 0.5, 3.0], 32).astype(np.float32),
     }
     batches = untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(9))
-    alone = trained(tf.distribute.get_strategy(), batches, **arguments)
+    single = trained(tf.distribute.get_strategy(), batches, **arguments)
     shared = trained(mirrored(3), batches, **arguments)
 
     assert [int(report.examples) for report, _ in shared] == [9, 9, 9, 5]
-    for (expected, theirs), (actual, ours) in zip(alone, shared, strict=True):
+    for (expected, theirs), (actual, ours) in zip(single, shared, strict=True):
         assert bool(actual.grads_finite)
         assert float(actual.loss) == pytest.approx(float(expected.loss), rel=1e-6)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-    assert np.abs(alone[-1][1] - alone[0][1]).max() > 1e-2
+    assert np.abs(single[-1][1] - single[0][1]).max() > 1e-2

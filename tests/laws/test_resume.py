@@ -1,4 +1,4 @@
-"""L12 by murder: a run that is killed again and again ends with the bits of one that is not."""
+"""L12 with SIGKILL: a run that is killed repeatedly ends with the bits of an undisturbed one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ INTERVAL = killed_run.CHECKPOINT_INTERVAL
 
 
 def start(model_dir, strategy, steps, out):
-    """Starts the run: the same command every time."""
+    """Starts the run, with the same command every time."""
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(model_dir), strategy, str(steps)],
         stdout=out,
@@ -30,13 +30,13 @@ def start(model_dir, strategy, steps, out):
 
 
 def last_commit(model_dir):
-    """The step of the newest checkpoint that was committed; None if there is none."""
+    """The step of the newest committed checkpoint, or None."""
     steps = committed(model_dir, "ckpt") if model_dir.exists() else {}
     return max(steps, default=None)
 
 
 def wait_until(condition, process, out):
-    """Waits for a condition; fails if the process ends before, or a minute has gone."""
+    """Waits for a condition; fails if the process ends first or a minute has passed."""
     end = time.monotonic() + 60
     while not condition():
         assert process.poll() is None, pathlib.Path(out.name).read_text()
@@ -44,17 +44,17 @@ def wait_until(condition, process, out):
         time.sleep(0.0005)
 
 
-def murder(model_dir, strategy, steps, out, how, wait):
-    """Starts the run and kills it; returns what there was to see.
+def start_and_kill(model_dir, strategy, steps, out, how, wait):
+    """Starts the run, kills it, and returns what was observed.
 
     Args:
-        model_dir: of the run.
-        strategy: its name.
-        steps: the target.
-        out: an open file for what it prints.
-        how: "anywhere" counts the seconds from the start; "on the way" from its first commit;
-            "in a save" waits in addition for a save to begin.
-        wait: how many seconds.
+       model_dir: the run's folder.
+       strategy: the name of the strategy.
+       steps: the target.
+       out: an open file for the output.
+       how: "anywhere" waits from the start; "after a commit" waits from the first commit;
+           "in a save" also waits for the next save to begin.
+       wait: seconds to wait.
     """
     before = last_commit(model_dir)
     process = start(model_dir, strategy, steps, out)
@@ -77,7 +77,7 @@ def murder(model_dir, strategy, steps, out, how, wait):
 
 
 def finish(model_dir, strategy, steps, out):
-    """Runs to the end; returns the process's id."""
+    """Runs to the end; returns the process id."""
     process = start(model_dir, strategy, steps, out)
     try:
         assert process.wait(timeout=300) == 0, pathlib.Path(out.name).read_text()
@@ -87,7 +87,7 @@ def finish(model_dir, strategy, steps, out):
 
 
 def loops_of(model_dir):
-    """Where inner loops began, by process."""
+    """The first steps of the inner loops, by process id."""
     found = {}
     for line in (model_dir / "loops.txt").read_text().splitlines():
         pid, step = map(int, line.split())
@@ -97,15 +97,15 @@ def loops_of(model_dir):
 
 @pytest.mark.parametrize("strategy", ["default", pytest.param("mirrored", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, capsys):
-    """L12: weights, slots, averages, statistics on every replica, scale and counters, data position,
-    randomness, metrics: killed at random moments, also inside a save, and started again by the same
-    command, a run ends with the bits of one never disturbed. It came from the last committed step
-    every time, and took no more steps in all than target + kills x checkpoint interval.
+    """L12: a run that is killed at random moments, also inside a save, and restarted with the same
+    command ends with the bits of an undisturbed one: weights, slots, averages, statistics on every
+    replica, scale and counters, data position, randomness and metrics. It resumes from the last
+    committed step every time and executes at most target + kills x checkpoint interval steps.
     """
     kills = 25 if full else 2
     steps = 2500 if full else 200
     chance = random.Random(7)  # noqa: S311  # nothing to keep secret
-    ways = ["on the way", "in a save", "on the way", "anywhere"]
+    moments = ["after a commit", "in a save", "after a commit", "anywhere"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     with (tmp_path / "whole.txt").open("w+") as out:
@@ -113,9 +113,9 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, full, 
     seen = []
     with (tmp_path / "killed.txt").open("w+") as out:
         for number in range(kills):
-            how = ways[number % len(ways)]
+            how = moments[number % len(moments)]
             wait = chance.uniform(4, 7) if how == "anywhere" else chance.uniform(0, 0.3)
-            seen.append(murder(killed, strategy, steps, out, how, wait))
+            seen.append(start_and_kill(killed, strategy, steps, out, how, wait))
         left = last_commit(killed)
         last = finish(killed, strategy, steps, out)
         printed = pathlib.Path(out.name).read_text()

@@ -1,11 +1,11 @@
-"""L6 and L10: an overflow is tried again in the same step, and no other trace of it is left."""
+"""L6 and L10: an overflow is retried within the same step and leaves no other trace."""
 
 import everything
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, attempt, copies, count_from_0, slopes
+from helpers import Linear, attempt, copies, reset_step_count, slopes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,18 +16,20 @@ from trainer.data.batches import untuned
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 LARGEST = float(np.finfo(np.float32).max)
-# So high that a gradient which overflows when it is scaled still has a finite square. The scale
-# grows within the steps that follow, so that the whole state of the rule is seen.
+# The scale is so high that a gradient can overflow when scaled and still have a finite square. It
+# grows within a few steps, so that the tests see the rule's whole state.
 RULE = scaling.DynamicLossScale(2.0**120, max_scale=2.0**126, growth_interval=3)
 MAX_RETRIES = 5
-TIMES = [1, MAX_RETRIES]
+OVERFLOWS = [1, MAX_RETRIES]
 
 
 class Everything(Trainer):
-    """The model in which everything moves, with a random generator and a counter of the user's."""
+    """A model in which every kind of variable moves, with a random generator and a counter of the
+    user's.
+    """
 
     def __init__(self, optimizer_name, **arguments):
-        """Makes the user's own in the strategy's scope."""
+        """Creates the user's variables in the strategy's scope."""
         super().__init__(
             loss_scale=RULE, max_retries=MAX_RETRIES, seed=0, verbose=False, **arguments
         )
@@ -50,21 +52,23 @@ class Everything(Trainer):
         return everything.build_optimizer(self.optimizer_name)
 
     def compute_loss(self, batch, training):
-        """Draws numbers that the losses depend on, and counts, beside the model's own writes."""
+        """Draws random numbers that the losses depend on and counts, in addition to the model's
+        writes.
+        """
         drawn = self.generator.uniform(tf.shape(batch["x"])[:1])
         self.seen.assign_add(drawn[0])
         return everything.losses(self.model, batch) * (0.75 + 0.5 * drawn), batch["x"][:, 0]
 
     def build_metrics(self):
-        """A mean."""
+        """Returns a mean."""
         return {"mean": keras.metrics.Mean()}
 
     def update_metrics(self, batch, aux):
-        """On applied steps only."""
+        """Updates the mean."""
         self.metrics["mean"].update_state(aux)
 
     def moving(self):
-        """Every variable a step could move, but the loss scale and the counts."""
+        """Every variable a step could move, except the loss scale and the counts."""
         return [
             *self.model.variables,
             *self.optimizer.variables,
@@ -75,7 +79,7 @@ class Everything(Trainer):
         ]
 
     def bits(self):
-        """Every copy of all of them by place and name, and the loss-scale rule's state."""
+        """The bytes of every copy of these variables by place and name, and of the rule's state."""
         state = self._parts.state.loss_scaler.state._asdict()
         return {f"state {name}": value.numpy().tobytes() for name, value in state.items()} | {
             f"{place} {getattr(variable, 'path', variable.name)} copy {copy}": value.tobytes()
@@ -84,40 +88,43 @@ class Everything(Trainer):
         }
 
     def start_over(self, values, state):
-        """Puts every copy and the count of steps back, and the loss scale into a state."""
+        """Restores every copy, resets the step count and sets the rule's state."""
         for variable, old in zip(self.moving(), values, strict=True):
             inner = variable.value if isinstance(variable, keras.Variable) else variable
             for copy, value in zip(getattr(inner, "values", [inner]), old, strict=True):
                 copy.assign(value)
         self._parts.state.loss_scaler.assign(state)
-        count_from_0(self._parts.state)
+        reset_step_count(self._parts.state)
 
     def run(self, batches):
-        """One step each; yields the report, but for the number of the step, and the bits after it."""
+        """Runs one step per batch; yields its report without the step number, and the bits after
+        it.
+        """
         for report in attempt(self, batches):
             yield report._replace(step=0), self.bits()
 
 
 def differ(before, after):
-    """The names of what has other bits."""
+    """The names whose bits differ."""
     assert before.keys() == after.keys()
     return [name for name in before if before[name] != after[name]]
 
 
 def overflowing(times, place, replica=0, replicas=1):
-    """A batch that overflows at the first scale of `RULE` and at so many halves of it, less one."""
+    """A batch that overflows at the first scale of `RULE` and at its next `times - 1` halvings."""
     batch = everything.batch(seed=7)
     if place == "backward":
         batch["gradient"][replica * everything.EXAMPLES // replicas] = everything.EXAMPLES
     else:
         batch["gradient"][:] = 1.0
-    # `compute_loss` multiplies it by 0.75 to 1.25: 0.72 of that fits, and twice 0.72 does not.
+    # `compute_loss` multiplies the gradient by 0.75 to 1.25, so 0.72 times the largest float32 fits
+    # and twice that overflows.
     batch["gradient"] *= np.float32(0.72 * 2.0**times * LARGEST / RULE.initial_scale)
     return batch
 
 
 def after_overflows(times):
-    """The state of `RULE` after so many."""
+    """The state of `RULE` after `times` overflows."""
     state = RULE.initial_state()
     for _ in range(times):
         state = RULE.advance(state, verdict=False)
@@ -126,7 +133,7 @@ def after_overflows(times):
 
 @pytest.fixture(scope="module")
 def runs(mirrored):
-    """Trainers, each made and traced once, and their first values."""
+    """Trainers with their initial values, each built and traced once."""
     made = {}
 
     def of(replicas, optimizer="adamw", on_overflow="retry"):
@@ -134,7 +141,7 @@ def runs(mirrored):
         if key not in made:
             strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
             trainer = Everything(optimizer, on_overflow=on_overflow, strategy=strategy)
-            # One applied step, so that slots and averages are not all 0.
+            # One applied step, so that no slot or average is still 0.
             [report] = attempt(trainer, [everything.batch(seed=9)])
             assert report.grads_finite
             made[key] = trainer, [copies(variable) for variable in trainer.moving()]
@@ -146,10 +153,10 @@ def runs(mirrored):
 @pytest.mark.parametrize(
     ("replicas", "optimizer", "times", "place", "replica"),
     [
-        *[(1, "adamw", k, "backward", 0) for k in TIMES],
-        *[(2, "momentum", k, "backward", 1) for k in TIMES],
-        *[(3, "adamw", k, "backward", 2) for k in TIMES],
-        *[(3, "adamw", k, "reduction", -1) for k in TIMES],
+        *[(1, "adamw", k, "backward", 0) for k in OVERFLOWS],
+        *[(2, "momentum", k, "backward", 1) for k in OVERFLOWS],
+        *[(3, "adamw", k, "backward", 2) for k in OVERFLOWS],
+        *[(3, "adamw", k, "reduction", -1) for k in OVERFLOWS],
         (2, "momentum", 1, "reduction", -1),
         (3, "adamw", 3, "backward", 1),
     ],
@@ -157,10 +164,11 @@ def runs(mirrored):
 def test_a_retried_step_is_as_if_begun_at_its_last_scale(
     runs, replicas, optimizer, times, place, replica
 ):
-    """L6: a run whose first step overflows k times, on one replica alone or only in the sum, has after
-    it and after each of three more the bits of a run that was started in the loss-scale state that
-    the retries left: weights, slots, averages, iterations, BatchNorm, Dropout's and the user's
-    random numbers, spectral norms, statistics and metrics on every copy, and the reports too.
+    """L6: a run whose first step overflows k times, on one replica or only in the sum, has the same
+    bits as a run that started in the loss-scale state that the retries reached. This holds after
+    that step and after each of the next three, for weights, slots, averages, iterations, BatchNorm,
+    Dropout's and the user's random numbers, spectral norms, statistics and metrics on every copy,
+    and for the reports.
     """
     trainer, values = runs(replicas, optimizer)
     batches = [overflowing(times, place, replica, replicas)]
@@ -184,8 +192,8 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale(
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
-    """L6: the same against a trainer with on_overflow="skip", which has no way to retry; its outcome at
-    the first scale says that the cause was the one meant.
+    """L6: a retried step has the bits of a trainer with on_overflow="skip", which contains no retry
+    code. Its outcome at the first scale confirms that the intended cause occurred.
     """
     retrying, values = runs(replicas)
     skipping, _ = runs(replicas, on_overflow="skip")
@@ -198,23 +206,23 @@ def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
         assert Cause(skipped.cause) is Cause[place.upper()]
         assert differ(before, bits) == [
             "state loss_scale",
-            # RULE has no hysteresis: none left is none left.
+            # Without hysteresis one overflow uses up the only one allowed.
             "state overflows_left",
         ]
-        count_from_0(skipping._parts.state)
+        reset_step_count(skipping._parts.state)
         [(_, expected)] = skipping.run([batch])
         retrying.start_over(values, RULE.initial_state())
         [(report, bits)] = retrying.run([batch])
 
         assert (report.grads_finite, report.retries) == (True, 1)
-        # By place: Keras numbers the names.
+        # Compared in order, because Keras numbers the names differently.
         assert list(expected.values()) == list(bits.values())
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_after_too_many_retries_nothing_has_moved(runs, replicas):
-    """L6: a batch that still overflows after `max_retries` is skipped, and everything but the loss scale
-    keeps its bits on every copy; the next batch is applied.
+    """L6: a batch that still overflows after `max_retries` is skipped: everything except the loss
+    scale keeps its bits on every copy, and the next batch is applied.
     """
     trainer, values = runs(replicas)
     place = "backward" if replicas == 1 else "reduction"
@@ -233,9 +241,9 @@ def test_after_too_many_retries_nothing_has_moved(runs, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("place", ["input", "loss", "unscaling"])
-def test_what_no_scale_can_cure_is_not_tried_again(runs, replicas, place):
-    """L6: a forward or an unscaling cause on any replica is skipped at once: no retry, and nothing
-    moves, the loss scale's state included.
+def test_what_no_scale_can_cure_is_not_retried(runs, replicas, place):
+    """L6: a forward or unscaling cause on any replica skips the step at once, without a retry, and
+    nothing moves, not even the loss-scale state.
     """
     trainer, values = runs(replicas)
     state = RULE.initial_state()._replace(loss_scale=tf.constant(2.0**15))
@@ -249,9 +257,9 @@ def test_what_no_scale_can_cure_is_not_tried_again(runs, replicas, place):
         assert differ(before, bits) == []
 
 
-def test_a_bad_loss_beside_an_overflow_is_not_tried_again(runs):
-    """L6: where one replica's loss is NaN, the step is lost at every scale, whatever the others'
-    gradients.
+def test_a_bad_loss_beside_an_overflow_is_not_retried(runs):
+    """L6: if one replica's loss is NaN, the step is not retried, whatever the other replicas'
+    gradients are, because no scale would help.
     """
     trainer, values = runs(3)
     trainer.start_over(values, RULE.initial_state())
@@ -265,17 +273,17 @@ def test_a_bad_loss_beside_an_overflow_is_not_tried_again(runs):
 
 
 class Noted(Linear):
-    """Float16; keeps what every attempt was given, and a random number that it drew."""
+    """Trains in float16 and records the batch and one random number of every attempt."""
 
     def __init__(self, **arguments):
-        """With a generator."""
+        """Creates the generator."""
         super().__init__(verbose=False, **HALF, **arguments)
         with self.strategy.scope():
             self.generator = tf.random.Generator.from_seed(3)
         self.attempts = []
 
     def compute_loss(self, batch, training):
-        """Python sees it while the graph runs, so no rollback takes it away."""
+        """Records in Python while the graph runs, where no rollback can undo it."""
         losses = super().compute_loss(batch, training)
         drawn = self.generator.uniform([])
         noted = tf.numpy_function(self._note, [batch["slope"], drawn], tf.float32)
@@ -287,14 +295,14 @@ class Noted(Linear):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_every_attempt_is_handed_the_same(mirrored, replicas):
-    """L6: each of a step's attempts computes with the same examples and draws the same random numbers,
-    and the next step draws others.
+def test_every_attempt_gets_the_same_inputs(mirrored, replicas):
+    """L6: all attempts of a step see the same examples and draw the same random numbers, and the
+    next step draws others.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     rule = scaling.DynamicLossScale(2.0**18)
     trainer = Noted(strategy=strategy, loss_scale=rule, on_overflow="retry")
-    examples = [[1.0, 2.0], [4.0, 8.0]]  # of the mean of R examples, each is a part
+    examples = [[1.0, 2.0], [4.0, 8.0]]  # times R below, because the loss is a mean over R examples
     drawn_before = set()
     for first, last in examples:
         [report] = attempt(trainer, [slopes(*[first * replicas, last * replicas][:replicas])])
@@ -303,7 +311,7 @@ def test_every_attempt_is_handed_the_same(mirrored, replicas):
         assert report.grads_finite
         assert report.retries > 0
         assert len(seen) == replicas * (1 + report.retries)
-        assert len(set(seen)) == replicas  # one each, over and over
+        assert len(set(seen)) == replicas  # each replica sees one value, repeatedly
         assert {slope for slope, _ in seen} == {first * replicas, last * replicas} or replicas == 1
         drawn = {number for _, number in seen}
         assert not drawn & drawn_before
@@ -324,8 +332,8 @@ FLOOR = {"min_scale": 2.0**4}
     ],
 )
 def test_where_no_other_scale_is_left_the_step_is_skipped(rule, retries, last, left):
-    """L6: a rule that has come to its floor, or that never moves, is not asked again: the attempt would
-    end the same way. The scale is then left where a single overflow would have left it.
+    """L6: a rule at its floor, or one that never moves, is not asked for another attempt, which
+    would end the same way. The scale stays where a single overflow would have put it.
     """
     trainer = Linear(loss_scale=rule, on_overflow="retry", **HALF)
     cause = Cause.MODEL if hasattr(rule, "min_scale") else Cause.BACKWARD
@@ -340,8 +348,8 @@ def test_where_no_other_scale_is_left_the_step_is_skipped(rule, retries, last, l
 
 @pytest.mark.parametrize("max_retries", [1, 8, 9])
 def test_the_number_of_retries_is_bounded(max_retries):
-    """L6: from 2^24 a slope of 1 fits float16 after nine halvings (2^15): nine retries apply it, eight
-    leave it out, one scale further down each.
+    """L6: from 2^24, a slope of 1 fits float16 after nine halvings (2^15). Nine retries apply the
+    step; with eight it is skipped, and each retry has lowered the scale once.
     """
     trainer = Linear(
         loss_scale=scaling.DynamicLossScale(2.0**24),
@@ -361,8 +369,8 @@ def test_the_number_of_retries_is_bounded(max_retries):
 @pytest.mark.parametrize("refill", ["growth", "finite_step"])
 @pytest.mark.parametrize("hysteresis", [1, 2, 3, 5])
 def test_no_attempt_is_repeated_at_its_scale(hysteresis, refill):
-    """L6: a rule that holds its scale through some overflows moves it all the same between two attempts:
-    the number of attempts is the number of scales from the first to the one that fits.
+    """L6: a rule with hysteresis still lowers its scale between two attempts: the number of
+    attempts is the number of scales from the first to the one that fits.
     """
     rule = scaling.DynamicLossScale(2.0**20, hysteresis=hysteresis, hysteresis_refill=refill)
     trainer = Noted(loss_scale=rule, on_overflow="retry")
@@ -378,9 +386,9 @@ def test_no_attempt_is_repeated_at_its_scale(hysteresis, refill):
         scale = fitting
 
 
-def test_retries_are_counted_apart():
-    """L10: attempted = applied + skipped counts steps, with retries beside them; the optimizer's
-    iterations count updates; and a run's last words hold all of it.
+def test_retries_are_counted_separately():
+    """L10: attempted = applied + skipped counts steps, and retries are counted separately. The
+    optimizer's iterations count updates, and the summary of a run reports all of them.
     """
     trainer = Linear(
         loss_scale=scaling.DynamicLossScale(2.0**18),
@@ -390,7 +398,7 @@ def test_retries_are_counted_apart():
         steps_per_loop=5,
         **HALF,
     )
-    # 2^18 to 2^15 are three retries, to 2^11 four more; after five scales 2^9 is left out.
+    # 2^18 to 2^15 takes three retries, to 2^11 four more; 2^12 is skipped after five scales.
     history = [1.0, np.nan, 1.0, 16.0, 2.0**12]
     data = {"x": np.ones([5, 1, 1], np.float32), "slope": np.float32(history)[:, None]}
     summary = trainer.train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=5)
@@ -410,12 +418,12 @@ def test_retries_are_counted_apart():
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_no_example_is_lost(mirrored, replicas, jit_compile):
-    """L6: from a scale far too high, a pass over 12 batches whose slopes are the powers of two from 2^-8
-    to 2^3, the last of which moves the scale again, applies each exactly once: the weight is 1 less
-    their sum, which no other choice of them adds up to. Without retries some are left out.
+    """L6: starting far too high, a pass over 12 batches whose slopes are the powers of two from
+    2^-8 to 2^3 applies each exactly once: the weight is 1 minus their sum, which no other selection
+    adds up to. The largest slope lowers the scale again. Without retries some batches are lost.
     """
     powers = 2.0 ** np.random.default_rng(0).permutation(np.arange(-8, 4))
-    # Of the mean, each replica's part is one power of two, exact in float16.
+    # Each replica's share of the mean is one power of two, exact in float16.
     slope = np.repeat(replicas * powers[:, None], replicas, axis=1).astype(np.float32)
     data = {"x": np.ones([len(powers), replicas, 1], np.float32), "slope": slope}
     weights, totals = {}, {}
@@ -442,7 +450,7 @@ def test_no_example_is_lost(mirrored, replicas, jit_compile):
 
 
 def test_skipping_is_the_default():
-    """L6: unless asked to, a step attempts its batch once."""
+    """L6: by default a step attempts its batch once."""
     trainer = Linear(loss_scale=scaling.DynamicLossScale(2.0**18), **HALF)
     [report] = attempt(trainer, [slopes(1.0)])
 
@@ -455,7 +463,7 @@ class Oracle:
     """The law of retries in plain Python, for `Linear` in float16 and `DynamicLossScale`."""
 
     def __init__(self, rule, max_retries, replicas):
-        """At the beginning of a run, at weight 0."""
+        """Starts a run at weight 0."""
         self.rule, self.max_retries, self.replicas = rule, max_retries, replicas
         self.scale, self.weight = rule.initial_scale, 0.0
         self.finite_steps, self.left = 0, rule.hysteresis
@@ -471,7 +479,7 @@ class Oracle:
                 self.weight -= slope
                 self.finite()
                 return True, retries, used
-            if used == self.rule.min_scale:  # the model's: all but the first overflow is forgotten
+            if used == self.rule.min_scale:  # cause MODEL: only the first overflow counts
                 if single:
                     self.scale, self.finite_steps, self.left = single
                 return False, retries, used
@@ -484,7 +492,7 @@ class Oracle:
             retries += 1
 
     def finite(self):
-        """What a finite step does to the scale."""
+        """Advances the scale after a finite step."""
         self.finite_steps += 1
         if self.rule.hysteresis_refill == "finite_step":
             self.left = self.rule.hysteresis
@@ -493,7 +501,7 @@ class Oracle:
             self.scale = min(self.scale * 2, self.rule.max_scale)
 
     def overflow(self):
-        """What an overflow does to it."""
+        """Advances the scale after an overflow."""
         self.finite_steps, self.left = 0, max(self.left - 1, 0)
         if self.left == 0:
             self.scale = max(self.scale / 2, self.rule.min_scale)
@@ -516,7 +524,7 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def linear(mirrored):
-    """A trainer for each rule, bound and number of replicas, each traced once, and its oracle."""
+    """A trainer and its oracle for each rule, retry limit and replica count, each traced once."""
     made = {}
 
     def of(rule, max_retries, replicas):
@@ -571,16 +579,16 @@ def check_history(trainer, oracle, history, replicas):
 @settings(max_examples=25)
 @given(history=HISTORIES, rule=st.sampled_from(RULES))
 def test_any_history_follows_the_law(linear, history, rule):
-    """L6: over any history of slopes that fit at once, at a smaller scale or at none, and of bad losses,
-    the weight, the scale of each last attempt, the number of retries, and the rule's state are
-    those of the law in plain Python.
+    """L6: over any history of slopes that fit at once, at a smaller scale or at none, and of bad
+    losses, the weight, the scale of each last attempt, the number of retries and the rule's state
+    are those of the law in plain Python.
     """
     trainer, oracle = linear(*rule, replicas=1)
     check_history(trainer, oracle, history, 1)
 
 
 def test_any_history_follows_the_law_on_replicas(linear, full):
-    """L6: the same on two replicas."""
+    """L6: the law above also holds on two replicas."""
 
     @settings(max_examples=100 if full else 8)
     @given(history=HISTORIES, rule=st.sampled_from(RULES if full else RULES[1:2]))
@@ -591,9 +599,10 @@ def test_any_history_follows_the_law_on_replicas(linear, full):
     search()
 
 
-def test_a_rule_that_bears_overflows_costs_no_retries():
-    """The overflows that a rule's hysteresis bears are not attempts: one retry is enough, however
-    patient the rule is; and with `attribute_causes=False` a bad loss is borne like any other skip.
+def test_hysteresis_costs_no_retries():
+    """Overflows that the rule's hysteresis tolerates are not attempts: one retry is enough, however
+    large the hysteresis is. With `attribute_causes=False` a bad loss counts as one of these
+    overflows.
     """
     rule = scaling.DynamicLossScale(2.0**16, hysteresis=5)
     half = {"precision": "mixed_float16", "jit_compile": False, "on_overflow": "retry"}
@@ -611,8 +620,8 @@ def test_a_rule_that_bears_overflows_costs_no_retries():
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_batch_that_no_scale_helps_costs_one_backoff(mirrored, replicas):
-    """L17: a derivative that is NaN at every scale is tried down to the floor and found to be the
-    model's; the scale then stands where a single overflow would have left it, not at the floor.
+    """L17: a derivative that is NaN at every scale is retried down to the floor and attributed to
+    the model. The scale then stands where a single overflow would have put it, not at the floor.
     """
 
     class Rooted(Linear):

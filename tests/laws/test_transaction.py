@@ -1,11 +1,11 @@
-"""L6 and L10: after a skipped step, everything is as it was; after an applied one, replicas agree."""
+"""L6 and L10: after a skipped step nothing has moved; after an applied one, all replicas agree."""
 
 import everything
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, attempt, copies, count_from_0, linear_model, slopes
+from helpers import Linear, attempt, copies, linear_model, reset_step_count, slopes
 
 import scaling
 from scaling import Cause
@@ -18,15 +18,17 @@ SEED = 1
 
 
 class Everything(Trainer):
-    """The model in which everything moves, with a random generator and a counter of the user's."""
+    """A model in which every kind of variable moves, with a random generator and a counter of the
+    user's.
+    """
 
     def __init__(self, optimizer_name, **arguments):
-        """Makes the user's own in the strategy's scope."""
+        """Creates the user's variables in the strategy's scope."""
         super().__init__(loss_scale=RULE, seed=SEED, verbose=False, **arguments)
         self.optimizer_name = optimizer_name
         with self.strategy.scope():
             self.generator = tf.random.Generator.from_seed(1)
-            self.seen = {1: [read_apart(0.0)]}
+            self.seen = {1: [on_read_variable(0.0)]}
 
     def build_model(self):
         """See `everything`."""
@@ -37,20 +39,20 @@ class Everything(Trainer):
         return everything.build_optimizer(self.optimizer_name)
 
     def compute_loss(self, batch, training):
-        """Draws a number and counts, beside the model's own writes."""
+        """Draws a number and counts, in addition to the model's writes."""
         self.seen[1][0].assign_add(self.generator.uniform([]))
         return everything.losses(self.model, batch), batch["x"][:, 0]
 
     def build_metrics(self):
-        """A mean."""
+        """Returns a mean."""
         return {"mean": keras.metrics.Mean()}
 
     def update_metrics(self, batch, aux):
-        """On applied steps only."""
+        """Updates the mean."""
         self.metrics["mean"].update_state(aux)
 
     def step(self, batch):
-        """One attempt; returns its report as numbers."""
+        """Attempts one step; returns its report as numbers."""
         data = untuned(tf.data.Dataset.from_tensors(batch))
         self._start(next(iter(data)))
         report, _ = self._parts.run_steps(iter(data), tf.constant(1))
@@ -62,7 +64,7 @@ class Everything(Trainer):
         return self._parts.state
 
     def moving(self):
-        """Every variable a step could move, but the loss scale and the counts."""
+        """Every variable a step could move, except the loss scale and the counts."""
         return [
             *self.model.variables,
             *self.optimizer.variables,
@@ -74,7 +76,7 @@ class Everything(Trainer):
 
 
 class OwnLoop:
-    """The same through the functions that the trainer calls, in a plain loop."""
+    """The same step from the public functions, in a plain loop."""
 
     def __init__(self, optimizer_name, strategy):
         """Builds everything in scope."""
@@ -82,7 +84,7 @@ class OwnLoop:
             self.model = everything.build_model()
             self.optimizer = everything.build_optimizer(optimizer_name)
             self.generator = tf.random.Generator.from_seed(1)
-            self.seen = read_apart(0.0)
+            self.seen = on_read_variable(0.0)
             self.metric = keras.metrics.Mean()
             self.plan = plan_step(
                 strategy=strategy,
@@ -97,28 +99,28 @@ class OwnLoop:
         self.attempt = tf.function(lambda batch: attempt_step(batch, self.plan, self.state))
 
     def update_metrics(self, batch, aux):
-        """As above."""
+        """Updates the mean."""
         del batch
         self.metric.update_state(aux)
 
     def compute_loss(self, batch, training):
-        """As above."""
+        """Draws a number and counts, in addition to the model's writes."""
         del training
         self.seen.assign_add(self.generator.uniform([]))
         return everything.losses(self.model, batch), batch["x"][:, 0]
 
     @property
     def loss_scale(self):
-        """The scale now."""
+        """The current loss scale."""
         return float(self.state.loss_scaler.loss_scale)
 
     def step(self, batch):
-        """One attempt; returns its report as numbers."""
+        """Attempts one step; returns its report as numbers."""
         report = self.attempt(batch)
         return report._replace(**{k: v.numpy().tolist() for k, v in report._asdict().items()})
 
     def moving(self):
-        """Every variable a step could move, but the loss scale and the counts."""
+        """Every variable a step could move, except the loss scale and the counts."""
         return [
             *self.model.variables,
             *self.optimizer.variables,
@@ -129,8 +131,8 @@ class OwnLoop:
         ]
 
 
-def read_apart(value):
-    """A variable of which every replica may write its own copy."""
+def on_read_variable(value):
+    """A variable of which each replica may write its own copy."""
     return tf.Variable(
         value,
         trainable=False,
@@ -149,27 +151,26 @@ def bits(variables):
 
 
 def moved(before, after):
-    """The names of what has other bits."""
+    """The names whose bits differ."""
     assert before.keys() == after.keys()
     return [name for name in before if before[name] != after[name]]
 
 
 @pytest.fixture(scope="module")
-def ways(mirrored, full):
-    """The trainer and the own loop, each made and traced once for a strategy and an optimizer. By
-    default, 3 replicas with the one optimizer for the one, the other for the other; `--full` runs
-    all of them.
+def loops(mirrored, full):
+    """The trainer and the own loop, each built and traced once per strategy and optimizer. By
+    default each runs on 3 replicas with one of the two optimizers; `--full` runs all combinations.
     """
     made = {}
     usual = {("trainer", "adamw"), ("own loop", "momentum")}
 
-    def of(way, replicas, optimizer):
-        key = way, replicas, optimizer
-        if replicas > 1 and ((way, optimizer) not in usual or replicas == 2) and not full:
+    def of(loop, replicas, optimizer):
+        key = loop, replicas, optimizer
+        if replicas > 1 and ((loop, optimizer) not in usual or replicas == 2) and not full:
             pytest.skip("only with --full")
         if key not in made:
             strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-            kind = {"trainer": Everything, "own loop": OwnLoop}[way]
+            kind = {"trainer": Everything, "own loop": OwnLoop}[loop]
             made[key] = kind(optimizer, strategy=strategy)
             assert made[key].step(everything.batch(replicas=replicas)).grads_finite
         return made[key]
@@ -179,19 +180,19 @@ def ways(mirrored, full):
 
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("way", ["trainer", "own loop"])
+@pytest.mark.parametrize("loop", ["trainer", "own loop"])
 @pytest.mark.parametrize("place", everything.PLACES)
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_nothing_moves_on_a_skip(ways, way, replicas, optimizer, place, which):
+def test_nothing_moves_on_a_skip(loops, loop, replicas, optimizer, place, which):
     """L6: weights, slots, iterations, averages, BatchNorm, Dropout's and the user's random numbers,
-    spectral norms, a user's statistics, mean-aggregated and raw variables and metrics keep their
-    bits on every replica's copy, wherever the inf or NaN is born: in the input, and so in every
-    statistic of the forward pass on one replica only, or anywhere behind it.
+    spectral norms, a user's statistics, mean-aggregated and raw variables, and metrics keep their
+    bits on every replica's copy, wherever the inf or NaN appears. An inf in one replica's input
+    reaches every statistic of its forward pass; the other places come later.
     """
     replica = 0 if which == "first" else replicas - 1
     if place == "reduction" and replicas == 1:
-        pytest.skip("one replica's gradients are summed over nothing")
-    run = ways(way, replicas, optimizer)
+        pytest.skip("there is no reduction on one replica")
+    run = loops(loop, replicas, optimizer)
     before, scale = bits(run.moving()), run.loss_scale
     report = run.step(everything.batch(place, replica, replicas, 1, scale))
 
@@ -206,21 +207,21 @@ def test_nothing_moves_on_a_skip(ways, way, replicas, optimizer, place, which):
 
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("way", ["trainer", "own loop"])
-def test_everything_moves_on_an_update(ways, way, replicas, optimizer):
-    """The converse, without which the test above shows nothing: an applied step moves every variable
-    but two that never move: the learning rate, and the state of Keras's seed generators, which are
-    given a key in each step and keep nothing. Step 10: all copies agree afterwards, but for random
-    generators, whose copies are meant to differ, and metrics, which add up.
+@pytest.mark.parametrize("loop", ["trainer", "own loop"])
+def test_everything_moves_on_an_update(loops, loop, replicas, optimizer):
+    """The converse, without which the test above would show nothing: an applied step moves every
+    variable except the learning rate and the state of Keras's seed generators, which get a key in
+    each step and store nothing. Afterwards all copies agree (step 10), except random generators,
+    whose copies are meant to differ, and metrics, which are summed over replicas.
     """
-    run = ways(way, replicas, optimizer)
+    run = loops(loop, replicas, optimizer)
     before = bits(run.moving())
     assert run.step(everything.batch(replicas=replicas, seed=2)).grads_finite
     still = {name.split(" copy")[0].split(" ", 1)[1] for name in before} - {
         name.split(" copy")[0].split(" ", 1)[1] for name in moved(before, bits(run.moving()))
     }
 
-    rates = {"learning_rate"} if optimizer == "momentum" else set()  # a schedule is no variable
+    rates = {"learning_rate"} if optimizer == "momentum" else set()  # a schedule is not a variable
     assert {name.split("/")[-1] for name in still} == {"seed_generator_state"} | rates
     for variable in run.moving():
         name = getattr(variable, "path", variable.name)
@@ -230,13 +231,15 @@ def test_everything_moves_on_an_update(ways, way, replicas, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
-def test_both_ways_are_one(ways, optimizer):
-    """L15: the trainer and the own loop take the same steps, to the bit, Dropout's masks included."""
-    runs = [ways(way, 1, optimizer) for way in ("trainer", "own loop")]
+def test_both_loops_take_the_same_steps(loops, optimizer):
+    """L15: the trainer and the own loop take the same steps, to the bit, Dropout's
+    masks included.
+    """
+    runs = [loops(loop, 1, optimizer) for loop in ("trainer", "own loop")]
     for run in runs:
         for variable, value in zip(run.moving(), start_values(runs[0]), strict=True):
             variable.assign(value)
-        count_from_0(run.state)
+        reset_step_count(run.state)
     for seed, place in enumerate([None, "input", None]):
         reports = [run.step(everything.batch(place, seed=seed)) for run in runs]
 
@@ -247,21 +250,23 @@ def test_both_ways_are_one(ways, optimizer):
 
 
 def start_values(run):
-    """The values of one run's variables, for all to start from."""
+    """The values of one run's variables, as a common start."""
     return [copies(variable)[0] for variable in run.moving()]
 
 
 class Drawing(Linear):
-    """Its loss is a random number, from a generator that the trainer or the model holds."""
+    """Its loss is a random number from a generator that the trainer, the model or a
+    module holds.
+    """
 
     def __init__(self, holder, **arguments):
-        """Says who holds the generator."""
+        """Creates the generator if the trainer holds it."""
         super().__init__(verbose=False, seed=SEED, **arguments)
         self.holder = holder
         self.held = {"inner": [keras.random.SeedGenerator(4)]} if holder == "trainer" else None
 
     def build_model(self):
-        """A Keras model, or a module."""
+        """Returns a Keras model or a module."""
         model = linear_model() if self.holder != "module" else tf.Module()
         if self.holder == "module":
             model.weight = tf.Variable(1.0)
@@ -270,7 +275,7 @@ class Drawing(Linear):
         return model
 
     def compute_loss(self, batch, training):
-        """A draw times the slope."""
+        """A random number times the slope."""
         seed = self.held["inner"][0] if self.holder == "trainer" else self.model.noise
         if self.holder == "module":
             losses = self.model.weight * batch["slope"]
@@ -283,8 +288,8 @@ class Drawing(Linear):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_numbers_of_keras_go_on_with_steps(mirrored, holder, replicas, num_microbatches):
-    """Every step draws new numbers, whoever holds the generator, and those that it would have drawn had
-    the step before it not been skipped: the number of the step says which, and nothing else.
+    """Every step draws new numbers, whatever object holds the generator, and a skipped step does
+    not change what later steps draw: the numbers depend on the step number alone.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     size = replicas * num_microbatches
@@ -300,8 +305,8 @@ def test_random_numbers_of_keras_go_on_with_steps(mirrored, holder, replicas, nu
 
 @pytest.mark.parametrize("what", ["a number", "a metric"])
 def test_what_keras_would_lose_is_refused(what):
-    """A number from Keras's global generator, or a metric that is updated in the loss, would be the
-    same in every step: an error says where it belongs.
+    """A number from Keras's global generator, or a metric updated in the loss, would be the same in
+    every step; the error says where it belongs.
     """
 
     class Losing(Linear):

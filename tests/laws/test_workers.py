@@ -1,4 +1,4 @@
-"""Several workers, as processes of this machine that speak to each other over gRPC."""
+"""Several workers, as processes on this machine that communicate over gRPC."""
 
 import json
 import re
@@ -17,7 +17,7 @@ STEPS = 12
 
 
 def lines(out, kind, index):
-    """What a worker has written after each inner loop."""
+    """The lines that a worker has written, one per inner loop."""
     return [
         json.loads(line) for line in (out / f"{kind}-{index}.jsonl").read_text().split("\n")[:-1]
     ]
@@ -25,7 +25,7 @@ def lines(out, kind, index):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def undisturbed(request, tmp_path_factory):
-    """A plain run and a noisy one: how many workers there were, and what they have written."""
+    """A plain and a noisy run; returns the number of workers and the folder of their output."""
     count = request.param
     out = tmp_path_factory.mktemp("undisturbed")
     with jobs.workers(
@@ -37,7 +37,9 @@ def undisturbed(request, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["plain", "noisy"])
 def test_all_workers_have_the_same_bits_after_every_step(undisturbed, kind):
-    """Weights, BatchNorm's statistics, slots, averages, loss scale and counts: of every copy."""
+    """Every copy of the weights, BatchNorm's statistics, slots, averages, loss scale and counts has
+    the same bits on all workers after every step.
+    """
     count, out = undisturbed
     first = lines(out, kind, 0)
 
@@ -48,7 +50,9 @@ def test_all_workers_have_the_same_bits_after_every_step(undisturbed, kind):
 
 
 def test_an_overflow_on_the_last_worker_skips_on_all(undisturbed):
-    """L1: the step that its last example alone makes overflow moves nothing but the scale."""
+    """L5: an overflow in the last worker's last example skips the step on all workers and moves
+    only the scale.
+    """
     count, out = undisturbed
     for index in range(count):
         before, planted, after = lines(out, "noisy", index)[worker_run.PLANTED - 2 :][:3]
@@ -61,10 +65,10 @@ def test_an_overflow_on_the_last_worker_skips_on_all(undisturbed):
 def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path):
     """L8: one process with the whole batch has the same weights after every step, to 1e-6 (SGD)."""
     _, out = undisturbed
-    alone = worker_run.make(
+    single = worker_run.make(
         tmp_path / "plain-0.jsonl", "plain", tf.distribute.get_strategy(), steps_per_loop=1
     )
-    alone.train(worker_run.data(STEPS), steps=STEPS)
+    single.train(worker_run.data(STEPS), steps=STEPS)
     start = np.concatenate([np.ravel(w) for w in lines(tmp_path, "plain", 0)[0]["weights"]])
 
     for expected, line in zip(lines(tmp_path, "plain", 0), lines(out, "plain", 0), strict=True):
@@ -76,7 +80,9 @@ def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path):
 
 @pytest.mark.parametrize("kind", ["plain", "noisy"])
 def test_every_worker_predicts_the_whole(undisturbed, kind):
-    """In the order of the data, though each has computed its own shares only."""
+    """Every worker returns all predictions in the order of the data, although it computes only its
+    own shares.
+    """
     count, out = undisturbed
     first, *others = (np.load(out / f"{kind}-{index}.npy") for index in range(count))
     weights = lines(out, kind, 0)[-1]["weights"]
@@ -92,13 +98,13 @@ def test_every_worker_predicts_the_whole(undisturbed, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_path, victim):
-    """L12: the other ends within 30 s, with an error that names the one that was killed; started again
-    the job ends with the bits of one that nobody has disturbed. The chief alone leaves files.
+def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_path, victim):
+    """L12: when one worker is killed, the other ends within 30 s with an error that names it.
+    Restarted, the job ends with the bits of an undisturbed one. Only the chief leaves files.
     """
     count, reference = undisturbed
     if count > 2:
-        pytest.skip("of two workers")
+        pytest.skip("needs two workers")
     model_dir = tmp_path / "run"
     command = (tmp_path, "noisy", f"--steps={STEPS}", f"--model_dir={model_dir}")
     with jobs.workers(tmp_path, 2, "worker_run.py", *command, "--pause=0.3") as job:
@@ -145,7 +151,9 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(undisturbed, tmp_
 
 @pytest.mark.slow
 def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
-    """That worker says why, the other whom it has lost; nobody waits for ever."""
+    """The worker that cannot read its data says why, the other says which worker it lost, and
+    neither waits forever.
+    """
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--raise_at=4")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
         codes = job.ended(90)
@@ -158,7 +166,9 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
-    """All leave it together, and all say so; what was trained is saved."""
+    """Evaluation data of different lengths is refused by all workers together, each with an error,
+    and the training so far is saved.
+    """
     model_dir = tmp_path / "run"
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--uneven", f"--model_dir={model_dir}")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
@@ -174,7 +184,7 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
 
 
 def documented():
-    """The commands that start jobs of workers in docs/scale.md."""
+    """The commands in docs/scale.md that start jobs of workers."""
     text = (jobs.TESTS.parent / "docs" / "scale.md").read_text()
     found = re.findall(r"^python (-m strategies\.launch .*)$", text, re.MULTILINE)
     return [command for command in found if "--ps" not in command]  # see test_parameter_server.py
@@ -183,7 +193,7 @@ def documented():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", documented())
 def test_the_commands_of_the_docs(command):
-    """They are run as written, and learn the digits."""
+    """The documented commands run as written and learn the digits."""
     result = subprocess.run(
         [sys.executable, *command.split()],
         cwd=jobs.TESTS.parent,
@@ -201,7 +211,9 @@ def test_the_commands_of_the_docs(command):
 
 @pytest.mark.slow
 def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path):
-    """Within two steps, however many an inner loop has; the step is saved, and all exit with 75."""
+    """A signal to one worker stops all of them within two steps, however long the inner loop is;
+    that step is saved, and all exit with code 75.
+    """
     model_dir = tmp_path / "run"
     arguments = (f"--model_dir={model_dir}", "--steps=1000000", "--steps_per_loop=1000000")
     with jobs.workers(tmp_path, 2, "worker_run.py", tmp_path, "plain", *arguments) as job:

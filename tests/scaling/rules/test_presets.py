@@ -42,7 +42,7 @@ class Tally:
     growths: int = 0
     backoffs: int = 0
     restarts: int = 0
-    forced: int = 0  # of the restarts, those after `LeftItsBounds`
+    forced: int = 0  # of the restarts, those after `OutOfBounds`
 
     def __str__(self):
         return (
@@ -79,7 +79,7 @@ def record(system, moves, steps, tally):
         before = system.scale
         try:
             system.step(bool(overflow))
-        except references.LeftItsBounds:
+        except references.OutOfBounds:
             tally.forced += 1
             starts = True
             continue
@@ -272,7 +272,7 @@ def test_a_reference_says_where_it_leaves_its_bounds(reference, steps):
     for _ in range(steps - 1):
         system.step(overflow=True)
 
-    with pytest.raises(references.LeftItsBounds):
+    with pytest.raises(references.OutOfBounds):
         system.step(overflow=True)
 
 

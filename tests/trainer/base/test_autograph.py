@@ -7,7 +7,7 @@ from helpers import (
     LABELS,
     SmallImages,
     adam,
-    assert_equal_but_for_rounding,
+    assert_close,
     printed,
     trained_small,
 )
@@ -59,7 +59,7 @@ def test_a_user_may_write_if():
     trainer = Branching(optimizer=adam, seed=1, verbose=False)
     summary = trainer.train((IMAGES, LABELS), steps=5, global_batch=8, eval_data=(IMAGES, LABELS))
 
-    assert_equal_but_for_rounding(trained_small(), trainer)
+    assert_close(trained_small(), trainer)
     assert summary.totals.applied == 5
     assert trainer.predict(IMAGES, global_batch=8).shape == (8, 3)
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import SmallImages, assert_equal_but_for_rounding, trained_small
+from helpers import SmallImages, assert_close, trained_small
 
 from trainer.step.fused import fused_rule, fused_updates
 from trainer.step.xla import COMPILE_MODES
@@ -42,7 +42,7 @@ def test_one_kernel_is_the_whole_rule(mirrored, replicas, name):
 
     assert fused_rule(fused.optimizer) is not None
     assert fused_rule(plain.optimizer) is None
-    assert_equal_but_for_rounding(fused, plain)
+    assert_close(fused, plain)
 
 
 def operations(optimizer, gradient, dtype="float32"):
@@ -95,9 +95,7 @@ def test_what_has_no_kernel_is_moved_as_ever(make, gradient, dtype):
 )
 def test_every_way_computes_the_same(make, way):
     """Compiled by XLA or not, in whichever part: equal to rounding."""
-    assert_equal_but_for_rounding(
-        trained_small(make=make), trained_small(make=make, jit_compile=way)
-    )
+    assert_close(trained_small(make=make), trained_small(make=make, jit_compile=way))
 
 
 def test_what_is_element_wise_is_compiled_and_nothing_else():

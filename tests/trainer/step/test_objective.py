@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import attempt, copies, count_from_0
+from helpers import attempt, copies, reset_step_count
 
 import scaling
 from scaling import Cause
@@ -355,11 +355,11 @@ def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
     for bad in NAMES:
         batch = points(6, [bad], slope=1e4)
         trainer._parts.state.loss_scaler.assign(state)
-        count_from_0(trainer._parts.state)
+        reset_step_count(trainer._parts.state)
         [retried] = attempt(trainer, [batch])
         after = trainer.bits()
         write_copies(trainer.moving(), start, strategy)
-        count_from_0(trainer._parts.state)
+        reset_step_count(trainer._parts.state)
         trainer._parts.state.loss_scaler.assign(
             state._replace(loss_scale=tf.constant(retried.loss_scale))
         )
