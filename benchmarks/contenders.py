@@ -1,9 +1,9 @@
-"""Who is compared: ours, `model.fit`'s own train function, and a loop by hand.
+"""The contenders: `Trainer`, the train function of `model.fit`, and a hand-written loop.
 
-All with Adam, one batch again and again, from a data set that is prefetched.
+All use Adam and repeat one batch from a prefetched dataset.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # first, because it configures TensorFlow
 
 import contextlib
 
@@ -12,21 +12,21 @@ import tensorflow as tf
 from models import loss_of
 from turns import Contender
 
-LOOP = 20  # steps in a call, of those who loop
+LOOP = 20  # steps per call, for contenders that loop in the graph
 
 
 def data_of(work):
-    """Returns the work's batch, for ever."""
+    """Returns a dataset that repeats the batch of `work`."""
     return tf.data.Dataset.from_tensors(work.batch).repeat().prefetch(2)
 
 
 def adam():
-    """Returns an optimizer."""
+    """Returns the optimizer of all contenders."""
     return keras.optimizers.Adam(1e-4)
 
 
 def trainer_of(work, policy, **settings):
-    """Returns a trainer that has started, and data for it."""
+    """Returns a started trainer and its data."""
     settings = {"steps_per_loop": LOOP, "verbose": False} | settings
     trainer = Trainer(
         model=work.build, optimizer=adam, loss_fn=loss_of, precision=policy, **settings
@@ -37,7 +37,7 @@ def trainer_of(work, policy, **settings):
 
 
 def ours(work, policy, loop=LOOP, **settings):
-    """Returns a trainer's own loop, which asks once in `loop` steps how it went."""
+    """Returns the inner loop of a trainer, whose report is read once per `loop` steps."""
     trainer, data = trainer_of(work, policy, **settings)
     iterator, run_steps = iter(data), trainer._parts.run_steps  # noqa: SLF001
 
@@ -50,28 +50,28 @@ def ours(work, policy, loop=LOOP, **settings):
 
 
 def fit(work, policy, **settings):
-    """Returns `model.fit`'s own train function."""
-    with under(policy):
+    """Returns the train function of `model.fit`."""
+    with dtype_policy(policy):
         network = work.build()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     network.compile(adam(), loss, **settings)
     network.make_train_function()
     iterator, train = iter(data_of(work)), network.train_function
-    each = settings.get("steps_per_execution", 1)
+    per_call = settings.get("steps_per_execution", 1)
 
     def take(steps):
-        for _ in range(steps // each):
+        for _ in range(steps // per_call):
             logs = train(iterator)
         float(logs["loss"])
 
-    return Contender(take, least=each)
+    return Contender(take, multiple=per_call)
 
 
 def by_hand(work, policy, loop=LOOP, *, jit_compile=False, microbatches=1, strategy=None):
-    """Returns the shortest loop there is: no loss scale, no verdict, no report."""
+    """Returns the shortest possible loop, without loss scale, verdict or report."""
     strategy = strategy or tf.distribute.get_strategy()
     replicas = strategy.num_replicas_in_sync
-    with strategy.scope(), under(policy):
+    with strategy.scope(), dtype_policy(policy):
         network, optimizer = work.build(), adam()
         weights = network.trainable_variables
         optimizer.build(weights)
@@ -111,8 +111,8 @@ def by_hand(work, policy, loop=LOOP, *, jit_compile=False, microbatches=1, strat
 
 
 @contextlib.contextmanager
-def under(policy):
-    """Builds what is built within under a policy of Keras's."""
+def dtype_policy(policy):
+    """Sets the Keras dtype policy for the block."""
     keras.config.set_dtype_policy(policy)
     try:
         yield

@@ -1,15 +1,15 @@
-"""What a step costs as work grows, and how much of that is loss scaling's.
+"""The cost of a step as work grows, and the share of loss scaling.
 
     python benchmarks/growth.py
     python benchmarks/growth.py --growing=parameters,replicas --rounds=5
 
-One thing grows at a time. Ours with a dynamic loss scale, ours without any, and the loop by hand
-take turns; each row is a process of its own. All in float32 and without XLA, the scale included,
-so that every contender runs the same kernels. Results go to benchmarks/growth.json, and a table
-into docs/performance.md.
+One quantity grows at a time. A trainer with a dynamic loss scale, one without any and a
+hand-written loop are measured in turn; each row is a process of its own. All compute in float32
+without XLA, so that every contender runs the same kernels. Results go to benchmarks/growth.json,
+and a table to docs/performance.md.
 """
 
-from contenders import LOOP, by_hand, ours  # isort: skip  # sets TensorFlow up
+from contenders import LOOP, by_hand, ours  # isort: skip  # configures TensorFlow
 
 import json
 import pathlib
@@ -26,7 +26,7 @@ from turns import by_machine, in_turn, measured_into, ratios_of, table, with_int
 import strategies
 
 FLAGS = flags.FLAGS
-# What grows, by how much.
+# The quantity that grows, and its sizes.
 ROWS = {
     "variables": (10, 100, 1_000),
     "parameters": (1_000_000, 10_000_000, 100_000_000),
@@ -34,10 +34,12 @@ ROWS = {
     "replicas": (1, 2, 4),
     "steps a call": (1, 5, 20, 100),
 }
-flags.DEFINE_list("growing", list(ROWS), "What.")
-flags.DEFINE_integer("rounds", 25, "How often each contender has its turn.", lower_bound=3)
-flags.DEFINE_float("turn_secs", 0.3, "How long a turn shall be; at least one step.")
-flags.DEFINE_string("row", None, "WHAT,HOW_MUCH: for the processes that this one starts.")
+flags.DEFINE_list("growing", list(ROWS), "Quantities that grow.")
+flags.DEFINE_integer("rounds", 25, "Number of turns of each contender.", lower_bound=3)
+flags.DEFINE_float(
+    "turn_secs", 0.3, "Target duration of a turn, in seconds; a turn has at least one step."
+)
+flags.DEFINE_string("row", None, "WHAT,SIZE: the row to measure; set for subprocesses.")
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "growth.json"
@@ -46,10 +48,10 @@ DYNAMIC, NONE, BY_HAND = "ours", "ours, no loss scale", "by hand"
 
 
 class Chain(layers.Layer):
-    """Small matrices, one after the other."""
+    """A chain of small matrices."""
 
     def __init__(self, count):
-        """So many."""
+        """Creates `count` matrices."""
         super().__init__()
         self.kernels = [self.add_weight(shape=[16, 16]) for _ in range(count)]
 
@@ -61,7 +63,7 @@ class Chain(layers.Layer):
 
 
 def chain(variables):
-    """Returns a model of so many small matrices."""
+    """Returns a model with `variables` small matrices."""
     return Work(
         lambda: keras.Sequential([keras.Input([16]), Chain(variables)]),
         (np.ones([16, 16], np.float32), np.zeros([16], np.int64)),
@@ -69,7 +71,7 @@ def chain(variables):
 
 
 def square(parameters):
-    """Returns a model of one matrix of so many numbers, and a small one."""
+    """Returns a model with one matrix of `parameters` numbers, and a small one."""
     width = round(parameters**0.5)
 
     def build():
@@ -79,17 +81,17 @@ def square(parameters):
     return Work(build, (np.ones([16, width], np.float32), np.zeros([16], np.int64)))
 
 
-def contenders(what, much):
-    """Returns who takes part, by name."""
+def contenders(what, size):
+    """Returns the contenders for a row, by name."""
     models = {"variables": chain, "parameters": square}
     networks = {"microbatches": "cnn", "replicas": "cnn", "steps a call": "mlp"}
-    work = models[what](much) if what in models else work_of(networks[what])
-    loop = much if what == "steps a call" else LOOP
-    microbatches = much if what == "microbatches" else 1
+    work = models[what](size) if what in models else work_of(networks[what])
+    loop = size if what == "steps a call" else LOOP
+    microbatches = size if what == "microbatches" else 1
     strategy = tf.distribute.get_strategy()
-    if what == "replicas" and much > 1:
-        strategies.split_cpu(much)
-        strategy = strategies.create("mirrored", [f"CPU:{index}" for index in range(much)])
+    if what == "replicas" and size > 1:
+        strategies.split_cpu(size)
+        strategy = strategies.create("mirrored", [f"CPU:{index}" for index in range(size)])
     settings = {"jit_compile": False, "num_microbatches": microbatches, "strategy": strategy}
     return {
         DYNAMIC: ours(work, "float32", loop, loss_scale="dynamic", **settings),
@@ -99,7 +101,7 @@ def contenders(what, much):
 
 
 def shown(parts):
-    """Returns a row for each size, with medians and ratios."""
+    """Returns a table with medians and ratios, one row per size."""
     head = ["", "ours", "no loss scale", "by hand", "loss scaling's share"]
     rows = [[*head, "ours, against by hand (95%)"]]
     for title, turns in parts.items():
@@ -111,18 +113,18 @@ def shown(parts):
 
 
 def main(_):
-    """Measures one row, or all of them, each in a process of its own."""
+    """Measures one row, or all of them in a process each."""
     if FLAGS.row:
-        what, much = FLAGS.row.split(",")
-        found = in_turn(contenders(what, int(much)), FLAGS.rounds, FLAGS.turn_secs)
+        what, size = FLAGS.row.split(",")
+        found = in_turn(contenders(what, int(size)), FLAGS.rounds, FLAGS.turn_secs)
         print(json.dumps(found))
         return
-    rows = [(what, much) for what in FLAGS.growing for much in ROWS[what]]
-    by_title = {f"{what}: {much:,}": f"--row={what},{much}" for what, much in rows}
+    rows = [(what, size) for what in FLAGS.growing for size in ROWS[what]]
+    by_title = {f"{what}: {size:,}": f"--row={what},{size}" for what, size in rows}
     results = measured_into(RESULTS, by_title)
-    told = by_machine(results, shown)
-    write_between(PAGE, "growth.py", told)
-    print(told)
+    text = by_machine(results, shown)
+    write_between(PAGE, "growth.py", text)
+    print(text)
 
 
 if __name__ == "__main__":

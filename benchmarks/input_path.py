@@ -1,8 +1,8 @@
-"""What it costs that every replica cuts its share out of one plain iterator's global batch.
+"""The cost of letting every replica cut its share out of the global batch of one plain iterator.
 
-TensorFlow's own way is `experimental_distribute_dataset`, whose iterator cannot be saved. Both
-ways feed the same training step of a small convolutional network on CIFAR's shapes, and take
-turns; what is printed is the median of the rounds' ratios, and its 95% interval.
+TensorFlow's own method is `experimental_distribute_dataset`, whose iterator cannot be saved. Both
+feed the same training step of a small convolutional network on CIFAR's shapes and are measured in
+turn. The output is the median of the ratios by round, with a 95% interval.
 
     python benchmarks/input_path.py --replicas=2 --batch_size=64
 """
@@ -20,14 +20,16 @@ from turns import Contender, in_turn, ratios_of, with_interval
 import strategies
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("replicas", 2, "Logical CPU devices.", lower_bound=1)
+flags.DEFINE_integer("replicas", 2, "Number of replicas, each a logical CPU device.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Examples in a global batch.", lower_bound=1)
-flags.DEFINE_integer("rounds", 15, "How often each way has its turn.", lower_bound=1)
-flags.DEFINE_float("turn_secs", 0.5, "How long a turn shall be; at least one step.")
+flags.DEFINE_integer("rounds", 15, "Number of turns of each method.", lower_bound=1)
+flags.DEFINE_float(
+    "turn_secs", 0.5, "Target duration of a turn, in seconds; a turn has at least one step."
+)
 
 
 def build_model():
-    """Three convolutions and a dense layer, 10 classes."""
+    """Returns three convolutions and a dense layer for 10 classes."""
     return keras.Sequential(
         [
             keras.Input([32, 32, 3]),
@@ -41,7 +43,7 @@ def build_model():
 
 
 def dataset(batch_size):
-    """Random images, in memory, batched to the global batch."""
+    """Returns random images in memory, batched to the global batch."""
     rng = np.random.default_rng(0)
     images = rng.normal(size=[1024, 32, 32, 3]).astype(np.float32)
     labels = rng.integers(0, 10, size=[1024])
@@ -49,8 +51,8 @@ def dataset(batch_size):
     return rows.map(lambda row: (tf.gather(images, row), tf.gather(labels, row))).prefetch(2)
 
 
-def make_ways(strategy, batch_size):
-    """Returns both ways, by name."""
+def make_contenders(strategy, batch_size):
+    """Returns both methods, by name."""
     with strategy.scope():
         model = build_model()
         optimizer = keras.optimizers.SGD(1e-3)
@@ -93,11 +95,11 @@ def make_ways(strategy, batch_size):
 
 
 def main(_):
-    """Measures, and prints one line."""
+    """Measures and prints one line."""
     strategies.split_cpu(FLAGS.replicas)
     devices = [f"CPU:{index}" for index in range(FLAGS.replicas)]
-    ways = make_ways(strategies.create("mirrored", devices), FLAGS.batch_size)
-    turns = in_turn(ways, FLAGS.rounds, FLAGS.turn_secs)
+    contenders = make_contenders(strategies.create("mirrored", devices), FLAGS.batch_size)
+    turns = in_turn(contenders, FLAGS.rounds, FLAGS.turn_secs)
     print(
         f"{FLAGS.replicas} replicas, global batch {FLAGS.batch_size}: sliced / distributed "
         f"{with_interval(ratios_of(turns, 'sliced', 'distributed'))}, {FLAGS.rounds} rounds"

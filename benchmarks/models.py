@@ -1,4 +1,4 @@
-"""What the benchmarks train: four models, and random batches for them."""
+"""The four models that the benchmarks train, with random batches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,14 +9,14 @@ import tensorflow as tf
 from keras import layers
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-WINDOW, WORDS, WIDTH = 128, 256, 256  # of the transformer
+WINDOW, WORDS, WIDTH = 128, 256, 256  # the transformer's sizes
 
 
 class Work(NamedTuple):
-    """What is trained."""
+    """A model and its batch."""
 
-    build: Callable[[], keras.Model]  # makes logits, under the policy that is set
-    batch: tuple[Any, Any]  # inputs and labels, as NumPy arrays
+    build: Callable[[], keras.Model]  # returns a model of logits, under the current dtype policy
+    batch: tuple[Any, Any]  # inputs and labels, NumPy arrays
 
 
 def loss_of(labels, logits):
@@ -26,7 +26,7 @@ def loss_of(labels, logits):
 
 
 def work_of(model):
-    """Returns the work of a name."""
+    """Returns the model and batch with this name."""
     generator = np.random.default_rng(0)
     if model == "transformer":
         text = generator.integers(WORDS, size=[16, WINDOW + 1]).astype(np.int32)
@@ -40,13 +40,13 @@ def work_of(model):
 
 
 def build_perceptron():
-    """Returns 784-512-512-10."""
+    """Returns a perceptron of sizes 784-512-512-10."""
     hidden = [layers.Dense(512, activation="relu") for _ in range(2)]
     return keras.Sequential([keras.Input([784]), *hidden, layers.Dense(10)])
 
 
 def build_cnn():
-    """Returns four convolutions for CIFAR's images, normalised and pooled."""
+    """Returns four convolutions with batch normalization and pooling, for CIFAR's image size."""
     inputs = keras.Input([32, 32, 3])
     hidden = convolution(inputs, 32)
     for width in (32, 64, 128):
@@ -65,19 +65,19 @@ def build_resnet():
 
 
 def classifier(inputs, hidden):
-    """Returns the model that sorts images by what has been found in them."""
+    """Returns a model that classifies by the average of `hidden` over positions."""
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(hidden)))
 
 
 def convolution(hidden, width, stride=1, *, last=True):
-    """Returns a convolution of `hidden`, normalised; and cut off at 0 unless more is added."""
+    """Applies a convolution, batch normalization, and ReLU unless `last` is False."""
     hidden = layers.Conv2D(width, 3, stride, padding="same", use_bias=False)(hidden)
     hidden = layers.BatchNormalization()(hidden)
     return layers.ReLU()(hidden) if last else hidden
 
 
 def residual(hidden, width, stride):
-    """Returns `hidden` and two convolutions of it, added."""
+    """Applies a residual block of two convolutions."""
     more = convolution(convolution(hidden, width, stride), width, last=False)
     if hidden.shape[-1] != width or stride > 1:
         hidden = layers.Conv2D(width, 1, stride, use_bias=False)(hidden)
@@ -85,7 +85,7 @@ def residual(hidden, width, stride):
 
 
 def build_transformer():
-    """Returns four blocks of attention and perceptron, each byte after those before it."""
+    """Returns a causal language model of bytes with four transformer blocks."""
     text = keras.Input([WINDOW], dtype="int32")
     places = layers.Embedding(WINDOW, WIDTH)(keras.ops.arange(WINDOW))
     hidden = layers.Embedding(WORDS, WIDTH)(text) + places

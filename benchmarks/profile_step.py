@@ -1,13 +1,13 @@
-"""Where a step's time goes: TensorFlow's operations in ours and by hand, and PyTorch's beside.
+"""Where the time of a step goes: operations of TensorFlow (ours and by hand) and of PyTorch.
 
     python benchmarks/profile_step.py --model=cnn --dtype=bfloat16
 
-Milliseconds a step by kind of operation, waiting and threads that work side by side included:
-columns add up to more than a step takes. TensorFlow's come from its own profiler, without what
-an operation's callees take; PyTorch's from torch.profiler.
+The output is milliseconds per step by kind of operation. Waiting and parallel threads are included,
+so columns add up to more than the step time. TensorFlow's times come from its own profiler and
+exclude the operations that an operation calls; PyTorch's come from torch.profiler.
 """
 
-from contenders import by_hand, ours  # isort: skip  # sets TensorFlow up
+from contenders import by_hand, ours  # isort: skip  # configures TensorFlow
 
 import collections
 import importlib.util
@@ -21,14 +21,14 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from turns import seconds_of, table
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("model", "cnn", "Which of step_time.py's.")
-flags.DEFINE_enum("dtype", "bfloat16", list(POLICIES), "In which dtype.")
-flags.DEFINE_integer("steps", 20, "How many steps are looked at.", lower_bound=1)
-flags.DEFINE_integer("kinds", 14, "How many kinds of operations are shown.", lower_bound=1)
+flags.DEFINE_string("model", "cnn", "Model of step_time.py.")
+flags.DEFINE_enum("dtype", "bfloat16", list(POLICIES), "Compute dtype.")
+flags.DEFINE_integer("steps", 20, "Number of profiled steps.", lower_bound=1)
+flags.DEFINE_integer("kinds", 14, "Number of kinds of operations to show.", lower_bound=1)
 
 
 def in_tensorflow(take, steps):
-    """Returns milliseconds a step by kind of operation."""
+    """Returns milliseconds per step by kind of operation."""
     take(2)
     with tempfile.TemporaryDirectory() as folder:
         tf.profiler.experimental.start(folder)
@@ -40,13 +40,13 @@ def in_tensorflow(take, steps):
     for plane in space.planes:
         for line in plane.lines:
             for name, picosecs in own_times(plane, line):
-                if ":" in name and "::" not in name:  # "its/name:ItsKind"
+                if ":" in name and "::" not in name:  # "path/of/name:Kind"
                     found[name.rpartition(":")[2]] += picosecs / 1e9 / steps
     return found
 
 
 def own_times(plane, line):
-    """Yields the events of one thread, each without those that it contains."""
+    """Yields the name and own time of each event in one thread, without the events inside it."""
     open_events = []  # [name, end, own]
     for event in sorted(line.events, key=lambda event: (event.offset_ps, -event.duration_ps)):
         while open_events and open_events[-1][1] <= event.offset_ps:
@@ -60,7 +60,7 @@ def own_times(plane, line):
 
 
 def in_pytorch(steps):
-    """Returns milliseconds a step of PyTorch's, by kind of operation; and of the whole step."""
+    """Returns milliseconds per step by kind of operation, and in total."""
     import in_pytorch
     import torch
 
@@ -76,13 +76,13 @@ def in_pytorch(steps):
 
 
 def main(_):
-    """Profiles, and prints a table."""
+    """Profiles and prints a table."""
     cell = (work_of(FLAGS.model), POLICIES[FLAGS.dtype])
-    way = FLAGS.dtype == "float16"  # TensorFlow's own kernels are scalar loops then
+    compiled = FLAGS.dtype == "float16"  # TensorFlow's own float16 kernels are scalar loops
     columns = {}
     for name, contender in (
-        ("ours", ours(*cell, jit_compile=way)),
-        ("by hand", by_hand(*cell, jit_compile=way)),
+        ("ours", ours(*cell, jit_compile=compiled)),
+        ("by hand", by_hand(*cell, jit_compile=compiled)),
     ):
         contender.take(2)
         whole = 1e3 * seconds_of(contender.take, FLAGS.steps)

@@ -1,11 +1,11 @@
-"""What the one all-reduce of a step costs, by bytes and replicas, and a model fitted to it.
+"""The cost of the one all-reduce of a step, by bytes and replicas, with a fitted model.
 
     python benchmarks/scale.py
 
-Replicas are logical CPU devices of one process (`mirrored`), and then processes that speak
-gRPC over 127.0.0.1 (`multi_worker_mirrored`). Every variant of a row is measured in turn, in
-one process; what is printed are medians. The model is that of a ring: a latency for each of
-2 (R - 1) rounds, and 2 (R - 1) / R of the bytes through the narrowest link.
+Replicas are logical CPU devices in one process (`mirrored`), and then processes that communicate
+over gRPC on 127.0.0.1 (`multi_worker_mirrored`). The variants in a row are measured in turn in one
+process; the output is medians. The model is a ring: a latency for each of 2 (R - 1) rounds, and 2
+(R - 1) / R of the bytes over the slowest link.
 """
 
 import functools
@@ -28,16 +28,16 @@ import strategies
 from strategies.launch import Job
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 9, "How often each variant has its turn.", lower_bound=1)
-flags.DEFINE_integer("calls", 10, "Sums in a turn.", lower_bound=1)
-flags.DEFINE_string("measure_into", None, "For the processes that this one starts.")
+flags.DEFINE_integer("rounds", 9, "Number of turns of each variant.", lower_bound=1)
+flags.DEFINE_integer("calls", 10, "Number of sums in a turn.", lower_bound=1)
+flags.DEFINE_string("measure_into", None, "File for the results; set for subprocesses.")
 
-FLOATS = 400_000  # of the comparisons: 1.6 MB, a small convolutional network
+FLOATS = 400_000  # size in the comparisons: 1.6 MB, a small convolutional network
 SIZES = (1_000, 100_000, 400_000, 1_600_000)
 
 
 def variants(replicas):
-    """What is summed, by name: a structure of tensors each."""
+    """Returns the structure of tensors to sum, by name."""
     vector = tf.ones([FLOATS])
     table = (tf.zeros([replicas]), tf.zeros([replicas, 2]), tf.zeros([replicas]))
     verdict = (table, tf.zeros([]), tf.zeros([]), tf.zeros([]))
@@ -50,39 +50,39 @@ def variants(replicas):
 
 
 def measured(strategy):
-    """Returns seconds of one sum, by variant."""
+    """Returns the seconds per sum, by variant."""
     replicas = strategy.num_replicas_in_sync
 
     def calls_of(values):
         def replica(values):
-            # Each sum depends on the last; no host in between.
+            # Each sum depends on the previous one, without the host in between.
             now = tf.nest.map_structure(tf.identity, values)
             for _ in range(FLAGS.calls):
                 total = strategies.sum_gradients(now)
                 now = tf.nest.map_structure(lambda each: each / replicas, total)
-            # Of all of them: what nobody looks at would not be summed.
+            # Uses every sum, because TensorFlow would prune unused ones.
             return tf.add_n(
                 [tf.reduce_sum(tf.cast(each, tf.float32)) for each in tf.nest.flatten(now)]
             )
 
-        # Handed in, or they would be constants, and their sums, too.
+        # Passed as arguments, because sums of constants would be folded.
         step = tf.function(lambda values: strategy.run(replica, args=(values,)))
         return functools.partial(step, values)
 
     functions = {name: calls_of(values) for name, values in variants(replicas).items()}
     seconds = {name: [] for name in functions}
-    # In the same order in every process, and as often: each waits for the others.
+    # Same order and number in every process, because each sum waits for all processes.
     for turn in range(FLAGS.rounds + 1):
         for name, function in functions.items():
             began = time.perf_counter()
             strategy.experimental_local_results(function())[0].numpy()
-            if turn:  # the first traces
+            if turn:  # the first turn traces
                 seconds[name].append((time.perf_counter() - began) / FLAGS.calls)
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def of_processes(count):
-    """Returns what the first of some worker processes has measured."""
+    """Returns what the first of `count` worker processes has measured."""
     with tempfile.TemporaryDirectory() as scratch:
         out = pathlib.Path(scratch) / "measured.json"
         here = [f"--rounds={FLAGS.rounds}", f"--calls={FLAGS.calls}", f"--measure_into={out}"]
@@ -93,24 +93,26 @@ def of_processes(count):
 
 
 def fit(seconds, replicas):
-    """Returns latency in seconds a round, and bytes a second, of the ring that fits best."""
+    """Fits the ring; returns its latency in seconds per round and its bandwidth in bytes per
+    second.
+    """
     sizes = np.array([4.0 * size for size in SIZES])
     times = np.array([seconds[f"{size} floats"] for size in SIZES])
     design = np.stack(
         [2 * (replicas - 1) * np.ones_like(sizes), 2 * (replicas - 1) / replicas * sizes]
     )
-    # Relative errors: or the largest size alone would count.
+    # Relative errors, because absolute ones would fit the largest size only.
     (latency, per_byte), *_ = np.linalg.lstsq((design / times).T, np.ones_like(times), rcond=None)
     return latency, 1 / per_byte
 
 
 def ring(replicas, size, latency, bandwidth):
-    """Returns seconds of an all-reduce of `size` bytes."""
+    """Returns the seconds of an all-reduce of `size` bytes."""
     return 2 * (replicas - 1) * (latency + size / replicas / bandwidth)
 
 
 def show(title, found):
-    """Prints the table of one kind of replicas, and what the model says of more."""
+    """Prints the table of one kind of replicas, and predictions for more replicas."""
     print(f"\n{title}: milliseconds of one sum")
     names = list(next(iter(found.values())))
     print(f"{'':18}" + "".join(f"{f'{replicas} replicas':>14}" for replicas in found))
@@ -119,10 +121,10 @@ def show(title, found):
     for replicas, each in found.items():
         base = each[f"{FLOATS} floats"]
         shares = {name: each[name] / base for name in names[len(SIZES) :]}
-        told = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        text = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
         latency, bandwidth = fit(each, replicas)
         print(
-            f"{replicas} replicas, of {FLOATS} floats: {told}; "
+            f"{replicas} replicas, of {FLOATS} floats: {text}; "
             f"fitted: {1e3 * latency:.2f} ms a round, {bandwidth / 1e9:.2f} GB/s"
         )
     latency, bandwidth = fit(found[max(found)], max(found))
@@ -132,7 +134,7 @@ def show(title, found):
 
 
 def main(_):
-    """Measures, or is one of those that do."""
+    """Measures and prints everything, or measures as one of the worker processes."""
     tf.get_logger().setLevel("ERROR")
     logging.set_verbosity(logging.ERROR)
     if FLAGS.measure_into:

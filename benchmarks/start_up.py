@@ -1,9 +1,9 @@
-"""What it takes to begin: seconds from the first import to the end of the first step, and memory.
+"""Start-up cost: seconds from the first import to the end of the first step, and peak memory.
 
     python benchmarks/start_up.py
 
-Ours against `model.fit`, each in a process of its own, in turn; a compile choice is fixed. The
-models are those of `step_time.py`. A table of medians goes into docs/performance.md.
+A trainer and `model.fit` run in turn, each in a process of its own, with a fixed compile mode. The
+models are those of `step_time.py`. A table of medians goes to docs/performance.md.
 """
 
 import json
@@ -15,20 +15,22 @@ import time
 
 BEGAN = time.perf_counter()
 
-from absl import app, flags  # the clock runs before anything is imported
+from absl import app, flags  # imported after the clock has started
 from turns import machine, printed_by, ratios_of, table, write_between
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("times", 5, "How often each has its turn.", lower_bound=1)
-flags.DEFINE_string("one", None, "WHO,MODEL,DTYPE: for the processes that this one starts.")
+flags.DEFINE_integer("times", 5, "Number of processes for each contender.", lower_bound=1)
+flags.DEFINE_string("one", None, "WHO,MODEL,DTYPE: what to measure; set for subprocesses.")
 
 CELLS = (("mlp", "float32"), ("cnn", "mixed_bfloat16"), ("transformer", "mixed_bfloat16"))
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "performance.md"
-STEPS = 20  # until memory has come to its peak
+STEPS = 20  # until memory has reached its peak
 
 
 def ours(model, dtype):
-    """Takes a first step with a `Trainer`; returns when it was done, and what takes some more."""
+    """Takes a first step with a `Trainer`; returns the time of its end, and a function for more
+    steps.
+    """
     from trainer import Trainer  # isort: skip
 
     import keras
@@ -66,7 +68,7 @@ def fit(model, dtype):
 
 
 def main(_):
-    """Begins once, or has others begin in turn."""
+    """Measures one process, or starts all of them in turn."""
     if FLAGS.one:
         who, model, dtype = FLAGS.one.split(",")
         done, go_on = {"ours": ours, "fit": fit}[who](model, dtype)
@@ -75,13 +77,13 @@ def main(_):
         print(json.dumps({"seconds": done - BEGAN, "MB": memory}))
         return
     cells = {f"{model}, {dtype}": measured(model, dtype) for model, dtype in CELLS}
-    told = f"{machine()}; {FLAGS.times} processes each.\n\n{shown(cells)}"
-    write_between(PAGE, "start_up.py", told)
-    print(told)
+    text = f"{machine()}; {FLAGS.times} processes each.\n\n{shown(cells)}"
+    write_between(PAGE, "start_up.py", text)
+    print(text)
 
 
 def measured(model, dtype):
-    """Returns seconds and MB of every process, by unit and by who it was."""
+    """Returns the seconds and MB of every process, by unit and contender."""
     found = {unit: {who: [] for who in ("ours", "fit")} for unit in ("seconds", "MB")}
     for _ in range(FLAGS.times):
         for who in random.sample(["ours", "fit"], 2):

@@ -1,16 +1,16 @@
-"""What a training step costs: ours, `model.fit`'s, a hand-written loop's, and PyTorch's, in turn.
+"""The cost of a training step: a trainer, `model.fit`, a hand-written loop and PyTorch, in turn.
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --models=mlp --dtypes=float32,bfloat16 --rounds=5
     python benchmarks/step_time.py --models=  # writes the tables again
 
-Each cell (a model in a dtype) is a process of its own, in which every contender takes its turn.
-Then ours and the loop by hand take many short turns more, for a narrower interval. Results go
-to benchmarks/step_time.json, and tables into docs/performance.md. PyTorch is left out where it
-is not installed (`pip install -e '.[bench]'`).
+Each cell (a model in a dtype) is a process of its own, in which all contenders are measured in
+turn. Then the trainer and the hand-written loop have many more short turns, for a narrower
+interval. Results go to benchmarks/step_time.json, and tables to docs/performance.md. PyTorch is
+left out if it is not installed (`pip install -e '.[bench]'`).
 """
 
-from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # sets TensorFlow up
+from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # configures TensorFlow
 
 import functools
 import importlib.util
@@ -35,14 +35,20 @@ from trainer.data.batches import batches
 from trainer.run.compile_autotune import LONG, computes_in_loops, settle
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Which.")
-flags.DEFINE_list("dtypes", ["float32", "bfloat16", "float16"], "In which.")
-flags.DEFINE_integer("rounds", 15, "How often each contender has its turn.", lower_bound=3)
-flags.DEFINE_float("turn_secs", 0.5, "How long a turn shall be; at least one step.")
-flags.DEFINE_integer("pairs", 100, "How often ours and the loop by hand have one more.")
-flags.DEFINE_float("pair_secs", 0.25, "How long that shall be.")
-flags.DEFINE_float("slow_secs", 2.0, "Whose step takes longer has no turns but that one.")
-flags.DEFINE_string("cell", None, "MODEL,DTYPE: for the processes that this one starts.")
+flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Models to measure.")
+flags.DEFINE_list("dtypes", ["float32", "bfloat16", "float16"], "Compute dtypes.")
+flags.DEFINE_integer("rounds", 15, "Number of turns of each contender.", lower_bound=3)
+flags.DEFINE_float(
+    "turn_secs", 0.5, "Target duration of a turn, in seconds; a turn has at least one step."
+)
+flags.DEFINE_integer(
+    "pairs", 100, "Number of extra turns of the trainer and the hand-written loop."
+)
+flags.DEFINE_float("pair_secs", 0.25, "Target duration of an extra turn, in seconds.")
+flags.DEFINE_float(
+    "slow_secs", 2.0, "A contender whose step takes longer, in seconds, has a single turn."
+)
+flags.DEFINE_string("cell", None, "MODEL,DTYPE: the cell to measure; set for subprocesses.")
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "step_time.json"
@@ -52,17 +58,17 @@ PAIRS = [("ours, plain", "by hand, plain"), ("ours, XLA", "by hand, XLA")]
 
 
 def contenders(model, dtype):
-    """Returns who takes part, by name: a function without arguments that makes it ready.
+    """Returns functions without arguments that build the contenders, by name.
 
-    Where TensorFlow's own kernels are scalar loops, `fit` alone shows it.
+    Where TensorFlow's own kernels are scalar loops, `fit` is the only contender that uses them.
     """
-    half = dtype != "float32" and computes_in_loops(dtype)
+    scalar_loops = dtype != "float32" and computes_in_loops(dtype)
     cell = (work_of(model), POLICIES[dtype])
     found = {"fit": lambda: fit(*cell)}
-    for way, name in NAMES.items():
-        if way is True or not half:
-            found[f"ours, {name}"] = functools.partial(ours, *cell, jit_compile=way)
-    if not half:
+    for mode, name in NAMES.items():
+        if mode is True or not scalar_loops:
+            found[f"ours, {name}"] = functools.partial(ours, *cell, jit_compile=mode)
+    if not scalar_loops:
         found["fit, 20 steps a call"] = lambda: fit(*cell, steps_per_execution=20)
         found["by hand, plain"] = lambda: by_hand(*cell)
     found["fit, XLA"] = lambda: fit(*cell, jit_compile=True)
@@ -81,17 +87,17 @@ def pytorch(model, dtype):
 
 
 def chosen(model, dtype):
-    """Returns what jit_compile="auto" comes to in a long run, and the seconds it takes for that."""
+    """Returns the mode that jit_compile="auto" chooses for a long run, and the seconds it takes."""
     trainer, data = trainer_of(work_of(model), POLICIES[dtype], jit_compile="auto")
     parts, use = trainer._parts, trainer._use  # noqa: SLF001
     found = batches(data, "data", trainer.strategy)
     choice = settle(trainer, parts, found, LONG, use)
-    way = trainer._parts.plan.jit_compile  # noqa: SLF001
-    return {"way": f"ours, {NAMES[way]}", "secs": choice.secs if choice else 0.0}
+    mode = trainer._parts.plan.jit_compile  # noqa: SLF001
+    return {"way": f"ours, {NAMES[mode]}", "secs": choice.secs if choice else 0.0}
 
 
 def measure(model, dtype):
-    """Returns milliseconds a step of every turn, by contender, and what "auto" chose."""
+    """Returns the milliseconds per step of every turn, by contender, and what "auto" chose."""
     ready = {name: make() for name, make in contenders(model, dtype).items()}
     found = in_turn(ready, FLAGS.rounds, FLAGS.turn_secs, FLAGS.slow_secs)
     pair = next(pair for pair in PAIRS if pair[0] in ready)
@@ -100,7 +106,7 @@ def measure(model, dtype):
 
 
 def times(cells):
-    """Returns medians, in milliseconds a step: a row a cell."""
+    """Returns a table of medians in milliseconds per step, one row per cell."""
     names = ["fit", "fit, 20 steps a call", "fit, XLA", "by hand, plain", "by hand, XLA"]
     names += [f"ours, {name}" for name in NAMES.values()] + ["PyTorch"]
     rows = [["model, dtype", *names]]
@@ -111,7 +117,7 @@ def times(cells):
 
 
 def ratios(cells):
-    """Returns ours, as "auto" chose, against the others: a row a cell, and a mean."""
+    """Returns a table of ratios of the trainer, as "auto" chose, to the others, and their mean."""
     head = ["model, dtype", "auto chose", "in", "against the best fixed way"]
     head += ["against the best `fit`", "against `fit`", "against PyTorch"]
     head += ["against by hand (95%)"]
@@ -136,21 +142,21 @@ def ratios(cells):
         secs = f"{auto['secs']:.0f} s"
         rows.append([title, chose, secs, *(f"{ratio:.2f}" for ratio in against), overhead])
     mean = statistics.geometric_mean(against_best) if against_best else float("nan")
-    told = f"Against the best `fit`, geometric mean over float32 and bfloat16: {mean:.2f}."
-    return f"{table(rows)}\n\n{told}"
+    summary = f"Against the best `fit`, geometric mean over float32 and bfloat16: {mean:.2f}."
+    return f"{table(rows)}\n\n{summary}"
 
 
 def main(_):
-    """Measures one cell, or all of them, each in a process of its own."""
+    """Measures one cell, or all of them in a process each."""
     if FLAGS.cell:
         print(json.dumps(measure(*FLAGS.cell.split(","))))
         return
     cells = [(model, dtype) for model in FLAGS.models for dtype in FLAGS.dtypes]
     by_title = {f"{model}, {dtype}": f"--cell={model},{dtype}" for model, dtype in cells}
     results = measured_into(RESULTS, by_title)
-    told = by_machine(results, lambda cells: f"{times(cells)}\n\n{ratios(cells)}")
-    write_between(PAGE, "step_time.py", told)
-    print(told)
+    text = by_machine(results, lambda cells: f"{times(cells)}\n\n{ratios(cells)}")
+    write_between(PAGE, "step_time.py", text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class System:
     """A loss scale that moves as in the named system.
 
     Args:
-       **constants: override the class attributes, which are the system's defaults.
+        **constants: override the class attributes, which are the system's defaults.
     """
 
     package = None  # the package of the real system; None for a short program
@@ -50,7 +50,7 @@ class System:
         """Advances the scale by one step.
 
         Raises:
-           OutOfBounds: if the system raises, or its scale leaves the range of ours.
+            OutOfBounds: if the system raises, or its scale leaves the range of ours.
         """
         self._overflow() if overflow else self._finite()
         if not SMALLEST <= self.scale <= LARGEST:  # also for NaN

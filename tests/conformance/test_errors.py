@@ -1,6 +1,7 @@
-"""Every public argument with a value that it refuses, and docs/errors.md, which is made of them.
+"""Every public argument with a value that it refuses, and docs/errors.md, which is generated from
+them.
 
-A new argument has a case here, or its reason among `EXEMPT`.
+A new argument needs a case here, or a reason in `EXEMPT`.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ from strategies import factories, registry
 
 
 def public(module):
-    """What a room offers, by name."""
+    """The public names of a module, with their values."""
     return {name: getattr(module, name) for name in module.__all__}
 
 
-# A new room has a line here and one in `CASES`, and `good` has what its examples need.
-ROOMS = {
+# A new module needs a line here and one in `CASES`, and its examples' names in `names_in_examples`.
+MODULES = {
     "scaling": public(scaling),
     "strategies": public(strategies),
     "trainer": public(trainer),
@@ -49,28 +50,26 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
 INTRODUCTION = """\
 # Errors
 
-What every public argument refuses, and the error that says so, as the tests met it: this page is
-made by `pytest tests/conformance/test_errors.py --regenerate`. In the examples `rule`, `state`,
+Values that public arguments refuse, with the errors they raise. This page is generated from the
+tests by `pytest tests/conformance/test_errors.py --regenerate`. In the examples, `rule`, `state`,
 `scaler`, `token`, `gradients`, `stats`, `finite`, `share`, `mirrored`, `model`, `batch`, `plan`,
-`run`, `data`, `started`, `flag_values` and `parsed` are good ones, and so is every argument that is
-left out; `notes.txt` is a file, and there is no folder `runs`.
+`run`, `data`, `started`, `flag_values` and `parsed` are valid, and so are all arguments that are
+not shown. `notes.txt` is a file, and no folder `runs` exists.
 """
 
 FLAGS_INTRODUCTION = """
 ## Flags
 
-What the command line of a script refuses, with the flags that `define_flags` defines. absl checks
-what it can while it parses; the rest is refused where `make_trainer` makes the trainer, or where
-the trainer is run.
+Values that the flags of `define_flags` refuse. absl checks some of them while it parses the command
+line; the others raise when `make_trainer` builds the trainer, or when the trainer runs.
 
-| flag | for instance | error |
+| flag | example | error |
 |---|---|---|
 """
 
-# By public name, with `.method` behind it where it is a method: an argument, and an example. Where
-# the call itself is the mistake, its name stands for the argument. A third item is what the message
-# calls the argument, if it has another name where people meet it: `parse_rule` says `loss_scale`,
-# as `Trainer` and the flags do.
+# Cases by public name (`Class.method` for a method): the argument and an example. If the call itself
+# is the mistake, the name of the function arguments_by_name the argument's place. The optional third item is
+# the name that the message uses, if it differs: `parse_rule` says `loss_scale`, as `Trainer` does.
 SCALING = {
     "DynamicLossScale": [
         ("initial_scale", "scaling.DynamicLossScale(initial_scale=1000.0)"),
@@ -617,8 +616,8 @@ CASES = {
     "trainer.step": STEP,
 }
 
-# A flag, and a command line. A third item is what the message calls it, if that is not absl's, who
-# says `flag --batch_size=0`, and has another name.
+# A flag and a command line. The optional third item is the name that the message uses, if the error
+# is not absl's own and the name differs from the flag's.
 FLAGS = [
     ("model_dir", "--model_dir=notes.txt"),
     ("mode", "--mode=evaluate"),
@@ -674,13 +673,13 @@ FLAGS = [
     (UNKNOWN := "precison", "--precison=mixed_float16"),
 ]
 
-# By public name, as above, and argument: why no value of it is bad. "*" is all that it takes.
-MADE = "made here, for others to read"
-HOOK = "the library calls it, and what it hands over is its own"
+# By public name and argument: why the argument has no case. "*" stands for all arguments.
+MADE = "created by the library; users only read it"
+HOOK = "called by the library, with its own values"
 EXEMPT = {
     ("Action.is_due", "*"): HOOK,
     ("Action.set_state", "*"): HOOK,
-    ("Cause", "*"): "an enumeration, whose members are known by name",
+    ("Cause", "*"): "an enumeration",
     ("Capabilities", "*"): MADE,
     ("CheckpointError", "*"): MADE,
     ("DataError", "*"): MADE,
@@ -688,15 +687,15 @@ EXEMPT = {
     ("DivergedError", "*"): MADE,
     ("DryRun", "*"): MADE,
     ("Overfit", "*"): MADE,
-    ("Trainer.export", "compare_on"): "whatever the model takes",
+    ("Trainer.export", "compare_on"): "any input of the model",
     ("DynamicLossScaleState", "*"): MADE,
     ("FixedLossScaleState", "*"): MADE,
     ("GradientStats", "*"): MADE,
     ("HeadroomLossScaleState", "*"): MADE,
     ("LayerwiseGradients", "*"): MADE,
     ("LogMaxLossScaleState", "*"): MADE,
-    ("LossScaleRule", "*"): "a protocol, which nobody calls",
-    ("LossScaleRule.advance", "*"): "a protocol, which nobody calls",
+    ("LossScaleRule", "*"): "a protocol, never called itself",
+    ("LossScaleRule.advance", "*"): "a protocol, never called itself",
     ("NoLossScaleState", "*"): MADE,
     ("Recommendation", "*"): MADE,
     ("Share", "*"): MADE,
@@ -705,8 +704,8 @@ EXEMPT = {
     ("Token", "*"): MADE,
     ("TolerantLossScaleState", "*"): MADE,
     ("Totals", "*"): MADE,
-    ("TrainState.count", "*"): "`attempt_step` calls it, with what it has made itself",
-    ("TrainState.due_in_float32", "*"): "`attempt_step` calls it, with what its plan says",
+    ("TrainState.count", "*"): "called by `attempt_step`, with values of its own",
+    ("TrainState.due_in_float32", "*"): "called by `attempt_step`, with values of its plan",
     ("TrainSummary", "*"): MADE,
     ("Trainer.compute_loss", "*"): HOOK,
     ("Trainer.eval_step", "*"): HOOK,
@@ -719,15 +718,15 @@ EXEMPT = {
     ("Trainer.train_step", "*"): HOOK,
     ("Trainer.update_metrics", "*"): HOOK,
     ("TrainingStuckError", "*"): MADE,
-    ("define_flags", "flag_values"): "absl's own, which it makes",
-    ("make_trainer", "flag_values"): "absl's own, which it makes",
-    ("run_mode", "flag_values"): "absl's own, which it makes",
+    ("define_flags", "flag_values"): "an object of absl's",
+    ("make_trainer", "flag_values"): "an object of absl's",
+    ("run_mode", "flag_values"): "an object of absl's",
 }
 
 
 @functools.cache
-def lasting():
-    """What is good in the examples, takes time to make, and does not change."""
+def shared_values():
+    """Values for the examples that are slow to build and do not change."""
     strategy, rule = tf.distribute.get_strategy(), scaling.DynamicLossScale()
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)], name="model")
     plan_step = functools.partial(
@@ -758,14 +757,14 @@ def lasting():
 
 
 def new_flags():
-    """Flags as absl has them before a script has defined its own."""
+    """An empty flag registry with absl's own `verbosity`."""
     flag_values = flags.FlagValues()
     flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=flag_values)
     return flag_values
 
 
 def parse(*arguments):
-    """What a script knows of its command line."""
+    """Defines the flags and parses a command line."""
     flag_values = new_flags()
     trainer.flags.define_flags(flag_values)
     flag_values(["script.py", *arguments])
@@ -773,29 +772,29 @@ def parse(*arguments):
 
 
 def run_script(*arguments):
-    """Makes a trainer of a command line, and runs it."""
-    flag_values, data = parse(*arguments), lasting()["data"]
-    made = trainer.flags.make_trainer(lasting()["Trainer"], flag_values)
+    """Builds a trainer from a command line and runs it."""
+    flag_values, data = parse(*arguments), shared_values()["data"]
+    made = trainer.flags.make_trainer(shared_values()["Trainer"], flag_values)
     trainer.flags.run_mode(made, data, data, flag_values)
 
 
-def good():
-    """The names that examples use: the rooms', and good values for what they are not about."""
-    rule = lasting()["rule"]
+def names_in_examples():
+    """The names that examples use: the public names, and valid values for everything else."""
+    rule = shared_values()["rule"]
     state, scaler, gradients = rule.initial_state(), scaling.LossScaler(rule), [tf.ones([2])]
     return {
         **{
             name: value
-            for room in ROOMS
-            if room != "scaling"
-            for name, value in ROOMS[room].items()
+            for module in MODULES
+            if module != "scaling"
+            for name, value in MODULES[module].items()
         },
         "keras": keras,
         "np": np,
         "scaling": scaling,
         "strategies": strategies,
         "tf": tf,
-        **lasting(),
+        **shared_values(),
         "state": state,
         "scaler": scaler,
         "token": scaler.scale(tf.constant(1.0))[1],
@@ -810,12 +809,12 @@ def good():
 
 
 def error_of(call):
-    """What a call raises, as Python prints it."""
-    ours = {name: getattr(factories, name) for name in ("default", "one_device", "mirrored")}
-    # Another test may have registered a strategy, and an error lists them. And no path in an error
-    # shall be of one machine.
+    """The error that a call raises, as Python prints it."""
+    built_in = {name: getattr(factories, name) for name in ("default", "one_device", "mirrored")}
+    # Only our own strategies, because an error lists the registered ones and another test may have
+    # added some; and a temporary working directory, so that no message contains a local path.
     with (
-        mock.patch.dict(registry._FACTORIES, ours, clear=True),
+        mock.patch.dict(registry._FACTORIES, built_in, clear=True),
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
     ):
@@ -829,21 +828,21 @@ def error_of(call):
 
 @functools.cache
 def refusal(code):
-    """What an example raises."""
-    names = good()
+    """The error that an example raises."""
+    names = names_in_examples()
     return error_of(lambda: exec(code, names))  # noqa: S102 - the text is what a reader sees
 
 
 @functools.cache
 def refusal_of_flags(line):
-    """What a command line raises."""
+    """The error that a command line raises."""
     return error_of(lambda: run_script(*line.split()))
 
 
 ALL_CASES = [
     (name, argument, code, *(word or [argument]))
-    for room in CASES.values()
-    for name, cases in room.items()
+    for module in CASES.values()
+    for name, cases in module.items()
     for argument, code, *word in cases
 ]
 
@@ -852,7 +851,9 @@ ALL_CASES = [
     ("code", "word"), [case[2:] for case in ALL_CASES], ids=[case[2] for case in ALL_CASES]
 )
 def test_bad_input_is_refused(code, word):
-    """Which argument, what it must be, what it was; why, and what to do: each in a sentence."""
+    """An error names the argument, its rule and the value, says why, and says what to do, each in a
+    sentence.
+    """
     check_form(refusal(code), word)
 
 
@@ -862,7 +863,9 @@ def test_bad_input_is_refused(code, word):
     ids=[line for _, line, *_ in FLAGS],
 )
 def test_a_bad_flag_is_refused(flag, line, word):
-    """By absl, in its own words, or by what is made of it, in ours."""
+    """A bad flag is refused by absl in its own words, or by this project in the form of
+    all errors.
+    """
     refused = refusal_of_flags(line)
     if flag == UNKNOWN:
         assert refused == (
@@ -875,7 +878,7 @@ def test_a_bad_flag_is_refused(flag, line, word):
 
 
 def check_form(refused, word):
-    """Raises unless an error is in our words."""
+    """Raises unless an error has the form of this project."""
     kind, _, message = refused.partition(": ")
     rule, _, found = message.partition("; got ")
 
@@ -886,12 +889,12 @@ def check_form(refused, word):
 
 
 def arguments_of(function):
-    """The names of what a function takes from its caller."""
+    """The names of the arguments that a caller passes to a function."""
     return set(inspect.signature(function).parameters) - {"self", "_cls"}
 
 
-def takes(name, value):
-    """What a public name takes, and each public method of ours that it has."""
+def arguments_by_name(name, value):
+    """The arguments of a public name, and of each of its public methods."""
     if not inspect.isclass(value):
         return {name: arguments_of(value)}
     constructor = value.__new__ if issubclass(value, tuple) else value.__init__
@@ -902,41 +905,43 @@ def takes(name, value):
     }
 
 
-OURS = {room.split(".")[0] for room in ROOMS}
+OURS = {module.split(".")[0] for module in MODULES}
 ARGUMENTS = {
-    room: {
+    module: {
         name: arguments
         for public_name, value in names.items()
-        for name, arguments in takes(public_name, value).items()
+        for name, arguments in arguments_by_name(public_name, value).items()
     }
-    for room, names in ROOMS.items()
+    for module, names in MODULES.items()
 }
 
 
 def test_every_flag_has_a_case():
-    """And every case but the last one a flag that there is."""
+    """Every flag has a case, and every case but the unknown flag has a flag."""
     defined = set(parse()) - set(new_flags())
 
     assert {flag for flag, *_ in FLAGS} == {*defined, UNKNOWN}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_argument_has_a_case_or_a_reason(room):
-    """And every case an argument, or the call itself: nothing is forgotten, nothing stale stays."""
-    assert CASES[room].keys() <= ARGUMENTS[room].keys()
-    for name, taken in ARGUMENTS[room].items():
-        cases = {argument for argument, *_ in CASES[room].get(name, ())} - {name.split(".")[-1]}
+@pytest.mark.parametrize("module", MODULES)
+def test_every_argument_has_a_case_or_a_reason(module):
+    """Every argument has a case or an exemption, and every case belongs to an argument or to the
+    call itself.
+    """
+    assert CASES[module].keys() <= ARGUMENTS[module].keys()
+    for name, taken in ARGUMENTS[module].items():
+        cases = {argument for argument, *_ in CASES[module].get(name, ())} - {name.split(".")[-1]}
         exempt = {one for one in taken if EXEMPT.keys() & {(name, one), (name, "*")}}
 
         assert cases == taken - exempt, name
 
 
 def test_every_reason_is_needed():
-    """An exemption is of something that can be given."""
+    """Every exemption is of an existing argument."""
     taken = {
         (name, argument)
-        for room in ARGUMENTS.values()
-        for name, arguments in room.items()
+        for module in ARGUMENTS.values()
+        for name, arguments in module.items()
         for argument in arguments
     }
 
@@ -944,51 +949,53 @@ def test_every_reason_is_needed():
 
 
 def in_a_cell(message):
-    """A message as it stands in a table: but for its backticks, nothing in it is markup."""
+    """A message for a table cell: everything but its backticks is escaped from markup."""
     parts = message.split("`")
     parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
 
 
 def row(name, argument, code):
-    """A line of a table, for an argument."""
+    """The table row for an argument."""
     _, _, method = name.partition(".")
     if argument == name.split(".")[-1]:
         argument = f"`{argument}()`"
     else:
         argument = f"`{argument}` of `{method}`" if method else f"`{argument}`"
-    return line_of(argument, code, refusal(code))
+    return table_row(argument, code, refusal(code))
 
 
-def line_of(what, example, refused):
-    """A line of a table."""
-    cells = [what, f"`{example}`", in_a_cell(refused)]
+def table_row(subject, example, refused):
+    """A table row."""
+    cells = [subject, f"`{example}`", in_a_cell(refused)]
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
 
 
 def page():
-    """docs/errors.md, as the cases make it."""
+    """The text of docs/errors.md, generated from the cases."""
     text = INTRODUCTION
-    for room, names in ROOMS.items():
+    for module, names in MODULES.items():
         for public_name in names:
             rows = [
                 row(name, argument, code)
-                for name, cases in CASES[room].items()
+                for name, cases in CASES[module].items()
                 for argument, code, *_ in cases
                 if name.split(".")[0] == public_name
             ]
             if rows:
-                text += f"\n## `{room}.{public_name}`\n\n"
-                text += "| argument | for instance | error |\n|---|---|---|\n" + "".join(rows)
+                text += f"\n## `{module}.{public_name}`\n\n"
+                text += "| argument | example | error |\n|---|---|---|\n" + "".join(rows)
     return (
         text
         + FLAGS_INTRODUCTION
-        + "".join(line_of(f"`--{flag}`", line, refusal_of_flags(line)) for flag, line, *_ in FLAGS)
+        + "".join(
+            table_row(f"`--{flag}`", line, refusal_of_flags(line)) for flag, line, *_ in FLAGS
+        )
     )
 
 
 def test_the_page_says_what_the_tests_say(request):
-    """docs/errors.md is made of these cases; `--regenerate` writes it anew."""
+    """docs/errors.md is what these cases generate; `--regenerate` writes it."""
     if request.config.getoption("--regenerate"):
         PAGE.write_text(page())
 

@@ -48,13 +48,13 @@ def start_and_kill(model_dir, strategy, steps, out, how, wait):
     """Starts the run, kills it, and returns what was observed.
 
     Args:
-       model_dir: the run's folder.
-       strategy: the name of the strategy.
-       steps: the target.
-       out: an open file for the output.
-       how: "anywhere" waits from the start; "after a commit" waits from the first commit;
-           "in a save" also waits for the next save to begin.
-       wait: seconds to wait.
+        model_dir: the run's folder.
+        strategy: the name of the strategy.
+        steps: the target.
+        out: an open file for the output.
+        how: "anywhere" waits from the start; "after a commit" waits from the first commit;
+            "in a save" also waits for the next save to begin.
+        wait: seconds to wait.
     """
     before = last_commit(model_dir)
     process = start(model_dir, strategy, steps, out)

@@ -1,4 +1,4 @@
-"""Flags, and the trainer they describe."""
+"""The flags, and the trainer that they build."""
 
 import keras
 import pytest
@@ -13,7 +13,7 @@ from trainer.step import Clip
 
 
 def parse(*arguments, **defaults):
-    """Defines the flags afresh, as a script of its own would, and parses a command line."""
+    """Defines the flags in a new registry, as a script would, and parses a command line."""
     values = flags.FlagValues()
     flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=values)
     define_flags(values, **defaults)
@@ -22,7 +22,7 @@ def parse(*arguments, **defaults):
 
 
 def test_every_flag_reaches_the_trainer():
-    """What is typed is what the trainer gets."""
+    """Each flag sets the corresponding argument of the trainer."""
     values = parse(
         "--precision=mixed_bfloat16",
         "--loss_scale=1024",
@@ -55,7 +55,7 @@ def test_every_flag_reaches_the_trainer():
 
 
 def test_mirrored_runs_on_the_logical_cpus():
-    """Where there is no GPU, the CPU is split; the tests have split it into four."""
+    """Without a GPU, mirrored uses logical CPU devices; the tests have split the CPU into four."""
     values = parse("--distribution_strategy=mirrored", "--logical_cpus=4")
 
     assert make_trainer(Linear, values).strategy.num_replicas_in_sync == 4
@@ -75,14 +75,16 @@ def test_mirrored_runs_on_the_logical_cpus():
     ],
 )
 def test_what_loss_scale_means(arguments, rule):
-    """Auto is dynamic for float16 only; a start above the ceiling lifts it."""
+    """By default float16 gets dynamic loss scaling and other precisions none. An initial scale
+    above the ceiling raises the ceiling.
+    """
     values = parse(*arguments)
 
     assert make_trainer(Linear, values).rule == rule
 
 
-def test_a_loss_scale_that_is_no_word_and_no_number():
-    """The error says what is known."""
+def test_an_unknown_loss_scale():
+    """The error for an unknown loss scale lists the valid ones."""
     values = parse("--loss_scale=dynamo")
     with pytest.raises(
         ValueError,
@@ -92,8 +94,10 @@ def test_a_loss_scale_that_is_no_word_and_no_number():
 
 
 def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
-    """Every flag stands in it, defaults too; a default contradicts nothing."""
-    monkeypatch.setattr("sys.argv", [__name__])  # whose flags are written
+    """`flags.cfg` holds every flag, defaults included, and defaults never conflict with other
+    flags.
+    """
+    monkeypatch.setattr("sys.argv", [__name__])  # flags.cfg holds the flags of this module
     values = parse("--loss_scale=1024", f"--model_dir={tmp_path}", initial_loss_scale=64.0)
     make_trainer(Linear, values)
     again = parse(f"--flagfile={tmp_path / 'flags.cfg'}", initial_loss_scale=64.0)
@@ -104,15 +108,17 @@ def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
 
 
 def test_a_script_has_its_own_defaults():
-    """A default of the script's holds unless typed otherwise; an unknown name is refused."""
+    """A script's default applies unless the flag is given; an unknown name is refused."""
     assert parse(train_steps=7).train_steps == 7
     assert parse("--train_steps=9", train_steps=7).train_steps == 9
     with pytest.raises(ValueError, match=r"got 'train_step'.* Did you mean 'train_steps'\?"):
         parse(train_step=7)
 
 
-def test_the_policy_is_left_alone():
-    """Building under a mixed policy does not leave it behind, also when building fails."""
+def test_the_dtype_policy_is_restored():
+    """Building a model under a mixed policy restores the previous policy, also if
+    building fails.
+    """
     values = parse("--precision=mixed_float16")
 
     class Failing(Linear):
@@ -132,8 +138,10 @@ HELD_OUT = slopes(2.0, 2.0, 2.0, 2.0)
     ("mode", "steps", "loss"),
     [("train_and_eval", 3, 8.0), ("train", 3, None), ("eval", 0, 2.0)],
 )
-def test_what_mode_says_is_done(capsys, mode, steps, loss):
-    """Each step adds 1 to the weight, which is 1 at first; the held-out loss is twice the weight."""
+def test_mode(capsys, mode, steps, loss):
+    """Each mode trains, evaluates or both. Each step adds 1 to the weight, which starts at 1; the
+    held-out loss is twice the weight.
+    """
     values = parse("--train_steps=3", "--batch_size=4", f"--mode={mode}")
     made = make_trainer(Linear, values, verbose=False)
     results = run_mode(made, slopes(*[-1.0] * 8), HELD_OUT, values)
@@ -145,8 +153,8 @@ def test_what_mode_says_is_done(capsys, mode, steps, loss):
         assert made.totals.attempted == steps
 
 
-def test_validation_interval_evaluates_on_the_way(capsys):
-    """After steps 2 and 4 of 4, at weights 3 and 5."""
+def test_validation_interval_evaluates_during_training(capsys):
+    """With an interval of 2, a run of 4 steps evaluates after steps 2 and 4, at weights 3 and 5."""
     values = parse("--train_steps=4", "--batch_size=4", "--mode=train", "--validation_interval=2")
     values.steps_per_loop = 4
     assert run_mode(make_trainer(Linear, values), slopes(*[-1.0] * 8), HELD_OUT, values) is None
@@ -158,10 +166,12 @@ def test_validation_interval_evaluates_on_the_way(capsys):
     ]
 
 
-# Keras's own saving of a .keras file.
+# Raised by Keras when it saves a .keras file.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
-    """Where nothing else says when: the last model is the best there is."""
+    """Without an evaluation interval, `--keep_best` evaluates once at the end and keeps
+    that model.
+    """
     arguments = ["--train_steps=2", "--batch_size=4", "--mode=train"]
     values = parse(*arguments, "--keep_best=1", f"--model_dir={tmp_path}")
     run_mode(make_trainer(Linear, values, verbose=False), slopes(-1.0), HELD_OUT, values)
@@ -170,7 +180,7 @@ def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
 
 
 def test_a_dataset_is_batched_already():
-    """`--batch_size` is of arrays: a dataset keeps the batches that it has."""
+    """`--batch_size` applies to arrays; a dataset keeps its own batches."""
     values = parse("--train_steps=2", "--batch_size=64")
     made = make_trainer(Linear, values, verbose=False)
     train, test = (
@@ -181,7 +191,7 @@ def test_a_dataset_is_batched_already():
 
 
 def test_without_test_data_nothing_is_evaluated():
-    """It trains and returns None; asked to evaluate on the way, it says what is missing."""
+    """Without test data, training returns None, and `--validation_interval` is an error."""
     values = parse("--train_steps=2", "--batch_size=4")
     made = make_trainer(Linear, values, verbose=False)
     assert run_mode(made, slopes(*[-1.0] * 8), flag_values=values) is None
@@ -193,7 +203,7 @@ def test_without_test_data_nothing_is_evaluated():
 
 
 def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
-    """The chief prints the recorded verdict and the one now; no one trains."""
+    """Replay mode prints the recorded and the new verdict on the chief only, and does not train."""
     first = parse("--train_steps=1", "--batch_size=4", "--precision=mixed_float16")
     first.model_dir, first.max_overflow_records = str(tmp_path), 1
     skipping = make_trainer(Linear, first, verbose=False)

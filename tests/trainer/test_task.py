@@ -1,4 +1,4 @@
-"""What a subclass may hook into, and what is done now and then."""
+"""Hooks for subclasses, actions, and the moving average."""
 
 import json
 
@@ -13,51 +13,51 @@ from trainer.data.batches import untuned
 
 
 class Hooked(Linear):
-    """Writes down which hook was called when."""
+    """Records the calls of its hooks."""
 
     def __init__(self, **arguments):
-        """With a counter of its own, kept in checkpoints."""
+        """Creates a counter that is saved in checkpoints."""
         super().__init__(verbose=False, **arguments)
         self.calls = []
         self.updates = tf.Variable(0, dtype=tf.int64)
         self.batches_evaluated = 0
 
     def checkpoint_items(self):
-        """The counter."""
+        """Saves the counter."""
         return {"updates": self.updates}
 
     def on_train_begin(self):
-        """Everything is built and restored."""
+        """Records the call."""
         self.calls.append(("train begins", self.totals.attempted))
 
     def on_loop_begin(self, step):
-        """Before a loop."""
+        """Records the call."""
         self.calls.append(("loop begins", step))
 
     def on_loop_end(self, step):
-        """After a loop."""
+        """Records the call."""
         self.calls.append(("loop ends", step))
 
     def on_train_end(self, summary):
-        """With the summary."""
+        """Records the call."""
         self.calls.append(("train ends", summary.step))
 
     def train_step(self, batch):
-        """Halves the slopes, and counts the updates."""
+        """Halves the slopes and counts the updates."""
         report = super().train_step({**batch, "slope": batch["slope"] / 2})
         self.updates.assign_add(tf.cast(report.grads_finite, tf.int64))
         return report
 
     def eval_step(self, batch):
-        """Counts every loss twice, and the traces."""
+        """Doubles the losses and counts the traces."""
         self.batches_evaluated += 1
         total, weight = super().eval_step(batch)
         return 2 * total, weight
 
 
 def test_hooks_are_called_in_order(tmp_path):
-    """Begin and end of the training and of every inner loop, with the step; `train_step` and
-    `eval_step` change what a step does; an extra item is saved and restored.
+    """Hooks run at the beginning and end of training and of every inner loop; `train_step` and
+    `eval_step` change the step; an extra checkpoint item is saved and restored.
     """
     trainer = Hooked(model_dir=tmp_path, steps_per_loop=2)
     trainer.train(slopes(2.0, 2.0), steps=3, global_batch=2)
@@ -74,16 +74,16 @@ def test_hooks_are_called_in_order(tmp_path):
     assert trainer.evaluate(slopes(1.0, 3.0), global_batch=1)["loss"] == 2 * 2.0 * trainer.weight
     assert trainer.batches_evaluated == 1
 
-    again = Hooked(model_dir=tmp_path, data_resume="restart")
-    again.train(slopes(2.0, np.nan), steps=5, global_batch=2)
+    resumed = Hooked(model_dir=tmp_path, data_resume="restart")
+    resumed.train(slopes(2.0, np.nan), steps=5, global_batch=2)
 
-    assert again.calls[0] == ("train begins", 3)
-    assert int(again.updates.numpy()) == 3
+    assert resumed.calls[0] == ("train begins", 3)
+    assert int(resumed.updates.numpy()) == 3
 
 
 def test_actions_are_due_by_steps():
-    """An inner loop ends at every multiple of the period, and the action sees that step; nothing else
-    about the run changes.
+    """An inner loop ends at every multiple of the period, where the action runs; nothing else in
+    the run changes.
     """
     seen = []
     action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=7)
@@ -95,7 +95,9 @@ def test_actions_are_due_by_steps():
 
 
 def test_actions_are_due_by_seconds(monkeypatch):
-    """They are looked at after every inner loop; the clock starts with the action."""
+    """Periods in seconds are checked after every inner loop, counting from when the action was
+    created.
+    """
     now = [100.0]
     monkeypatch.setattr("trainer.actions.time.monotonic", lambda: now[0])
     seen = []
@@ -140,7 +142,7 @@ def test_actions_are_due_by_seconds(monkeypatch):
     ],
 )
 def test_an_action_has_one_period(periods, message):
-    """Neither none nor two, and none that never ends."""
+    """An action needs exactly one period, and it must be positive."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         Action(print, **periods)
 
@@ -148,7 +150,9 @@ def test_an_action_has_one_period(periods, message):
 
 
 def test_a_run_stops_when_asked(tmp_path, capsys):
-    """It ends after the inner loop in which `stop` was called, saved, and goes on when told to."""
+    """A run ends and saves after the inner loop in which `stop` was called, and can be
+    continued.
+    """
     action = Action(lambda trainer: trainer.totals.attempted >= 6 and trainer.stop(), every_steps=3)
     trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100)
     summary = trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
@@ -160,7 +164,7 @@ def test_a_run_stops_when_asked(tmp_path, capsys):
 
 
 def test_metrics_are_those_of_applied_steps():
-    """A skipped step's predictions have no part in a training metric."""
+    """A skipped step does not count in training metrics."""
     seen = []
 
     class Measured(Linear):
@@ -186,12 +190,12 @@ def test_metrics_are_those_of_applied_steps():
     assert seen[:3] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-# Keras, when it saves: NumPy 2 wants another signature of its variables.
+# Raised by Keras when it saves: NumPy 2 expects another signature of its variables.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_average_is_what_is_evaluated_and_exported(mirrored, tmp_path, replicas):
-    """`ema_momentum` keeps an average of the weights over updates; evaluation, prediction and export
-    use it unless told otherwise, and the weights have their bits again afterwards.
+    """`ema_momentum` keeps a moving average of the weights over updates. Evaluation, prediction and
+    export use it by default, and the weights have their bits again afterwards.
     """
     trainer = Linear(
         strategy=mirrored(replicas) if replicas > 1 else "default",
@@ -216,8 +220,8 @@ def test_the_average_is_what_is_evaluated_and_exported(mirrored, tmp_path, repli
     )
 
 
-def test_an_average_that_nobody_keeps():
-    """Is an error, not the plain weights."""
+def test_an_average_that_is_not_kept():
+    """Asking for an average that is not kept is an error."""
     trainer = Linear(verbose=False)
     trainer.train(slopes(1.0), steps=1, global_batch=1)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
@@ -244,8 +248,10 @@ def test_an_average_that_nobody_keeps():
         ),
     ],
 )
-def test_one_average_is_enough(ema_momentum, message):
-    """The trainer's and the optimizer's own exclude each other."""
+def test_two_averages_are_refused(ema_momentum, message):
+    """The momentum must be below 1, and the trainer's and the optimizer's averages exclude each
+    other.
+    """
 
     class Averaging(Linear):
         def build_optimizer(self):
@@ -259,8 +265,10 @@ def test_one_average_is_enough(ema_momentum, message):
     assert str(error.value) == message
 
 
-def test_a_run_that_must_not_go_on_calls_no_action():
-    """It ends where an action would be due, though the log is read much later; and says so."""
+def test_a_run_that_ends_in_an_error_calls_no_action():
+    """A run that must end raises before the next action runs, even if the next log line is due much
+    later.
+    """
     seen = []
     action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=2)
     trainer = Linear(on_nonfinite_loss="raise", actions=[action], log_interval=100, verbose=False)
@@ -271,8 +279,8 @@ def test_a_run_that_must_not_go_on_calls_no_action():
     assert trainer.totals.attempted == 1
 
 
-def test_a_run_that_is_stopped_has_written_its_log(tmp_path):
-    """Also before the first line was due."""
+def test_a_stopped_run_writes_its_log(tmp_path):
+    """A stopped run writes a log line even before the first one was due."""
     action = Action(lambda trainer: trainer.stop(), every_steps=3)
     trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100, verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
@@ -282,8 +290,8 @@ def test_a_run_that_is_stopped_has_written_its_log(tmp_path):
     assert line["step"] == 3
 
 
-def test_metrics_that_nobody_updates_are_refused():
-    """A compute_loss of one's own and a metric need an update_metrics."""
+def test_metrics_without_an_update_are_refused():
+    """Metrics beside a custom `compute_loss` need an `update_metrics`."""
 
     class Forgetful(Linear):
         def build_metrics(self):
@@ -303,8 +311,8 @@ def test_metrics_that_nobody_updates_are_refused():
         ("export", lambda trainer: trainer.export("model.keras")),
     ],
 )
-def test_before_any_data_there_is_nothing_to_look_at(name, ask):
-    """The error says what to call first."""
+def test_state_is_unavailable_before_any_data(name, ask):
+    """Before any data, the error says which methods to call first."""
     with pytest.raises(RuntimeError) as error:
         ask(Linear(verbose=False))
 

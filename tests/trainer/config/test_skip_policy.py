@@ -1,4 +1,4 @@
-"""L11 and L17: a skipped step says why and where, and no run is silently stuck."""
+"""L11 and L17: a skipped step reports its cause and place, and no run is silently stuck."""
 
 import keras
 import numpy as np
@@ -23,15 +23,17 @@ BAD = [np.inf, -np.inf, np.nan]
 
 @tf.custom_gradient
 def with_poison(weight, poison):
-    """The weight; on the way back the poison is added to its scaled gradient."""
+    """Returns the weight; in the backward pass, adds the poison to its scaled gradient."""
     return tf.identity(weight), lambda upstream: (upstream + poison, None)
 
 
 class Three(Linear):
-    """Three weights of a plain module, of four elements each; a batch poisons any gradient or loss."""
+    """A plain module with three weights of four elements. A batch can poison any
+    gradient or loss.
+    """
 
     def build_model(self):
-        """A module of three float32 weights."""
+        """A module with three float32 weights."""
         model = tf.Module()
         model.weights = [tf.Variable(tf.ones([ELEMENTS]), name=f"weight_{i}") for i in range(3)]
         return model
@@ -41,7 +43,7 @@ class Three(Linear):
         return keras.optimizers.SGD(0.1, momentum=0.9)
 
     def compute_loss(self, batch, training):
-        """The sum of all elements, and what the batch adds."""
+        """The sum of all elements plus the batch's own term."""
         del training
         poison = tf.reduce_sum(batch["poison"], axis=0)
         sums = [
@@ -57,11 +59,11 @@ class Three(Linear):
 
 
 def poison(where=(), losses=()):
-    """A batch, two examples a replica.
+    """A batch with two examples per replica.
 
     Args:
-        where: ((replica, variable, element), what is added to that scaled gradient).
-        losses: (example, what is added to its loss).
+        where: pairs of (replica, variable, element) and the value to add to that scaled gradient.
+        losses: pairs of an example and the value to add to its loss.
     """
     batch = {
         "poison": np.zeros([EXAMPLES, VARIABLES, ELEMENTS], np.float32),
@@ -75,12 +77,12 @@ def poison(where=(), losses=()):
 
 
 def place_of(report):
-    """Replica, variable, and the counts of inf and NaN."""
+    """The replica, the variable, and the counts of inf and NaN in a report."""
     return report.bad_replica, report.bad_variable, report.inf_count, report.nan_count
 
 
-def kinds(values):
-    """How many are inf, and NaN."""
+def inf_and_nan_counts(values):
+    """The counts of inf and NaN."""
     return int(np.isinf(values).sum()), int(np.isnan(values).sum())
 
 
@@ -95,7 +97,7 @@ def traced(mirrored):
 
 @pytest.fixture
 def three(traced):
-    """The same at its first scale, with finite weights."""
+    """The traced trainer with its first scale and finite weights."""
     traced._parts.state.loss_scaler.assign(traced.rule.initial_state())
     for weight in traced.model.weights:
         weight.assign(tf.ones([ELEMENTS]))
@@ -103,7 +105,7 @@ def three(traced):
 
 
 def check_backward(trainer, where):
-    """One step; compares the report with the gradients as NumPy adds them."""
+    """Runs one step and compares its report with the gradients summed in NumPy."""
     trainer._parts.state.loss_scaler.assign(trainer.rule.initial_state())
     before = trainer.bits()
     [report] = attempt(trainer, [poison(where)])
@@ -116,7 +118,7 @@ def check_backward(trainer, where):
         summed = gradients.sum(axis=0)[bad.index(True)]
 
     assert (report.grads_finite, Cause(report.cause)) == (False, Cause.BACKWARD)
-    assert place_of(report) == (replica, bad.index(True), *kinds(summed))
+    assert place_of(report) == (replica, bad.index(True), *inf_and_nan_counts(summed))
     assert trainer.bits() == before
     assert trainer.loss_scale == 2.0**14
 
@@ -124,8 +126,8 @@ def check_backward(trainer, where):
 @pytest.mark.parametrize("replica", range(REPLICAS))
 @pytest.mark.parametrize("variable", range(VARIABLES))
 def test_backward_names_variable_and_replica(three, replica, variable):
-    """L17: an inf or NaN in one element, or several, of one variable's gradient on one replica is found
-    on that replica and in that variable, with their numbers.
+    """L17: inf or NaN in one or several elements of one variable's gradient on one replica is
+    attributed to that replica and variable, with the counts.
     """
     for value in BAD:
         check_backward(three, [((replica, variable, 1), value)])
@@ -136,8 +138,8 @@ PLACES = st.tuples(*(st.integers(0, size - 1) for size in (REPLICAS, VARIABLES, 
 
 
 def test_backward_names_the_first_of_many(traced, full):
-    """L17: of several, it is the first variable on the first replica, and the counts are those of its
-    gradient summed over replicas, in which inf and -inf make NaN.
+    """L17: if several gradients are bad, the report names the first bad variable on the first bad
+    replica, and counts in that gradient summed over replicas, where inf plus -inf is NaN.
     """
 
     @settings(max_examples=200 if full else 40)
@@ -149,8 +151,8 @@ def test_backward_names_the_first_of_many(traced, full):
 
 
 def test_forward_names_the_replica_and_counts_losses(three):
-    """L17: the first replica with a loss that is inf or NaN, and how many of its losses are; no
-    variable; an overflow on an earlier replica is only what follows. The loss scale stays.
+    """L17: the report names the first replica with an inf or NaN loss and counts its bad losses. It
+    names no variable, an overflow on an earlier replica does not matter, and the loss scale stays.
     """
     before = three.bits()
     for replica in range(REPLICAS):
@@ -167,15 +169,15 @@ def test_forward_names_the_replica_and_counts_losses(three):
                 own = [value for example, value in losses if example // 2 == replica]
 
                 assert (report.grads_finite, Cause(report.cause)) == (False, Cause.FORWARD)
-                assert place_of(report) == (replica, -1, *kinds(own))
+                assert place_of(report) == (replica, -1, *inf_and_nan_counts(own))
     assert three.bits() == before
     assert three.loss_scale == 2.0**15
 
 
 @pytest.mark.parametrize("variable", range(VARIABLES))
 def test_reduction_names_the_variable(three, variable):
-    """L17: where each replica's gradient is finite and their sum is not, there is no replica to name;
-    the variable is the first whose sum is not finite.
+    """L17: if each replica's gradient is finite but their sum is not, the report names no replica
+    and the first variable whose sum is not finite.
     """
     elements = [0, 2, 3][: variable + 1]
     where = [
@@ -195,9 +197,9 @@ def test_reduction_names_the_variable(three, variable):
 
 @pytest.mark.parametrize("variable", range(VARIABLES))
 def test_unscaling_names_the_variable(three, variable):
-    """L17: a gradient that overflows when it is divided by the scale is found in its variable, with the
-    number of such elements; one of which only the square does, with none. At the smallest scale
-    too these are not the model's.
+    """L17: a gradient that overflows when divided by the scale is attributed to its variable, with
+    the number of such elements, or with 0 if only its square overflows. Even at the smallest scale
+    the cause is not MODEL.
     """
     rule = three.rule
     before = three.bits()
@@ -217,8 +219,10 @@ def test_unscaling_names_the_variable(three, variable):
     assert three.bits() == before
 
 
-def test_a_norm_of_all_together_names_no_variable(three):
-    """L17: three gradients whose squares fit float32 each, and not their sum."""
+def test_an_overflow_in_the_global_norm_alone_names_no_variable(three):
+    """L17: three gradients whose squares each fit float32 but whose sum of squares does not are
+    attributed to no variable.
+    """
     where = [((0, place, 0), 1.5e19 * 2.0**15) for place in range(VARIABLES)]
     [report] = attempt(three, [poison(where)])
 
@@ -228,38 +232,38 @@ def test_a_norm_of_all_together_names_no_variable(three):
 
 @pytest.mark.parametrize("variable", range(VARIABLES))
 @pytest.mark.parametrize("value", BAD)
-def test_bad_weights_are_found_before_what_they_do(three, variable, value):
-    """L17: a weight that was inf or NaN before the step is the cause, not the loss that it makes NaN;
-    the other weights and the loss scale stay, and the run is halted.
+def test_bad_weights_take_precedence_over_their_consequences(three, variable, value):
+    """L17: a weight that is inf or NaN before the step is the cause, not the NaN loss that follows.
+    The other weights and the loss scale stay, and the run is halted.
     """
     three.model.weights[variable].assign([1.0, value, value, 1.0])
     before = three.bits()
     [report] = attempt(three, [poison([((0, 0, 0), np.inf)], [(0, np.nan)])])
 
     assert (report.grads_finite, Cause(report.cause)) == (False, Cause.WEIGHTS)
-    assert place_of(report) == (-1, variable, *kinds([value, value]))
+    assert place_of(report) == (-1, variable, *inf_and_nan_counts([value, value]))
     assert three.bits() == before
     assert three.loss_scale == 2.0**15
     assert three._parts.state.halted.numpy()
 
 
 class Two(Linear):
-    """Two dense layers, float32."""
+    """Two dense layers in float32."""
 
     def build_model(self):
-        """Weights of 1."""
+        """All weights are 1."""
         layers = [
             keras.layers.Dense(units, use_bias=False, kernel_initializer="ones") for units in (2, 1)
         ]
         return keras.Sequential([keras.Input([1]), *layers])
 
     def build_optimizer(self):
-        """Slow, so that the loss stays small."""
+        """A low learning rate, so that the loss stays small."""
         return keras.optimizers.SGD(2.0**-10, momentum=0.5)
 
 
-def numbered(*slopes_in_turn, replicas=1):
-    """A dataset of batches, one slope each, for every replica."""
+def batches_of(*slopes_in_turn, replicas=1):
+    """A dataset of batches with one slope each, the same on every replica."""
     slope = np.repeat(np.float32(slopes_in_turn)[:, None], replicas, axis=1)
     data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": slope}
     return untuned(tf.data.Dataset.from_tensor_slices(data))
@@ -269,18 +273,18 @@ def numbered(*slopes_in_turn, replicas=1):
     ("replicas", "value", "counts"), [(1, np.nan, "0 inf, 1 NaN"), (3, -np.inf, "1 inf, 0 NaN")]
 )
 def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, value, counts):
-    """L17: one element of one weight set by hand ends the run at once: no further step in that graph
-    call, no other weight or slot touched, and the checkpoint of before is the newest still.
+    """L17: one bad element in one weight ends the run at once: no further step runs in that graph
+    call, no other weight or slot moves, and the previous checkpoint stays the newest.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
-    ways = {
+    arguments = {
         "model_dir": tmp_path,
         "verbose": False,
         "checkpoint_interval": 10,
         "strategy": strategy,
     }
-    trainer = Two(loss_scale="dynamic", **ways)
-    data = numbered(1.0, replicas=replicas)
+    trainer = Two(loss_scale="dynamic", **arguments)
+    data = batches_of(1.0, replicas=replicas)
     trainer.train(data, steps=4)
     good = all_copies(trainer)
     trainer.model.trainable_variables[1].assign([[1.0], [value]])
@@ -297,15 +301,15 @@ def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, 
     assert trainer.totals == Totals(4, {"weights": 1})
     assert_same_bits(before, all_copies(trainer))
     assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == ["ckpt-4"]
-    again = Two(loss_scale="dynamic", **ways)
-    again.train(data, steps=4)
-    assert list(map(repr, good.values())) == list(map(repr, all_copies(again).values()))
-    assert again.train(data, steps=6).totals == Totals(6, {})
+    resumed = Two(loss_scale="dynamic", **arguments)
+    resumed.train(data, steps=4)
+    assert list(map(repr, good.values())) == list(map(repr, all_copies(resumed).values()))
+    assert resumed.train(data, steps=6).totals == Totals(6, {})
 
 
 def test_weights_that_an_update_ruined_end_the_run():
-    """L17: an applied step may leave an infinite weight, here by its learning rate; the next step, in the
-    same graph call, is the last.
+    """L17: an applied step can leave an infinite weight, here because of the learning rate. The
+    next step, in the same graph call, ends the run.
     """
 
     class Rising(Linear):
@@ -317,15 +321,15 @@ def test_weights_that_an_update_ruined_end_the_run():
     with pytest.raises(
         TrainingStuckError, match="got 1 skipped steps in a row by step 4, the last"
     ):
-        trainer.train(numbered(4.0), steps=40)
+        trainer.train(batches_of(4.0), steps=40)
 
     assert trainer.totals == Totals(3, {"weights": 1})
     assert trainer.weight == -np.inf
 
 
-def test_at_the_floor_it_is_the_models_and_the_rule_stays():
-    """L17: the same overflow is called "backward" above `min_scale` and "model" at it, and then the rule's
-    state keeps its counters too: neither the finite steps in a row nor the overflows left.
+def test_an_overflow_at_the_floor_is_attributed_to_the_model():
+    """L17: the same overflow has the cause "backward" above `min_scale` and "model" at it, where
+    the whole state of the rule stays unchanged.
     """
     rule = scaling.DynamicLossScale(
         2.0, min_scale=1.0, growth_interval=4, hysteresis=2, hysteresis_refill="finite_step"
@@ -350,9 +354,9 @@ def test_at_the_floor_it_is_the_models_and_the_rule_stays():
 
 
 @pytest.mark.parametrize(("replicas", "attribute_causes"), [(1, True), (1, False), (3, False)])
-def test_every_skip_backs_off_if_causes_are_not_told(mirrored, replicas, attribute_causes):
-    """L17: attribute_causes=False halves the scale after every skip, as PyTorch would, and still reports
-    the cause; with causes only the overflow does.
+def test_every_skip_backs_off_without_attribution(mirrored, replicas, attribute_causes):
+    """L17: attribute_causes=False halves the scale after every skip, as PyTorch does, and still
+    reports the cause. With attribution only overflows halve it.
     """
     trainer = Linear(
         strategy=mirrored(replicas) if replicas > 1 else "default",
@@ -365,7 +369,7 @@ def test_every_skip_backs_off_if_causes_are_not_told(mirrored, replicas, attribu
     reports = attempt(trainer, [slopes(*[1.0] * (replicas - 1), slope) for slope in history])
     for slope, report in zip(history, reports, strict=True):
         cause = Cause.NONE if np.isfinite(slope) else Cause.FORWARD
-        # A replica's gradient is its slope's part of the mean.
+        # A replica's gradient is its slope's share of the mean.
         cause = Cause.BACKWARD if np.isfinite(slope) and slope * scale / replicas > 65504 else cause
         assert (Cause(report.cause), report.loss_scale) == (cause, scale)
         if cause is Cause.NONE:
@@ -379,8 +383,10 @@ def test_every_skip_backs_off_if_causes_are_not_told(mirrored, replicas, attribu
     assert (scale == 2.0**-2) is not attribute_causes
 
 
-def test_without_told_causes_a_bad_loss_is_still_not_retried():
-    """L6: attribute_causes=False changes what the rule hears, not what another scale can cure."""
+def test_without_attribution_a_bad_loss_is_still_not_retried():
+    """L6: attribute_causes=False changes what the rule is told, not which causes another scale can
+    cure.
+    """
     trainer = Linear(
         loss_scale=scaling.DynamicLossScale(2.0**10),
         attribute_causes=False,
@@ -395,13 +401,13 @@ def test_without_told_causes_a_bad_loss_is_still_not_retried():
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
-    """L11: on_nonfinite_loss="raise" ends it at that very step, in the middle of a graph call, and not
-    for an overflow before it; "skip" leaves the batch out and goes on.
+    """L11: on_nonfinite_loss="raise" ends the run at the step with the bad loss, in the middle of a
+    graph call, and not at an overflow before it. "skip" skips the batch and continues.
     """
     history = [1.0, 2.0**12, 1.0, np.nan, 1.0, 1.0]
     slope = np.ones([len(history), replicas], np.float32)
     slope[:, -1] = history
-    # Of the mean, each replica's part is a power of two, exact in float16.
+    # Each replica's share of the mean is a power of two, exact in float16.
     data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": replicas * slope}
     made = {
         choice: Linear(
@@ -429,14 +435,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
     assert made["skip"].weight == 1.0 - 4 * replicas
 
 
-def test_exactly_so_many_skips_end_the_run():
-    """L11: the run ends at the `max_consecutive_skips`-th skip in a row, wherever the graph call would
-    end; skips that are not in a row do not.
+def test_max_consecutive_skips_ends_the_run():
+    """L11: the run ends at the `max_consecutive_skips`-th consecutive skip, wherever the graph call
+    would end. Skips that are not consecutive do not end it.
     """
     trainer = Linear(loss_scale="dynamic", max_consecutive_skips=3, steps_per_loop=7, verbose=False)
     history = [np.inf, np.inf, 1.0, np.nan, np.inf, 1.0, 1.0, np.inf, np.nan, -np.inf, 1.0, 1.0]
     with pytest.raises(TrainingStuckError) as error:
-        trainer.train(numbered(*history), steps=12)
+        trainer.train(batches_of(*history), steps=12)
 
     assert str(error.value) == (
         "`max_consecutive_skips` must not be reached; got 3 skipped steps in a row by step 10, the "
@@ -445,11 +451,11 @@ def test_exactly_so_many_skips_end_the_run():
     )
     assert trainer.totals == Totals(3, {"forward": 7})
     assert trainer.weight == -2.0
-    assert trainer.train(numbered(1.0), steps=12).totals == Totals(5, {"forward": 7})
+    assert trainer.train(batches_of(1.0), steps=12).totals == Totals(5, {"forward": 7})
 
 
 def holding(**arguments):
-    """A run that waits twice as long as two skips in a row, and ten times."""
+    """A run with on_stuck="hold": it warns, and ends after ten times two consecutive skips."""
     return Linear(
         loss_scale="dynamic",
         on_stuck="hold",
@@ -462,15 +468,17 @@ def holding(**arguments):
 
 
 def warnings_in(caplog):
-    """What was logged as a warning."""
+    """The messages logged as warnings."""
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_holding_warns_and_then_ends(caplog):
-    """L11: "hold" says so at every line of the log, and ends the run at ten times as many skips."""
+    """L11: "hold" warns at every log line and ends the run after ten times
+    `max_consecutive_skips`.
+    """
     trainer = holding()
     with caplog.at_level("WARNING"), pytest.raises(TrainingStuckError) as error:
-        trainer.train(numbered(np.nan), steps=100)
+        trainer.train(batches_of(np.nan), steps=100)
 
     assert str(error.value) == (
         "`max_consecutive_skips` must not be reached; got 20 skipped steps in a row by step 20, "
@@ -486,11 +494,11 @@ def test_holding_warns_and_then_ends(caplog):
 
 
 def test_holding_goes_on_when_good_batches_come_back(caplog):
-    """L11: a run that waits takes the next batch that it can, and counts the row anew."""
+    """L11: a run that holds applies the next good batch and starts counting resumed."""
     trainer = holding()
     history = [*[np.inf] * 12, 1.0, *[np.inf] * 19, 1.0, 1.0]
     with caplog.at_level("WARNING"):
-        totals = trainer.train(numbered(*history), steps=len(history)).totals
+        totals = trainer.train(batches_of(*history), steps=len(history)).totals
 
     assert totals == Totals(3, {"forward": 31})
     assert trainer.weight == -2.0
@@ -499,33 +507,35 @@ def test_holding_goes_on_when_good_batches_come_back(caplog):
 
 
 class Steep(Linear):
-    """A slope of 2^20 overflows float16 at a scale of 1 and up, and moves the weight by 1."""
+    """Its slope of 2^20 overflows float16 at every scale from 1, and moves the weight by 1."""
 
     def build_optimizer(self):
-        """So slow that the weight stays small."""
+        """A low learning rate, so that the weight stays small."""
         return keras.optimizers.SGD(2.0**-20)
 
 
 class WithAux(Steep):
-    """The same with a mean of the model's outputs, which are half precision."""
+    """`Steep` with a sum of the model's outputs, which are float16."""
 
     def compute_loss(self, batch, training):
-        """Losses and outputs."""
+        """The losses and the outputs."""
         outputs = self.model(batch["x"], training=training)
         return tf.cast(outputs[:, 0], tf.float32) * batch["slope"], {"outputs": outputs}
 
     def build_metrics(self):
-        """A sum of the outputs."""
+        """Returns a sum."""
         return {"sum": keras.metrics.Sum()}
 
     def update_metrics(self, batch, aux):
-        """On applied steps only; whatever the step computed in, the user sees one dtype."""
+        """Updates the sum. The outputs have the same dtype even when the step computed
+        in float32.
+        """
         assert aux["outputs"].dtype == tf.float16
         self.metrics["sum"].update_state(tf.cast(aux["outputs"], tf.float32))
 
 
 STEEP = 2.0**20
-# Grows after every finite step, so that a step which moves the rule's state is seen to.
+# Grows after every finite step, so that a step that moves the rule's state shows.
 FLOOR = scaling.DynamicLossScale(1.0, min_scale=1.0, growth_interval=1)
 
 
@@ -541,9 +551,9 @@ FLOOR = scaling.DynamicLossScale(1.0, min_scale=1.0, growth_interval=1)
 def test_a_stuck_run_takes_one_step_in_float32(
     mirrored, kind, replicas, num_microbatches, jit_compile
 ):
-    """L11: after so many skips in a row one step is computed in float32 and applied, exactly; then half
-    precision is tried again. The loss scale's state does not move by that step, and does by the
-    next that half precision can take.
+    """L11: after `max_consecutive_skips` skips, one step is computed in float32 and applied
+    exactly; then half precision is tried resumed. The float32 step does not move the loss-scale
+    state, and the next successful step in half precision does.
     """
     trainer = kind(
         strategy=mirrored(replicas) if replicas > 1 else "default",
@@ -585,7 +595,7 @@ class Normed(Linear):
     """BatchNorm, Dropout and momentum."""
 
     def build_model(self):
-        """Two dense layers with both between them."""
+        """Two dense layers with BatchNorm and Dropout between them."""
         return keras.Sequential(
             [
                 keras.Input([1]),
@@ -602,17 +612,20 @@ class Normed(Linear):
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_that_step_is_the_one_of_a_float32_run(mirrored, replicas):
-    """L11: it leaves on every replica the weights, slots and statistics that the same step of a run in
-    float32 leaves, whose first one was skipped, too: Dropout's mask is the same.
+def test_the_float32_step_equals_that_of_a_float32_run(mirrored, replicas):
+    """L11: the float32 step of a stuck run leaves the same weights, slots and statistics on every
+    replica as the same step of a float32 run whose first step was skipped too. Dropout's mask is
+    the same.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     batch = slopes(*[STEEP] * 2 * replicas)
     batch["x"] = np.linspace(-1, 1, 2 * replicas, dtype=np.float32)[:, None]
     lost = batch | {"slope": np.full_like(batch["slope"], np.nan)}
-    ways = {"strategy": strategy, "loss_scale": FLOOR, "jit_compile": False, "seed": 5}
-    stuck = Normed(precision="mixed_float16", on_stuck="float32", max_consecutive_skips=1, **ways)
-    wide = Normed(precision="float32", **ways)
+    arguments = {"strategy": strategy, "loss_scale": FLOOR, "jit_compile": False, "seed": 5}
+    stuck = Normed(
+        precision="mixed_float16", on_stuck="float32", max_consecutive_skips=1, **arguments
+    )
+    wide = Normed(precision="float32", **arguments)
     skipped, report = attempt(stuck, [batch, batch])
     not_finite, expected = attempt(wide, [lost, batch])
 
@@ -627,8 +640,8 @@ def test_that_step_is_the_one_of_a_float32_run(mirrored, replicas):
 
 
 def test_retries_come_before_float32():
-    """L11: with on_overflow="retry" the scales down to the floor are tried first, in every step from
-    where one overflow leaves the scale; the step in float32 needs no retry, and moves no scale.
+    """L11: with on_overflow="retry", every step first tries the scales down to the floor, starting
+    from where one overflow left the scale. The float32 step needs no retry and moves no scale.
     """
     trainer = Steep(
         loss_scale=scaling.DynamicLossScale(8.0, min_scale=1.0),
@@ -647,12 +660,12 @@ def test_retries_come_before_float32():
 
 
 def test_what_float32_cannot_take_either_ends_the_run():
-    """L11: if that step is skipped too, there is nothing left to try."""
+    """L11: if the float32 step is skipped too, the run ends."""
     trainer = Steep(
         loss_scale=FLOOR, on_stuck="float32", max_consecutive_skips=4, verbose=False, **HALF
     )
     with pytest.raises(TrainingStuckError) as error:
-        trainer.train(numbered(np.nan), steps=50)
+        trainer.train(batches_of(np.nan), steps=50)
 
     assert str(error.value) == (
         "`max_consecutive_skips` must not be reached; got 5 skipped steps in a row by step 5, the "
@@ -664,7 +677,7 @@ def test_what_float32_cannot_take_either_ends_the_run():
 
 
 def test_a_module_cannot_be_computed_in_float32():
-    """L11: it casts for itself, so this is refused before the first step."""
+    """L11: a tf.Module casts by itself, so on_stuck="float32" is refused before the first step."""
     trainer = Three(on_stuck="float32", verbose=False)
     with pytest.raises(ValueError, match="`on_stuck` must be") as error:
         list(attempt(trainer, [poison()]))
@@ -675,7 +688,7 @@ def test_a_module_cannot_be_computed_in_float32():
     )
 
 
-OF_ONE = "It is a count. Pass a positive integer."
+AT_LEAST_ONE = "It is a count. Pass a positive integer."
 
 
 @pytest.mark.parametrize(
@@ -711,24 +724,27 @@ OF_ONE = "It is a count. Pass a positive integer."
             "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'skip'. There are no other "
             "choices. Pass one of these.",
         ),
-        ({"max_retries": 0}, f"`max_retries` must be an int of at least 1; got 0. {OF_ONE}"),
-        ({"max_retries": True}, f"`max_retries` must be an int of at least 1; got True. {OF_ONE}"),
+        ({"max_retries": 0}, f"`max_retries` must be an int of at least 1; got 0. {AT_LEAST_ONE}"),
+        (
+            {"max_retries": True},
+            f"`max_retries` must be an int of at least 1; got True. {AT_LEAST_ONE}",
+        ),
         (
             {"max_consecutive_skips": 2.0},
-            f"`max_consecutive_skips` must be an int of at least 1; got 2.0. {OF_ONE}",
+            f"`max_consecutive_skips` must be an int of at least 1; got 2.0. {AT_LEAST_ONE}",
         ),
         (
             {"max_consecutive_skips": -1},
-            f"`max_consecutive_skips` must be an int of at least 1; got -1. {OF_ONE}",
+            f"`max_consecutive_skips` must be an int of at least 1; got -1. {AT_LEAST_ONE}",
         ),
         (
             {"max_consecutive_skips": None},
-            f"`max_consecutive_skips` must be an int of at least 1; got None. {OF_ONE}",
+            f"`max_consecutive_skips` must be an int of at least 1; got None. {AT_LEAST_ONE}",
         ),
     ],
 )
-def test_choices_there_are_not_are_refused(arguments, message):
-    """A choice is checked when it is made, and the nearest name is offered."""
+def test_unknown_choices_are_refused(arguments, message):
+    """A choice is checked when the trainer is built, and the closest valid name is suggested."""
     with pytest.raises(ValueError, match=next(iter(arguments))) as error:
         Trainer(model=lambda: None, optimizer="sgd", loss_fn="mse", **arguments)
 

@@ -1,4 +1,4 @@
-"""What is tried before a long run, and that nothing is left of it."""
+"""Dry runs and overfitting one batch: what they find, and that they leave nothing behind."""
 
 import keras
 import numpy as np
@@ -38,7 +38,7 @@ DATA = (X, (X[:, 0] > 0).astype(np.int32))
 
 
 def bits(trainer):
-    """Every bit of every copy of a trainer's variables."""
+    """The bytes of every copy of a trainer's variables."""
     roots = [trainer.model, trainer.optimizer, trainer._parts.state]
     roots += [*trainer._parts.metrics[False].values(), *trainer._parts.metrics[True].values()]
     variables = variables_in_reach(roots, held_back=())
@@ -47,9 +47,10 @@ def bits(trainer):
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_dry_run_finds_out_and_leaves_nothing(mirrored, tmp_path, replicas):
-    """A step, an evaluation, a checkpoint, the trace count and the replicas are looked at; afterwards
-    every bit is as it was, `model_dir` too, and a run has the bits of one that was never tried.
+def test_a_dry_run_reports_and_leaves_nothing(mirrored, tmp_path, replicas):
+    """A dry run reports on a step, an evaluation, a checkpoint, the number of traces and the
+    replicas. Afterwards every bit is as before, `model_dir` is empty, and a run has the bits of one
+    without a dry run.
     """
     arguments = {
         "precision": "mixed_float16",
@@ -57,7 +58,7 @@ def test_a_dry_run_finds_out_and_leaves_nothing(mirrored, tmp_path, replicas):
         "strategy": mirrored(replicas) if replicas > 1 else "default",
     }
     trainer = classifier(model_dir=tmp_path, **arguments)
-    trainer.overfit_one_batch(DATA, steps=1, global_batch=8)  # which builds it
+    trainer.overfit_one_batch(DATA, steps=1, global_batch=8)  # builds the model
     before = bits(trainer)
     found = trainer.dry_run(DATA, global_batch=8, eval_data=DATA)
 
@@ -70,29 +71,33 @@ def test_a_dry_run_finds_out_and_leaves_nothing(mirrored, tmp_path, replicas):
     assert bits(trainer) == before
     assert list(tmp_path.iterdir()) == []
 
-    untried = classifier(**arguments)
+    without_dry_run = classifier(**arguments)
     trainer.train(DATA, steps=12, global_batch=8)
-    untried.train(DATA, steps=12, global_batch=8)
-    assert bits(trainer) == bits(untried)
+    without_dry_run.train(DATA, steps=12, global_batch=8)
+    assert bits(trainer) == bits(without_dry_run)
 
 
 def test_the_memory_is_counted():
-    """Weights and gradients of 4 bytes, two slots of Adam's and its two counters, and activations."""
+    """Memory counts weights and gradients of 4 bytes, Adam's two slots and two counters, and
+    activations.
+    """
     found = classifier().dry_run(DATA, global_batch=8)
     trainable, fixed = 1 * 16 + 16 + 2 * 16 + 16 * 2 + 2, 2 * 16
 
     assert found.memory.weights == 4 * (trainable + fixed)
     assert found.memory.gradients == 4 * trainable
     assert 0 <= found.memory.slots - 2 * 4 * trainable <= 16
-    # Of 8 examples: at least the outputs of the layers, and not ten times as much.
+    # For 8 examples: at least the outputs of the layers, and at most ten times as much.
     outputs = 4 * 8 * (16 + 16 + 2)
     assert outputs <= found.memory.activations <= 10 * outputs
     halved = classifier(num_microbatches=2).dry_run(DATA, global_batch=8)
     assert outputs / 2 <= halved.memory.activations < found.memory.activations
 
 
-def test_what_speaks_against_a_long_run_is_said():
-    """A step that is traced anew each time, a loss that is not finite, replicas that differ."""
+def test_problems_are_reported():
+    """A bad loss, repeated tracing, unequal replicas and lost bits make a dry run fail, and its
+    text names them.
+    """
 
     class Restless(Linear):
         def train_step(self, batch):
@@ -107,7 +112,7 @@ def test_what_speaks_against_a_long_run_is_said():
     bad = Linear(verbose=False).dry_run(slopes(np.inf, 2.0), global_batch=2)
     assert not bad.ok
     assert "forward" in bad.step
-    twice = good._replace(traces=2, replicas_equal=False, restored=False)
+    broken = good._replace(traces=2, replicas_equal=False, restored=False)
     assert not any(
         good._replace(**{name: value}).ok
         for name, value in [
@@ -117,11 +122,13 @@ def test_what_speaks_against_a_long_run_is_said():
             ("loss", np.nan),
         ]
     )
-    assert [word in str(twice) for word in ("TRACED AGAIN", "NOT EQUAL", "BITS LOST")] == [True] * 3
+    assert [word in str(broken) for word in ("TRACED AGAIN", "NOT EQUAL", "BITS LOST")] == [
+        True
+    ] * 3
 
 
 def test_replicas_that_differ_are_found(mirrored):
-    """One weight of one replica is enough."""
+    """One different weight on one replica is reported."""
     trainer = classifier(strategy=mirrored(2))
     trainer.overfit_one_batch(DATA, steps=1, global_batch=8)
     copy = trainer.strategy.experimental_local_results(trainer.model.weights[0].value)[1]
@@ -130,8 +137,8 @@ def test_replicas_that_differ_are_found(mirrored):
     assert not trainer.dry_run(DATA, global_batch=8).replicas_equal
 
 
-def test_one_batch_is_learned_by_heart():
-    """The loss comes down to nothing, and the trainer is as it was."""
+def test_one_batch_is_overfitted():
+    """The loss on one batch falls, and the trainer is restored afterwards."""
     trainer = classifier(precision="mixed_float16", loss_scale="dynamic")
     trainer.overfit_one_batch(DATA, steps=1, global_batch=8)
     before = bits(trainer)
@@ -144,20 +151,20 @@ def test_one_batch_is_learned_by_heart():
 
 
 class Hungry(Linear):
-    """Whose loss takes some memory for every example: more than there is for more than two."""
+    """Its loss needs more memory than any machine has for more than two examples at once."""
 
     def compute_loss(self, batch, training):
-        """Fills what it asks for."""
+        """Allocates the memory."""
         losses = super().compute_loss(batch, training)
         rows = tf.shape(losses)[0]
-        # 2^46 bytes for more than two examples: no machine has them; none for fewer.
+        # 2^46 bytes for more than two examples, 4 bytes for fewer.
         wanted = tf.where(rows > 2, tf.constant(2**44, tf.int64), tf.constant(1, tf.int64))
         return losses + 0.0 * tf.fill([wanted], tf.cast(rows, tf.float32))[0]
 
 
 @pytest.mark.slow
 def test_the_batch_is_halved_until_it_fits():
-    """TensorFlow really runs out of memory; the global batch stays, its parts become smaller."""
+    """When TensorFlow runs out of memory, the microbatches are halved; the global batch stays."""
     made = []
 
     def make(num_microbatches):
@@ -169,13 +176,15 @@ def test_the_batch_is_halved_until_it_fits():
 
 
 @pytest.mark.slow
-def test_an_example_that_never_fits_is_said():
-    """Whole."""
+def test_an_example_that_never_fits_is_an_error():
+    """An error says that not even one example at a time fits into memory."""
 
     class Starving(Linear):
         def compute_loss(self, batch, training):
             losses = super().compute_loss(batch, training)
-            wanted = 2**44 * tf.size(losses, tf.int64)  # not a constant: TensorFlow would fold it
+            wanted = 2**44 * tf.size(
+                losses, tf.int64
+            )  # not a constant, which TensorFlow would fold
             return losses + tf.fill([wanted], 1.0)[0]
 
     with pytest.raises(
@@ -188,8 +197,8 @@ def test_an_example_that_never_fits_is_said():
         )
 
 
-def test_a_rule_of_ones_own_is_put_back():
-    """The loss scale moves in a trial, and back."""
+def test_the_loss_scale_is_restored():
+    """The loss scale moves in a trial and is restored afterwards."""
     trainer = Linear(loss_scale=scaling.DynamicLossScale(growth_interval=1), verbose=False)
     trainer.overfit_one_batch(slopes(1.0), steps=5, global_batch=1)
 
