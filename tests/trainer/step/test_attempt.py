@@ -1,4 +1,4 @@
-"""The step and its laws."""
+"""One attempted step: veto, scale, reduction, clipping, statistics and kinds of models."""
 
 import generators
 import keras
@@ -18,10 +18,12 @@ HALF = {"precision": "mixed_float16", "jit_compile": False}
 
 
 class Poisoned(Linear):
-    """Float16, with BatchNorm and momentum; a batch says which examples go wrong, and where."""
+    """Float16, with BatchNorm and momentum. A batch can poison any example in the forward or
+    backward pass.
+    """
 
     def build_model(self):
-        """A dense layer, BatchNorm, and a dense layer."""
+        """Two dense layers with BatchNorm between them."""
         return keras.Sequential(
             [
                 keras.Input([1]),
@@ -36,13 +38,17 @@ class Poisoned(Linear):
         return keras.optimizers.SGD(0.1, momentum=0.9)
 
     def compute_loss(self, batch, training):
-        """A slope of 1e5 overflows float16 on the way back, one of inf is a bad example."""
+        """A slope of 1e5 overflows float16 in the backward pass; one of inf makes the loss
+        infinite.
+        """
         predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)[:, 0]
         return predictions * batch["slope"]
 
 
 def batch_with(slope, replica, replicas):
-    """Two examples a replica; the first of one replica's has the given slope, all others 1."""
+    """A batch with two examples per replica. The first example of `replica` has the given slope,
+    all others 1.
+    """
     values = np.ones(2 * replicas, np.float32)
     values[2 * replica] = slope
     return {"x": np.linspace(0, 1, 2 * replicas, dtype=np.float32)[:, None], "slope": values}
@@ -50,9 +56,9 @@ def batch_with(slope, replica, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
-    """L5: a non-finite value on any one replica alone, born in the forward or the backward pass,
-    leaves every copy of weights, slots, statistics and `iterations` as it was. Born backward it
-    halves the scale once; born forward it leaves the scale where it is (L17).
+    """L5: a non-finite value on any one replica, from the forward or the backward pass, leaves
+    every copy of weights, slots, statistics and `iterations` unchanged. A backward one halves the
+    scale once; a forward one leaves the scale as it is (L17).
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     trainer = Poisoned(strategy=strategy, loss_scale="dynamic", **HALF)
@@ -80,7 +86,9 @@ def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
 
 
 class Three(Linear):
-    """Three weights of a plain module; a batch poisons the gradient or the loss of any one of them."""
+    """A plain module with three weights. A batch can poison the gradient or the loss of any of
+    them.
+    """
 
     def build_model(self):
         """A module of three float32 weights."""
@@ -93,7 +101,7 @@ class Three(Linear):
         return keras.optimizers.SGD(0.1, momentum=0.9)
 
     def compute_loss(self, batch, training):
-        """Each weight passes through float16 on its way to its own column of slopes."""
+        """Each weight, cast to float16, times its own column of slopes."""
         del training
         half = tf.stack([tf.cast(weight, tf.float16) for weight in self.model.weights])
         return tf.reduce_sum(tf.cast(half, tf.float32) * batch["slopes"], axis=1)
@@ -101,7 +109,7 @@ class Three(Linear):
 
 @pytest.fixture(scope="module")
 def three(mirrored):
-    """A trainer of `Three` for each number of replicas, each traced once."""
+    """Trainers of `Three` by number of replicas, each traced once."""
     made = {}
 
     def of(replicas):
@@ -116,9 +124,9 @@ def three(mirrored):
 @settings(max_examples=40)
 @given(data=st.data(), replicas=st.sampled_from([2, 3, 4]))
 def test_any_value_in_any_variable_on_any_replica_stops_the_update(three, data, replicas):
-    """L5: for every replica, every variable and every non-finite value, born forward (the loss is inf
-    or NaN) or backward (the loss is finite, its scaled gradient in float16 is not), alone or several
-    at once, nothing moves on any replica.
+    """L5: nothing moves on any replica for every bad replica, variable and non-finite value.
+    Forward, the loss is inf or NaN; backward, the loss is finite but its scaled float16 gradient is
+    not. This holds for one such value and for several at once.
     """
     trainer = three(replicas)
     slopes_of = np.ones([replicas, 3], np.float32)
@@ -136,13 +144,15 @@ def test_any_value_in_any_variable_on_any_replica_stops_the_update(three, data, 
 
 
 def module_copies(trainer):
-    """The bits of every copy of a module's weights and its optimizer's variables."""
+    """The bytes of every copy of a module's weights and its optimizer's variables."""
     variables = [*trainer.model.weights, *trainer.optimizer.variables]
     return [[copy.tobytes() for copy in copies(variable)] for variable in variables]
 
 
 def test_a_sum_that_overflows_is_found(mirrored):
-    """L5: every replica's gradient is finite, their sum is not: reduction, and the scale halves."""
+    """L5: if every replica's gradient is finite but their sum is not, the cause is reduction and
+    the scale halves.
+    """
     trainer = Linear(strategy=mirrored(3), loss_scale=scaling.DynamicLossScale())
     [report] = attempt(trainer, [slopes(*[3e38 * 3 / 2**15] * 3)])
 
@@ -152,7 +162,9 @@ def test_a_sum_that_overflows_is_found(mirrored):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_sparse_sum_that_overflows_is_found(mirrored, jit_compile):
-    """L5: also where the replicas' rows of one embedding entry overflow only when they are added."""
+    """L5: the sum is also checked if rows of one embedding entry overflow only when the replicas
+    are added.
+    """
 
     class Looked(Linear):
         def build_model(self):
@@ -171,11 +183,13 @@ def test_a_sparse_sum_that_overflows_is_found(mirrored, jit_compile):
 
 
 def test_unscaling_that_overflows_is_found():
-    """L5: a scaled gradient of 6e34 at scale 2^-14 is finite, the gradient is not; nothing moves."""
+    """L5: a scaled gradient of 6e34 at scale 2^-14 is finite but overflows when unscaled; nothing
+    moves.
+    """
 
     class Steep(Linear):
         def compute_loss(self, batch, training):
-            # The loss is 0: only the gradient, input times slope, goes beyond float32.
+            # The loss is 0; only the gradient, input times slope, exceeds float32.
             predictions = self.model(batch["x"], training=training)[:, 0]
             return (predictions - tf.stop_gradient(predictions)) * batch["slope"]
 
@@ -187,7 +201,9 @@ def test_unscaling_that_overflows_is_found():
 
 
 def test_a_norm_beyond_float32_stops_the_update():
-    """L5: in bfloat16 a gradient of 1e30 is finite, but its square is not: Adam would be ruined."""
+    """L5: in bfloat16 a gradient of 1e30 is finite but its square is not, which would ruin Adam's
+    state.
+    """
     trainer = Linear(precision="mixed_bfloat16")
     [report] = attempt(trainer, [slopes(1e30)])
 
@@ -197,7 +213,7 @@ def test_a_norm_beyond_float32_stops_the_update():
 
 @pytest.fixture(scope="module")
 def restless():
-    """A trainer whose scale moves on every step, and a way to put it back to its start."""
+    """A function that returns a trainer, reset to its start, whose scale moves on every step."""
     rule = scaling.DynamicLossScale(initial_scale=2.0**10, growth_interval=1, max_scale=2.0**16)
     trainer = Linear(loss_scale=rule, **HALF)
     list(attempt(trainer, [slopes(1.0)]))
@@ -215,7 +231,7 @@ def restless():
 def test_gradients_are_divided_by_the_scale_of_their_loss(restless, history):
     """L2: over any history in which the scale grows on every finite step and halves on every
     overflow, an applied step moves the weight by exactly its slope. Dividing by the next scale
-    would halve it. 2^12 overflows float16 from a scale of 2^4 up, that is always.
+    would halve it. A slope of 2^12 overflows float16 at every scale here that is above 2^3.
     """
     trainer = restless()
     weight, scale = 0.0, 2.0**10
@@ -232,8 +248,8 @@ def test_gradients_are_divided_by_the_scale_of_their_loss(restless, history):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer_is_sgd", [True, False])
 def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypatch):
-    """L7: R replicas whose part of the gradient is 1 move SGD by R, never by R squared, and each
-    replica asks for one all-reduce in the whole step, whatever the optimizer.
+    """L7: R replicas with gradient 1 each move SGD by R, never by R squared, and each replica calls
+    one all-reduce per step, whatever the optimizer.
     """
     asked = []
     original = tf.distribute.ReplicaContext.all_reduce
@@ -250,7 +266,7 @@ def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypa
             return optimizer(1.0)
 
         def example_weights(self, batch):
-            # Each replica has one example; a weight of 1 / R makes each part of the mean 1.
+            # Each replica has one example; a weight of 1 / R makes each replica's gradient 1.
             return tf.ones_like(batch["slope"]) / replicas
 
     trainer = Summing(strategy=mirrored(replicas) if replicas > 1 else "default")
@@ -265,8 +281,8 @@ def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypa
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("owner", ["trainer", "optimizer"])
 def test_clipping_comes_last(mirrored, replicas, owner):
-    """L9: the bound holds for the gradient that is summed over replicas and unscaled, whether the
-    trainer clips or the optimizer: a gradient of 10 clipped to 1 moves SGD by 1, not by R.
+    """L9: the bound applies to the gradient after summing over replicas and unscaling, whether the
+    trainer or the optimizer clips: a gradient of 10 clipped to 1 moves SGD by 1, not by R.
     """
 
     class Clipping(Linear):
@@ -295,9 +311,10 @@ def test_clipping_comes_last(mirrored, replicas, owner):
     ids=["global_clipnorm", "clipnorm", "clipvalue"],
 )
 @pytest.mark.parametrize("owner", ["trainer", "optimizer"])
-def test_every_way_of_clipping_sees_the_sum(mirrored, replicas, bound, expected, owner):
-    """L9: three weights with gradients of 3, -4 and 12: together of norm 13, each its own, element by
-    element, summed over replicas first, whether the trainer clips or the optimizer.
+def test_every_kind_of_clipping_sees_the_sum(mirrored, replicas, bound, expected, owner):
+    """L9: each kind of clipping sees the sum over replicas, whether the trainer or the optimizer
+    clips: gradients 3, -4 and 12, with global norm 13, are clipped together, each on its own, or by
+    element.
     """
 
     class Clipping(Three):
@@ -312,7 +329,7 @@ def test_every_way_of_clipping_sees_the_sum(mirrored, replicas, bound, expected,
     [report] = attempt(trainer, [{"slopes": np.float32([[3.0, -4.0, 12.0]] * replicas)}])
     moved = [1.0 - weight.numpy() for weight in trainer.model.weights]
 
-    # Each gradient goes through float16 once, a third of it too.
+    # Each replica's gradient is rounded to float16 once, including a third of it.
     assert report.gradient_norm == pytest.approx(13.0, rel=2.0**-11)
     np.testing.assert_allclose(moved, expected, rtol=2.0**-10)
 
@@ -323,8 +340,9 @@ def test_every_way_of_clipping_sees_the_sum(mirrored, replicas, bound, expected,
     st.sampled_from([0.01, 1.0, 100.0]),
 )
 def test_clipping_bounds_the_norm_and_keeps_the_direction(gradients, clipnorm):
-    """L9: for any list of dense, sparse and missing gradients, the norm is that of the dense gradient,
-    at most the bound after clipping, and untouched below it. Norms agree to n rounding errors.
+    """L9: for any list of dense, sparse and missing gradients, the norm is that of the dense
+    gradient. After clipping it is at most the bound; below the bound gradients stay unchanged.
+    Norms agree to n rounding errors.
     """
     gradients = [gradient for gradient in gradients if gradient is not None] or [tf.constant([1.0])]
     gradients = scaling.unscale_gradients([*gradients, None], scaling.NoLossScale().initial_state())
@@ -345,7 +363,7 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction(gradients, clipnorm):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
-    """L9: rows 3 and 4 of one embedding entry are a gradient of norm 7, not 5."""
+    """L9: rows 3 and 4 of the same embedding entry form a gradient of norm 7, not 5."""
 
     class Embedded(Linear):
         def build_model(self):
@@ -373,7 +391,7 @@ def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_small_updates_survive(mirrored, precision, replicas):
-    """L13: an update of 2^-20 relative to the weight moves it, on every replica, in every precision;
+    """L13: an update of 2^-20 relative to a weight moves it on every replica in every precision;
     weights and slots are float32.
     """
 
@@ -392,13 +410,13 @@ def test_small_updates_survive(mirrored, precision, replicas):
 
 
 class Normed(Linear):
-    """A BatchNorm whose mean moves half way to what it sees, and a frozen one."""
+    """A BatchNorm whose moving mean moves halfway to the batch mean, and a frozen one."""
 
-    # Three of these added up and divided by 3 are not quite this any more.
+    # Adding three of these and dividing by 3 changes the last bit.
     frozen_mean = np.float32(0.9)
 
     def build_model(self):
-        """Both, and a dense layer."""
+        """Both BatchNorms and a dense layer."""
         frozen = keras.layers.BatchNormalization(
             trainable=False,
             moving_mean_initializer=keras.initializers.Constant(self.frozen_mean),
@@ -410,8 +428,8 @@ class Normed(Linear):
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_statistics_become_their_mean(mirrored, replicas):
-    """Step 10: after an applied step every replica holds the mean of what the replicas' BatchNorms
-    would have written; a frozen one is not touched at all.
+    """Step 10: after an applied step every replica holds the mean of what the BatchNorms of all
+    replicas would have written. A frozen one keeps its bits.
     """
     trainer = Normed(strategy=mirrored(replicas))
     batch = slopes(*[1.0] * (2 * replicas))
@@ -419,7 +437,7 @@ def test_statistics_become_their_mean(mirrored, replicas):
     list(attempt(trainer, [batch]))
     norm, frozen = trainer.model.layers[:2]
 
-    # Replica r sees 16 r and 16 r + 8, whose mean is 16 r + 4, and goes half way there from 0.
+    # Replica r sees 16 r and 16 r + 8 with mean 16 r + 4; its moving mean goes halfway there from 0.
     expected = np.mean([8 * replica + 2 for replica in range(replicas)], dtype=np.float32)
     assert [expected] * replicas == [copy.item() for copy in copies(norm.moving_mean)]
     assert [Normed.frozen_mean] * replicas == [copy.item() for copy in copies(frozen.moving_mean)]
@@ -427,8 +445,8 @@ def test_statistics_become_their_mean(mirrored, replicas):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
-    """Of 3 replicas x M microbatches, those that saw no real example have no part in the mean: with
-    examples of 8 and 24, it is half way from 0 to the mean of the two.
+    """Of 3 replicas x M microbatches, those without real examples do not count in the mean: with
+    examples of 8 and 24, it goes halfway from 0 to the mean of the two.
     """
     trainer = Normed(strategy=mirrored(3), num_microbatches=num_microbatches)
     batch = slopes(1.0, 1.0)
@@ -441,9 +459,9 @@ def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_statistic_that_would_become_infinite_stops_the_update(mirrored, replicas):
-    """L5, L6: a layer that squares 300 in float16 for a statistic of its own, which the loss never
-    sees, stops the step as a forward cause; the statistic keeps its bits. One that was infinite to
-    begin with stops nothing.
+    """L5, L6: a layer that squares 300 in float16 for a statistic that the loss does not use skips
+    the step with a forward cause, and the statistic keeps its bits. A statistic that was already
+    infinite does not skip steps.
     """
 
     class Squares(keras.layers.Layer):
@@ -472,8 +490,8 @@ def test_a_statistic_that_would_become_infinite_stops_the_update(mirrored, repli
     assert [copy.item() for copy in copies(trainer.model.layers[0].mean)] == [1.0] * replicas
 
 
-def test_a_rule_that_asks_is_told_the_magnitude():
-    """`needs_magnitude` brings the largest absolute value of the unscaled gradient."""
+def test_a_rule_can_ask_for_the_magnitude():
+    """A rule with `needs_magnitude` gets the largest absolute value of the unscaled gradient."""
     told = []
 
     class Asking(scaling.FixedLossScale):
@@ -491,10 +509,10 @@ def test_a_rule_that_asks_is_told_the_magnitude():
 
 
 class Module(tf.Module):
-    """A linear model of plain TensorFlow, which casts for itself."""
+    """A linear model in plain TensorFlow that casts by itself."""
 
     def __init__(self, precision):
-        """One weight, 1 at first."""
+        """One weight, initially 1."""
         super().__init__()
         self.precision = precision
         self.weight = tf.Variable([[1.0]])
@@ -550,7 +568,7 @@ def test_a_plain_module_is_a_model(mirrored, replicas, precision, num_microbatch
     ],
 )
 def test_any_keras_optimizer_applies(mirrored, name):
-    """Every Keras optimizer takes a step on two replicas, and holds still on a skipped one."""
+    """Every Keras optimizer takes a step on two replicas and does not move on a skipped one."""
 
     class Optimized(Linear):
         def build_optimizer(self):
@@ -569,7 +587,7 @@ def test_any_keras_optimizer_applies(mirrored, name):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_average_follows_updates(mirrored, replicas):
-    """L10: the optimizer's own EMA and schedule count updates: a skipped step moves neither."""
+    """L10: the optimizer's EMA and schedule count updates: a skipped step moves neither."""
 
     class Averaged(Linear):
         def build_optimizer(self):
@@ -593,8 +611,8 @@ def test_the_average_follows_updates(mirrored, replicas):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_penalties_are_summed_in_float32(jit_compile):
-    """An activity penalty whose sum of squares is beyond 65504 does not stop a float16 step, and the
-    regularizer is the layer's own again afterwards.
+    """An activity penalty whose sum of squares exceeds 65504 does not skip a float16 step, and the
+    layer has its own regularizer again afterwards.
     """
     regularizer = keras.regularizers.L2(1e-3)
 
@@ -616,29 +634,29 @@ def test_penalties_are_summed_in_float32(jit_compile):
 
 
 class Late(keras.Model):
-    """A subclassed model that makes a layer and all variables when it is first called."""
+    """A subclassed model that creates a layer and all variables on its first call."""
 
     def __init__(self):
-        """A layer and a counter, not built."""
+        """Creates an unbuilt layer and a counter."""
         super().__init__()
         self.last = keras.layers.Dense(1)
 
     def build(self, shape):
-        """Another layer, made late."""
+        """Creates another layer."""
         self.hidden = keras.layers.Dense(4)
         self.hidden.build(shape)
         self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
 
     def call(self, inputs):
-        """Both in turn, counted."""
+        """Applies both layers and counts."""
         self.calls.assign(self.calls + 1)
         return self.last(self.hidden(inputs))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_model_that_is_built_when_called(mirrored, replicas):
-    """It is built on one example, in the strategy's scope and under the policy, and nothing that
-    its forward pass writes moves before the first step.
+    """The model is built on one example, in the strategy's scope and under the policy, and nothing
+    that this forward pass writes moves before the first step.
     """
 
     class Lately(Linear):

@@ -1,4 +1,4 @@
-"""The step as a TPU would be given it: one program, in which no replica waits for another in vain."""
+"""The step as a TPU gets it: one program, in which all replicas reach all collectives."""
 
 import fake_tpu
 import keras
@@ -14,10 +14,10 @@ BATCH = 16
 
 
 class Noisy(Trainer):
-    """What a step may have to do with: BatchNorm, Dropout, momentum, an average, a metric."""
+    """BatchNorm, Dropout, momentum, a moving average and a metric."""
 
     def build_model(self):
-        """All in one."""
+        """Dense layers with BatchNorm and Dropout."""
         return keras.Sequential(
             [
                 keras.Input([6]),
@@ -29,7 +29,7 @@ class Noisy(Trainer):
         )
 
     def build_optimizer(self):
-        """Which hides no factor."""
+        """SGD with momentum."""
         return keras.optimizers.SGD(0.1, momentum=0.9)
 
     def compute_loss(self, batch, training):
@@ -39,14 +39,14 @@ class Noisy(Trainer):
 
 
 def data():
-    """Batches whose size is known."""
+    """Batches with static shapes."""
     x = np.random.default_rng(0).normal(size=[BATCH, 6]).astype(np.float32)
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
     return dataset.batch(BATCH, drop_remainder=True)
 
 
 def traced(**arguments):
-    """The graph of the step that `train` would take."""
+    """The graph of the step that `train` would run."""
     trainer = Noisy(strategy=fake_tpu.strategy(), jit_compile=False, seed=1, **arguments)
     dataset = data()
     trainer._start(next(iter(dataset)))
@@ -64,7 +64,9 @@ def traced(**arguments):
     ],
 )
 def test_a_step_is_one_program(arguments):
-    """From the share to the update; whatever the replicas must all come to, all come to."""
+    """A step is one program from the share of the batch to the update, and every replica reaches
+    every collective.
+    """
     graph = traced(**arguments)
 
     assert fake_tpu.count(graph, "TPUReplicateMetadata") == 1
@@ -72,14 +74,18 @@ def test_a_step_is_one_program(arguments):
     assert fake_tpu.collectives_some_may_miss(graph) == []
 
 
-def test_a_condition_outside_makes_it_two(monkeypatch):
-    """As on other strategies: then every gradient would leave the first program."""
+def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
+    """A decision in cross-replica context, as on other strategies, makes two programs, and every
+    gradient would leave the first.
+    """
     monkeypatch.setattr(attempt.strategies, "decides_inside", lambda _strategy: False)
     assert fake_tpu.count(traced(precision="mixed_bfloat16"), "TPUReplicateMetadata") == 2
 
 
 def test_a_replica_that_decides_alone_is_noticed():
-    """What Keras's own loss scaling does: it looks at one replica's gradients, and sums behind."""
+    """The check finds a collective behind a replica's own decision, which is what Keras's loss
+    scaling does.
+    """
     strategy = fake_tpu.strategy(2)
 
     @tf.function

@@ -1,4 +1,4 @@
-"""BatchNormalization of images is computed in one kernel, as Keras computes it."""
+"""BatchNormalization of images in one fused kernel: the same results as Keras, where it applies."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ IMAGES = (4, 3, 3, 2)
 
 
 def computed(model, images, *, wanted, **arguments):
-    """What a training call returns, moves and differentiates to; and which operations it is of."""
+    """A training call's outputs, gradients and new weights, and the types of its operations."""
     start = model.get_weights()
 
     @tf.function
@@ -40,7 +40,7 @@ def computed(model, images, *, wanted, **arguments):
 
 
 def model_of(layer, shape=IMAGES):
-    """A model of a layer alone, its weights not where they begin."""
+    """A model of one layer, with weights other than the initial ones."""
     model = keras.Sequential([keras.Input(shape[1:]), layer])
     generator = np.random.default_rng(0)
     model.set_weights([0.5 + generator.random(weight.shape) for weight in model.get_weights()])
@@ -48,7 +48,7 @@ def model_of(layer, shape=IMAGES):
 
 
 def random_images(shape, dtype="float32", seed=0):
-    """Not centred, and not of variance 1."""
+    """Random images with mean 1 and standard deviation 2."""
     drawn = np.random.default_rng(seed).normal(1.0, 2.0, shape)
     return tf.cast(tf.constant(drawn, tf.float32), dtype)
 
@@ -61,7 +61,9 @@ def random_images(shape, dtype="float32", seed=0):
     st.sampled_from([0.99, 0.5]),
 )
 def test_the_kernel_computes_what_keras_computes(shape, policy, scale, center, momentum):
-    """Outputs, gradients and moving statistics, to rounding; also of a single number."""
+    """Outputs, gradients and moving statistics equal those of Keras to rounding, even for a single
+    number.
+    """
     policy = keras.DTypePolicy(policy)
     model = model_of(Norm(scale=scale, center=center, momentum=momentum, dtype=policy), shape)
     images = random_images(shape, policy.compute_dtype)
@@ -75,18 +77,18 @@ def test_the_kernel_computes_what_keras_computes(shape, policy, scale, center, m
 
 
 class Subclassed(Norm):
-    """Somebody's own."""
+    """A user's subclass."""
 
 
-def watched():
-    """A layer that is called by something else than its class says."""
+def with_replaced_call():
+    """A layer whose `call` was replaced on the instance."""
     layer = Norm()
     layer.call = layer.call
     return layer
 
 
-# By what it is that the kernel does not do.
-OTHERS = {
+# Layers and calls that the kernel does not support, by the reason.
+UNSUPPORTED = {
     "another axis": (functools.partial(Norm, axis=1), IMAGES, {}),
     "no images": (Norm, (4, 3), {}),
     "evaluation": (Norm, IMAGES, {"training": False}),
@@ -97,14 +99,14 @@ OTHERS = {
     "a small epsilon": (functools.partial(Norm, epsilon=1e-6), IMAGES, {}),
     "float64": (functools.partial(Norm, dtype="float64"), IMAGES, {}),
     "a subclass": (Subclassed, IMAGES, {}),
-    "a call of its own": (watched, IMAGES, {}),
+    "a call of its own": (with_replaced_call, IMAGES, {}),
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_anything_else_is_computed_as_ever(what):
-    """To the bit."""
-    make, shape, arguments = OTHERS[what]
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_anything_else_is_left_to_keras(what):
+    """Unsupported layers and calls keep Keras's own operations, to the bit."""
+    make, shape, arguments = UNSUPPORTED[what]
     layer = make()
     model = layer if arguments.get("mask") is not None else model_of(layer, shape)
     images = random_images(shape, layer.compute_dtype)
@@ -118,7 +120,7 @@ def test_anything_else_is_computed_as_ever(what):
 
 
 def test_layers_are_left_as_they_were():
-    """Also when the model raises."""
+    """Layers have their own `call` again afterwards, even if the model raises."""
     model = model_of(Norm())
     with contextlib.suppress(RuntimeError), fused_batch_norm(model, wanted=True):
         assert "call" in vars(model.layers[0])
@@ -129,8 +131,10 @@ def test_layers_are_left_as_they_were():
 @pytest.mark.parametrize(
     ("jit_compile", "fused"), [(False, True), ("elementwise", True), (True, False)]
 )
-def test_a_step_uses_it_where_xla_does_not_join_the_operations_itself(jit_compile, fused):
-    """In the graph of the training loop."""
+def test_a_step_uses_the_kernel_unless_xla_compiles_it(jit_compile, fused):
+    """The training loop uses the kernel unless XLA compiles the whole step and fuses the operations
+    itself.
+    """
     trainer = Trainer(
         model=lambda: keras.Sequential(
             [

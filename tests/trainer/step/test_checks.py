@@ -1,4 +1,6 @@
-"""Bad input: one clear error that names the argument, the value and what to do, before any step."""
+"""Bad input raises one clear error, with the argument, the value and what to do, before
+any step.
+"""
 
 import keras
 import numpy as np
@@ -14,13 +16,13 @@ X = np.ones([8, 1], np.float32)
 
 
 def make(**arguments):
-    """A trainer of (x, y) batches, and whatever a test makes wrong about it."""
+    """A trainer of (x, y) batches, with overrides from the test."""
     good = {"model": linear_model, "optimizer": keras.optimizers.SGD, "loss_fn": "mse"}
     return Trainer(**good | {"verbose": False} | arguments)
 
 
 def train(trainer, data=(X, X), **arguments):
-    """One step on arrays."""
+    """Trains one step on arrays."""
     return trainer.train(data, **{"steps": 1, "global_batch": 4} | arguments)
 
 
@@ -32,22 +34,22 @@ def half(**arguments):
 
 
 def compiled():
-    """A model that has been compiled."""
+    """A compiled model."""
     model = linear_model()
     model.compile("sgd", "mse")
     return model
 
 
 class OwnStep(keras.Model):
-    """A model that would train itself."""
+    """A model with its own `train_step`."""
 
     def train_step(self, data):
-        """Never called by us."""
+        """Is never called."""
         return data
 
 
 def weightless():
-    """A model with nothing to train."""
+    """A model without weights."""
     return keras.Sequential([keras.Input([1]), keras.layers.Flatten()])
 
 
@@ -106,8 +108,8 @@ def weightless():
         ),
     ],
 )
-def test_arguments_are_refused_when_given(arguments, message):
-    """What the argument alone can tell is said by the constructor."""
+def test_arguments_are_refused_by_the_constructor(arguments, message):
+    """The constructor refuses whatever an argument alone shows to be wrong."""
     with pytest.raises((ValueError, TypeError)) as error:
         make(**arguments)
 
@@ -223,8 +225,8 @@ def test_arguments_are_refused_when_given(arguments, message):
     ],
 )
 def test_models_and_optimizers_are_refused_before_the_first_step(arguments, message):
-    """What only the built model or optimizer can tell is said before anything is trained."""
-    keras.backend.clear_session()  # so that layer names start from the beginning
+    """Errors that only the built model or optimizer shows are raised before any training."""
+    keras.backend.clear_session()  # so that the numbers in layer names restart
     with pytest.raises((ValueError, TypeError)) as error:
         train(make(**arguments))
 
@@ -232,7 +234,7 @@ def test_models_and_optimizers_are_refused_before_the_first_step(arguments, mess
 
 
 def test_variables_of_another_strategy_are_refused(mirrored):
-    """A model made outside the scope has one copy of its weights."""
+    """A model built outside the scope has one copy of its weights and is refused."""
     with pytest.raises(
         ValueError, match="`model` must be made in the scope of the trainer's strategy"
     ):
@@ -240,32 +242,38 @@ def test_variables_of_another_strategy_are_refused(mirrored):
 
 
 def test_an_optimizer_of_another_strategy_is_refused(mirrored):
-    """L10: made outside the scope, it would count each replica's update as one."""
+    """L10: an optimizer built outside the scope would count every replica's update and
+    is refused.
+    """
     with pytest.raises(ValueError, match="`optimizer` must be made in the scope of the trainer's"):
         train(make(optimizer=keras.optimizers.Adam(), strategy=mirrored(2)))
 
 
 class Blind(keras.Model):
-    """Holds a Sequential that does not know its input."""
+    """Contains a Sequential without an input shape."""
 
     def __init__(self):
-        """Ids to one number."""
+        """Embeds ids and returns one number."""
         super().__init__()
         self.inner = keras.Sequential([keras.layers.Embedding(4096, 1)], name="inner")
 
     def call(self, ids):
-        """Looks ids up."""
+        """Looks the ids up."""
         return self.inner(ids)[:, 0]
 
 
 def test_a_sequential_inside_a_model_must_know_its_input():
-    """Else it would look up id 2048 for 2049 in float16."""
+    """A nested Sequential without an input shape is refused, because float16 would turn id 2049
+    into 2048.
+    """
     with pytest.raises(ValueError, match="got Sequential 'inner' without one"):
         train(make(model=Blind, precision="mixed_float16"))
 
 
 def test_weights_written_in_the_forward_pass_are_refused():
-    """L13: SpectralNormalization assigns its kernel, under half precision a rounded one."""
+    """L13: SpectralNormalization assigns its kernel, which half precision would round, and is
+    refused.
+    """
 
     def spectral():
         layer = keras.layers.SpectralNormalization(keras.layers.Dense(1))
@@ -288,7 +296,9 @@ def test_weights_written_in_the_forward_pass_are_refused():
 
 
 def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
-    """A step has one reduction, after the backward pass."""
+    """Synchronized layers are refused, because a step has one reduction, after the
+    backward pass.
+    """
 
     def synchronized():
         norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
@@ -299,8 +309,8 @@ def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
         train(make(model=synchronized, strategy=mirrored(2)))
 
 
-def test_a_frozen_half_backbone_with_a_float32_head_is_no_stranger():
-    """The precision is that of all layers with weights, trainable or not."""
+def test_a_frozen_half_backbone_with_a_float32_head_is_accepted():
+    """The precision of a model is that of all layers with weights, trainable or not."""
 
     def transfer():
         frozen = keras.layers.Dense(3, trainable=False)
@@ -311,7 +321,7 @@ def test_a_frozen_half_backbone_with_a_float32_head_is_no_stranger():
 
 
 def another_rule(ours, theirs):
-    """What is said of a run that is gone on with under another rule."""
+    """The error for a run that is resumed with another rule."""
     return (
         f"`loss_scale` must be that of the run in PATH to go on with it; got loss_scale "
         f"{repr(ours)!r} for {repr(theirs)!r} there. The run would go on under another rule. Use "
@@ -371,9 +381,11 @@ def another_rule(ours, theirs):
         ),
     ],
 )
-def test_a_run_goes_on_only_as_it_began(tmp_path, first, second, message):
-    """L3, L12: another rule, seed, model or optimizer in the same directory is refused."""
-    keras.backend.clear_session()  # so that layer names start from the beginning
+def test_a_run_resumes_only_with_the_same_settings(tmp_path, first, second, message):
+    """L3, L12: resuming with another rule, seed, model or optimizer in the same directory is
+    refused.
+    """
+    keras.backend.clear_session()  # so that the numbers in layer names restart
     train(make(model_dir=tmp_path, **first))
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared
         train(make(model_dir=tmp_path, **second), steps=2)
@@ -396,8 +408,10 @@ def test_a_run_goes_on_only_as_it_began(tmp_path, first, second, message):
         ({"eval_data": (X[:0], X[:0])}, "`eval_data` must hold at least one batch;"),
     ],
 )
-def test_what_to_evaluate_on_is_checked_before_the_first_step(arguments, message):
-    """Not after the steps up to the first evaluation."""
+def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
+    """Evaluation data is checked before the first step, not after the steps up to the first
+    evaluation.
+    """
     trainer = make()
     with pytest.raises(ValueError, match=message):
         train(trainer, steps=4, **arguments)
@@ -449,7 +463,9 @@ def test_what_to_evaluate_on_is_checked_before_the_first_step(arguments, message
     ],
 )
 def test_losses_of_another_form_are_refused(loss, error, message):
-    """Shape and dtype of the losses are checked while the step is traced, or as soon as sizes are known."""
+    """Shape and dtype of the losses are checked while the step is traced, or as soon as sizes are
+    known.
+    """
 
     class Wrong(Linear):
         def compute_loss(self, batch, training):
@@ -465,7 +481,7 @@ def test_losses_of_another_form_are_refused(loss, error, message):
 
 
 def test_weights_of_another_form_are_refused():
-    """One weight per example."""
+    """Example weights must have one value per example."""
 
     class Wrong(Linear):
         def example_weights(self, batch):
@@ -569,7 +585,9 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
     ],
 )
 def test_data_of_another_form_is_refused(data, arguments, message):
-    """What the data alone can tell is said before the first step, and an empty dataset never hangs."""
+    """Errors that the data alone shows are raised before the first step, and an empty dataset never
+    hangs.
+    """
     with pytest.raises((ValueError, TypeError)) as error:
         train(make(), data, **arguments)
 
@@ -577,7 +595,9 @@ def test_data_of_another_form_is_refused(data, arguments, message):
 
 
 def test_a_batch_smaller_than_its_parts_is_refused(mirrored):
-    """The nominal batch must do for replicas x microbatches; a short last batch is no error."""
+    """The nominal batch needs an example for each replica and microbatch; a short last batch is
+    accepted.
+    """
     trainer = make(strategy=mirrored(2), num_microbatches=2)
     with pytest.raises(ValueError, match="must be at least replicas x microbatches = 2 x 2; got 3"):
         train(trainer, global_batch=3)
@@ -586,7 +606,7 @@ def test_a_batch_smaller_than_its_parts_is_refused(mirrored):
 
 
 def labelled(labels, **arguments):
-    """A classifier of three classes, trained on the given labels."""
+    """Trains a classifier of three classes on the given labels."""
     trainer = make(
         model=lambda: linear_model(units=3),
         loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -599,7 +619,7 @@ def labelled(labels, **arguments):
 
 
 def test_a_label_out_of_range_is_tensorflows_error_on_cpu():
-    """Without XLA, TensorFlow names the label."""
+    """Without XLA, TensorFlow raises an error that names the label."""
     with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 7"):
         labelled([0, 1, 2, 0, 1, 2, 0, 7])
 
@@ -620,7 +640,7 @@ def test_a_label_out_of_range_is_a_forward_cause_under_xla():
 
 
 def test_evaluation_precision_is_checked():
-    """Evaluation computes in float32 or as in training."""
+    """Evaluation computes in float32 or as in training, and other values are refused."""
     with pytest.raises(
         ValueError, match=r'`precision` must be "float32" or "train" here; got \'half\''
     ):
@@ -628,14 +648,16 @@ def test_evaluation_precision_is_checked():
 
 
 def test_refused_rules_never_reach_a_step():
-    """L3: the constants of a rule are checked before a trainer can be given it."""
+    """L3: the constants of a rule are checked when it is created, before a trainer can use it."""
     with pytest.raises(ValueError, match="`growth_factor` must be greater than 1"):
         make(loss_scale=scaling.DynamicLossScale(growth_factor=0.5))
 
 
 def test_float16_without_a_loss_scale_is_warned_of_once(monkeypatch, caplog):
-    """It may be meant, and "none" says that it is."""
-    monkeypatch.setattr(logging, "_log_counter_per_token", {})  # another test may have met it
+    """Float16 without a loss scale is warned of once, unless loss_scale="none" says that it is
+    intended.
+    """
+    monkeypatch.setattr(logging, "_log_counter_per_token", {})  # another test may have logged it
     with caplog.at_level("WARNING"):
         make(precision="mixed_float16", loss_scale="none")
         make(precision="mixed_bfloat16", loss_scale=None)
@@ -652,7 +674,7 @@ def test_float16_without_a_loss_scale_is_warned_of_once(monkeypatch, caplog):
 
 
 def test_only_a_keras_model_is_exported():
-    """A module has no layers to write."""
+    """A module cannot be exported, because it has no layers to write."""
 
     class Line(tf.Module):
         def __init__(self):
@@ -676,7 +698,7 @@ def test_only_a_keras_model_is_exported():
 
 
 def test_a_registered_optimizer_has_a_name():
-    """Keras knows the names of one's own, too."""
+    """An optimizer can be given by the name under which a user registered it with Keras."""
 
     @keras.saving.register_keras_serializable("own")
     class Halved(keras.optimizers.SGD):

@@ -1,4 +1,4 @@
-"""One kernel for a whole update rule, and what XLA compiles: equal but for rounding."""
+"""Fused update kernels and the parts that XLA compiles equal the plain step except for rounding."""
 
 import functools
 
@@ -22,7 +22,7 @@ FUSED = {"ResourceApplyAdam", "ResourceApplyKerasMomentum", "ResourceApplyGradie
 
 
 def general(make):
-    """Makes an optimizer whose rule is Keras's, though no longer known to be."""
+    """Returns a subclass of an optimizer with the same rule, which the kernels do not recognize."""
     base = type(make())
 
     class General(base):
@@ -46,7 +46,7 @@ def test_one_kernel_is_the_whole_rule(mirrored, replicas, name):
 
 
 def operations(optimizer, gradient, dtype="float32"):
-    """The kinds of operations with which an optimizer moves a variable of three rows."""
+    """The types of the operations with which an optimizer updates a variable of three rows."""
     variable = keras.Variable(np.ones([3, 2]), dtype=dtype)
     optimizer.build([variable])
     with fused_updates(optimizer):
@@ -57,7 +57,7 @@ def operations(optimizer, gradient, dtype="float32"):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_dense_update_is_one_kernel(name):
-    """And afterwards the optimizer is as it was."""
+    """A dense update uses one fused kernel, and the optimizer is restored afterwards."""
     optimizer = OPTIMIZERS[name]()
 
     assert operations(optimizer, lambda: tf.ones([3, 2])) & FUSED
@@ -65,7 +65,7 @@ def test_a_dense_update_is_one_kernel(name):
 
 
 def rows():
-    """The gradient of one row of three."""
+    """A sparse gradient for one of three rows."""
     return tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
 
 
@@ -79,27 +79,27 @@ def rows():
         (general(OPTIMIZERS["adam"]), None, "float32"),
     ],
 )
-def test_what_has_no_kernel_is_moved_as_ever(make, gradient, dtype):
-    """Sparse gradients, other dtypes, and other rules are Keras's."""
+def test_updates_without_a_kernel_are_left_to_keras(make, gradient, dtype):
+    """Sparse gradients, other dtypes and other rules use no fused kernel."""
     assert not operations(make(), gradient or (lambda: tf.ones([3, 2])), dtype) & FUSED
 
 
 @pytest.mark.parametrize(
-    ("make", "way"),
+    ("make", "mode"),
     [
-        *[(OPTIMIZERS["adam"], way) for way in COMPILE_MODES if way is not False],
+        *[(OPTIMIZERS["adam"], mode) for mode in COMPILE_MODES if mode is not False],
         (keras.optimizers.Lion, "update"),
         pytest.param(keras.optimizers.Lion, "elementwise", marks=pytest.mark.slow),
         pytest.param(keras.optimizers.Lion, True, marks=pytest.mark.slow),
     ],
 )
-def test_every_way_computes_the_same(make, way):
-    """Compiled by XLA or not, in whichever part: equal to rounding."""
-    assert_close(trained_small(make=make), trained_small(make=make, jit_compile=way))
+def test_every_compile_mode_computes_the_same(make, mode):
+    """All compile modes give equal results except for rounding."""
+    assert_close(trained_small(make=make), trained_small(make=make, jit_compile=mode))
 
 
-def test_what_is_element_wise_is_compiled_and_nothing_else():
-    """Of the operations that XLA is told to compile none is a product or a convolution."""
+def test_elementwise_compiles_no_products_or_convolutions():
+    """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
     trainer = trained_small(jit_compile="elementwise")
     phase = trainer._parts.plan.phases[0]
     [graph] = [each.graph for each in phase.differentiate._list_all_concrete_functions()]
@@ -113,7 +113,9 @@ def test_what_is_element_wise_is_compiled_and_nothing_else():
 
 
 def test_an_update_of_several_replicas_is_not_compiled(mirrored):
-    """Keras moves all copies together, outside of what XLA can see."""
+    """jit_compile="update" is refused on several replicas, because Keras updates all copies
+    together, outside of what XLA compiles.
+    """
     with pytest.raises(ValueError, match="jit_compile") as error:
         SmallImages(jit_compile="update", strategy=mirrored(3))
 

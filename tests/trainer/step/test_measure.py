@@ -1,4 +1,4 @@
-"""What a run records of its gradients, and the rules played over it."""
+"""Recorded gradients of a run, and rules simulated on the record."""
 
 import json
 import subprocess
@@ -29,7 +29,9 @@ STEPS = 120
 
 
 def batches(count=STEPS, seed=0):
-    """Batches of `Linear` whose gradients move over many powers of two, one in thirty infinite."""
+    """Batches of `Linear` whose gradients range over many powers of two; one in thirty
+    is infinite.
+    """
     rng = np.random.default_rng(seed)
     sizes = np.exp2(np.cumsum(rng.normal(0, 1.5, count)) * 0.5 + rng.normal(0, 0.5, count) - 2)
     sizes[11::30] = np.inf
@@ -37,7 +39,7 @@ def batches(count=STEPS, seed=0):
 
 
 def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
-    """Trains over the batches with the gradients recorded; returns the summary."""
+    """Trains on the batches with recorded gradients; returns the summary."""
     data = batches()
     specs = {"x": tf.TensorSpec([3, 1]), "slope": tf.TensorSpec([3])}
     dataset = untuned(tf.data.Dataset.from_generator(lambda: iter(data), output_signature=specs))
@@ -56,8 +58,8 @@ def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_played_over_its_own_run_repeats_it(name, tmp_path):
-    """The account of a run under its own rule is the run's own, skip for skip and scale for scale."""
+def test_simulating_the_rule_of_a_run_repeats_the_run(name, tmp_path):
+    """Simulating a run's own rule on its record gives exactly its scales and skips."""
     summary = run(RULES[name], tmp_path)
     record = read_record(tmp_path / "metrics.jsonl")
     scales, skipped = play(RULES[name], record)
@@ -66,14 +68,14 @@ def test_a_rule_played_over_its_own_run_repeats_it(name, tmp_path):
     assert record.loss_scale.tolist() == scales.tolist()
     assert record.skipped.tolist() == skipped.tolist()
     assert summary.totals.skipped == skipped.sum()
-    # The run must have had something to get wrong.
+    # The run must contain both kinds of skips.
     causes = summary.totals.skipped_by_cause
     assert causes["forward"] == 4
     assert causes["backward"] >= 3
 
 
-def test_another_rule_played_over_a_run_does_what_it_would_have_done(tmp_path):
-    """With weights that hardly move, playing one rule over another's run predicts its own run."""
+def test_simulating_another_rule_predicts_its_run(tmp_path):
+    """With weights that hardly move, simulating one rule on another's record predicts its skips."""
     for name in ("headroom", "dynamic"):
         run(RULES[name], tmp_path / name)
     record = read_record(tmp_path / "headroom" / "metrics.jsonl")
@@ -86,7 +88,7 @@ def test_another_rule_played_over_a_run_does_what_it_would_have_done(tmp_path):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
-    """Magnitudes and counts are those of the reduced, unscaled gradients."""
+    """Recorded magnitudes and counts are those of the reduced, unscaled gradients."""
     strategy = mirrored(3) if replicas == 3 else "default"
     run("none", tmp_path, precision="float32", strategy=strategy)
     record = read_record(tmp_path / "metrics.jsonl")
@@ -101,7 +103,9 @@ def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
 
 
 def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
-    """A run at it skips nothing but the batches that no scale helps; at twice that it overflows."""
+    """At the best fixed scale a run skips only the batches that no scale can help; at twice that
+    scale it overflows.
+    """
     run("none", tmp_path / "float32", precision="float32")
     record = read_record(tmp_path / "float32" / "metrics.jsonl")
     best = best_fixed_scale(record)
@@ -115,8 +119,8 @@ def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
     assert causes[1]["backward"] >= 1
 
 
-def test_the_account_of_underflow_is_that_of_the_elements(tmp_path):
-    """At a scale of 2^-24, the share lost is that of the elements up to 2^-1."""
+def test_the_lost_share_counts_elements(tmp_path):
+    """At a scale of 2^-24, the lost share is the share of elements up to 2^-1."""
     run("none", tmp_path, precision="float32")
     record = read_record(tmp_path / "metrics.jsonl")
     [recorded, low] = compare(record, ["2^-24"])
@@ -132,8 +136,8 @@ def test_the_account_of_underflow_is_that_of_the_elements(tmp_path):
     assert low.below_best == STEPS
 
 
-def test_a_run_that_was_taken_up_again_is_read_once(tmp_path):
-    """A step written twice counts as the later line tells it."""
+def test_a_step_of_a_resumed_run_is_read_once(tmp_path):
+    """If a resumed run wrote a step twice, the later line counts."""
     run("dynamic", tmp_path, steps=50, checkpoint_interval=20)
     path = tmp_path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -148,7 +152,7 @@ def test_a_run_that_was_taken_up_again_is_read_once(tmp_path):
 
 
 def test_nothing_is_recorded_unless_asked_for(tmp_path):
-    """Without `record_gradients` no line is written and nothing is counted, and the error says so."""
+    """Without `record_gradients` nothing is counted or written, and the error says so."""
     trainer = Linear(model_dir=tmp_path, verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=2, global_batch=2)
     path = tmp_path / "metrics.jsonl"
@@ -165,21 +169,21 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path):
 
 
 def recording(tmp_path):
-    """A trainer that records, after one step."""
+    """A trainer that records gradients, after one step."""
     trainer = Linear(model_dir=tmp_path / "recording", verbose=False, record_gradients=True)
     trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
     return trainer
 
 
 def operations(trainer):
-    """The kinds of operations in a trainer's loop, the functions it calls included."""
+    """The types of operations in a trainer's loop, including the functions it calls."""
     [concrete] = trainer._parts.run_steps._list_all_concrete_functions()
     functions = concrete.graph.as_graph_def().library.function
     return {node.op for function in functions for node in function.node_def}
 
 
 def test_a_damaged_line_is_refused_by_its_number(tmp_path):
-    """A torn last line is named, not skipped."""
+    """A torn last line raises an error that names it."""
     run("dynamic", tmp_path, steps=30)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -189,7 +193,7 @@ def test_a_damaged_line_is_refused_by_its_number(tmp_path):
 
 
 def test_the_program_prints_a_table_and_draws(tmp_path):
-    """`python -m scaling.simulate` prints a row for each rule, and leaves a picture."""
+    """`python -m scaling.simulate` prints a row for each rule and writes a picture."""
     run("dynamic", tmp_path)
     command = [sys.executable, "-m", "scaling.simulate", str(tmp_path / "metrics.jsonl")]
     result = subprocess.run(
@@ -217,7 +221,7 @@ def test_the_program_prints_a_table_and_draws(tmp_path):
 
 
 def test_the_program_says_what_it_cannot_read(tmp_path):
-    """A file without recorded gradients ends with the error and nothing else."""
+    """For a file without recorded gradients, the program prints the error and nothing else."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "split": "train"}\n')
     command = [sys.executable, "-m", "scaling.simulate", str(path)]

@@ -1,4 +1,4 @@
-"""Several optimizers: each moves its own part of the model, in one step with one verdict."""
+"""Several optimizers: each updates its own part of the model, in one step with one verdict."""
 
 import re
 
@@ -15,15 +15,17 @@ from trainer.step.rollback import read_copies, write_copies
 
 # The order in which they move if they alternate.
 NAMES = ["discriminator", "generator"]
-# BatchNorm of two examples that are almost alike has steep gradients: at 2^15 they may overflow.
+# BatchNorm of two nearly equal examples has steep gradients, which can overflow at 2^15.
 RULE = scaling.DynamicLossScale(2.0**8)
 
 
 class Pair(keras.Model):
-    """A generator of points in the plane and a discriminator of them."""
+    """A generator of points in the plane and a discriminator."""
 
     def __init__(self):
-        """Smooth, so that a reference in float32 is close; a penalty on the generator alone."""
+        """Smooth layers, so that a float32 reference stays close. Only the generator
+        has a penalty.
+        """
         super().__init__()
         dense = keras.layers.Dense
         self.generator = keras.Sequential(
@@ -39,7 +41,7 @@ class Pair(keras.Model):
 
 
 def game(model, batch, fake, training):
-    """The logistic losses of a generator and a discriminator, one each per example."""
+    """The logistic losses of the generator and the discriminator, one each per example."""
     of_real, of_fake = (
         tf.cast(model.discriminator(points, training=training)[:, 0], tf.float32)
         for points in (batch["real"], fake)
@@ -51,23 +53,23 @@ def game(model, batch, fake, training):
 
 
 class Duel(Trainer):
-    """`Pair`, with momentum for the one and Adam for the other."""
+    """`Pair`, with momentum for the generator and Adam for the discriminator."""
 
     def build_model(self):
-        """Both parts."""
+        """Returns both parts."""
         return Pair()
 
     def build_optimizer(self):
-        """One for each part."""
+        """Returns an optimizer for each part."""
         return build_optimizers()
 
     def compute_loss(self, batch, training):
-        """The noise is part of the batch."""
+        """The losses, with the noise from the batch."""
         fake = self.model.generator(batch["noise"], training=training)
         return game(self.model, batch, fake, training)
 
     def example_weights(self, batch):
-        """As the batch says."""
+        """The weights in the batch."""
         return batch["weight"]
 
 
@@ -80,7 +82,7 @@ def build_optimizers():
 
 
 def batches():
-    """Random points, noise and weights; the last batch cannot be divided by 3."""
+    """Random points, noise and weights. The size of the last batch is not divisible by 3."""
     random = np.random.default_rng(2)
     return [
         {
@@ -93,9 +95,9 @@ def batches():
 
 
 def reference(alternate):
-    """What plain TensorFlow makes of it in float32: the weights after each batch.
+    """The weights after each batch, in plain TensorFlow and float32.
 
-    No replicas, no microbatches, no scale: tapes, Keras's optimizers, and the order written out.
+    No replicas, microbatches or loss scale: tapes, Keras's optimizers, and the order written out.
     """
     keras.utils.set_random_seed(3)
     model, optimizers = Pair(), build_optimizers()
@@ -118,12 +120,12 @@ def reference(alternate):
 
 @pytest.fixture(scope="module")
 def references():
-    """The reference, simultaneous and alternating."""
+    """The simultaneous and the alternating reference."""
     return {alternate: reference(alternate) for alternate in (False, True)}
 
 
 def largest_difference(these, those):
-    """Between two lists of arrays, over all of them."""
+    """The largest difference between two lists of arrays."""
     return max(np.abs(this - that).max() for this, that in zip(these, those, strict=True))
 
 
@@ -133,9 +135,9 @@ def largest_difference(these, those):
 def test_several_optimizers_agree_with_tensorflow(
     mirrored, references, alternate, replicas, num_microbatches, full
 ):
-    """L8: whether all gradients are taken at the old weights, or the second optimizer's at the
-    weights that the first has left, the weights after each step are those of a plain float32 loop
-    to 1e-6, on R replicas x M microbatches; and each order is far from the other's reference.
+    """L8: the weights after each step are those of a plain float32 loop to 1e-6, on R replicas x M
+    microbatches, both if all gradients are taken at the old weights and if the second optimizer's
+    are taken after the first has moved. Each order is far from the other's reference.
     """
     if (replicas, num_microbatches) not in [(1, 1), (3, 2)] and not full:
         pytest.skip("only with --full")
@@ -157,17 +159,17 @@ def test_several_optimizers_agree_with_tensorflow(
 
 
 class Everywhere(keras.Model):
-    """The same two, with statistics, Dropout and noise of the model's own."""
+    """`Pair` with statistics, Dropout and the model's own noise."""
 
     def __init__(self):
-        """Every kind of variable that a step moves."""
+        """Creates every kind of variable that a step moves."""
         super().__init__()
         layers = keras.layers
         self.noise = keras.random.SeedGenerator(4)
         self.generator = keras.Sequential(
             [
                 keras.Input([2]),
-                layers.Dense(5, use_bias=False),  # BatchNorm would take it away again
+                layers.Dense(5, use_bias=False),  # BatchNorm would cancel the bias
                 layers.BatchNormalization(),
                 layers.Dense(2),
             ]
@@ -184,38 +186,38 @@ class Everywhere(keras.Model):
 
 
 class Poisoned(Duel):
-    """Float16, in which a batch says whose gradient overflows, and for which example."""
+    """Float16. A batch says whose gradient overflows, and for which example."""
 
     def build_model(self):
-        """See there."""
+        """See `Everywhere`."""
         return Everywhere()
 
     def build_metrics(self):
-        """A mean."""
+        """Returns a mean."""
         return {"mean": keras.metrics.Mean()}
 
     def update_metrics(self, batch, aux):
-        """On applied steps only."""
+        """Updates the mean."""
         self.metrics["mean"].update_state(aux)
 
     def compute_loss(self, batch, training):
-        """A slope of 1e6 leaves the loss finite and overflows float16 on the way back."""
+        """A slope of 1e6 leaves the loss finite and overflows float16 in the backward pass."""
         noise = keras.random.normal(tf.shape(batch["real"]), seed=self.model.noise)
         fake = self.model.generator(noise, training=training)
         losses = game(self.model, batch, fake, training)
         return {name: losses[name] * batch[name] for name in losses}, losses["generator"]
 
     def example_weights(self, batch):
-        """All alike."""
+        """Equal weights."""
         return tf.ones_like(batch["generator"])
 
     def moving(self):
-        """Every variable that a step may move, but the loss scale and the counts."""
+        """Every variable that a step may move, except the loss scale and the counts."""
         slots = [v for name in NAMES for v in self.optimizer[name].variables]
         return [*self.model.variables, *slots, *self.metrics["mean"].variables]
 
     def bits(self):
-        """Every copy of each of them, by place and name."""
+        """The bytes of every copy of these variables, by place and name."""
         return {
             f"{place} {variable.path} copy {copy}": value.tobytes()
             for place, variable in enumerate(self.moving())
@@ -223,7 +225,7 @@ class Poisoned(Duel):
         }
 
     def part_of(self, position):
-        """Whose variable it is that has this position among the model's."""
+        """The part that holds the model's variable at this position."""
         variable = self.model.trainable_variables[position]
         [owner] = [
             name
@@ -233,20 +235,20 @@ class Poisoned(Duel):
         return owner
 
     def updates(self):
-        """How many updates each optimizer has counted, on each copy."""
+        """The number of updates that each optimizer has counted, on each copy."""
         return {
             name: [int(copy) for copy in copies(self.optimizer[name].iterations)] for name in NAMES
         }
 
 
 def moved(before, after):
-    """The names of what has other bits."""
+    """The names whose bits differ."""
     assert before.keys() == after.keys()
     return [name for name in before if before[name] != after[name]]
 
 
 def points(examples, bad=(), place=0, seed=0, slope=1e6):
-    """A batch; the slopes of those who are bad are high for one example."""
+    """A batch in which the slopes of the parts in `bad` overflow for one example."""
     random = np.random.default_rng(seed)
     batch = {name: np.ones(examples, np.float32) for name in NAMES}
     for name in bad:
@@ -255,7 +257,7 @@ def points(examples, bad=(), place=0, seed=0, slope=1e6):
 
 
 def poisoned(strategy, alternate, **arguments):
-    """A trainer in float16 that has taken one step."""
+    """A float16 trainer that has taken one step."""
     trainer = Poisoned(
         strategy=strategy,
         alternate_optimizers=alternate,
@@ -273,7 +275,7 @@ def poisoned(strategy, alternate, **arguments):
 
 @pytest.fixture(scope="module")
 def duels(mirrored):
-    """Trainers, each made and traced once."""
+    """Trainers, each built and traced once."""
     made = {}
 
     def of(replicas, alternate):
@@ -288,10 +290,10 @@ def duels(mirrored):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
-    """L5, L6: a gradient that overflows in one part alone, for one example on one replica, moves no
-    weight, slot, `iterations`, statistic, seed or metric of either part, bit for bit on every copy;
-    alternating, the second's overflow puts back what the first has done. The scale halves once, and
-    the report names the replica, and a variable of the part that overflowed first.
+    """L5, L6: a gradient that overflows in one part, for one example on one replica, moves no
+    weight, slot, `iterations`, statistic, seed or metric of either part, bit for bit on every copy.
+    In alternating order the second's overflow also rolls back the first's update. The scale halves
+    once, and the report names the replica and a variable of the part that overflowed first.
     """
     trainer = duels(replicas, alternate)
     for bad in (["discriminator"], ["generator"], NAMES):
@@ -309,9 +311,9 @@ def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_an_update_moves_both(duels, replicas, alternate):
-    """The converse, without which the test above shows nothing: an applied step moves every one of
-    these variables but the rates and the states of seed generators, which no step moves; and all
-    copies agree afterwards, but for the metric's, which add up.
+    """The converse, without which the test above would show nothing: an applied step moves every
+    one of these variables except learning rates and the states of seed generators. All copies agree
+    afterwards, except those of the metric, which are summed over replicas.
     """
     trainer = duels(replicas, alternate)
     before = trainer.bits()
@@ -332,7 +334,9 @@ def test_an_update_moves_both(duels, replicas, alternate):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_each_counts_its_updates(duels, replicas, alternate):
-    """L10: `iterations` of each optimizer counts applied steps, whichever part made others skip."""
+    """L10: the `iterations` of each optimizer count applied steps, whichever part made the others
+    skip.
+    """
     trainer = duels(replicas, alternate)
     before = trainer.totals
     history = [[], ["generator"], [], ["discriminator"], NAMES, []]
@@ -346,8 +350,8 @@ def test_each_counts_its_updates(duels, replicas, alternate):
 
 @pytest.mark.parametrize(("replicas", "alternate"), [(1, False), (1, True), (3, True)])
 def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
-    """A step that overflows in either part and is retried until it fits ends as if its scale had been
-    the right one from the start, to the bit: the same noise, masks, statistics and weights.
+    """A step that overflows in either part and is retried ends, to the bit, as if its scale had fit
+    from the start: same noise, masks, statistics and weights.
     """
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
     trainer = poisoned(strategy, alternate, on_overflow="retry")
@@ -373,10 +377,10 @@ def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
 
 
 class Shared(keras.Model):
-    """The discriminator holds the generator's layer too."""
+    """The discriminator also holds the generator's layer."""
 
     def __init__(self):
-        """One layer in both."""
+        """Adds one layer to both."""
         super().__init__()
         tied = keras.layers.Dense(2, name="tied")
         tied.build([None, 2])
@@ -385,10 +389,10 @@ class Shared(keras.Model):
 
 
 class Spare(Pair):
-    """A third part that nobody trains."""
+    """A third part without an optimizer."""
 
     def __init__(self):
-        """A scale of its own."""
+        """Creates a scale."""
         super().__init__()
         self.gain = self.add_weight(shape=(), initializer="ones", name="gain")
 
@@ -405,12 +409,12 @@ def critic():
 
 
 def no_part():
-    """A name of something else."""
+    """The name of an attribute that is not a part."""
     return {"name": keras.optimizers.SGD(0.1)}
 
 
 def frozen():
-    """A discriminator that is not to be trained."""
+    """A discriminator without trainable weights."""
     model = Pair()
     model.discriminator.trainable = False
     return model
@@ -463,7 +467,9 @@ def frozen():
     ],
 )
 def test_parts_that_do_not_fit_are_refused(model, optimizers, message):
-    """Each variable has one optimizer, and each optimizer one part, or nothing is trained."""
+    """Each variable must have one optimizer and each optimizer one part; otherwise nothing is
+    trained.
+    """
 
     class Wrong(Duel):
         def build_model(self):
@@ -483,7 +489,7 @@ def test_parts_that_do_not_fit_are_refused(model, optimizers, message):
     [("tensor", "SymbolicTensor"), ("list", "list"), ("part", "['generator']")],
 )
 def test_losses_that_do_not_fit_are_refused(kind, found):
-    """Each optimizer has a loss of its name."""
+    """Each optimizer needs a loss of its name."""
 
     class Wrong(Duel):
         def compute_loss(self, batch, training):
@@ -502,8 +508,8 @@ def test_losses_that_do_not_fit_are_refused(kind, found):
         list(attempt(Wrong(verbose=False), batches()[:1]))
 
 
-def test_losses_beside_those_asked_for_are_left_alone():
-    """A loss of no optimizer's name moves nothing."""
+def test_other_losses_are_ignored():
+    """A loss without an optimizer of its name moves nothing."""
 
     class More(Duel):
         def compute_loss(self, batch, training):
@@ -519,7 +525,7 @@ def test_losses_beside_those_asked_for_are_left_alone():
 
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_part_may_be_called_loss(alternate):
-    """No name is taken."""
+    """A part can be called "loss"; no name is reserved."""
 
     class Named(Duel):
         def build_model(self):

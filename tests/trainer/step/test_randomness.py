@@ -1,4 +1,4 @@
-"""Random numbers are a function of (seed, step, replica, microbatch, draw), and of nothing else."""
+"""Random numbers are a function of (seed, step, replica, microbatch, draw) and nothing else."""
 
 import itertools
 
@@ -16,53 +16,53 @@ from trainer.step import TrainState, attempt_step, plan_step
 from trainer.step.held_back import is_seed_state
 from trainer.step.randomness import check_no_stateful_ops, key_source, make_keys, seed_states
 
-EXAMPLES = 2  # of a microbatch
-WIDTH = 64  # of a mask: two are alike by chance once in 2^64
+EXAMPLES = 2  # per microbatch
+WIDTH = 64  # per mask; two masks are equal by chance once in 2^64
 KINDS = ["model", "module"]
 
 
 class NoisyModel(keras.Model):
-    """A weight; and generators and layers, two of each, whose own seeds are all the same."""
+    """A weight, and two of each generator and layer, all with the same seed."""
 
     def __init__(self, own_seed):
-        """Of Keras's."""
+        """Creates the weight with Keras."""
         super().__init__()
         self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
         give_noise(self, own_seed)
-        self.built = True  # no call makes any more
+        self.built = True  # no variable is created by a call
 
 
 class NoisyModule(tf.Module):
-    """The same."""
+    """The same for `tf.Module`."""
 
     def __init__(self, own_seed):
-        """Of TensorFlow's."""
+        """Creates the weight with TensorFlow."""
         super().__init__()
         self.scale = tf.Variable(1.0)
         give_noise(self, own_seed)
 
 
 def give_noise(model, own_seed):
-    """See `NoisyModel`."""
+    """Adds the generators and layers of `NoisyModel`."""
     model.noises = [keras.random.SeedGenerator(own_seed) for _ in range(2)]
     model.dropouts = [keras.layers.Dropout(0.5, seed=own_seed) for _ in range(2)]
 
 
 class Drawing(Linear):
-    """Keeps what every forward pass drew: in Python, so that no rollback takes it away."""
+    """Stores what every forward pass drew in Python, where no rollback can undo it."""
 
     def __init__(self, kind, own_seed=4, **arguments):
-        """Says what draws."""
+        """Chooses the kind of model."""
         super().__init__(**{"verbose": False, "seed": 0} | arguments)
         self.kind, self.own_seed = kind, own_seed
         self.noted = []
 
     def build_model(self):
-        """A Keras model, or a module."""
+        """Returns a Keras model or a module."""
         return {"model": NoisyModel, "module": NoisyModule}[self.kind](self.own_seed)
 
     def compute_loss(self, batch, training):
-        """Draws from each generator twice, and calls each layer twice."""
+        """Draws from each generator twice and calls each layer twice."""
         count = tf.shape(batch["slope"])[0]
         numbers = [
             keras.random.normal([count], seed=noise)
@@ -76,7 +76,7 @@ class Drawing(Linear):
         ]
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         noted = tf.numpy_function(self._note, [replica, numbers, masks], tf.float32)
-        # In half precision, if the trainer is: a module would not do so of itself.
+        # In the trainer's precision, which a module does not use by itself.
         half = tf.cast(self.model.scale, self.precision.compute_dtype)
         return tf.cast(half, tf.float32) * batch["slope"] + 0.0 * tf.ensure_shape(noted, [])
 
@@ -86,14 +86,14 @@ class Drawing(Linear):
         return np.float32(0)
 
     def take_notes(self):
-        """What has been drawn since the last time: by replica, of each forward pass."""
+        """Returns and clears what has been drawn, by replica, for each forward pass."""
         noted, self.noted = self.noted, []
         replicas = sorted({replica for replica, _ in noted})
         return [[drawn for which, drawn in noted if which == replica] for replica in replicas]
 
     @property
     def global_batch(self):
-        """How many examples a global batch has."""
+        """The number of examples in a global batch."""
         return EXAMPLES * self.strategy.num_replicas_in_sync * self.num_microbatches
 
 
@@ -102,7 +102,7 @@ def drawn_by(trainer, history=(1.0, 1.0, 1.0)):
 
     Args:
         trainer: takes a step for each slope in `history`.
-        history: inf is a step that is skipped.
+        history: slopes; inf makes a step that is skipped.
     """
     batches = [slopes(*[slope] * trainer.global_batch) for slope in history]
     found = []
@@ -113,13 +113,13 @@ def drawn_by(trainer, history=(1.0, 1.0, 1.0)):
 
 
 def flat(drawn):
-    """All numbers and masks, in a row."""
+    """All numbers and masks in one list."""
     return [one for step in drawn for replica in step for passed in replica for one in passed]
 
 
 @pytest.fixture(scope="module")
 def first_runs(mirrored):
-    """What three steps draw from seed 0, and how to make such a trainer: each made once."""
+    """What three steps draw from seed 0, and a function that builds such a trainer, each once."""
     made = {}
 
     def of(kind, replicas, num_microbatches):
@@ -134,7 +134,7 @@ def first_runs(mirrored):
 
 
 def only_in_full(full, usual):
-    """Skips a case that is not among the usual ones, but in the full run."""
+    """Skips a case unless it is a usual one or this is the full run."""
     if not (usual or full):
         pytest.skip("only with --full")
 
@@ -143,9 +143,8 @@ def only_in_full(full, usual):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_two_draws_are_alike(first_runs, full, kind, replicas, num_microbatches):
-    """What a loss draws, and Dropout's mask, differ in every step, on every replica, in every
-    microbatch, between generators that were made with the same seed=, and from draw to draw, for a
-    Keras model and for a `tf.Module`.
+    """The draws of a loss and the masks of Dropout differ between steps, replicas, microbatches,
+    generators with the same seed=, and draws, for a Keras model and for a `tf.Module`.
     """
     usual = kind == "model" or (replicas, num_microbatches) in [(1, 2), (3, 1)]
     only_in_full(full, usual)
@@ -154,7 +153,7 @@ def test_no_two_draws_are_alike(first_runs, full, kind, replicas, num_microbatch
     everything = flat(drawn)
 
     assert shape == [[replicas, num_microbatches]] * 3
-    # Two draws of two generators, and as many masks, for each example.
+    # Two draws from each of two generators, and as many masks, per example.
     assert len(everything) == 3 * replicas * num_microbatches * EXAMPLES * 8
     assert len(set(everything)) == len(everything)
 
@@ -162,8 +161,8 @@ def test_no_two_draws_are_alike(first_runs, full, kind, replicas, num_microbatch
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (1, 2), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_draws_the_same(first_runs, full, kind, replicas, num_microbatches):
-    """Another trainer with the same `seed` draws the same numbers in the same step, whatever the seed=
-    of its layers and generators: only their place in the model counts.
+    """Another trainer with the same `seed` draws the same numbers in the same step, whatever the
+    seed= of its layers and generators is: only their position in the model counts.
     """
     only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)] and num_microbatches == 2)
     drawn, ways = first_runs(kind, replicas, num_microbatches)
@@ -173,8 +172,8 @@ def test_the_same_seed_draws_the_same(first_runs, full, kind, replicas, num_micr
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_seed_draws_others(first_runs, full, kind):
-    """No number of one seed's run is in another's; and without a seed each trainer takes one of its
-    own, though Python, NumPy and TensorFlow are seeded alike.
+    """Runs with different seeds share no numbers, and without a seed each trainer takes a random
+    one, even if Python, NumPy and TensorFlow are seeded alike.
     """
     only_in_full(full, kind == "model")
     drawn, ways = first_runs(kind, 1, 1)
@@ -190,8 +189,8 @@ def test_another_seed_draws_others(first_runs, full, kind):
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (1, 2), (2, 1), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microbatches):
-    """L6: a step that is attempted again draws in every attempt what it would have drawn at a scale
-    at which it needed none; and so does the step after it.
+    """L6: every attempt of a retried step draws what it would have drawn at a scale that needed no
+    retry; so does the step after it.
     """
     only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)] and num_microbatches == 2)
     ways = {
@@ -216,8 +215,9 @@ def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microb
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_step_moves_no_seed_state(first_runs, full, kind, replicas):
-    """L6: on any replica's copy. An applied step of a Keras model moves none either. A step draws the
-    same numbers whether it and those before it are applied or skipped.
+    """L6: a skipped step moves no seed state on any copy, and neither does an applied step of a
+    Keras model. A step draws the same numbers whether it and the steps before it are applied or
+    skipped.
     """
     only_in_full(full, (kind, replicas) != ("module", 1))
     expected, ways = first_runs(kind, replicas, 1)
@@ -239,8 +239,8 @@ def test_a_skipped_step_moves_no_seed_state(first_runs, full, kind, replicas):
 def test_an_own_loop_draws_what_the_trainer_draws(
     first_runs, full, kind, replicas, num_microbatches
 ):
-    """L15: `plan_step` and `attempt_step` draw for (seed, step) what the trainer draws; and in the graph
-    of the step there is no op that would count for itself.
+    """L15: `plan_step` and `attempt_step` draw the same numbers for (seed, step) as the trainer,
+    and the graph of the step has no op with a counter of its own.
     """
     only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)])
     expected, ways = first_runs(kind, replicas, num_microbatches)
@@ -265,10 +265,10 @@ def test_an_own_loop_draws_what_the_trainer_draws(
 
 
 class Two(Drawing):
-    """Two models in one, each with an optimizer of its own."""
+    """Two models in one, each with its own optimizer."""
 
     def build_model(self):
-        """Each draws; here, only the first is asked to."""
+        """Both can draw; only the first one does here."""
         model = tf.Module()
         model.first, model.second = super().build_model(), super().build_model()
         for name in ("scale", "noises", "dropouts"):
@@ -276,17 +276,17 @@ class Two(Drawing):
         return model
 
     def build_optimizer(self):
-        """One each."""
+        """Returns one optimizer each."""
         return {name: keras.optimizers.SGD(1.0) for name in ("first", "second")}
 
     def compute_loss(self, batch, training):
-        """One each."""
+        """Returns one loss each."""
         losses = super().compute_loss(batch, training)
         return {"first": losses, "second": self.model.second.scale * losses}
 
 
-def test_optimizers_that_alternate_draw_apart():
-    """Each of a step's forward passes draws its own numbers, and no two steps share any."""
+def test_alternating_optimizers_draw_different_numbers():
+    """Each forward pass of a step draws its own numbers, and no two steps share any."""
     drawn = drawn_by(Two("module", alternate_optimizers=True))
     everything = flat(drawn)
 
@@ -295,10 +295,10 @@ def test_optimizers_that_alternate_draw_apart():
 
 
 class Keyed(Drawing):
-    """Its metrics are handed the key that a forward pass began with."""
+    """Its metrics get the key with which a forward pass started."""
 
     def compute_loss(self, batch, training):
-        """Draws a number, too."""
+        """Also draws a number."""
         [noise, _] = self.model.noises
         key = tf.identity(noise.state.value)
         drawn = keras.random.normal([], seed=noise)
@@ -306,7 +306,7 @@ class Keyed(Drawing):
         return losses, tf.ones_like(batch["slope"], tf.int64)[:, None] * key
 
     def update_metrics(self, batch, aux):
-        """Outside XLA."""
+        """Stores the key, outside XLA."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         tf.numpy_function(self._note, [replica, aux], [])
 
@@ -316,7 +316,9 @@ class Keyed(Drawing):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_xla_is_handed_the_same_keys(mirrored, full, kind):
-    """Whether XLA compiles the forward pass changes no key, of no replica, microbatch or step."""
+    """Keys do not depend on whether XLA compiles the forward pass, for any replica, microbatch or
+    step.
+    """
     only_in_full(full, kind == "model")
     found = []
     for jit_compile in (False, True):
@@ -330,7 +332,7 @@ def test_xla_is_handed_the_same_keys(mirrored, full, kind):
 
 
 def all_keys(seed, step, phases, replicas, num_microbatches, generators):
-    """Of one step: shape (phases, replicas, num_microbatches, generators, 2)."""
+    """The keys of one step, shape (phases, replicas, num_microbatches, generators, 2)."""
     random = tf.constant([seed, step], tf.int64)
     places = itertools.product(range(phases), range(replicas))
     made = [
@@ -349,11 +351,11 @@ few = st.integers(1, 3)
 @given(st.integers(0, 2**62), st.integers(0, 2**32), few, few, few, few)
 @example(0, 0, 1, 1, 1, 1)  # all zeros
 @example(2**63 - 1, 2**32, 2, 3, 2, 3)  # the largest seed
-@example(0, 2, 2, 3, 1, 1)  # places that products and sums could confuse
+@example(0, 2, 2, 3, 1, 1)  # positions that products and sums could confuse
 def test_no_two_keys_are_near(seed, step, phases, replicas, num_microbatches, generators):
     """Keys lie in [0, 2^62), and no first half occurs twice in three steps, whatever the phase,
-    replica, microbatch and generator: only the second half is counted on, so no generator ever comes
-    to another's numbers.
+    replica, microbatch and generator. Counting changes the second half only, so no generator
+    reaches another's numbers.
     """
     sizes = (phases, replicas, num_microbatches, generators)
     keys = np.stack([all_keys(seed, step + later, *sizes) for later in range(3)])
@@ -365,8 +367,8 @@ def test_no_two_keys_are_near(seed, step, phases, replicas, num_microbatches, ge
 
 
 def test_keys_fill_their_range():
-    """All 62 bits of both halves are used: each is 1 in about half of 4096 keys, and no further from
-    2048 than 6 standard deviations of a fair coin, which are 32 each.
+    """All 62 bits of both halves are used: each is 1 in about half of 4096 keys, within 6 standard
+    deviations (32 each) of 2048.
     """
     keys = all_keys(0, 0, 1, 1, 64, 64).reshape([-1, 2])
     ones = ((keys[:, :, None] >> np.arange(62)) & 1).sum(axis=0)
@@ -375,8 +377,8 @@ def test_keys_fill_their_range():
 
 
 def test_keys_are_what_they_were():
-    """A run that is taken up again by a newer version must go on with its numbers: these are the keys
-    of seed 1, the step after 5 others, the second of two phases and the third of four replicas.
+    """A run that is resumed by a newer version must draw the same numbers: these are the keys of
+    seed 1, the step after 5 others, the second of two phases and the third of four replicas.
     """
     source = key_source(tf.constant([1, 5], tf.int64), 1, 2)
 
@@ -388,33 +390,33 @@ def test_keys_are_what_they_were():
 
 
 def test_a_step_without_generators_has_no_keys():
-    """Nothing is made where nothing is drawn."""
+    """Without generators no keys are computed."""
     assert make_keys(tf.constant([0, 0], tf.int64), 0, 1, 2, 0).shape == (2, 0, 2)
 
 
 def in_while(draw):
-    """In the body of a loop."""
+    """Draws in the body of a loop."""
     return tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, x + draw()), (0, tf.zeros([2])))
 
 
 def in_condition(draw):
-    """In one branch of two."""
+    """Draws in one branch of a condition."""
     return tf.cond(tf.timestamp() > 0, draw, lambda: tf.zeros([2]))
 
 
 def in_function(draw):
-    """In a function that a function calls."""
+    """Draws in a function that a function calls."""
     inner = tf.function(draw, autograph=False)
     return tf.function(lambda: inner() + 1.0, autograph=False)()
 
 
 def in_compiled(draw):
-    """In a function that XLA compiles."""
+    """Draws in a function that XLA compiles."""
     return tf.function(draw, autograph=False, jit_compile=True)()
 
 
 def in_gradient(draw):
-    """On the way back only."""
+    """Draws in the backward pass only."""
     drawing = tf.custom_gradient(lambda x: (x, lambda upstream: upstream * draw()))
     x = tf.ones([2])
     with tf.GradientTape() as tape:
@@ -424,7 +426,7 @@ def in_gradient(draw):
 
 
 def graph_of(function):
-    """The graph that a function is traced to."""
+    """The graph of a traced function."""
     return tf.function(function, autograph=False).get_concrete_function().graph
 
 
@@ -457,8 +459,8 @@ def uniform():
         (lambda: in_gradient(uniform), "RandomUniform", "random_uniform/RandomUniform"),
     ],
 )
-def test_an_op_that_counts_for_itself_is_refused(draw, op, node):
-    """With a seed or without, wherever in the graph it stands."""
+def test_a_stateful_random_op_is_refused(draw, op, node):
+    """A stateful random op is refused, with a seed or without, wherever in the graph it is."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         check_no_stateful_ops(graph_of(draw))
 
@@ -470,9 +472,9 @@ def test_an_op_that_counts_for_itself_is_refused(draw, op, node):
     )
 
 
-def test_what_has_its_state_in_variables_is_accepted():
-    """Generators of Keras and of TensorFlow, Keras's layers, and draws that are handed their seed; and
-    two ops that have seeds and do not draw from them: cuDNN's, and a search for equal classes.
+def test_random_ops_without_hidden_state_are_accepted():
+    """Generators of Keras and TensorFlow, Keras's layers and stateless draws are accepted. So are
+    two ops that have seeds but do not draw from them: cuDNN's, and a search for equal classes.
     """
     seed, generator = keras.random.SeedGenerator(1), tf.random.Generator.from_seed(1)
     ones = tf.ones([1, 2, 2])
@@ -508,8 +510,10 @@ def test_what_has_its_state_in_variables_is_accepted():
     check_no_stateful_ops(graph_of(draw))
 
 
-def test_the_states_of_seed_generators_are_recognised():
-    """Exactly theirs: of no weight, statistic, slot or metric."""
+def test_the_states_of_seed_generators_are_recognized():
+    """Exactly the states of seed generators are recognized, and no weight, statistic, slot or
+    metric.
+    """
     inputs = keras.Input([4, 3])
     x = keras.layers.MultiHeadAttention(1, 2, dropout=0.5)(inputs, inputs)
     x = keras.layers.LSTM(2, dropout=0.5)(x)
@@ -519,7 +523,7 @@ def test_the_states_of_seed_generators_are_recognised():
     model.own = keras.random.SeedGenerator(1)
     model.compile("adam", "mse", metrics=["mae"])
     model.optimizer.build(model.trainable_variables)
-    # Keras does not promise the attribute: where none is found, it has moved.
+    # Keras does not document the attribute; if none is found, it has moved.
     generators = [getattr(layer, "seed_generator", None) for layer in all_layers(model)]
     states = [generator.state for generator in [*generators, model.own] if generator]
     everyone = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
@@ -531,8 +535,8 @@ def test_the_states_of_seed_generators_are_recognised():
 
 
 def test_every_generator_in_reach_is_found_once():
-    """In a model, in a module within modules, in layers that these hold, and in containers, in the
-    order in which they are held: the order decides which key each is given.
+    """Generators in a model, in nested modules, in their layers and in containers are found once
+    each, in the order in which they are held, which decides the key that each gets.
     """
     shared = keras.random.SeedGenerator(1)
     model = NoisyModel(4)
