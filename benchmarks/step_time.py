@@ -93,7 +93,7 @@ def chosen(model, dtype):
     found = batches(data, "data", trainer.strategy)
     choice = settle(trainer, parts, found, LONG, use)
     mode = trainer._parts.plan.jit_compile  # noqa: SLF001
-    return {"way": f"ours, {NAMES[mode]}", "secs": choice.secs if choice else 0.0}
+    return {"mode": f"ours, {NAMES[mode]}", "secs": choice.secs if choice else 0.0}
 
 
 def measure(model, dtype):
@@ -118,7 +118,7 @@ def times(cells):
 
 def ratios(cells):
     """Returns a table of ratios of the trainer, as "auto" chose, to the others, and their mean."""
-    head = ["model, dtype", "auto chose", "in", "against the best fixed way"]
+    head = ["model, dtype", "auto chose", "in", "against the best fixed mode"]
     head += ["against the best `fit`", "against `fit`", "against PyTorch"]
     head += ["against by hand (95%)"]
     rows, against_best = [head], []
@@ -130,13 +130,13 @@ def ratios(cells):
             return min(found, key=lambda name: statistics.median(found[name]))
 
         against = [
-            statistics.median(ratios_of(turns, auto["way"], other))
+            statistics.median(ratios_of(turns, auto["mode"], other))
             for other in (best("ours"), best("fit"), "fit", "PyTorch")
             if other in turns
         ]
         if "float16" not in title.split():
             against_best.append(against[1])
-        chose = auto["way"].removeprefix("ours, ")
+        chose = auto["mode"].removeprefix("ours, ")
         paired = cell["paired"]
         overhead = with_interval(ratios_of(paired, *paired)) if paired else ""
         secs = f"{auto['secs']:.0f} s"

@@ -113,18 +113,18 @@ def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_
         began = time.monotonic()
         left = job.processes[1 - victim].wait(60)
         seconds = time.monotonic() - began
-        told = job.printed[1 - victim].read_text()
+        printed = job.printed[1 - victim].read_text()
         address = job.addresses[victim]
     print(f"worker {victim} killed: the other ended after {seconds:.1f} s")  # noqa: T201
     assert left == 1
     assert seconds < 30
     assert (
         f"WorkerLostError: `strategy` must keep all its workers; got an end of worker {victim} "
-        in told
+        in printed
     )
-    assert f"({address}) after step " in told
+    assert f"({address}) after step " in printed
     if victim:
-        assert f"The last checkpoint is {model_dir}/ckpt-" in told
+        assert f"The last checkpoint is {model_dir}/ckpt-" in printed
     assert not (model_dir / f"ckpt-{STEPS}").exists()
 
     (tmp_path / "noisy-0.jsonl").unlink()
@@ -144,8 +144,8 @@ def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_
         *("ckpt-4", "ckpt-8", "ckpt-12"),
         *("metrics.jsonl", "train", "train.csv", "validation", "validation.csv"),
     }
-    told = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
-    steps = [line["step"] for line in told if line["split"] in {"skip", "train", "validation"}]
+    logged = map(json.loads, (model_dir / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in logged if line["split"] in {"skip", "train", "validation"}]
     assert sorted(steps) == [3, 6, 6, 12, 12]  # a skip; twice a log line and an evaluation
 
 
@@ -175,11 +175,13 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
         codes = job.ended(90)
         chief, worker = (path.read_text() for path in job.printed)
 
-    told = "ValueError: `eval_data` must be the same on every worker; got data of several lengths: "
+    start = (
+        "ValueError: `eval_data` must be the same on every worker; got data of several lengths: "
+    )
     why = " Each replica takes its share of every batch. Do not divide them beforehand."
     assert codes == [1, 1]
-    assert f"{told}others have some left.{why}" in chief
-    assert f"{told}some are left here.{why}" in worker
+    assert f"{start}others have some left.{why}" in chief
+    assert f"{start}some are left here.{why}" in worker
     assert (model_dir / "ckpt-6").exists()
 
 

@@ -100,11 +100,11 @@ def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [__name__])  # flags.cfg holds the flags of this module
     values = parse("--loss_scale=1024", f"--model_dir={tmp_path}", initial_loss_scale=64.0)
     make_trainer(Linear, values)
-    again = parse(f"--flagfile={tmp_path / 'flags.cfg'}", initial_loss_scale=64.0)
+    reread = parse(f"--flagfile={tmp_path / 'flags.cfg'}", initial_loss_scale=64.0)
 
     assert "--initial_loss_scale=64.0" in (tmp_path / "flags.cfg").read_text().split("\n")
-    assert again.flag_values_dict() == values.flag_values_dict()
-    assert make_trainer(Linear, again).rule == scaling.FixedLossScale(1024.0)
+    assert reread.flag_values_dict() == values.flag_values_dict()
+    assert make_trainer(Linear, reread).rule == scaling.FixedLossScale(1024.0)
 
 
 def test_a_script_has_its_own_defaults():
@@ -212,12 +212,12 @@ def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
     capsys.readouterr()
 
     [record] = (tmp_path / "overflows").iterdir()
-    again = parse("--mode=replay", f"--overflow={record}", "--precision=mixed_float16")
-    made = make_trainer(Linear, again, verbose=False)
-    assert run_mode(made, slopes(1.0), HELD_OUT, again) is None
+    replaying = parse("--mode=replay", f"--overflow={record}", "--precision=mixed_float16")
+    made = make_trainer(Linear, replaying, verbose=False)
+    assert run_mode(made, slopes(1.0), HELD_OUT, replaying) is None
 
     said = capsys.readouterr().out
     assert "backward" in said
     made.is_chief = False
-    assert run_mode(made, slopes(1.0), HELD_OUT, again) is None
+    assert run_mode(made, slopes(1.0), HELD_OUT, replaying) is None
     assert capsys.readouterr().out == ""

@@ -200,11 +200,11 @@ def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
     with pytest.raises(TrainingStuckError):
         trainer.train((IMAGES, LABELS), steps=5, global_batch=8)
     [record] = (tmp_path / "overflows").iterdir()
-    again = NeverApplied(**settings)
-    replay = again.replay(record)
+    fresh = NeverApplied(**settings)
+    replay = fresh.replay(record)
 
     assert (
         json.loads((record / "record.json").read_text())["setting"]["jit_compile"] == "elementwise"
     )
-    assert again.jit_compile == again._parts.plan.jit_compile == "elementwise"
+    assert fresh.jit_compile == fresh._parts.plan.jit_compile == "elementwise"
     assert replay.same

@@ -492,19 +492,19 @@ def test_a_statistic_that_would_become_infinite_stops_the_update(mirrored, repli
 
 def test_a_rule_can_ask_for_the_magnitude():
     """A rule with `needs_magnitude` gets the largest absolute value of the unscaled gradient."""
-    told = []
+    magnitudes = []
 
     class Asking(scaling.FixedLossScale):
         needs_magnitude = True
 
         def advance(self, state, verdict):
-            told.append(verdict.max_magnitude)
+            magnitudes.append(verdict.max_magnitude)
             return state._replace(loss_scale=verdict.max_magnitude)
 
     trainer = Linear(loss_scale=Asking(8.0))
     list(attempt(trainer, [slopes(-3.0)]))
 
-    assert len(told) == 1
+    assert len(magnitudes) == 1
     assert trainer.loss_scale == 3.0
 
 

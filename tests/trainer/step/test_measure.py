@@ -142,8 +142,8 @@ def test_a_step_of_a_resumed_run_is_read_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     last = next(line for line in reversed(lines) if line["split"] == "gradients")
-    again = dict(last, loss_scale=[4.0] * len(last["loss_scale"]))
-    path.write_text(path.read_text() + json.dumps(again) + "\n")
+    repeated = dict(last, loss_scale=[4.0] * len(last["loss_scale"]))
+    path.write_text(path.read_text() + json.dumps(repeated) + "\n")
     record = read_record(path)
 
     assert record.step.tolist() == list(range(1, 51))

@@ -126,8 +126,8 @@ def first_runs(mirrored):
         key = kind, replicas, num_microbatches
         if key not in made:
             strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-            ways = {"strategy": strategy, "num_microbatches": num_microbatches}
-            made[key] = drawn_by(Drawing(kind, **ways)), ways
+            arguments = {"strategy": strategy, "num_microbatches": num_microbatches}
+            made[key] = drawn_by(Drawing(kind, **arguments)), arguments
         return made[key]
 
     return of
@@ -165,9 +165,9 @@ def test_the_same_seed_draws_the_same(first_runs, full, kind, replicas, num_micr
     seed= of its layers and generators is: only their position in the model counts.
     """
     only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)] and num_microbatches == 2)
-    drawn, ways = first_runs(kind, replicas, num_microbatches)
+    drawn, arguments = first_runs(kind, replicas, num_microbatches)
 
-    assert drawn_by(Drawing(kind, own_seed=5, **ways)) == drawn
+    assert drawn_by(Drawing(kind, own_seed=5, **arguments)) == drawn
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,11 +176,11 @@ def test_another_seed_draws_others(first_runs, full, kind):
     one, even if Python, NumPy and TensorFlow are seeded alike.
     """
     only_in_full(full, kind == "model")
-    drawn, ways = first_runs(kind, 1, 1)
+    drawn, arguments = first_runs(kind, 1, 1)
     runs = [flat(drawn)]
     for seed in (1, None, None):
         keras.utils.set_random_seed(0)
-        runs.append(flat(drawn_by(Drawing(kind, seed=seed, **ways))))
+        runs.append(flat(drawn_by(Drawing(kind, seed=seed, **arguments))))
     together = list(itertools.chain(*runs))
 
     assert len(set(together)) == len(together)
@@ -193,15 +193,15 @@ def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microb
     retry; so does the step after it.
     """
     only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)] and num_microbatches == 2)
-    ways = {
+    arguments = {
         "strategy": mirrored(replicas) if replicas > 1 else "default",
         "num_microbatches": num_microbatches,
         "precision": "mixed_float16",
         "jit_compile": False,
     }
-    once = drawn_by(Drawing(kind, loss_scale=1.0, **ways), [1.0, 4.0])
+    once = drawn_by(Drawing(kind, loss_scale=1.0, **arguments), [1.0, 4.0])
     rule = scaling.DynamicLossScale(2.0**18)
-    trainer = Drawing(kind, loss_scale=rule, on_overflow="retry", **ways)
+    trainer = Drawing(kind, loss_scale=rule, on_overflow="retry", **arguments)
     batches = [
         slopes(*[slope * trainer.global_batch] * trainer.global_batch) for slope in (1.0, 4.0)
     ]
@@ -220,8 +220,8 @@ def test_a_skipped_step_moves_no_seed_state(first_runs, full, kind, replicas):
     skipped.
     """
     only_in_full(full, (kind, replicas) != ("module", 1))
-    expected, ways = first_runs(kind, replicas, 1)
-    trainer = Drawing(kind, **ways)
+    expected, arguments = first_runs(kind, replicas, 1)
+    trainer = Drawing(kind, **arguments)
     found = [drawn_by(trainer, [1.0])]
     states = seed_states(trainer.model)
     after_one = [copy.tolist() for state in states for copy in copies(state)]
@@ -243,8 +243,8 @@ def test_an_own_loop_draws_what_the_trainer_draws(
     and the graph of the step has no op with a counter of its own.
     """
     only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)])
-    expected, ways = first_runs(kind, replicas, num_microbatches)
-    holder = Drawing(kind, **ways)
+    expected, arguments = first_runs(kind, replicas, num_microbatches)
+    holder = Drawing(kind, **arguments)
     with holder.strategy.scope():
         rule = scaling.NoLossScale()
         plan = plan_step(
