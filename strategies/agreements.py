@@ -1,4 +1,4 @@
-"""The two things replicas must agree on in a step: the sum of their gradients, and the verdict."""
+"""What replicas and workers agree on: sums of gradients, verdicts and decisions to stop."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from strategies.checks import check_strategy
 
 
 def sum_gradients(gradients: Any) -> Any:
-    """Returns the sum over all replicas, on every replica. One all-reduce for the whole structure.
+    """Returns, on every replica, the sum over all replicas, with one all-reduce for all tensors.
 
-    Call it in replica context (inside `strategy.run`), on every replica, and outside any
-    branch that a replica could take alone.
+    Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
+    that one replica could take without the others.
 
     Args:
-        gradients: any structure of float or int32 tensors; None and `tf.IndexedSlices`
-            survive, the latter with the rows of all replicas, so an index may occur
-            several times.
+        gradients: any structure of float or integer tensors. None and `tf.IndexedSlices` are
+            allowed. The sum of `tf.IndexedSlices` has the rows of all replicas, so an index can
+            occur several times.
 
     Returns:
         The same structure, shapes and dtypes.
 
     Raises:
         RuntimeError: if called in cross-replica context.
-        TypeError: if something in it is no number.
+        TypeError: if a tensor is not numeric.
 
     Example:
         >>> @tf.function
@@ -41,7 +41,7 @@ def sum_gradients(gradients: Any) -> Any:
     context = _replica_context("sum_gradients")
     flat = tf.nest.flatten(gradients)
     present = [leaf for leaf in flat if leaf is not None]
-    _check_numbers(present)
+    _check_numeric(present)
     if context.num_replicas_in_sync == 1:
         return gradients
     sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
@@ -51,21 +51,22 @@ def sum_gradients(gradients: Any) -> Any:
 
 
 def agree(flag: tf.Tensor | bool) -> tf.Tensor:
-    """Returns, on every replica, whether `flag` is true on all of them.
+    """Returns, on every replica, whether `flag` is true on all replicas.
 
-    Call it in replica context (inside `strategy.run`), on every replica, and outside any
-    branch that a replica could take alone. It costs an all-reduce of one number; to spare
-    it, send the count of replicas that say no along with `sum_gradients`.
+    Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
+    that one replica could take without the others. It costs an all-reduce of one number. To save
+    it, include the number of replicas whose flag is false in a call of `sum_gradients`.
 
     Args:
-        flag: shape (), bool: for instance `scaling.all_finite(gradients)`.
+        flag: this replica's flag: shape (), bool; for instance `scaling.all_finite(gradients)`.
 
     Returns:
         Shape (), bool: the same on every replica.
 
     Raises:
         RuntimeError: if called in cross-replica context.
-        TypeError, ValueError: if `flag` is not one bool.
+        TypeError: if `flag` is not bool.
+        ValueError: if `flag` is not a scalar.
 
     Example:
         >>> bool(agree(tf.constant(True)))
@@ -74,33 +75,33 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
     flag = tf.convert_to_tensor(flag)
     if flag.dtype != tf.bool:
         raise TypeError(
-            f"`flag` must be a bool; got {flag.dtype.name}. It is this replica's answer. Pass for "
+            f"`flag` must be a bool; got {flag.dtype.name}. Each replica votes yes or no. Pass for "
             "instance scaling.all_finite(gradients)."
         )
     if flag.shape.rank not in (0, None):
         raise ValueError(
-            f"`flag` must be a scalar; got shape {tuple(flag.shape)}. Each replica gives one "
-            "answer. Pass for instance scaling.all_finite(gradients)."
+            f"`flag` must be a scalar; got shape {tuple(flag.shape)}. Each replica has one vote. "
+            "Pass for instance scaling.all_finite(gradients)."
         )
     against = sum_gradients(tf.cast(~flag, tf.float32))
-    # The count is compared with 0, never with 1: two replicas may say no at once.
+    # Compared with 0 and never with 1, because several replicas can vote no at once.
     return tf.equal(against, 0.0)
 
 
 def any_worker(flag: bool | tf.Tensor, strategy: tf.distribute.Strategy) -> Any:
-    """Returns, on every worker, whether `flag` is true on any of them. Waits for all.
+    """Returns, on every worker, whether `flag` is true on any worker. Waits for all workers.
 
-    Call it on every worker, in cross-replica context. Where there is one worker it costs nothing.
+    Call it on every worker, in cross-replica context. With a single worker it costs nothing.
 
     Args:
-        flag: this worker's: a bool, or in a graph a tensor of one.
-        strategy: whose workers.
+        flag: this worker's flag: a bool, or a tensor of shape (), bool, inside a graph.
+        strategy: the strategy that the workers run under.
 
     Returns:
-        A bool for a bool, and a tensor of shape () for a tensor.
+        A bool if `flag` is one; otherwise a tensor of shape (), bool.
 
     Raises:
-        TypeError: if one is none.
+        TypeError: if `flag` is not a bool, or `strategy` is not a `tf.distribute.Strategy`.
 
     Example:
         >>> any_worker(True, tf.distribute.get_strategy())
@@ -109,28 +110,29 @@ def any_worker(flag: bool | tf.Tensor, strategy: tf.distribute.Strategy) -> Any:
     is_tensor = isinstance(flag, tf.Tensor) and flag.dtype == tf.bool
     if not is_tensor and flag not in (True, False):
         raise TypeError(
-            f"`flag` must be True or False; got {flag!r}. It is this worker's answer. Pass a bool."
+            f"`flag` must be True, False or a bool tensor; got {flag!r}. Each worker votes yes or "
+            "no. Pass True or False."
         )
-    check_strategy(strategy, "It knows the workers.")
+    check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
         return flag
-    # Within the replica, which gives the number the device that the sum is taken on.
+    # The cast is done in replica context to place the number on the device that sums it.
     total = strategy.run(lambda: sum_gradients(tf.cast(flag, tf.float32)))
     answer = strategy.experimental_local_results(total)[0] > 0
     return answer if is_tensor else bool(answer)
 
 
 def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
-    """Returns, on every worker, the number that the chief has brought. Waits for all.
+    """Returns, on every worker, the number that the chief passed. Waits for all workers.
 
-    Call it outside any graph, on every worker.
+    Call it on every worker, eagerly (outside any `tf.function`).
 
     Args:
-        number: this worker's; the chief's counts.
-        strategy: whose workers.
+        number: an int. Only the chief's value is used.
+        strategy: the strategy that the workers run under.
 
     Raises:
-        TypeError: if one is none.
+        TypeError: if `number` is not an int, or `strategy` is not a `tf.distribute.Strategy`.
 
     Example:
         >>> from_chief(7, tf.distribute.get_strategy())
@@ -138,37 +140,38 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
     """
     if not isinstance(number, int):
         raise TypeError(
-            f"`number` must be an int; got {number!r}. The chief's is told to all workers. Pass "
-            "for instance a step."
+            f"`number` must be an int; got {number!r}. The chief's number is sent to all workers "
+            "as an int64. Pass for instance a step number."
         )
-    check_strategy(strategy, "It knows the workers.")
+    check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
         return number
 
-    def brought() -> tf.Tensor:
+    def chief_value_or_zero() -> tf.Tensor:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return sum_gradients(tf.where(replica == 0, tf.constant(number, tf.int64), 0))
 
-    return int(strategy.experimental_local_results(strategy.run(brought))[0])
+    return int(strategy.experimental_local_results(strategy.run(chief_value_or_zero))[0])
 
 
 def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
+    """Returns the current replica context, or raises RuntimeError in cross-replica context."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(
             f"`{caller}` must be called in replica context; got cross-replica context. "
-            "Each replica brings its own value. Call it inside the function given to "
+            "It combines one value from each replica. Call it inside the function passed to "
             "strategy.run()."
         )
     return context
 
 
-def _check_numbers(tensors: list[Any]) -> None:
-    """Refuses what cannot be summed."""
+def _check_numeric(tensors: list[Any]) -> None:
+    """Raises TypeError unless all tensors can be summed."""
     for tensor in tensors:
         dtype = tf.as_dtype(getattr(tensor, "dtype", type(tensor)))
         if not (dtype.is_floating or dtype.is_integer):
             raise TypeError(
-                f"`gradients` must be of floats or integers; got {dtype.name}. Replicas add them "
-                "up. Use agree() for a bool."
+                f"`gradients` must contain only floats or integers; got {dtype.name}. The values "
+                "of all replicas are added. Use agree() for a bool."
             )

@@ -1,4 +1,4 @@
-"""What this room asks of its arguments, from what Python knows: nothing is added to a graph."""
+"""Argument checks. They use static information only and add no operations to a graph."""
 
 import numbers
 from typing import Any
@@ -15,12 +15,12 @@ def check_count(name: str, value: Any, why: str) -> None:
 
 
 def static_shape(tensor: Any) -> tf.TensorShape:
-    """Returns what is known of a tensor's shape; a number, or anything else, has no dimension."""
+    """Returns the static shape of a tensor; the shape of a Python number or other object is ()."""
     return tf.TensorShape(getattr(tensor, "shape", ()))
 
 
 def check_strategy(strategy: Any, why: str) -> None:
-    """Raises TypeError unless `strategy` is one of TensorFlow's."""
+    """Raises TypeError unless `strategy` is a `tf.distribute.Strategy`."""
     if not isinstance(strategy, tf.distribute.Strategy):
         raise TypeError(
             f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. {why} "

@@ -1,4 +1,4 @@
-"""The job that this process is part of, as its scheduler says it."""
+"""Finds the job that this process belongs to, from what its scheduler put in the environment."""
 
 import json
 import os
@@ -10,30 +10,32 @@ import tensorflow as tf
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
-KUBERNETES = "HALFSTEP_WORKER_PODS"
-# Where the processes of a Slurm step listen: the first one of a node here, and so on.
+KUBERNETES_SELECTOR = "HALFSTEP_WORKER_PODS"  # the environment variable
+# The first task on each Slurm node listens on this port, the second on the next one, and so on.
 SLURM_PORT = 8888
 KUBERNETES_PORT = 8470
 
 
 def find_cluster() -> Resolver | None:
-    """Finds the job that this process is part of.
+    """Finds the job that this process belongs to.
 
-    It looks, in this order, for
+    It looks for the following, in this order:
 
-    - `TF_CONFIG`, TensorFlow's own variable, which names every process and which one this is;
-    - what Slurm tells each process of a step (`srun --ntasks=4 python ...`): all are workers,
-      who divide the GPUs of their node among them;
-    - `HALFSTEP_WORKER_PODS`, a label selector of Kubernetes (`job-name=digits`), which finds the
-      pods of all workers, one on each node and on its network; `NODE_IP` says which one is this.
+    - `TF_CONFIG`, TensorFlow's own environment variable, which lists every process of the job and
+      says which of them this one is;
+    - the variables that Slurm sets for each task of a step (`srun --ntasks=4 python ...`): all
+      tasks are workers, and the tasks on one node divide its GPUs among themselves;
+    - `HALFSTEP_WORKER_PODS`, a Kubernetes label selector (`job-name=digits`) that finds the pods
+      of all workers. Each pod runs on its own node and on that node's network, and `NODE_IP` is
+      the address of the node.
 
     Returns:
-        A resolver of TensorFlow's that knows the addresses of all and the task of this process;
-        None where there is no job.
+        A TensorFlow cluster resolver with the addresses of all processes and the task of this
+        one; None if this process does not belong to a job.
 
     Raises:
-        ValueError: if what is said makes no job.
-        ImportError: for Kubernetes, without its client.
+        ValueError: if the environment describes a job that cannot work.
+        ImportError: if Kubernetes is asked for and its Python client is not installed.
 
     Example:
         >>> find_cluster() is None
@@ -43,79 +45,106 @@ def find_cluster() -> Resolver | None:
         return from_tf_config(os.environ["TF_CONFIG"])
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return from_slurm()
-    if os.environ.get(KUBERNETES):
-        return from_kubernetes(os.environ[KUBERNETES])
+    if os.environ.get(KUBERNETES_SELECTOR):
+        return from_kubernetes(os.environ[KUBERNETES_SELECTOR])
     return None
 
 
 def from_tf_config(text: str) -> Resolver:
-    """Returns the job of a `TF_CONFIG`, or raises ValueError, which says what is wrong with it.
+    """Returns the job that a `TF_CONFIG` describes.
 
-    TensorFlow's own resolver would be asked again and again, and hang where one waits in vain.
+    TensorFlow's own resolver accepts any text. The processes would then hang, each waiting for
+    addresses that do not exist.
+
+    Raises:
+        ValueError: if the text does not describe a job. The message says what is wrong.
     """
-    reason = wrong_in(text)
-    if reason:
+    problem = find_problem(text)
+    if problem:
         raise ValueError(
-            f"`TF_CONFIG` must name the processes of the job, and which one this is; got {text}: "
-            f"{reason}. Without it they cannot find each other. Set it to for instance "
+            f"`TF_CONFIG` must list all processes of the job and say which one this is; got {text} "
+            f"({problem}). The processes find each other through it. Set it to for instance "
             '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": '
-            '"worker", "index": 0}}, or unset it for one process.'
+            '"worker", "index": 0}}, or unset it to run a single process.'
         )
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
-def wrong_in(text: str) -> str | None:
+def find_problem(text: str) -> str | None:
     """Returns what is wrong with a `TF_CONFIG`, or None."""
     try:
         config = json.loads(text)
+    except ValueError as error:
+        return f"not valid JSON: {error}"
+    try:
         cluster, task = config["cluster"], config["task"]
-        addresses = [each for job in cluster.values() for each in job]
-        mine = cluster[task["type"]][int(task["index"])]
+        addresses = [address for job in cluster.values() for address in job]
+        own_address = cluster[task["type"]][int(task["index"])]
     except KeyError as error:
-        return f"there is no {error}"
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
-        return str(error)
+        return f"{error} is missing"
+    except IndexError:
+        return f"there is no {task['type']} {task['index']}"
+    except (ValueError, TypeError, AttributeError):
+        return "not in the form of the example"
+    return find_bad_address(addresses) or (
+        None if own_address else "the address of this process is missing"
+    )
+
+
+def find_bad_address(addresses: Sequence[Any]) -> str | None:
+    """Returns what is wrong with the addresses of a job, or None."""
     for address in addresses:
         if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
-            return f"{address!r} is no HOST:PORT"
+            return f"{address!r} is not HOST:PORT"
         if addresses.count(address) > 1:
-            return f"{address} stands there twice"
-    return None if mine else "there is no address of this process"
+            return f"{address} is listed twice"
+    return None
 
 
 def from_slurm() -> Resolver:
-    """Returns the job of a Slurm step."""
+    """Returns the job of the Slurm step that this process is a task of.
+
+    Raises:
+        ValueError: if variables that Slurm sets for a step are missing.
+    """
     gpus = tf.config.list_physical_devices("GPU")
     try:
         if gpus:
             resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(port_base=SLURM_PORT)
-            spec = resolver.cluster_spec()  # leaves each process its own GPUs
+            spec = resolver.cluster_spec()  # also restricts this process to its own GPUs
             index = resolver.task_id
-            return known(spec.as_dict(), index, resolver.num_accelerators())
-        # It divides the GPUs of a node, and where there are none, by zero.
+            return fixed_resolver(spec.as_dict(), index, resolver.num_accelerators())
+        # The resolver divides by the number of GPUs per task, so it fails without GPUs. A number
+        # larger than any number of tasks makes it place the tasks as Slurm did.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=SLURM_PORT, gpus_per_node=2**20, gpus_per_task=1, auto_set_gpu=False
         )
         spec = resolver.cluster_spec()
     except (RuntimeError, ValueError) as error:
-        told = {name: value for name, value in os.environ.items() if name.startswith("SLURM_STEP")}
+        found = {name: value for name, value in os.environ.items() if name.startswith("SLURM_STEP")}
         raise ValueError(
-            f"`SLURM_STEP_...` must describe a step of several tasks; got {told}: {error} Without "
-            "it they cannot find each other. Start them with srun, or set TF_CONFIG."
+            f"Cannot find the other tasks of this Slurm step: {error} The environment has {found}. "
+            "Start the tasks with srun, or set TF_CONFIG."
         ) from error
-    return known(spec.as_dict(), resolver.task_id, {})
+    return fixed_resolver(spec.as_dict(), resolver.task_id, {})
 
 
 def from_kubernetes(selector: str) -> Resolver:
-    """Returns the job of some pods."""
+    """Returns the job whose workers are the pods that a label selector finds.
+
+    Raises:
+        ImportError: if the Kubernetes client is not installed.
+        ValueError: if this pod is not one of them, or two pods share a node.
+    """
     try:
         from kubernetes import client, config  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise ImportError(
-            f"`{KUBERNETES}` must be unset without Kubernetes's client; got {selector!r}. It asks "
-            "for the workers' addresses. Install halfstep[kubernetes], or set TF_CONFIG."
+            f"Cannot look up the workers of {KUBERNETES_SELECTOR}={selector!r}: the Kubernetes "
+            "client is not installed. Run pip install 'halfstep[kubernetes]', or set TF_CONFIG, "
+            "which is used instead."
         ) from error
-    if "KUBERNETES_SERVICE_HOST" in os.environ:  # in a pod
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod
         config.load_incluster_config()
     else:
         config.load_kube_config()
@@ -123,19 +152,24 @@ def from_kubernetes(selector: str) -> Resolver:
         {"worker": [selector]}, tf_server_port=KUBERNETES_PORT, override_client=client.CoreV1Api()
     )
     workers = resolver.cluster_spec().as_dict()["worker"]
-    mine = f"{os.environ.get('NODE_IP')}:{KUBERNETES_PORT}"
-    if workers.count(mine) != 1 or len(set(workers)) != len(workers):
+    node = os.environ.get("NODE_IP")
+    own_address = f"{node}:{KUBERNETES_PORT}"
+    if workers.count(own_address) != 1 or len(set(workers)) != len(workers):
         raise ValueError(
-            f"`{KUBERNETES}` must find the pods of all workers, each on a node of its own; got "
-            f"{selector!r}, which gives {workers}, and NODE_IP {os.environ.get('NODE_IP')!r}. "
-            "Without it they cannot find each other. Set NODE_IP to status.hostIP, and "
-            "hostNetwork: true."
+            f"Cannot tell which worker this pod is: {KUBERNETES_SELECTOR}={selector!r} finds the "
+            f"workers {workers}, and NODE_IP is {node!r}. Every worker needs its own node, and "
+            "NODE_IP must be the address of this pod's node. In the pod template, set NODE_IP from "
+            "the field status.hostIP, set hostNetwork: true, and keep pods of the job off each "
+            "other's nodes with podAntiAffinity."
         )
-    return known({"worker": workers}, workers.index(mine), {})
+    return fixed_resolver({"worker": workers}, workers.index(own_address), {})
 
 
-def known(cluster: dict[str, Sequence[str]], index: int, accelerators: Any) -> Resolver:
-    """Returns a resolver of a job whose addresses are known: TensorFlow's own, when asked again."""
+def fixed_resolver(cluster: dict[str, Sequence[str]], index: int, accelerators: Any) -> Resolver:
+    """Returns a resolver that always gives these addresses.
+
+    The resolvers of Slurm and Kubernetes would look them up again each time they are asked.
+    """
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster),
         task_type="worker",

@@ -1,9 +1,9 @@
-"""How a global batch is divided over replicas and microbatches. No other file divides one.
+"""Divides a global batch over replicas and microbatches. No other file divides a batch.
 
-A global batch of B examples is cut into `parts` contiguous shares whose sizes differ by at
-most one, the larger ones first; each replica's share is cut into microbatches the same way.
-Nothing is padded and nothing dropped: a short last batch gives shorter shares. Only a share
-that would be empty is given one example, the batch's last, which its taker counts as none.
+A global batch is cut into contiguous shares whose sizes differ by at most one, the larger ones
+first. Each replica's share is cut into microbatches in the same way. Nothing is padded and nothing
+is dropped: a short last batch gives shorter shares. A share that would be empty repeats the last
+example with weight 0, and its `examples` is 0.
 """
 
 from typing import Any, NamedTuple
@@ -17,19 +17,19 @@ class Share(NamedTuple):
     """One part of a batch."""
 
     batch: Any  # the batch's structure; first dimension: max(examples, 1)
-    weights: tf.Tensor  # shape=(max(examples, 1),), float32: all 0 in an empty share
-    examples: tf.Tensor  # shape=(), int32: how many of the rows count
+    weights: tf.Tensor  # shape=(max(examples, 1),), float32: [0.0] in an empty share
+    examples: tf.Tensor  # shape=(), int32: number of real examples; 0 in an empty share
 
 
 def whole(batch: Any, weights: tf.Tensor) -> Share:
     """Returns the global batch as one share.
 
     Args:
-        batch: any structure of tensors whose first dimension is the example.
+        batch: any structure of tensors whose first dimension counts examples.
         weights: shape (global_batch,), float32: the weight of each example's loss.
 
     Raises:
-        ValueError: if the shapes say that these are not as many weights as examples.
+        ValueError: if the static shapes show that there is not one weight for each example.
 
     Example:
         >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
@@ -38,16 +38,16 @@ def whole(batch: Any, weights: tf.Tensor) -> Share:
     shape = static_shape(weights)
     if shape.rank not in (1, None):
         raise ValueError(
-            f"`weights` must have one dimension; got shape {tuple(shape)}. There is a weight for "
-            "each example. Pass for instance tf.ones([global_batch])."
+            f"`weights` must have one dimension; got shape {tuple(shape)}. Each example has one "
+            "weight. Pass for instance tf.ones([global_batch])."
         )
     for tensor in tf.nest.flatten(batch):
         found = static_shape(tensor)
         if not found[:1].is_compatible_with(shape):
             raise ValueError(
                 "`batch` must have as many examples as there are weights; got shapes "
-                f"{tuple(found)} and {tuple(shape)}. The first dimension is the example. Cut them "
-                "to the same length."
+                f"{tuple(found)} and {tuple(shape)}. The first dimension counts examples. Make it "
+                "the same for both."
             )
     rows = shape[:1].num_elements()
     return Share(batch, weights, tf.shape(weights)[0] if rows is None else tf.constant(rows))
@@ -57,16 +57,16 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     """Returns part `index` of `parts` of a share.
 
     Args:
-        share: what to divide.
-        index: which part, from 0 to parts - 1; an int or an int32 tensor, shape ().
-        parts: into how many parts; with 1, the share comes back as it is.
+        share: the share to divide.
+        index: the part to return, from 0 to parts - 1: an int, or an int32 tensor of shape ().
+        parts: number of parts. With 1, the share is returned unchanged.
 
     Returns:
-        The part's rows. If there are none, one row that repeats a real example with weight 0.
+        The rows of that part. An empty part holds one row, a real example with weight 0.
 
     Raises:
-        TypeError: if `share` is none.
-        ValueError: if there is no part of that number.
+        TypeError: if `share` is not a `Share`.
+        ValueError: if `parts` is less than 1, or `index` is not below `parts`.
 
     Example:
         >>> share = whole(tf.range(7), tf.ones([7]))
@@ -78,14 +78,14 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     """
     if not isinstance(share, Share):
         raise TypeError(
-            f"`share` must be a Share; got {type(share).__name__}. It knows how many of its rows "
-            "count. Pass strategies.whole(batch, weights), or a part of it."
+            f"`share` must be a Share; got {type(share).__name__}. It holds the examples together "
+            "with their weights. Pass strategies.whole(batch, weights), or a part of it."
         )
-    check_count("parts", parts, "The share is cut into so many.")
+    check_count("parts", parts, "The share is divided into this many parts.")
     if not tf.is_tensor(index) and index not in range(parts):
         raise ValueError(
-            f"`index` must be an int below parts = {parts}, or a tensor of one; got {index!r}. "
-            "Parts are counted from 0. Pass the replica's number, or the microbatch's."
+            f"`index` must be an int from 0 to parts - 1 = {parts - 1}, or an int32 tensor; got "
+            f"{index!r}. Parts are counted from 0. Pass the index of a replica or microbatch."
         )
     if parts == 1:
         return share
@@ -95,7 +95,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     size, larger = share.examples // parts, share.examples % parts
     start = index * size + tf.minimum(index, larger)
     examples = size + tf.cast(index < larger, tf.int32)
-    # Zeros in place of a missing example can turn into NaN gradients; a real one cannot.
+    # An empty part repeats a real example, because a row of zeros could give NaN gradients.
     rows = tf.shape(share.weights)[0]
     start = tf.minimum(start, rows - 1)
     stop = start + tf.maximum(examples, 1)
@@ -107,33 +107,38 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
 
 
 def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
-    """Returns a part whose size is known before it runs, as XLA, and so a TPU, asks."""
+    """Returns a part of static size, which XLA (and so a TPU) requires."""
 
     def cut(tensor: Any) -> Any:
-        if not isinstance(tensor, tf.Tensor):  # ragged, say
+        if not isinstance(tensor, tf.Tensor):  # for instance a tf.RaggedTensor
             return tensor[index * size : (index + 1) * size]
-        others = tensor.shape.rank - 1
-        return tf.slice(tensor, [index * size, *[0] * others], [size, *[-1] * others])
+        inner = tensor.shape.rank - 1  # number of dimensions that are not cut
+        return tf.slice(tensor, [index * size, *[0] * inner], [size, *[-1] * inner])
 
     return Share(tf.nest.map_structure(cut, share.batch), cut(share.weights), tf.constant(size))
 
 
 def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int) -> None:
-    """Refuses a nominal global batch that leaves a microbatch without an example.
+    """Raises ValueError if a global batch of this size would leave a microbatch empty.
+
+    Args:
+        global_batch: examples in a full batch, over all replicas.
+        num_replicas: replicas that share the batch.
+        num_microbatches: microbatches that each replica divides its share into.
 
     Raises:
-        ValueError: if there are fewer examples than replicas x microbatches, or one is no int of
-            at least 1.
+        ValueError: if there are fewer examples than replicas x microbatches, or an argument is
+            not an int of at least 1.
 
     Example:
         >>> check_divisible(64, num_replicas=2, num_microbatches=4)
     """
-    check_count("global_batch", global_batch, "It counts examples.")
-    check_count("num_replicas", num_replicas, "It counts the batch's shares.")
-    check_count("num_microbatches", num_microbatches, "It counts the parts of each share.")
+    check_count("global_batch", global_batch, "It is the number of examples in a batch.")
+    check_count("num_replicas", num_replicas, "Each replica takes a share of the batch.")
+    check_count("num_microbatches", num_microbatches, "Each share is divided into microbatches.")
     if global_batch < num_replicas * num_microbatches:
         raise ValueError(
             f"`global_batch` must be at least replicas x microbatches = {num_replicas} x "
-            f"{num_microbatches}; got {global_batch}. Some microbatch would be empty on every "
+            f"{num_microbatches}; got {global_batch}. A microbatch would be empty on every "
             "step. Use a larger batch, or fewer replicas or microbatches."
         )

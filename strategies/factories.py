@@ -1,4 +1,4 @@
-"""How each strategy of ours is made. A new one is a function here and a line in `registry.py`."""
+"""Makes each built-in strategy. A new one is a function here and a line in `registry.py`."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -12,38 +12,39 @@ from strategies.tpu import tpu
 
 
 def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """TensorFlow's default: no distribution, and TensorFlow places each operation."""
+    """Returns TensorFlow's default strategy: one replica, operations placed by TensorFlow."""
     if devices is not None:
         raise ValueError(
-            f"`devices` must be None for the default strategy; got {devices!r}. It leaves the "
-            'placing to TensorFlow. Use "one_device" or "mirrored" to choose devices.'
+            f"`devices` must be None for the default strategy; got {devices!r}. "
+            'TensorFlow chooses where operations run. Use "one_device" or "mirrored" to choose '
+            "devices."
         )
     return tf.distribute.get_strategy()
 
 
 def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """Everything on one device: the one named, or else the first GPU, or else the CPU."""
-    chosen = _named(devices) if devices is not None else _available()[:1]
+    """Returns a strategy on one device: the given one, or the first GPU, or the CPU."""
+    chosen = _names_of(devices) if devices is not None else _all_devices()[:1]
     if len(chosen) != 1:
         raise ValueError(
-            f"`devices` must name one device for one_device; got {devices!r}. Every variable and "
-            'operation is placed on it. Name one, or use "mirrored" for several.'
+            f"`devices` must name one device for one_device; got {devices!r}. All variables and "
+            'operations are placed on it. Name one device, or use "mirrored" for several.'
         )
     return tf.distribute.OneDeviceStrategy(chosen[0])
 
 
 def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """A copy of the model on each device of this machine, kept in step.
+    """Returns a strategy with a replica on each of the given devices, or on all of this machine.
 
-    On CPU devices the sums are taken on one of them: TensorFlow's own choice there, a
-    collective under one group key, fails as soon as a second number of replicas is used in
-    the same process, and its hierarchical copy returned 2 for the sum of three ones.
+    On CPU devices, all sums are computed on one device. TensorFlow's default on CPUs is a
+    collective with a fixed group key, which fails once a second number of replicas is used in the
+    same process, and its hierarchical copy returned 2 for the sum of three ones.
     """
-    chosen = _named(devices) if devices is not None else _available()
+    chosen = _names_of(devices) if devices is not None else _all_devices()
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(
-            f"`devices` must name each device once, and at least one; got {devices!r}. Each "
-            'replica needs a device of its own. Name for instance ["GPU:0", "GPU:1"].'
+            f"`devices` must name at least one device, and each only once; got {devices!r}. Each "
+            'replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for all.'
         )
     on_cpu = all("CPU" in device.upper() for device in chosen)
     sums = tf.distribute.ReductionToOneDevice(accumulation_fn=_sum_in_order) if on_cpu else None
@@ -51,30 +52,33 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
 
 
 def _sum_in_order(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns a sum whose bits depend on nothing but the values.
+    """Returns a sum whose bits depend only on the values.
 
-    `tf.add_n` begins with a value that nobody else holds at that moment, and TensorFlow makes
-    one of a row of additions. Of three numbers, another order is another rounding.
+    `tf.add_n` starts with a value whose memory it can reuse, so its order depends on what else
+    uses the values, and TensorFlow's optimizer rewrites a chain of additions as `tf.add_n`. Three
+    numbers added in another order can round differently.
     """
     return tf.add_n(values) if len(values) < 3 else tf.reduce_sum(tf.stack(values), axis=0)
 
 
 def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """A copy of the model on each device of several machines, kept in step.
+    """Returns a strategy with replicas on the devices of several processes.
 
-    Every process of the job makes it, at its start, and waits there for the others.
+    Every process of the job must call this before anything else uses TensorFlow's devices. It
+    waits until all processes have started.
     """
     if devices is not None:
         raise ValueError(
             f"`devices` must be None for multi_worker_mirrored; got {devices!r}. Each process uses "
-            "all its GPUs, or else its CPU. Set CUDA_VISIBLE_DEVICES to choose some."
+            "all its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
         )
     cluster = find_cluster()
     if cluster is None:
         raise ValueError(
-            "`strategy` must not be multi_worker_mirrored without a job; got no TF_CONFIG, no "
-            "step of Slurm's and no HALFSTEP_WORKER_PODS. The processes could not find each other. "
-            'Start them with python -m strategies.launch --workers=2, or use "mirrored".'
+            "Found no job for multi_worker_mirrored: TF_CONFIG and HALFSTEP_WORKER_PODS are not "
+            "set, and this is not a Slurm step of several tasks. Start all workers with "
+            "python -m strategies.launch --workers=2 SCRIPT, or use the strategy "
+            '"mirrored" in a single process.'
         )
     tasks = cluster.cluster_spec().as_dict()
     addresses = {
@@ -87,23 +91,25 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
 
 
 def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """The variables on servers; workers who take steps without waiting for each other.
+    """Returns a strategy with variables on servers and workers that do not wait for each other.
 
-    The job's chief makes the strategy and says what is to be done. In a worker or a server this
-    never returns: the process does what it is told until it is ended.
+    The call returns only in the job's chief, which sends steps to the workers. In a worker or a
+    parameter server it never returns: the process serves the chief until it is killed.
     """
     if devices is not None:
         raise ValueError(
-            f"`devices` must be None for parameter_server; got {devices!r}. Each worker computes "
-            "on what it has. Set CUDA_VISIBLE_DEVICES to choose some."
+            f"`devices` must be None for parameter_server; got {devices!r}. Each worker uses all "
+            "its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
         )
     cluster = find_cluster()
     kinds = cluster.cluster_spec().jobs if cluster else []
+    listed = ", ".join(kinds) or "no job"
     if cluster is None or not {"chief", "ps", "worker"} <= {*kinds}:
         raise ValueError(
-            "`strategy` must not be parameter_server without a job of a chief, workers and "
-            f"servers (ps); got {', '.join(kinds) or 'none'}. The chief could not find the others. "
-            "Start them with python -m strategies.launch --workers=2 --ps=1, or set TF_CONFIG."
+            "Found no job for parameter_server: it needs a chief, at least one worker and at "
+            f"least one parameter server (ps), and the environment lists {listed}. Start all of "
+            "them with python -m strategies.launch --workers=2 --ps=1 SCRIPT, or list them in "
+            "TF_CONFIG."
         )
     if cluster.task_type != "chief":
         server = tf.distribute.Server(
@@ -113,50 +119,49 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
             protocol=cluster.rpc_layer or "grpc",
         )
         server.join()
-    # Or the chief would wait for a worker that has gone, instead of giving its step to another.
+    # Otherwise the chief would wait for a lost worker instead of giving its step to another one.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     return tf.distribute.ParameterServerStrategy(cluster)
 
 
 def auto(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """What there is: a TPU, or else the GPUs, or else the CPU. Says what it takes, and why.
+    """Returns a strategy for a TPU, all GPUs or the CPU, whichever exists first, and prints which.
 
-    GPUs take memory as they need it, not all of it at once. A TPU is looked for where
-    `devices` or `TPU_NAME` says that there is one, or TensorFlow lists it.
+    A TPU is used if `devices` or `TPU_NAME` gives its address or TensorFlow lists one. GPU memory
+    is allocated as it is needed, not all at once.
     """
     gpus = tf.config.list_physical_devices("GPU")
     listed = bool(tf.config.list_physical_devices("TPU"))
     if devices or "TPU_NAME" in os.environ or listed:
-        found, why = tpu(devices), "there is a TPU"
+        found, reason = tpu(devices), "found a TPU"
     elif gpus:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, enable=True)
         found = mirrored(None) if len(gpus) > 1 else one_device(None)
-        why = f"there is no TPU, and {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+        reason = f"found {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} and no TPU"
     else:
-        found, why = default(None), "there is neither a TPU nor a GPU"
-    # Whoever has left the choice to us wants to know it, whatever is logged.
-    print(f"strategy: {type(found).__name__.lstrip('_')}: {why}", flush=True)  # noqa: T201
+        found, reason = default(None), "found no TPU and no GPU"
+    # Printed at any log level, because the caller has left the choice to this function.
+    print(f"strategy: {type(found).__name__.lstrip('_')} ({reason})", flush=True)  # noqa: T201
     return found
 
 
 def split_cpu(count: int) -> None:
-    """Divides the CPU into logical devices, on which replicas can be tried without a GPU.
+    """Divides the CPU into logical devices, to run several replicas without a GPU.
 
     Args:
-        count: how many logical CPU devices there shall be.
+        count: number of logical CPU devices.
 
     Raises:
-        ValueError: if it is no int of at least 1.
-        RuntimeError: if TensorFlow has started already with another number; it cannot be
-            changed then.
+        ValueError: if `count` is not an int of at least 1.
+        RuntimeError: if TensorFlow has already initialized its devices with another number.
 
     Example:
         >>> split_cpu(4)
         >>> [device.name for device in tf.config.list_logical_devices("CPU")][-1]
         '/device:CPU:3'
     """
-    check_count("count", count, "It counts devices.")
+    check_count("count", count, "It is a number of logical devices.")
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(
@@ -166,28 +171,28 @@ def split_cpu(count: int) -> None:
         found = len(tf.config.list_logical_devices("CPU"))
         if found != count:
             raise RuntimeError(
-                f"`count` must be {found} by now; got {count}. TensorFlow has started with {found} "
-                "logical CPU devices and cannot change that. Call split_cpu() before anything "
-                "touches a device."
+                f"`count` must be {found} now that TensorFlow has initialized its devices; got "
+                f"{count}. The number of logical CPU devices is then fixed. Call split_cpu() "
+                "before anything uses a device."
             ) from error
 
 
-def _named(devices: Sequence[str]) -> list[str]:
-    """Returns the devices a caller named; one name alone would be taken for its letters."""
+def _names_of(devices: Sequence[str]) -> list[str]:
+    """Returns the given device names as a list, or raises TypeError if they are not a list."""
     if isinstance(devices, str):
         raise TypeError(
-            f"`devices` must be a list of names; got the string {devices!r}. Each item is a "
+            f"`devices` must be a list of names; got the string {devices!r}. Each item names a "
             f"device. Pass [{devices!r}]."
         )
     if not isinstance(devices, Iterable):
         raise TypeError(
-            f"`devices` must be a list of names; got {devices!r}. Each item is a device. Pass for "
-            'instance ["GPU:0", "GPU:1"].'
+            f"`devices` must be a list of names; got {devices!r}. Each item names a device. Pass "
+            'for instance ["GPU:0", "GPU:1"].'
         )
     return list(devices)
 
 
-def _available() -> list[str]:
-    """Returns every GPU, or else every logical CPU device, by its short name."""
+def _all_devices() -> list[str]:
+    """Returns the short names of all GPUs or, if there are none, of all logical CPU devices."""
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     return [device.name.removeprefix("/device:") for device in devices]

@@ -1,8 +1,9 @@
-"""The processes of a job wait for each other, and say for whom.
+"""Waits until all processes of a job have started, and names the ones that are missing.
 
-TensorFlow waits inside a constructor that holds Python's lock, says nothing, and ends at no signal
-but SIGKILL. So they wait here before: each listens at its own address until it has reached all
-others. Whoever goes on leaves its port to TensorFlow's server, which then answers in its place.
+TensorFlow would wait inside a constructor that holds Python's global lock, so it prints nothing and
+reacts to no signal but SIGKILL. So the processes wait here first. Each listens on its own address
+until it has reached all the others. It then releases the port to TensorFlow's server, which answers
+the processes that are still waiting.
 """
 
 import socket
@@ -11,49 +12,50 @@ import time
 from absl import logging
 
 WAIT_SECS = 1800.0
-SAY_SECS = 30.0  # between two warnings
-LOOK_SECS = 0.2
-CONNECT_SECS = 2.0
+WARN_INTERVAL_SECS = 30.0
+POLL_SECS = 0.2
+CONNECT_TIMEOUT_SECS = 2.0
 
 
-def gather(addresses: dict[str, str], own: str) -> None:
-    """Returns when every process of a job has answered.
+def gather(addresses: dict[str, str], task: str) -> None:
+    """Returns once every process of a job has answered.
 
     Args:
-        addresses: "HOST:PORT" of every process, by task, as "worker 1".
-        own: the task of this process.
+        addresses: the "HOST:PORT" of every process by task, for instance "worker 1".
+        task: the task of this process.
 
     Raises:
-        TimeoutError: if some have not answered within half an hour; it names them.
+        TimeoutError: if a process has not answered within half an hour. The message names it.
     """
-    began = said = time.monotonic()
-    missing = {task: address for task, address in addresses.items() if task != own}
-    port = int(addresses[own].rpartition(":")[2])
-    # Nobody is accepted: that a connection is made is the answer.
+    start = last_warning = time.monotonic()
+    missing = {other: address for other, address in addresses.items() if other != task}
+    port = int(addresses[task].rpartition(":")[2])
+    # Connections are never accepted: that one can be made shows that this process has started.
     with socket.create_server(("", port), backlog=4096):
         while True:
-            missing = {task: each for task, each in missing.items() if not answers(each)}
+            missing = {other: each for other, each in missing.items() if not answers(each)}
             if not missing:
                 return
-            absent = " and ".join(f"{task} at {each}" for task, each in missing.items())
+            absent = " and ".join(f"{other} at {each}" for other, each in missing.items())
             now = time.monotonic()
-            if now - began > WAIT_SECS:
+            if now - start > WAIT_SECS:
                 raise TimeoutError(
-                    f"`strategy` must have all processes of its job within {WAIT_SECS:.0f} s; got "
-                    f"no answer from {absent}. All have to be there to begin. Start them, or look "
-                    "at their own output, and that this one can reach them."
+                    f"Waited {WAIT_SECS:.0f} s for {absent} without an answer. Training begins "
+                    "once all processes of the job have started. Start the missing processes; if "
+                    "they are running, read their output and check that this machine can connect "
+                    "to their addresses."
                 )
-            if now - said > SAY_SECS:
-                said = now
-                logging.warning("Waiting since %.0f s for %s.", now - began, absent)
-            time.sleep(LOOK_SECS)
+            if now - last_warning > WARN_INTERVAL_SECS:
+                last_warning = now
+                logging.warning("Still waiting for %s after %.0f s.", absent, now - start)
+            time.sleep(POLL_SECS)
 
 
 def answers(address: str) -> bool:
-    """Returns whether somebody takes connections at "HOST:PORT"."""
+    """Returns whether a process accepts connections at "HOST:PORT"."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECS):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_SECS):
             return True
     except OSError:
         return False

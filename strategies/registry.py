@@ -1,4 +1,4 @@
-"""Strategies by name: `create`, and `register` for one's own."""
+"""Strategies by name: `create` makes one, and `register` adds one of your own."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from strategies import factories, tpu
 
-# What a factory is handed: the devices the caller named, or None for its own choice.
+# Takes the device names that the caller passed, or None to choose the devices itself.
 Factory = Callable[[Sequence[str] | None], tf.distribute.Strategy]
 
 _FACTORIES: dict[str, Factory] = {
@@ -22,18 +22,21 @@ _FACTORIES: dict[str, Factory] = {
 
 
 def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
-    """Makes the strategy of a name.
+    """Returns a new strategy of the given name.
 
     Args:
         name: one of `names()`.
-        devices: the devices to use, for instance `["GPU:0", "GPU:1"]`, or a TPU's address;
-            None lets the strategy choose: every GPU there is, or else every logical CPU device.
+        devices: names of the devices to use, for instance `["GPU:0", "GPU:1"]`, or a list with
+            the address of a TPU. With None, "mirrored" uses all GPUs or, if there are none, all
+            logical CPU devices.
 
     Returns:
-        A new `tf.distribute.Strategy`.
+        A new `tf.distribute.Strategy`; for "default", TensorFlow's current strategy.
 
     Raises:
-        ValueError: if the name is unknown, or the devices do not suit it.
+        TypeError: if `devices` is not a list.
+        ValueError: if `name` is not registered, the strategy cannot use `devices`, or its TPU or
+            job is not found.
 
     Example:
         >>> create("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
@@ -43,14 +46,14 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
         near = difflib.get_close_matches(str(name), names(), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Add your own with strategies.register()."
         raise ValueError(
-            f"`strategy` must be one of {', '.join(names())}; got {name!r}. No other is "
-            f"registered. {hint}"
+            f"`strategy` must be one of {', '.join(names())}; got {name!r}. No other name "
+            f"is registered. {hint}"
         )
     return _FACTORIES[name](devices)
 
 
 def register(name: str, factory: Factory) -> None:
-    """Adds a strategy, so that `create`, `Trainer` and `--distribution_strategy` know its name.
+    """Adds a strategy, so that `create`, `Trainer` and `--distribution_strategy` accept its name.
 
     Args:
         name: the new name.
@@ -58,8 +61,8 @@ def register(name: str, factory: Factory) -> None:
             `tf.distribute.Strategy`.
 
     Raises:
-        TypeError: if the name is no text, or the factory no function.
-        ValueError: if the name is taken.
+        TypeError: if `name` is not a string or `factory` is not callable.
+        ValueError: if a strategy of that name is already registered.
 
     Example:
         >>> register("last_cpu", lambda devices: tf.distribute.OneDeviceStrategy("CPU:1"))
@@ -68,25 +71,25 @@ def register(name: str, factory: Factory) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"`name` must be a string; got {name!r}. It is what a command line says. Pass for "
-            'instance "mine".'
+            f"`name` must be a string; got {name!r}. It is passed to create() and to "
+            'Trainer(strategy=). Pass for instance "my_strategy".'
         )
     if not callable(factory):
         raise TypeError(
-            f"`factory` must be a function of devices; got {type(factory).__name__}. Each create() "
-            "makes a new strategy. Pass for instance lambda devices: "
+            f"`factory` must be a function of devices; got {type(factory).__name__}. create() "
+            "calls it to make a new strategy each time. Pass for instance lambda devices: "
             "tf.distribute.MirroredStrategy(devices)."
         )
     if name in _FACTORIES:
         raise ValueError(
-            f"`name` must be new; got {name!r}. A strategy of that name is registered already. "
+            f"`name` must be new; got {name!r}. A strategy of that name is already registered. "
             f"Choose a name other than {', '.join(names())}."
         )
     _FACTORIES[name] = factory
 
 
 def names() -> list[str]:
-    """Returns the names that `create` knows, in the order in which they were registered.
+    """Returns the names that `create` accepts, in order of registration.
 
     Example:
         >>> names()[:3]

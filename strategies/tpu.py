@@ -1,4 +1,4 @@
-"""TPUs: found, connected to and initialised, or one error that says which was looked for."""
+"""Finds and initializes a TPU. Without one, raises an error within a bounded time."""
 
 import os
 import socket
@@ -8,23 +8,28 @@ from typing import Any
 
 import tensorflow as tf
 
-# How long a TPU may take to answer: seconds.
-TIMEOUT = 20.0
-# A gRPC server greets with a frame of HTTP/2 settings, once it has been greeted with this.
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-SETTINGS = 4  # what the fourth byte of its answer says
+TIMEOUT_SECS = 20.0  # for an answer from a TPU
+# What a client of HTTP/2 (and so of gRPC) sends first. The server answers with a SETTINGS frame,
+# whose fourth byte is its type. Source: RFC 9113, sections 3.4, 4.1 and 6.5.
+CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+SETTINGS = 4
 
 
 def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """A copy of the model on each core of a TPU, kept in step.
+    """Returns a strategy with a replica on each core of a TPU.
 
-    `devices` is one address: a TPU's name, "local" on a TPU machine, or "grpc://HOST:PORT". None
-    takes `TPU_NAME` from the environment, and else "local".
+    Args:
+        devices: a list of one address: a TPU's name, "local" on a machine with a TPU, or
+            "grpc://HOST:PORT". None uses the environment variable `TPU_NAME` or, if it is not
+            set, "local".
+
+    Raises:
+        ValueError: if `devices` is not such a list, or no TPU is found there.
     """
     if isinstance(devices, str) or (devices is not None and len(devices) != 1):
         raise ValueError(
-            f"`devices` must be a list of one address for tpu; got {devices!r}. It leads to all "
-            'cores of a TPU. Pass for instance ["local"], or None.'
+            f"`devices` must be a list of one address for tpu; got {devices!r}. All cores of a TPU "
+            'have one address. Pass for instance ["local"], or None to use TPU_NAME.'
         )
     address = devices[0] if devices else os.environ.get("TPU_NAME", "local")
     resolver = resolve(address)
@@ -33,61 +38,66 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
             tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
-        raise no_tpu(address, str(error)) from error
+        raise not_found(address, str(error)) from error
     return tf.distribute.TPUStrategy(resolver)
 
 
 def resolve(address: str) -> Any:
-    """Returns TensorFlow's resolver for an address behind which something answers.
+    """Returns TensorFlow's resolver for the address of a TPU.
 
     Raises:
-        ValueError: if nothing does within `TIMEOUT` seconds: TensorFlow would wait without end.
+        ValueError: if nothing answers within `TIMEOUT_SECS`. TensorFlow itself would wait forever.
     """
     if address.startswith("grpc://"):
         host, _, port = address.removeprefix("grpc://").rpartition(":")
         if not host or not port.isdigit():
-            raise no_tpu(address, "it is no grpc://HOST:PORT")
+            raise not_found(address, "the address is not of the form grpc://HOST:PORT")
         try:
-            check_answers(host, int(port))
+            check_grpc_server(host, int(port))
         except OSError as error:
-            raise no_tpu(address, str(error) or type(error).__name__) from error
-    made = in_time(lambda: tf.distribute.cluster_resolver.TPUClusterResolver(address))
-    if isinstance(made, Exception):
-        raise no_tpu(address, str(made)) from made
-    return made
+            raise not_found(address, str(error) or type(error).__name__) from error
+    result = call_with_timeout(lambda: tf.distribute.cluster_resolver.TPUClusterResolver(address))
+    if isinstance(result, Exception):
+        raise not_found(address, str(result)) from result
+    return result
 
 
-def check_answers(host: str, port: int) -> None:
-    """Raises OSError unless a gRPC server answers at an address."""
-    with socket.create_connection((host, port), timeout=TIMEOUT) as connection:
-        connection.settimeout(TIMEOUT)
-        connection.sendall(GREETING)
+def check_grpc_server(host: str, port: int) -> None:
+    """Raises OSError unless a gRPC server answers at this host and port."""
+    with socket.create_connection((host, port), timeout=TIMEOUT_SECS) as connection:
+        connection.settimeout(TIMEOUT_SECS)
+        connection.sendall(CLIENT_PREFACE)
         answer = connection.recv(9)
     if len(answer) < 4 or answer[3] != SETTINGS:
-        raise OSError(f"it does not speak gRPC, but answers {answer!r}")
+        raise OSError(f"the server does not speak gRPC; it answered {answer!r}")
 
 
-def in_time(call: Callable[[], Any]) -> Any:
-    """Returns what a call returns, or the exception it raises, or a TimeoutError."""
+def call_with_timeout(call: Callable[[], Any]) -> Any:
+    """Returns the result of a call, the exception it raised, or a TimeoutError.
+
+    A call that hangs keeps its thread, which ends with the process.
+    """
     outcome: list[Any] = []
 
     def run() -> None:
         try:
             outcome.append(call())
-        except Exception as error:  # noqa: BLE001  # it is told, whatever it is
+        except Exception as error:  # noqa: BLE001  # returned to the caller
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(TIMEOUT)
-    return outcome[0] if outcome else TimeoutError(f"no answer within {TIMEOUT:g} s")
+    thread.join(TIMEOUT_SECS)
+    return outcome[0] if outcome else TimeoutError(f"no answer within {TIMEOUT_SECS:g} s")
 
 
-def no_tpu(address: str, reason: str) -> ValueError:
-    """Returns the error for an address that leads to no TPU."""
-    here = ", ".join(device.name for device in tf.config.list_physical_devices())
+def not_found(address: str, reason: str) -> ValueError:
+    """Returns the error for an address where no TPU was found."""
+    devices = ", ".join(device.name for device in tf.config.list_physical_devices())
+    first_line = reason.strip().partition("\n")[0].rstrip(".")
     return ValueError(
-        f"`devices` must lead to a TPU; got {address!r}: {reason.strip().splitlines()[0]}. It was "
-        f"looked for there; this machine itself has {here}. Pass a TPU's name, local or "
-        'grpc://HOST:PORT (--tpu=...), or use the strategy "auto", which takes what there is.'
+        f"Found no TPU at {address!r}: {first_line}. The devices of this machine are {devices}. "
+        "Check that the TPU is running and that the address is its name, local or "
+        'grpc://HOST:PORT. To train without a TPU, use the strategy "mirrored" and no address '
+        "(--tpu)."
     )

@@ -149,7 +149,7 @@ def test_a_registered_strategy_trains():
 def test_the_perceptron_takes_what_there_is():
     """Without a TPU it says so and learns on the CPU; an address that leads to none is an error."""
     lines = run("mnist.py", "--dataset=digits", "--train_steps=300")
-    assert "strategy: DefaultDistributionStrategy: there is neither a TPU nor a GPU" in lines
+    assert "strategy: DefaultDistributionStrategy (found no TPU and no GPU)" in lines
     assert accuracy(lines) >= 95.0
 
     result = subprocess.run(
@@ -162,7 +162,8 @@ def test_the_perceptron_takes_what_there_is():
     )
     assert result.returncode == 1
     assert (
-        "`devices` must lead to a TPU; got 'grpc://x': it is no grpc://HOST:PORT." in result.stderr
+        "Found no TPU at 'grpc://x': the address is not of the form grpc://HOST:PORT."
+        in result.stderr
     )
 
 

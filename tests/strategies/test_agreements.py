@@ -1,4 +1,4 @@
-"""The two agreements."""
+"""Replicas agree on sums and on verdicts."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,12 @@ import strategies
 
 
 def replica_id():
-    """This replica's number, as float32."""
+    """Returns the index of this replica, as float32."""
     return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
 
 
 def test_several_replica_counts_in_one_process(on_replicas):
-    """L7: 2, 4, 3 and 2 replicas, made in turn in one process, sum right on every replica."""
+    """L7: strategies of 2, 4, 3 and 2 replicas, made in turn in one process, all sum correctly."""
     for replicas in [2, 4, 3, 2]:
         strategy = strategies.create("mirrored", [f"CPU:{index}" for index in range(replicas)])
         sums = on_replicas(strategy, lambda: strategies.sum_gradients(replica_id() + 1))
@@ -22,8 +22,8 @@ def test_several_replica_counts_in_one_process(on_replicas):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_every_kind_of_gradient_survives(mirrored, on_replicas, replicas):
-    """None stays None, sparse stays sparse, the structure stays."""
+def test_every_kind_of_gradient_is_kept(mirrored, on_replicas, replicas):
+    """A sum keeps None as None, sparse gradients sparse, and the structure as it is."""
     strategy = mirrored(replicas)
 
     def replica():
@@ -40,35 +40,35 @@ def test_every_kind_of_gradient_survives(mirrored, on_replicas, replicas):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_one_replica_can_veto(mirrored, on_replicas, replicas):
-    """L5: whoever says no, and however many do, no replica hears yes."""
+def test_any_replica_can_veto(mirrored, on_replicas, replicas):
+    """L5: every replica gets False if one or more of them voted False, for every combination."""
     strategy = mirrored(replicas)
-    for noes in range(2**replicas):
-        against = tf.constant([bool(noes >> index & 1) for index in range(replicas)])
+    for pattern in range(2**replicas):
+        votes_no = tf.constant([bool(pattern >> index & 1) for index in range(replicas)])
 
-        def replica(against=against):
+        def replica(votes_no=votes_no):
             index = tf.distribute.get_replica_context().replica_id_in_sync_group
-            return strategies.agree(~against[index])
+            return strategies.agree(~votes_no[index])
 
         answers = on_replicas(strategy, replica)
-        assert [noes == 0] * replicas == [bool(answer) for answer in answers]
+        assert [pattern == 0] * replicas == [bool(answer) for answer in answers]
 
 
 @pytest.mark.parametrize(
     ("call", "argument"), [(strategies.agree, True), (strategies.sum_gradients, [1.0])]
 )
-def test_agreements_need_replicas(mirrored, call, argument):
-    """In cross-replica context there is nobody to agree with, and the error says where to call."""
+def test_agreements_need_replica_context(mirrored, call, argument):
+    """In cross-replica context the error says where to call the function."""
     with mirrored(2).scope(), pytest.raises(RuntimeError, match=r"Call it inside the function"):
         call(argument)
 
 
 def test_a_sum_of_three_has_one_order(mirrored):
-    """L7: the bits of a sum do not depend on who else is using what is summed."""
+    """L7: the bits of a sum do not depend on what else uses the values that are added."""
     strategy = mirrored(3)
 
     @tf.function
-    def total(numbers, held):
+    def total(numbers, use_values):
         def replica():
             context = tf.distribute.get_replica_context()
             number = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0
@@ -76,9 +76,20 @@ def test_a_sum_of_three_has_one_order(mirrored):
             return strategies.sum_gradients([value]), value
 
         sums, values = strategy.run(replica)
-        kept = strategy.experimental_local_results(values)[:2] if held else ()
-        return strategy.experimental_local_results(sums[0])[0], kept
+        used = strategy.experimental_local_results(values)[:2] if use_values else ()
+        return strategy.experimental_local_results(sums[0])[0], used
 
     numbers = tf.random.normal([1000])
-    held, alone = (total(numbers, held)[0].numpy() for held in (True, False))
-    assert held.tobytes() == alone.tobytes()
+    with_others, by_itself = (total(numbers, use)[0].numpy() for use in (True, False))
+    assert with_others.tobytes() == by_itself.tobytes()
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_single_worker_decides_by_itself(mirrored, flag):
+    """Without other workers, `any_worker` returns the flag and `from_chief` the number."""
+    strategy = mirrored(2)
+
+    assert strategies.any_worker(flag, strategy) is flag
+    tensor = tf.constant(flag)
+    assert strategies.any_worker(tensor, strategy) is tensor
+    assert strategies.from_chief(7 + flag, strategy) == 7 + flag

@@ -1,4 +1,4 @@
-"""What a strategy says of itself."""
+"""The capabilities of every kind of strategy."""
 
 import dataclasses
 import json
@@ -25,7 +25,10 @@ PLAIN = strategies.Capabilities(
 
 
 def assert_capabilities(strategy, **different):
-    """Compares all capabilities with those of one replica on a CPU, and the public predicates."""
+    """Checks all capabilities: those of one CPU replica, apart from the given differences.
+
+    Checks as well that the public predicates agree with them.
+    """
     found = strategies.capabilities(strategy)
 
     assert found == dataclasses.replace(PLAIN, **different)
@@ -37,32 +40,32 @@ def assert_capabilities(strategy, **different):
 
 @pytest.mark.parametrize("name", ["default", "one_device"])
 def test_one_replica_on_the_cpu(name):
-    """The default strategy and a single CPU device are plain."""
+    """The default strategy and a strategy on one CPU device have the same capabilities."""
     assert_capabilities(strategies.create(name))
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_mirrored_replicas(mirrored, replicas):
-    """A mirrored strategy differs from one device in its number of replicas alone."""
+    """A mirrored strategy differs from one device only in its number of replicas."""
     assert_capabilities(mirrored(replicas), num_replicas=replicas)
 
 
 def test_a_tpu_decides_in_each_replica():
-    """A TPU's cores are replicas that decide for themselves and are no CPU devices."""
+    """The cores of a TPU are replicas that decide within their own program."""
     assert_capabilities(
         fake_tpu.strategy(cores=4), num_replicas=4, decides_in_replica=True, on_cpu=False
     )
 
 
-def test_a_gpu_is_no_cpu(monkeypatch):
-    """The default strategy computes on a GPU that is visible, and one device on the one named."""
+def test_a_gpu_is_not_a_cpu(monkeypatch):
+    """`on_cpu` is false on a GPU that was named, and on one that TensorFlow would choose."""
     assert not strategies.capabilities(tf.distribute.OneDeviceStrategy("GPU:0")).on_cpu
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [f"one {kind}"])
     assert not strategies.capabilities(tf.distribute.get_strategy()).on_cpu
 
 
 def test_capabilities_cannot_be_changed():
-    """A strategy's capabilities are a frozen value."""
+    """Capabilities are frozen."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         PLAIN.is_chief = False
 

@@ -1,4 +1,4 @@
-"""How a batch is divided."""
+"""A global batch is divided over replicas and microbatches."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,17 +13,17 @@ import strategies
 @example(examples=2, replicas=4, microbatches=3)
 @given(st.integers(1, 50), st.integers(1, 8), st.integers(1, 4))
 def test_every_example_counts_once(examples, replicas, microbatches):
-    """L8: for any sizes, each example is in one microbatch of one replica, in order, and sizes
-    differ by at most one within each cut.
+    """L8: for all sizes, each example is in exactly one microbatch of one replica, in order, and
+    the shares of replicas differ by at most one example.
     """
     weights = np.arange(1, examples + 1, dtype=np.float32)
     share = strategies.whole({"x": tf.range(examples)}, tf.constant(weights))
     seen, sizes = [], []
     for replica in range(replicas):
-        mine = strategies.take(share, replica, replicas)
-        sizes.append(int(mine.examples))
+        replica_share = strategies.take(share, replica, replicas)
+        sizes.append(int(replica_share.examples))
         for index in range(microbatches):
-            part = strategies.take(mine, tf.constant(index), microbatches)
+            part = strategies.take(replica_share, tf.constant(index), microbatches)
             count = int(part.examples)
             rows = part.batch["x"].numpy()
 
@@ -37,7 +37,7 @@ def test_every_example_counts_once(examples, replicas, microbatches):
 
 
 def test_an_empty_share_repeats_a_real_example():
-    """L8: zeros can give NaN gradients, so an empty share holds an example with weight 0."""
+    """L8: an empty share holds a real example with weight 0, as zeros can give NaN gradients."""
     share = strategies.take(strategies.whole(tf.constant([5.0, 6.0]), tf.ones([2])), 2, 3)
 
     assert (share.batch.numpy().tolist(), share.weights.numpy().tolist()) == ([6.0], [0.0])
@@ -45,12 +45,12 @@ def test_an_empty_share_repeats_a_real_example():
 
 
 def test_a_batch_too_small_for_its_parts_is_refused():
-    """The nominal batch must have an example for each microbatch."""
+    """A full batch must have an example for each microbatch of each replica."""
     strategies.check_divisible(6, 2, 3)
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         strategies.check_divisible(5, 2, 3)
 
     assert str(error.value) == (
-        "`global_batch` must be at least replicas x microbatches = 2 x 3; got 5. Some microbatch "
+        "`global_batch` must be at least replicas x microbatches = 2 x 3; got 5. A microbatch "
         "would be empty on every step. Use a larger batch, or fewer replicas or microbatches."
     )

@@ -1,4 +1,4 @@
-"""The processes of a job wait for each other; in threads, and one that is alone as a process."""
+"""The processes of a job wait for each other, here as threads and as a single process."""
 
 import concurrent.futures
 import contextlib
@@ -20,33 +20,33 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def job(count):
-    """Addresses of a job of workers."""
+    """Returns the addresses of a job of workers, by task."""
     return {f"worker {index}": f"127.0.0.1:{port}" for index, port in enumerate(free_ports(count))}
 
 
-def test_all_go_on_when_the_last_has_come():
-    """Whoever comes first waits, and none before the last has begun."""
-    addresses, begun = job(4), []
+def test_all_continue_once_the_last_has_started():
+    """No process continues before all of them have started."""
+    addresses, started = job(4), []
     servers = contextlib.ExitStack()
 
-    def come(task, after):
-        time.sleep(after)
-        begun.append(task)
+    def start(task, delay):
+        time.sleep(delay)
+        started.append(task)
         gather.gather(addresses, task)
-        # As TensorFlow's server does.
+        # TensorFlow's server then listens on the port.
         port = int(addresses[task].rpartition(":")[2])
         servers.enter_context(socket.create_server(("", port)))
-        return len(begun)
+        return len(started)
 
     with servers, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(come, task, 0.3 * place) for place, task in enumerate(addresses)]
+        waiting = [pool.submit(start, task, 0.3 * index) for index, task in enumerate(addresses)]
         assert [each.result(timeout=20) for each in waiting] == [4] * 4
 
 
-def test_who_does_not_come_is_named(monkeypatch, caplog):
-    """At first in a warning, in the end in the error; who did come is not."""
+def test_missing_processes_are_named(monkeypatch, caplog):
+    """Only the processes that are missing are named, first in a warning and then in the error."""
     monkeypatch.setattr(gather, "WAIT_SECS", 1.5)
-    monkeypatch.setattr(gather, "SAY_SECS", 0.5)
+    monkeypatch.setattr(gather, "WARN_INTERVAL_SECS", 0.5)
     addresses = job(3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(gather.gather, addresses, "worker 1")
@@ -55,16 +55,16 @@ def test_who_does_not_come_is_named(monkeypatch, caplog):
     absent = f"worker 2 at {addresses['worker 2']}"
 
     assert str(error.value) == (
-        f"`strategy` must have all processes of its job within 2 s; got no answer from {absent}. All "
-        "have to be there to begin. Start them, or look at their own output, and that this one can "
-        "reach them."
+        f"Waited 2 s for {absent} without an answer. Training begins once all processes of the job "
+        "have started. Start the missing processes; if they are running, read their output and check "
+        "that this machine can connect to their addresses."
     )
     assert isinstance(other.exception(timeout=20), TimeoutError)
-    assert f"Waiting since 1 s for {absent}." in caplog.text
+    assert f"Still waiting for {absent} after 1 s." in caplog.text
 
 
-def test_a_process_that_waits_can_be_ended():
-    """By SIGTERM, at once: it is not yet in TensorFlow's hands."""
+def test_a_waiting_process_can_be_stopped():
+    """SIGTERM stops a waiting process at once, because TensorFlow has not taken over yet."""
     workers = list(job(2).values())
     task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 1}}
     code = "import strategies; print(1, flush=True); strategies.create('multi_worker_mirrored')"

@@ -1,4 +1,4 @@
-"""The launcher: processes that find each other, and none left when one of them fails."""
+"""The launcher starts processes that find each other, and leaves none behind."""
 
 import io
 import json
@@ -20,18 +20,18 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def job_of(program, workers=2, servers=0):
-    """A job of processes that run a few lines of Python."""
+    """Returns a job whose processes run a few lines of Python."""
     command = [sys.executable, "-u", "-c", textwrap.dedent(program)]
     return Job(command, workers, servers, io.StringIO())
 
 
 def lines(job):
-    """What it has printed."""
+    """Returns the lines that a job has printed."""
     return job._out.getvalue().splitlines()
 
 
-def test_every_process_knows_all_and_itself():
-    """Through TF_CONFIG; its lines stand whole under its name."""
+def test_every_process_gets_its_tf_config():
+    """TF_CONFIG has all processes and says which one this is; each line starts with its task."""
     job = job_of("import os; print(os.environ['TF_CONFIG']); print('a line\\nand another')", 3)
     assert job.run() == 0
     found = lines(job)
@@ -48,8 +48,8 @@ def test_every_process_knows_all_and_itself():
     assert len(set(job.cluster["worker"])) == 3
 
 
-def test_when_one_fails_the_others_are_ended():
-    """Its exit code is the job's, and the last line names it."""
+def test_when_one_fails_the_others_are_stopped():
+    """The exit code of the process that failed is the job's, and the last line names it."""
     program = """
         import json, os, sys, time
         if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
@@ -64,13 +64,13 @@ def test_when_one_fails_the_others_are_ended():
     assert time.monotonic() - began < 20
     assert lines(job) == [
         "[worker 1] oh",
-        "worker 1 failed first, with exit code 7; the others were ended",
+        "worker 1 failed first: it exited with code 7. The other processes were stopped.",
     ]
     assert all(process.poll() is not None for process in job.processes.values())
 
 
-def test_who_was_killed_counts_as_the_first_to_fail():
-    """Those that have lost it fail within a moment."""
+def test_a_killed_process_counts_as_the_first_to_fail():
+    """A killed process is named even if another, which lost it, has failed as well."""
     program = """
         import json, os, pathlib, signal, sys, time
         if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
@@ -87,8 +87,8 @@ def test_who_was_killed_counts_as_the_first_to_fail():
 
 
 def test_a_process_that_will_not_end_is_killed(monkeypatch):
-    """After the time it has to save."""
-    monkeypatch.setattr(launch, "GRACE", 0.5)
+    """A process that ignores SIGTERM is killed after the time it has for saving."""
+    monkeypatch.setattr(launch, "GRACE_SECS", 0.5)
     program = """
         import json, os, signal, sys, time
         index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -106,16 +106,18 @@ def test_a_process_that_will_not_end_is_killed(monkeypatch):
 
 @pytest.mark.parametrize("victim", ["worker", "ps"])
 def test_a_worker_can_be_replaced_and_a_server_cannot(tmp_path, monkeypatch, victim):
-    """A server has the only copy of its parameters. The chief says when all is over."""
+    """A killed worker is restarted until the chief ends; a killed server ends the job, because it
+    had the only copy of its parameters.
+    """
     monkeypatch.setenv("HERE", str(tmp_path))
     monkeypatch.setenv("VICTIM", victim)
     program = """
         import json, os, pathlib, signal, sys, time
         task = json.loads(os.environ["TF_CONFIG"])["task"]
-        begun = pathlib.Path(os.environ["HERE"]) / f"{task['type']}-{task['index']}"
-        again = begun.exists()
-        begun.touch()
-        if task["type"] == os.environ["VICTIM"] and task["index"] == 0 and not again:
+        started = pathlib.Path(os.environ["HERE"]) / f"{task['type']}-{task['index']}"
+        restarted = started.exists()
+        started.touch()
+        if task["type"] == os.environ["VICTIM"] and task["index"] == 0 and not restarted:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3 if task["type"] == "chief" else 100)
     """
@@ -124,20 +126,22 @@ def test_a_worker_can_be_replaced_and_a_server_cannot(tmp_path, monkeypatch, vic
 
     if victim == "worker":
         assert code == 0
-        assert lines(job) == ["worker 0 killed by SIGKILL; it is started again"]
+        assert lines(job) == ["worker 0 was killed by SIGKILL. Restarting it."]
     else:
         assert code == 128 + signal.SIGKILL
-        assert lines(job) == ["ps 0 failed first, killed by SIGKILL; the others were ended"]
+        assert lines(job) == [
+            "ps 0 failed first: it was killed by SIGKILL. The other processes were stopped."
+        ]
     assert all(process.poll() is not None for process in job.processes.values())
 
 
 def test_as_a_command(tmp_path):
-    """It runs a script with its flags, passes a signal on to all, and leaves nobody behind."""
+    """The command runs a script with its flags, forwards signals and leaves no process behind."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys, time\n"
         "def end(number, frame):\n"
-        "    print('asked by', number)\n"
+        "    print('got signal', number)\n"
         "    sys.exit(75)\n"
         "signal.signal(signal.SIGTERM, end)\n"
         "print(os.getpid(), sys.argv[1:])\n"
@@ -155,13 +159,13 @@ def test_as_a_command(tmp_path):
     with process:
         first = [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGTERM)
-        rest = process.stdout.read().splitlines()
+        remaining = process.stdout.read().splitlines()
         code = process.wait(30)
     killer.cancel()
 
     assert sorted(line.partition("]")[0] for line in first) == ["[worker 0", "[worker 1"]
     assert all(line.endswith("['--flag=1', '--workers=9']\n") for line in first)
-    assert sorted(rest[:2]) == ["[worker 0] asked by 15", "[worker 1] asked by 15"]
+    assert sorted(remaining[:2]) == ["[worker 0] got signal 15", "[worker 1] got signal 15"]
     assert code == 75
     for line in first:
         with pytest.raises(ProcessLookupError):
@@ -169,17 +173,17 @@ def test_as_a_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--workers=0", "script.py"], "--workers must be at least 1; got 0"),
         (["--ps=-1", "script.py"], "--ps must be at least 0; got -1"),
-        (["nowhere.py"], "SCRIPT must be a file; there is no 'nowhere.py'"),
+        (["nowhere.py"], "SCRIPT must be an existing file; got 'nowhere.py'"),
     ],
 )
-def test_what_it_refuses(capsys, arguments, told):
-    """Before anything is started."""
-    with pytest.raises(SystemExit) as ended:
+def test_bad_arguments_are_refused(capsys, arguments, message):
+    """A bad command line is an error before any process is started."""
+    with pytest.raises(SystemExit) as exited:
         launch.main(arguments)
 
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Two workers, as two processes on this machine."""
+"""Two workers agree, as two processes on this machine."""
 
 import json
 import os
@@ -19,15 +19,16 @@ import tensorflow as tf
 import strategies
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-asked = [[False, False], [False, True], [True, False], [True, True]]
-print([strategies.any_worker(flags[index], strategy) for flags in asked])
+cases = [[False, False], [False, True], [True, False], [True, True]]
+print([strategies.any_worker(flags[index], strategy) for flags in cases])
+print(strategies.from_chief(7 + index, strategy))
 print(json.dumps(dataclasses.asdict(strategies.capabilities(strategy))))
 """
 
 
 @pytest.fixture(scope="module")
 def printed():
-    """The lines that each of two workers has printed."""
+    """Runs two workers; returns the lines that each has printed."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     started = [
         subprocess.Popen(
@@ -56,14 +57,19 @@ def printed():
     return [out.splitlines() for out, _ in found]
 
 
-def test_one_worker_that_asks_is_heard_by_all(printed):
-    """A decision to stop is taken by all workers together, whichever of them has asked."""
+def test_the_flag_of_one_worker_reaches_all(printed):
+    """All workers get True from `any_worker` if one or more of them passed True."""
     assert [lines[0] for lines in printed] == ["[False, True, True, True]"] * 2
 
 
+def test_the_number_of_the_chief_reaches_all(printed):
+    """All workers get the number that the chief passed to `from_chief`."""
+    assert [lines[1] for lines in printed] == ["7", "7"]
+
+
 def test_only_the_first_worker_is_the_chief(printed):
-    """The capabilities of two workers differ in who writes files."""
-    found = [strategies.Capabilities(**json.loads(lines[1])) for lines in printed]
+    """The capabilities of two workers differ only in which of them is the chief."""
+    found = [strategies.Capabilities(**json.loads(lines[2])) for lines in printed]
 
     assert found == [
         strategies.Capabilities(

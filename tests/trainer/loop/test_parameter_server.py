@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_is_started_again(launched, tmp_path):
     wait_until((tmp_path / "run" / "ckpt-100").exists, job)
     victim = job.processes[Task("worker", 1)]
     victim.kill()
-    wait_until(lambda: "worker 1 killed by SIGKILL; it is started again" in printed(job), job)
+    wait_until(lambda: "worker 1 was killed by SIGKILL. Restarting it." in printed(job), job)
     thread.join(300)
     assert codes == [0], printed(job)
     lines = printed(job).splitlines()

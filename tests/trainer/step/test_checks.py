@@ -58,8 +58,8 @@ def weightless():
     [
         (
             {"strategy": "miror"},
-            "`strategy` must be one of default, one_device, mirrored.*; got 'miror'. No other is "
-            "registered. Did you mean 'mirrored'?",
+            "`strategy` must be one of default, one_device, mirrored.*; got 'miror'. No other name "
+            "is registered. Did you mean 'mirrored'?",
         ),
         (
             {"precision": "fp16"},

@@ -1,0 +1,151 @@
+"""How each built-in strategy is made, and what it expects of `devices` and of the environment."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+
+import strategies
+from strategies import factories
+
+
+def test_devices_can_be_chosen():
+    """A strategy uses exactly the devices that were named."""
+    assert strategies.create("mirrored", ["CPU:1", "CPU:3"]).extended.worker_devices == (
+        "/job:localhost/replica:0/task:0/device:CPU:1",
+        "/job:localhost/replica:0/task:0/device:CPU:3",
+    )
+    assert "CPU:2" in strategies.create("one_device", ["CPU:2"]).extended.worker_devices[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        ("default", ["CPU:0"], "`devices` must be None for the default strategy"),
+        ("one_device", ["CPU:0", "CPU:1"], "`devices` must name one device for one_device"),
+        ("mirrored", ["CPU:0", "CPU:0"], "`devices` must name at least one device, and each only"),
+        ("mirrored", [], "`devices` must name at least one device, and each only once"),
+        ("multi_worker_mirrored", ["CPU:0"], "`devices` must be None for multi_worker_mirrored"),
+        ("parameter_server", ["CPU:0"], "`devices` must be None for parameter_server"),
+    ],
+)
+def test_unsuitable_devices_are_refused(name, devices, message):
+    """Each strategy says what it expects of `devices`."""
+    with pytest.raises(ValueError, match=message):
+        strategies.create(name, devices)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_devices_are_a_list(name):
+    """A single name is refused, because its letters would be taken for devices."""
+    with pytest.raises(TypeError, match=r"got the string 'CPU:0'.* Pass \['CPU:0'\]"):
+        strategies.create(name, "CPU:0")
+
+
+def test_three_numbers_are_added_in_order():
+    """A sum of three or more numbers is the same as that of `tf.reduce_sum` over a stack."""
+    values = [tf.random.normal([100]) for _ in range(3)]
+    found = factories._sum_in_order(values)
+
+    assert found.numpy().tobytes() == tf.reduce_sum(tf.stack(values), axis=0).numpy().tobytes()
+
+
+@pytest.fixture
+def no_job(monkeypatch):
+    """Removes the variables of any job from the environment."""
+    for name in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS", "HALFSTEP_WORKER_PODS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_job")
+def test_workers_need_a_job():
+    """Without a job, the error says what was looked for and how to start one."""
+    with pytest.raises(ValueError, match="multi_worker_mirrored") as error:
+        strategies.create("multi_worker_mirrored")
+
+    assert str(error.value) == (
+        "Found no job for multi_worker_mirrored: TF_CONFIG and HALFSTEP_WORKER_PODS are not set, and "
+        "this is not a Slurm step of several tasks. Start all workers with python -m "
+        'strategies.launch --workers=2 SCRIPT, or use the strategy "mirrored" in a single process.'
+    )
+
+
+@pytest.mark.usefixtures("no_job")
+@pytest.mark.parametrize(("kinds", "listed"), [([], "no job"), (["ps", "worker"], "ps, worker")])
+def test_parameter_servers_need_a_whole_job(monkeypatch, kinds, listed):
+    """Without a chief, workers and servers, the error says what there is and how to start a job."""
+    if kinds:
+        cluster = {kind: [f"{kind}:1"] for kind in kinds}
+        task = {"type": "worker", "index": 0}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    with pytest.raises(ValueError, match="parameter_server") as error:
+        strategies.create("parameter_server")
+
+    assert str(error.value) == (
+        "Found no job for parameter_server: it needs a chief, at least one worker and at least one "
+        f"parameter server (ps), and the environment lists {listed}. Start all of them with python "
+        "-m strategies.launch --workers=2 --ps=1 SCRIPT, or list them in TF_CONFIG."
+    )
+
+
+def test_auto_takes_the_best_device_and_prints_which():
+    """Without a TPU or a GPU, "auto" is the default strategy."""
+    program = "import strategies; print(strategies.create('auto').num_replicas_in_sync)"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert result.stdout.splitlines() == [
+        "strategy: DefaultDistributionStrategy (found no TPU and no GPU)",
+        "1",
+    ]
+
+
+@pytest.mark.parametrize(("gpus", "found"), [(1, "1 GPU"), (2, "2 GPUs")])
+def test_auto_takes_all_gpus(monkeypatch, capsys, gpus, found):
+    """One GPU gives a strategy on one device and several a mirrored one; their memory grows."""
+    growing = []
+    names = {"TPU": [], "GPU": [f"GPU:{index}" for index in range(gpus)]}
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    monkeypatch.setattr(tf.config, "list_physical_devices", names.get)
+    monkeypatch.setattr(
+        tf.config.experimental,
+        "set_memory_growth",
+        lambda gpu, enable: growing.append((gpu, enable)),
+    )
+    monkeypatch.setattr(factories, "_all_devices", lambda: ["CPU:1", "CPU:2"][:gpus])
+    strategy = strategies.create("auto")
+
+    assert strategy.num_replicas_in_sync == gpus
+    assert growing == [(gpu, True) for gpu in names["GPU"]]
+    kind = "MirroredStrategy" if gpus > 1 else "OneDeviceStrategy"
+    assert capsys.readouterr().out == f"strategy: {kind} (found {found} and no TPU)\n"
+
+
+def test_auto_uses_the_tpu_that_is_asked_for(monkeypatch, capsys):
+    """With TPU_NAME set, "auto" does not silently use another device."""
+    monkeypatch.setenv("TPU_NAME", "grpc://nowhere")
+    with pytest.raises(ValueError, match="'grpc://nowhere'"):
+        strategies.create("auto")
+
+    assert capsys.readouterr().out == ""
+
+
+def test_the_cpu_cannot_be_split_twice():
+    """After TensorFlow has started, the same number is accepted, and another is an error."""
+    strategies.split_cpu(4)
+    with pytest.raises(RuntimeError) as error:
+        strategies.split_cpu(2)
+
+    assert str(error.value) == (
+        "`count` must be 4 now that TensorFlow has initialized its devices; got 2. The number of "
+        "logical CPU devices is then fixed. Call split_cpu() before anything uses a device."
+    )
