@@ -10,9 +10,7 @@ from trainer.step.rollback import read_copies, write_copies
 
 def keeps_average(plan: StepPlan) -> bool:
     """Returns whether every optimizer of a run keeps one."""
-    return all(
-        objective.optimizer.use_ema for phase in plan.phases for objective in phase.objectives
-    )
+    return all(objective.optimizer.use_ema for objective in plan.objectives)
 
 
 @contextlib.contextmanager
@@ -25,12 +23,11 @@ def averaged_weights(plan: StepPlan) -> Iterator[None]:
     weights = read_copies(variables, plan.strategy)
     try:
         with plan.strategy.scope():
-            for phase in plan.phases:
-                for objective in phase.objectives:
-                    # Keras's own way to end a training: it writes the averages over the weights.
-                    if objective.optimizer.iterations.numpy():
-                        own = [variables[position] for position in objective.positions]
-                        objective.optimizer.finalize_variable_values(own)
+            for objective in plan.objectives:
+                # Keras's own way to end a training: it writes the averages over the weights.
+                if objective.optimizer.iterations.numpy():
+                    own = [variables[position] for position in objective.positions]
+                    objective.optimizer.finalize_variable_values(own)
         yield
     finally:
         write_copies(variables, weights, plan.strategy)

@@ -14,8 +14,8 @@ from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
-from trainer.step.differentiate import losses_and_aux, weighted_sum
 from trainer.step.held_back import held_back_variables
+from trainer.step.losses import losses_and_aux, weighted_sum
 from trainer.step.objective import Objective
 from trainer.step.randomness import seed_states
 from trainer.step.replica import my_share

@@ -11,14 +11,16 @@ import scaling
 import strategies
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, write_state
-from trainer.step.accumulate import with_written
+from trainer.step.accumulate import microbatch_inputs, with_written
 from trainer.step.attempt import attempt_step
-from trainer.step.differentiate import Whole
-from trainer.step.plan import Phase, StepPlan
-from trainer.step.randomness import key_source, make_keys
+from trainer.step.microbatch import PassInputs
+from trainer.step.plan import StepPlan, UpdateGroup
+from trainer.step.randomness import key_source
+from trainer.step.replica import pass_inputs
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
+from trainer.step.types import StepInputs, Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,23 +98,20 @@ def first_bad_place(
         return None
     [batch] = dataset
     replica = max(record.bad_replica, 0)
-    weights = tf.cast(plan.example_weights(batch), tf.float32)
-    whole = Whole(tf.reduce_sum(weights), tf.shape(weights)[0])
-    share = strategies.take(
-        strategies.whole(batch, weights), replica, plan.strategy.num_replicas_in_sync
-    )
-    replicas = plan.strategy.num_replicas_in_sync
     random = tf.constant([record.random_seed, record.step - 1], tf.int64)
-    for number, phase in enumerate(plan.phases):
-        source = key_source(random, number, len(plan.phases))
-        keys = make_keys(source, replica, replicas, plan.num_microbatches, len(plan.seeds))
+    weights = tf.cast(plan.example_weights(batch), tf.float32)
+    inputs = StepInputs(batch, weights, state, random, None)
+    replicas = plan.strategy.num_replicas_in_sync
+    share = strategies.take(strategies.whole(batch, weights), replica, replicas)
+    for number, group in enumerate(plan.groups):
+        source = key_source(random, number, len(plan.groups))
         values = [
             copies_of(variable, plan.strategy)[replica].read_value() for variable in plan.held_back
         ]
-        look = Look(phase, plan, dataset.element_spec, in_float32=record.in_float32)
+        own = pass_inputs(inputs._replace(random=source), share, values, replica, plan)
+        look = Look(group, plan, dataset.element_spec, in_float32=record.in_float32)
         for index in range(plan.num_microbatches):
-            part = strategies.take(share, index, plan.num_microbatches)
-            flags, written = look.at(part, whole, state, values, keys[index])
+            flags, written = look.at(microbatch_inputs(own, index, values))
             bad = np.flatnonzero(~flags.numpy())
             if bad.size:
                 return look.names[bad[0]]
@@ -123,17 +122,17 @@ def first_bad_place(
 class Look:
     """A forward and backward pass with probes in every layer, traced as in training."""
 
-    def __init__(self, phase: Phase, plan: StepPlan, spec: Any, *, in_float32: bool) -> None:
+    def __init__(self, group: UpdateGroup, plan: StepPlan, spec: Any, *, in_float32: bool) -> None:
         """Traces nothing yet."""
-        way = phase.differentiate_in_float32 if in_float32 else phase.differentiate
+        differentiate = group.differentiate_in_float32 if in_float32 else group.differentiate
         whole_batch = plan.strategy.num_replicas_in_sync * plan.num_microbatches == 1
         self.names: list[str] = []
         self._spec = spec if whole_batch else tf.nest.map_structure(any_rows, spec)
 
-        def probed(*args: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        def probed(inputs: PassInputs) -> tuple[tf.Tensor, Written]:
             with probing(plan.model) as probes:
-                result = way.python_function(*args)
-                loss = ("the loss, every layer's output being finite", result.trouble.forward == 0)
+                result = differentiate.python_function(inputs)
+                loss = ("the loss, every layer's output being finite", result.nonfinite.loss == 0)
                 seen = [*probes.forward, loss, *probes.backward]
                 self.names = [place for place, _ in seen]
                 return tf.stack([finite for _, finite in seen]), result.written
@@ -142,12 +141,12 @@ class Look:
             probed, autograph=False, jit_compile=plan.jit_compile is True or None
         )
 
-    def at(self, share: strategies.Share, *args: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    def at(self, inputs: PassInputs) -> tuple[tf.Tensor, Written]:
         """Returns whether each of `names` was finite, and what the pass would write."""
-        specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, (share, *args))
+        specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, inputs)
         rows = tf.TensorSpec([None], tf.float32)
-        specs = (specs[0]._replace(batch=self._spec, weights=rows), *specs[1:])
-        return self._probed.get_concrete_function(*specs)(share, *args)
+        share = specs.share._replace(batch=self._spec, weights=rows)
+        return self._probed.get_concrete_function(specs._replace(share=share))(inputs)
 
 
 def any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:

@@ -70,14 +70,13 @@ def parts_of_plan(
     trainer: Any, plan: StepPlan, state: TrainState, stop: tf.Variable
 ) -> dict[str, Any]:
     """Returns the parts, by name, that are others if the plan is another."""
-    objectives = [objective for phase in plan.phases for objective in phase.objectives]
     return {
         "plan": plan,
         "run_steps": make_loop(trainer, plan, state, stop),
         "evaluator": Evaluator(
             trainer,
             trainer.strategy,
-            objectives,
+            plan.objectives,
             trainer.eval_step,
             stop,
             jit_compile=plan.jit_compile is True,

@@ -112,7 +112,7 @@ def modes_to_try(trainer: Any, plan: StepPlan) -> list[bool | str]:
     alone = not (strategies.is_asynchronous(strategy) or strategies.has_workers(strategy))
     if not alone or strategies.decides_inside(strategy) or plan.jit_compile is True:
         return [plan.jit_compile]
-    optimizers = [each.optimizer for phase in plan.phases for each in phase.objectives]
+    optimizers = [each.optimizer for each in plan.objectives]
     unfused = any(fused_rule(optimizer) is None for optimizer in optimizers)
     update = ["update"] if unfused and has_one_replica(strategy) else []
     if trainer.precision.compute_dtype == "bfloat16" and runs_on_cpu(strategy):

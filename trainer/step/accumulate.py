@@ -1,49 +1,45 @@
-"""One replica's share of a step: its microbatches in turn, what they contribute summed."""
+"""One replica's share of a step: its microbatches one after the other, their results summed."""
 
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
 import strategies
-from trainer.step.differentiate import Contribution, Microbatch, Trouble, Whole
+from trainer.step.microbatch import (
+    Contribution,
+    Differentiate,
+    Microbatch,
+    NonfiniteFlags,
+    PassInputs,
+)
+from trainer.step.types import Aux, Gradient, Written
+
+Tree = TypeVar("Tree")
 
 
-def accumulate(
-    differentiate: Any,
-    share: strategies.Share,
-    whole: Whole,
-    state: Any,
-    values: list[tf.Tensor],
-    keys: tf.Tensor,
-) -> Microbatch:
+def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     """Differentiates a replica's share, one microbatch at a time.
 
-    The microbatches run in a loop in the graph, so that memory holds the activations of one
-    only. What the forward pass would write goes from each to the next; an empty microbatch
-    writes nothing.
+    The microbatches run in a loop in the graph, so that only one set of activations is in memory.
+    What one forward pass would write is what the next one reads. An empty microbatch writes
+    nothing.
 
     Args:
-        differentiate: a `tf.function` of (share, whole, state, values, keys), returning a
-            `Microbatch`.
-        share: this replica's part of the global batch.
-        whole: the global batch's weight and size.
-        state: the loss-scale rule's state.
-        values: of the variables held back, before the step.
-        keys: of seed generators, for each microbatch: shape (microbatches, generators, 2). Into
-            so many parts the share is cut.
+        differentiate: the compiled forward and backward pass over one microbatch.
+        inputs: of the whole share. Their `keys` have shape (microbatches, generators, 2): the
+            share is cut into that many microbatches.
 
     Returns:
-        The summed contribution and trouble, what the last microbatch wrote, and aux of the whole
+        The summed contribution and flags, what the last microbatch wrote, and aux of the whole
         share.
     """
-    num_microbatches = keys.shape[0]
-    first = strategies.take(share, 0, num_microbatches)
+    num_microbatches = inputs.keys.shape[0]
+    first = microbatch_inputs(inputs, 0, inputs.values)
     if num_microbatches == 1:
-        return differentiate(first, whole, state, values, keys[0])
+        return differentiate(first)
 
-    # Tracing once beforehand says which gradients are None, what is written, what aux is like.
-    traced = differentiate.get_concrete_function(first, whole, state, values, keys[0])
-    expected = traced.structured_outputs
+    # Tracing once beforehand tells which gradients are None, what is written, and aux's structure.
+    expected = differentiate.get_concrete_function(first).structured_outputs
     aux_parts = tf.nest.map_structure(
         lambda spec: tf.TensorArray(
             spec.dtype, num_microbatches, infer_shape=False, element_shape=spec.shape
@@ -52,61 +48,76 @@ def accumulate(
     )
 
     def body(
-        index: tf.Tensor, total: tuple[Contribution, Trouble], written: Any, aux: Any
-    ) -> tuple:
-        part = strategies.take(share, index, num_microbatches)
-        now = with_written(values, written)
-        result = differentiate(part, whole, state, now, keys[index])
-        rows = real_rows(result.aux, part)
+        index: tf.Tensor, total: tuple[Contribution, NonfiniteFlags], written: Written, aux: Aux
+    ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Written, Aux]:
+        values = with_written(inputs.values, written)
+        now = microbatch_inputs(inputs, index, values)
+        result = differentiate(now)
+        rows = real_rows(result.aux, now.share)
         return (
             index + 1,
-            tf.nest.map_structure(plus, total, (result.contribution, result.trouble)),
-            unless_empty(part, result.written, now),
+            tf.nest.map_structure(add, total, (result.contribution, result.nonfinite)),
+            unless_empty(now.share, result.written, values),
             tf.nest.map_structure(lambda array, row: array.write(index, row), aux, rows),
         )
 
     start = (
         tf.constant(0),
-        tf.nest.map_structure(zeros_like_spec, (expected.contribution, expected.trouble)),
-        {position: values[int(position)] for position in expected.written},
+        tf.nest.map_structure(zeros_like_spec, (expected.contribution, expected.nonfinite)),
+        {position: inputs.values[int(position)] for position in expected.written},
         aux_parts,
     )
-    _, (contribution, trouble), written, aux_parts = tf.while_loop(
+    _, (contribution, nonfinite), written, aux_parts = tf.while_loop(
         lambda index, *_: index < num_microbatches, body, start, parallel_iterations=1
     )
     aux = tf.nest.map_structure(
         lambda array, spec: tf.ensure_shape(array.concat(), spec.shape), aux_parts, expected.aux
     )
-    return Microbatch(contribution, trouble, written, aux)
+    return Microbatch(contribution, nonfinite, written, aux)
 
 
-def with_written(values: list[tf.Tensor], written: dict[str, tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the values a forward pass sees after an earlier one has written."""
+def microbatch_inputs(
+    inputs: PassInputs, index: int | tf.Tensor, values: list[tf.Tensor]
+) -> PassInputs:
+    """Returns the inputs of one microbatch out of those of a replica's share.
+
+    Args:
+        inputs: of the share; see `accumulate`.
+        index: which microbatch, from 0.
+        values: of the held-back variables, as the microbatch before left them.
+    """
+    return inputs._replace(
+        share=strategies.take(inputs.share, index, inputs.keys.shape[0]),
+        values=values,
+        keys=inputs.keys[index],
+    )
+
+
+def with_written(values: list[tf.Tensor], written: Written) -> list[tf.Tensor]:
+    """Returns the values that a forward pass reads after an earlier one has written."""
     return [written.get(str(position), value) for position, value in enumerate(values)]
 
 
-def unless_empty(
-    share: strategies.Share, written: dict[str, tf.Tensor], before: list[tf.Tensor]
-) -> dict[str, tf.Tensor]:
-    """Returns what a forward pass wrote, or what was there before if it saw no real example."""
+def unless_empty(share: strategies.Share, written: Written, before: list[tf.Tensor]) -> Written:
+    """Returns what a forward pass wrote, or the values before it if the share had no examples."""
     return {
         position: tf.where(share.examples > 0, value, before[int(position)])
         for position, value in written.items()
     }
 
 
-def real_rows(tree: Any, share: strategies.Share) -> Any:
-    """Cuts a share's rows down to its real examples: to none where one stands in for none."""
-    if tf.get_static_value(share.examples):  # known before it runs, and so all are real
+def real_rows(tree: Tree, share: strategies.Share) -> Tree:
+    """Cuts tensors of a share down to its real examples; an empty share is a placeholder row."""
+    if tf.get_static_value(share.examples):  # known while tracing, so every row is real
         return tree
     return tf.nest.map_structure(lambda tensor: tensor[: share.examples], tree)
 
 
-def plus(total: Any, part: Any) -> Any:
+def add(total: Gradient, part: Gradient) -> Gradient:
     """Returns the sum; None, for a variable without a gradient, stays None."""
     return None if part is None else total + part
 
 
-def zeros_like_spec(spec: Any) -> Any:
+def zeros_like_spec(spec: tf.TensorSpec | None) -> tf.Tensor | None:
     """Returns zeros of a traced output's shape and dtype; None stays None."""
     return None if spec is None else tf.zeros(spec.shape, spec.dtype)

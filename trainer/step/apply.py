@@ -1,8 +1,7 @@
-"""The end of a step that is applied: what was held back is written, and the weights move."""
+"""The end of a step that is applied: held-back values are assigned, and the weights are updated."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -10,95 +9,91 @@ import strategies
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import atomic_update_count, gradients_already_reduced
 from trainer.step.fused import fused_updates
-from trainer.step.plan import Phase, StepPlan
+from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
+from trainer.step.types import Gradient, Written
 from trainer.step.xla import compiled_update
 
 
-def commit(
+def apply_on_all(
     result: ReplicaResult,
-    written: dict[str, tf.Tensor],
+    written: Written,
     before: Copies,
-    phase: Phase,
+    group: UpdateGroup,
     plan: StepPlan,
     *,
     last: bool,
 ) -> None:
-    """Applies a phase on every replica. Call it in cross-replica context.
+    """Applies an update group on every replica. Call it in cross-replica context.
 
     Args:
         result: of each replica.
-        written: what the model's forward pass would have written: the same on all replicas.
-        before: of `plan.undo`, at the beginning of the step.
-        phase: whose variables move.
+        written: what the forward pass would have assigned; the same on all replicas.
+        before: values of `plan.undo` at the beginning of the step.
+        group: whose variables to update.
         plan: the run's constants.
-        last: whether the step ends with this phase, so that metrics count it.
+        last: whether this is the last group of the step, after which metrics are updated.
     """
-    write_held_back(written, plan)
+    assign_held_back(written, plan)
 
-    def replica_commit(gradients: list[Any], batch: Any, aux: Any) -> None:
-        commit_here(gradients, batch, aux, before, phase, plan, last=last)
+    def apply_own(own: ReplicaResult) -> None:
+        apply_in_replica(own, before, group, plan, last=last)
 
-    with applied_as_they_are(phase, plan):
-        plan.strategy.run(replica_commit, args=(result.gradients, result.batch, result.aux))
+    with optimizers_prepared(group, plan):
+        plan.strategy.run(apply_own, args=(result,))
 
 
 @contextlib.contextmanager
-def applied_as_they_are(phase: Phase, plan: StepPlan) -> Iterator[None]:
-    """Within, a phase's optimizers take gradients that are summed already, and count exactly."""
-    own = atomic_update_count if strategies.is_asynchronous(plan.strategy) else fused_updates
+def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
+    """Within, a group's optimizers accept gradients that are already reduced, and count exactly."""
+    asynchronous = strategies.capabilities(plan.strategy).asynchronous
+    update = atomic_update_count if asynchronous else fused_updates
     with contextlib.ExitStack() as stack:
-        for objective in phase.objectives:
+        for objective in group.objectives:
             stack.enter_context(gradients_already_reduced(objective.optimizer))
-            stack.enter_context(own(objective.optimizer))
+            stack.enter_context(update(objective.optimizer))
         yield
 
 
-def write_held_back(written: dict[str, tf.Tensor], plan: StepPlan) -> None:
-    """Gives the model's variables what its forward pass would have written.
+def assign_held_back(written: Written, plan: StepPlan) -> None:
+    """Assigns what the model's forward pass would have assigned.
 
-    First of all: a weight among them has been differentiated at what it is about to be.
+    Call it before the optimizers run: where a weight is among the values, its gradient was taken
+    at the value that is assigned here.
     """
     for position, value in written.items():
         plan.held_back[int(position)].assign(value)
 
 
-def commit_here(
-    gradients: list[Any],
-    batch: Any,
-    aux: Any,
-    before: Copies,
-    phase: Phase,
-    plan: StepPlan,
-    *,
-    last: bool,
+def apply_in_replica(
+    own: ReplicaResult, before: Copies, group: UpdateGroup, plan: StepPlan, *, last: bool
 ) -> None:
-    """Applies a phase on one replica; see `commit`. Call it in replica context."""
+    """Applies an update group on one replica; see `apply_on_all`. Call it in replica context."""
 
-    def apply(gradients: list[Any]) -> None:
-        apply_gradients(gradients, phase, plan)
+    def apply(gradients: list[Gradient]) -> None:
+        apply_gradients(gradients, group, plan)
 
-    compiled_update(apply, plan.jit_compile)(gradients)
+    compiled_update(apply, plan.jit_compile)(own.gradients)
     if last:
-        call_user(plan.update_metrics, batch, aux)
+        call_user(plan.update_metrics, own.batch, own.aux)
         average_own_writes(before, plan)
 
 
-def apply_gradients(gradients: list[Any], phase: Phase, plan: StepPlan) -> None:
-    """Lets each objective's optimizer move its variables. Call it in replica context."""
+def apply_gradients(gradients: list[Gradient], group: UpdateGroup, plan: StepPlan) -> None:
+    """Lets each objective's optimizer update its variables. Call it in replica context."""
     left = iter(gradients)
-    for objective in phase.objectives:
+    for objective in group.objectives:
         pairs = [(next(left), plan.model.trainable_variables[at]) for at in objective.positions]
         reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         objective.optimizer.apply(*zip(*reached, strict=True))
 
 
 def average_own_writes(before: Copies, plan: StepPlan) -> None:
-    """Replaces statistics that a model has written by itself by their mean over replicas.
+    """Replaces statistics that a model has assigned by itself by their mean over replicas.
 
     Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) need it, and
-    only a `tf.Module` or a layer with variables of TensorFlow's own has any.
+    only a `tf.Module`, or a layer that holds variables of TensorFlow's, has any.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -106,6 +101,6 @@ def average_own_writes(before: Copies, plan: StepPlan) -> None:
     for variable, copies in zip(plan.undo, before, strict=True):
         differs = getattr(variable, "synchronization", None) is tf.VariableSynchronization.ON_READ
         if differs and variable.dtype.is_floating:
-            # The mean of how far they have come, so that one nobody has written keeps its bits.
-            moved = variable.read_value() - copies[0]
-            variable.assign(copies[0] + context.all_reduce(tf.distribute.ReduceOp.MEAN, moved))
+            # The mean of the changes, so that a variable that did not change keeps its bits.
+            change = variable.read_value() - copies[0]
+            variable.assign(copies[0] + context.all_reduce(tf.distribute.ReduceOp.MEAN, change))

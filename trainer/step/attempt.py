@@ -1,79 +1,88 @@
-"""The step, from a global batch to a report: read `attempt_step`, then on to `replica_step`.
+"""The step, from a global batch to a report. Read `attempt_step` first, then `replica_step`.
 
-Weigh, cast, run forward, scale, run backward, sum over replicas, unscale, judge, clip; then
-apply on every replica or on none, and move the loss scale. A skipped step moves nothing
-else, and says why it was one.
+Weight the examples, run forward, scale the loss, run backward, sum over replicas, unscale, judge,
+clip; then apply on every replica or on none, and move the loss scale. A skipped step changes
+nothing else, and reports why it was skipped.
 """
 
-import contextlib
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 import scaling
 import strategies
 from trainer.base.autograph import call_user, without_autograph
-from trainer.step.apply import applied_as_they_are, commit, commit_here, write_held_back
+from trainer.step.apply import apply_on_all
+from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_same_rule, check_weights
-from trainer.step.diagnose import locate
-from trainer.step.plan import Phase, StepPlan
+from trainer.step.outcomes import combined, diagnosed, on_first_replica
+from trainer.step.plan import StepPlan
 from trainer.step.randomness import key_source
-from trainer.step.replica import ReplicaResult, replica_step
+from trainer.step.replica import replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
+from trainer.step.types import Batch, ScaleState, StepInputs
 
-# How many overflows in a row a rule may bear before it moves its scale, if it ever does.
-MOST_OVERFLOWS = 1000
+# Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
+# its scale through some.
+MAX_SIMULATED_OVERFLOWS = 1000
 
 
 class Attempt(NamedTuple):
-    """One attempt, and where it leaves the loss scale."""
+    """One attempt at an update, and the loss-scale state after it."""
 
     outcome: Outcome
     loss_scale: tf.Tensor  # shape=(), float32: the scale it used
-    state: Any  # the loss-scale rule's, after it
-    unretried: Any  # the same, had the step not been meant to be attempted again
-    again: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `state`
+    scale_state: ScaleState  # after the attempt
+    without_retry: ScaleState  # the same if the step were not attempted again
+    retry: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `scale_state`
+
+
+AttemptAt: TypeAlias = Callable[[ScaleState], Attempt]
 
 
 @without_autograph
-def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
-    """Attempts one update, once or, after an overflow, again with the same batch.
+def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
+    """Attempts one update: once or, after an overflow, again with the same batch.
 
     Call it in cross-replica context, in a graph.
 
     Args:
         batch: the global batch; each replica takes its share.
         plan: the run's constants.
-        run: the run's loss scale and counts, which move.
+        run: the run's loss scale and counts, which are updated.
 
     Returns:
-        The step's report, each field of shape (). A loop of one's own stops when `run.halted` is
+        The step's report, each field of shape (). A loop of your own stops when `run.halted` is
         true.
     """
     check_same_rule(plan, run)
     weights = check_weights(call_user(plan.example_weights, batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
-    # Of the step and not of the attempt: at another scale the same numbers are drawn.
+    # The same for every attempt: at another scale the same random numbers are drawn.
     random = tf.stack([run.random_seed.read_value(), run.step])
-    once = functools.partial(
-        attempt_once, batch=batch, weights=weights, random=random, in_float32=in_float32, plan=plan
-    )
     state = run.loss_scaler.state
-    last, retries = (
-        attempt_until_applied(once, state, plan) if plan.max_retries else (once(state), 0)
-    )
-    if strategies.is_asynchronous(plan.strategy):
-        run.loss_scaler.merge(state, last.state)
+    inputs = StepInputs(batch, weights, state, random, in_float32)
+
+    def attempt_at(scale_state: ScaleState) -> Attempt:
+        return attempt_once(inputs._replace(scale_state=scale_state), plan)
+
+    if plan.max_retries:
+        last, retries = attempt_until_applied(attempt_at, state, plan)
     else:
-        run.loss_scaler.assign(last.state)
+        last, retries = attempt_at(state), tf.constant(0)
+    if strategies.capabilities(plan.strategy).asynchronous:
+        run.loss_scaler.merge(state, last.scale_state)
+    else:
+        run.loss_scaler.assign(last.scale_state)
     run.count(last.outcome, retries, in_float32, plan)
     return StepReport(
         step=run.step,
         loss_scale=last.loss_scale,
-        retries=tf.convert_to_tensor(retries),
+        retries=retries,
         consecutive_skips=run.consecutive_skips.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
@@ -82,64 +91,64 @@ def attempt_step(batch: Any, plan: StepPlan, run: TrainState) -> StepReport:
     )
 
 
-def attempt_until_applied(once: Any, state: Any, plan: StepPlan) -> tuple[Attempt, tf.Tensor]:
-    """Attempts an update until it is applied, no other scale can help, or enough is enough.
+def attempt_until_applied(
+    attempt_at: AttemptAt, scale_state: ScaleState, plan: StepPlan
+) -> tuple[Attempt, tf.Tensor]:
+    """Attempts an update until it is applied, no other scale can help, or the retries are used up.
 
-    Whatever an attempt might have moved is put back before the next: it sees the same
+    Whatever an attempt may have changed is put back before the next one: it sees the same
     weights, statistics and random numbers, at another scale.
 
+    Args:
+        attempt_at: makes one attempt at the scale of a state.
+        scale_state: the loss-scale rule's, before the step.
+        plan: the run's constants.
+
     Returns:
-        The last attempt, and how many came before it: shape (), int32. If no scale could help,
-        the loss scale is where it would be after a single overflow.
+        The last attempt, and the number of attempts before it: shape (), int32. If no scale could
+        help, the loss scale is where it would be after a single overflow.
     """
     nothing = tf.nest.map_structure(
         lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(plan.recorded)
     )
-    start = Attempt(nothing, state.loss_scale, state, state, tf.constant(True))
+    start = Attempt(nothing, scale_state.loss_scale, scale_state, scale_state, tf.constant(True))
 
     def body(attempts: tf.Tensor, last: Attempt) -> tuple[tf.Tensor, Attempt]:
-        now = once(last.state)
+        now = attempt_at(last.scale_state)
         first = tf.nest.map_structure(
-            lambda new, old: tf.where(attempts == 0, new, old), now.unretried, last.unretried
+            lambda new, old: tf.where(attempts == 0, new, old),
+            now.without_retry,
+            last.without_retry,
         )
-        return attempts + 1, now._replace(unretried=first)
+        return attempts + 1, now._replace(without_retry=first)
 
     attempts, last = tf.while_loop(
-        lambda attempts, last: last.again & (attempts <= plan.max_retries),
+        lambda attempts, last: last.retry & (attempts <= plan.max_retries),
         body,
         (tf.constant(0), start),
         parallel_iterations=1,
     )
-    # The way down to the floor was for nothing, and the way up again takes thousands of steps.
-    hopeless = last.outcome.cause == int(scaling.Cause.MODEL)
+    # Going down to the floor did not help, and coming up again would take thousands of steps.
+    no_scale_helps = last.outcome.cause == int(scaling.Cause.MODEL)
     kept = tf.nest.map_structure(
-        lambda moved, first: tf.where(hopeless, first, moved), last.state, last.unretried
+        lambda moved, first: tf.where(no_scale_helps, first, moved),
+        last.scale_state,
+        last.without_retry,
     )
-    return last._replace(state=kept), attempts - 1
+    return last._replace(scale_state=kept), attempts - 1
 
 
-def attempt_once(
-    state: Any,
-    *,
-    batch: Any,
-    weights: tf.Tensor,
-    random: tf.Tensor,
-    in_float32: tf.Tensor | None,
-    plan: StepPlan,
-) -> Attempt:
-    """Attempts an update at one scale; applies it, or moves nothing.
+def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
+    """Attempts an update at one scale; applies it, or changes nothing.
 
     Args:
-        state: the loss-scale rule's: its one scale multiplies and divides.
-        batch: the global batch.
-        weights: shape (global_batch,), float32.
-        random: the run's seed, and the steps before this one: shape (2,), int64.
-        in_float32: whether to compute in float32: shape (), bool; None never does.
+        inputs: of the step, at the scale to attempt it at.
         plan: the run's constants.
     """
     before = read_copies(plan.undo, plan.strategy)
-    rest = (before, batch, weights, state, random, in_float32)
-    outcome = attempt_phases(plan.phases, *rest, plan=plan)
+    in_replica = strategies.capabilities(plan.strategy).decides_in_replica
+    attempt = attempt_in_replica if in_replica else attempt_groups
+    outcome = attempt(inputs, before, plan)
     if plan.undo:
         tf.cond(
             outcome.grads_finite,
@@ -150,43 +159,48 @@ def attempt_once(
     curable = verdict.overflowed
     if not plan.attribute_causes:
         verdict = verdict._replace(cause=scaling.Cause.BACKWARD)
-    unretried = plan.rule.advance(state, verdict)
-    if in_float32 is not None:
-        # What fits in float32 says nothing of the scale that half precision needs.
-        unretried = tf.nest.map_structure(
-            lambda new, old: tf.where(in_float32, old, new), unretried, state
+    state = inputs.scale_state
+    without_retry = plan.rule.advance(state, verdict)
+    if inputs.in_float32 is not None:
+        # What fits in float32 says nothing about the scale that half precision needs.
+        without_retry = tf.nest.map_structure(
+            lambda new, old: tf.where(inputs.in_float32, old, new), without_retry, state
         )
-        curable &= ~in_float32
-    after = unretried
+        curable &= ~inputs.in_float32
+    after = without_retry
     if plan.max_retries:
-        after = advanced_until_moved(unretried, state, verdict, curable, plan)
+        after = advance_until_scale_moves(without_retry, state, verdict, curable, plan)
     moved = after.loss_scale != state.loss_scale
-    return Attempt(outcome, state.loss_scale, after, unretried, curable & moved)
+    return Attempt(outcome, state.loss_scale, after, without_retry, curable & moved)
 
 
-def advanced_until_moved(
-    after: Any, state: Any, verdict: scaling.Verdict, curable: tf.Tensor, plan: StepPlan
-) -> Any:
+def advance_until_scale_moves(
+    after: ScaleState,
+    state: ScaleState,
+    verdict: scaling.Verdict,
+    curable: tf.Tensor,
+    plan: StepPlan,
+) -> ScaleState:
     """Returns the state after as many overflows as it takes to move the scale.
 
-    A rule with hysteresis holds its scale through some. The same batch would overflow again
-    at the same scale, so the rule is told so without trying.
+    A rule with hysteresis keeps its scale through some overflows. The same batch would overflow
+    again at the same scale, so the rule is told of them without trying.
 
     Args:
         after: the state after one overflow.
         state: the state before it.
-        verdict: of the step.
+        verdict: of the attempt.
         curable: whether a smaller scale may help: shape (), bool.
         plan: the run's constants.
 
     Returns:
-        `after`, if the scale moves never: it is fixed, or at its floor.
+        `after` itself if the scale never moves: it is fixed, or at its floor.
     """
 
-    def may_move(tries: tf.Tensor, before: Any, after: Any) -> tf.Tensor:
+    def may_move(tries: tf.Tensor, before: ScaleState, after: ScaleState) -> tf.Tensor:
         changed = [new != old for new, old in zip(after, before, strict=True)]
         holds = after.loss_scale == state.loss_scale
-        return curable & holds & tf.reduce_any(changed) & (tries < MOST_OVERFLOWS)
+        return curable & holds & tf.reduce_any(changed) & (tries < MAX_SIMULATED_OVERFLOWS)
 
     _, _, moved = tf.while_loop(
         may_move,
@@ -197,135 +211,35 @@ def advanced_until_moved(
     return tf.nest.map_structure(lambda new, old: tf.where(helped, new, old), moved, after)
 
 
-def attempt_phases(
-    phases: tuple[Phase, ...],
-    before: Copies,
-    batch: Any,
-    weights: tf.Tensor,
-    state: Any,
-    random: tf.Tensor,
-    in_float32: tf.Tensor | None,
-    *,
-    plan: StepPlan,
+def attempt_groups(
+    inputs: StepInputs, before: Copies, plan: StepPlan, *, place: int = 0
 ) -> Outcome:
-    """Attempts one phase and, if it is applied, those after it.
+    """Attempts the update groups from one on: each only if those before it were applied.
 
     Args:
-        phases: those that are left.
-        before: of `plan.undo`.
-        batch: the global batch.
-        weights: shape (global_batch,), float32.
-        state: the loss-scale rule's.
-        random: as in `attempt_once`.
-        in_float32: as there.
+        inputs: of the step.
+        before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
+        place: of the first group to attempt, in `plan.groups`.
 
     Returns:
-        What came of them together: finite only if all were.
+        Their combined outcome: finite only if all were.
     """
-    if strategies.decides_inside(plan.strategy):
-        return attempt_inside(phases, before, batch, weights, state, random, in_float32, plan=plan)
-    phase, later = phases[0], phases[1:]
-    replica = functools.partial(replica_step, phase=phase, plan=plan)
-    source = key_source(random, len(plan.phases) - len(phases), len(plan.phases))
-    result = plan.strategy.run(replica, args=(batch, weights, state, source, in_float32))
+    group, last = plan.groups[place], place + 1 == len(plan.groups)
+    replica = functools.partial(replica_step, group=group, plan=plan)
+    source = key_source(inputs.random, place, len(plan.groups))
+    result = plan.strategy.run(replica, args=(inputs._replace(random=source),))
     agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
 
-    def applied() -> Outcome:
-        commit(result, agreed.written, before, phase, plan, last=not later)
-        if not later:
+    def apply() -> Outcome:
+        apply_on_all(result, agreed.written, before, group, plan, last=last)
+        if last:
             return agreed.outcome
-        rest = (before, batch, weights, state, random, in_float32)
-        return together(agreed.outcome, attempt_phases(later, *rest, plan=plan))
+        return combined(agreed.outcome, attempt_groups(inputs, before, plan, place=place + 1))
 
-    # The condition stands outside the replicas: what is behind it may be a collective.
+    # The condition is outside the replicas, because there are collectives behind it.
     return tf.cond(
-        agreed.outcome.grads_finite, applied, lambda: explained(agreed, phase, state, plan)
-    )
-
-
-def attempt_inside(
-    phases: tuple[Phase, ...],
-    before: Copies,
-    batch: Any,
-    weights: tf.Tensor,
-    state: Any,
-    random: tf.Tensor,
-    in_float32: tf.Tensor | None,
-    *,
-    plan: StepPlan,
-) -> Outcome:
-    """Does what `attempt_phases` does in one program of each replica's, as a TPU asks.
-
-    The condition stands inside; it is computed from sums over all replicas, so all take the
-    same branch, and collectives may stand behind it.
-    """
-    sources = [key_source(random, place, len(phases)) for place in range(len(phases))]
-
-    def replica(
-        batch: Any, weights: tf.Tensor, state: Any, sources: list[tf.Tensor], in_float32: Any
-    ) -> Outcome:
-        def attempt_from(place: int) -> Outcome:
-            phase, last = phases[place], place + 1 == len(phases)
-            arguments = (batch, weights, state, sources[place], in_float32)
-            result = replica_step(*arguments, phase=phase, plan=plan)
-
-            def applied() -> Outcome:
-                write_held_back(result.written, plan)
-                rest = (before, phase, plan)
-                commit_here(result.gradients, result.batch, result.aux, *rest, last=last)
-                return result.outcome if last else together(result.outcome, attempt_from(place + 1))
-
-            return tf.cond(
-                result.outcome.grads_finite,
-                applied,
-                lambda: explained(result, phase, state, plan),
-            )
-
-        return attempt_from(0)
-
-    with contextlib.ExitStack() as stack:
-        for phase in phases:
-            stack.enter_context(applied_as_they_are(phase, plan))
-        outcome = plan.strategy.run(replica, args=(batch, weights, state, sources, in_float32))
-    return on_first_replica(outcome, plan.strategy)
-
-
-def explained(agreed: ReplicaResult, phase: Phase, state: Any, plan: StepPlan) -> Outcome:
-    """Returns the outcome of a step that was not finite, with cause and place."""
-    weights = [
-        tf.convert_to_tensor(plan.model.trainable_variables[position])
-        for position in phase.positions
-    ]
-    finding = locate(
-        agreed.table,
-        agreed.statistics_finite,
-        agreed.summed,
-        agreed.unscaled,
-        weights,
-        state,
-        plan.rule,
-        alone=plan.alone,
-    )
-    known = finding.bad_variable >= 0
-    position = tf.gather(phase.positions, tf.maximum(finding.bad_variable, 0))
-    finding = finding._replace(bad_variable=tf.where(known, position, -1))
-    return agreed.outcome._replace(**finding._asdict())
-
-
-def together(first: Outcome, rest: Outcome) -> Outcome:
-    """Returns what came of several phases: sums, and what the one that failed found out."""
-    return rest._replace(
-        loss=first.loss + rest.loss,
-        gradient_norm=tf.sqrt(first.gradient_norm**2 + rest.gradient_norm**2),
-        max_magnitude=tf.maximum(first.max_magnitude, rest.max_magnitude),
-        magnitude_counts=first.magnitude_counts + rest.magnitude_counts,
-        underflow=first.underflow + rest.underflow,  # of a phase's own variables; else 0
-    )
-
-
-def on_first_replica(structure: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Returns the first replica's values of what `strategy.run` returned."""
-    return tf.nest.map_structure(
-        lambda value: strategy.experimental_local_results(value)[0], structure
+        agreed.outcome.grads_finite,
+        apply,
+        lambda: diagnosed(agreed, group, inputs.scale_state, plan),
     )

@@ -291,7 +291,7 @@ def first_tensor(batch: Any) -> Any:
 
 def check_same_rule(plan: Any, run: Any) -> None:
     """Raises TypeError or ValueError unless there is a plan, and a run's state of the same rule."""
-    if not hasattr(plan, "phases"):
+    if not hasattr(plan, "groups"):
         raise TypeError(
             f"`plan` must be a StepPlan; got {type(plan).__name__}. It says how a step goes. Pass "
             "what plan_step() returned."

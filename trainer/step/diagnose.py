@@ -1,16 +1,18 @@
-"""Why a step was skipped, and where: replica, variable, how many elements. Runs on skips alone.
+"""Why a step was skipped, and where: cause, replica, variable, and number of elements.
 
-Each replica's row of a small table travels with the one all-reduce, so every replica knows
-who met a non-finite value; how many there are is then counted in the sums, which all share.
+Each replica's row of a small table is summed with the one all-reduce, so every replica knows which
+of them met an inf or NaN. `diagnose` runs after a skip only; it counts the elements in the sums,
+which all replicas share.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 import scaling
-from trainer.step.differentiate import Trouble
 from trainer.step.gradients import count_nonfinite, numbers, squares_in_float32
+from trainer.step.microbatch import NonfiniteFlags
+from trainer.step.types import Gradient, ScaleState
 
 
 class Finding(NamedTuple):
@@ -24,113 +26,140 @@ class Finding(NamedTuple):
 
 
 def no_finding() -> Finding:
-    """Returns the finding of a step in which all was finite."""
+    """Returns the finding of a step in which everything was finite."""
     return Finding(*(tf.constant(value) for value in (int(scaling.Cause.NONE), -1, -1, 0, 0)))
 
 
-class Table(NamedTuple):
-    """What was not finite on which replica. Tables of one row each add up over replicas."""
+class NonfiniteTable(NamedTuple):
+    """What was not finite on which replica. The tables of all replicas are summed."""
 
-    forward: tf.Tensor  # shape=(replicas,), float32: 0 if the loss was finite
-    losses: tf.Tensor  # shape=(replicas, 2), float32: how many losses were inf, and NaN
-    gradient: tf.Tensor  # shape=(replicas,), float32: the first bad gradient, from 1; 0: none
+    loss: tf.Tensor  # shape=(replicas,), float32: 0 if the loss was finite
+    losses: tf.Tensor  # shape=(replicas, 2), float32: number of losses that are inf, and NaN
+    gradient: tf.Tensor  # shape=(replicas,), float32: 1 + position of the first bad gradient, or 0
 
     @property
-    def loss_finite(self) -> tf.Tensor:
+    def losses_finite(self) -> tf.Tensor:
         """Whether every replica's loss was finite: shape (), bool."""
-        return tf.reduce_all(self.forward == 0)
+        return tf.reduce_all(self.loss == 0)
 
 
-def own_row(trouble: Trouble, context: tf.distribute.ReplicaContext) -> Table:
-    """Returns the table of one replica: its own row, and zeros."""
+class Evidence(NamedTuple):
+    """What a skip is explained from; the same on every replica."""
+
+    table: NonfiniteTable
+    statistics_finite: tf.Tensor  # shape=(), bool: of what the forward pass would assign
+    summed: list[Gradient]  # gradients summed over replicas, still scaled
+    unscaled: list[Gradient]  # the same, unscaled, before clipping
+
+
+def own_row(nonfinite: NonfiniteFlags, context: tf.distribute.ReplicaContext) -> NonfiniteTable:
+    """Returns the table of one replica: its own row, and zeros in all others."""
     mine = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync)
-    return Table(
-        forward=mine * trouble.forward,
-        losses=mine[:, None] * trouble.losses[None],
-        gradient=mine * tf.cast(first(trouble.gradients > 0) + 1, tf.float32),
+    return NonfiniteTable(
+        loss=mine * nonfinite.loss,
+        losses=mine[:, None] * nonfinite.losses[None],
+        gradient=mine * tf.cast(first_true(nonfinite.gradients > 0) + 1, tf.float32),
     )
 
 
-def locate(
-    table: Table,
-    statistics_finite: tf.Tensor,
-    summed: list[Any],
-    unscaled: list[Any],
-    weights: list[Any],
-    state: Any,
-    rule: Any,
+def diagnose(
+    evidence: Evidence,
+    weights: list[tf.Tensor],
+    scale_state: ScaleState,
+    rule: scaling.LossScaleRule,
     *,
-    alone: bool,
+    single_pass: bool,
 ) -> Finding:
     """Finds where a step first met a non-finite value.
 
     Args:
-        table: of all replicas.
-        statistics_finite: whether what the forward pass would write is: shape (), bool.
-        summed: the gradients summed over replicas, still scaled; None where there is none.
-        unscaled: the same, unscaled.
-        weights: the values of the same variables.
-        state: the loss-scale rule's, of this step.
-        rule: if it has a `min_scale`, no backoff is left there.
-        alone: whether `summed` is one microbatch's, of whose gradients the table says nothing.
+        evidence: of the step.
+        weights: values of the variables whose gradients were computed, in the same order.
+        scale_state: the loss-scale rule's, as the step used it.
+        rule: if it has a `min_scale` and the step ran at it, no backoff is left.
+        single_pass: whether a step is one microbatch on one replica. Then the table says nothing
+            about gradients, and the sum is the replica's own gradient.
 
     Returns:
         The finding; `bad_variable` is a position in these lists.
     """
     in_weights, in_summed, in_unscaled = (
-        count_by_variable(values) for values in (weights, summed, unscaled)
+        count_by_variable(values) for values in (weights, evidence.summed, evidence.unscaled)
     )
-    if alone:
+    table = evidence.table
+    if single_pass:
         table = table._replace(gradient=tf.cast(first_row(in_summed)[None] + 1, tf.float32))
-    overflowing = tf.reduce_any(in_unscaled > 0, axis=1) | squares_overflow(unscaled)
-    of_local = table.gradient[tf.maximum(first(table.gradient > 0), 0)]
-    variables = {
-        scaling.Cause.WEIGHTS: (-1, first_row(in_weights), in_weights),
-        scaling.Cause.BACKWARD: (
-            first(table.gradient > 0),
-            tf.cast(of_local, tf.int32) - 1,
-            in_summed,
-        ),
-        scaling.Cause.REDUCTION: (-1, first_row(in_summed), in_summed),
-        scaling.Cause.UNSCALING: (-1, first(overflowing), in_unscaled),
-    }
-    rows = {
-        cause: tf.stack([replica, variable, *tf.unstack(counts[tf.maximum(variable, 0)])])
-        for cause, (replica, variable, counts) in variables.items()
-    }
-    replica = first(table.forward > 0)
-    losses = tf.cast(table.losses[tf.maximum(replica, 0)], tf.int32)
-    rows[scaling.Cause.FORWARD] = tf.stack([replica, -1, *tf.unstack(losses)])
-
+    rows = findings_by_cause(table, evidence.unscaled, in_weights, in_summed, in_unscaled)
     finite = {
         "weights_finite": tf.reduce_all(in_weights == 0),
-        "loss_finite": table.loss_finite & statistics_finite,
+        "loss_finite": table.losses_finite & evidence.statistics_finite,
         "local_gradients_finite": tf.reduce_all(table.gradient == 0),
         "summed_gradients_finite": tf.reduce_all(in_summed == 0),
         "unscaled_gradients_finite": False,  # or the step would not have been skipped
     }
     place = scaling.find_cause(**finite)
-    at_min_scale = state.loss_scale <= getattr(rule, "min_scale", 0.0)
+    at_min_scale = scale_state.loss_scale <= getattr(rule, "min_scale", 0.0)
     row = tf.gather(tf.stack([rows[cause] for cause in sorted(rows)]), place - 1)
     return Finding(scaling.find_cause(**finite, at_min_scale=at_min_scale), *tf.unstack(row))
 
 
-def count_by_variable(values: list[Any]) -> tf.Tensor:
-    """Returns how many elements are inf, and NaN, in each: shape (variables, 2), int32."""
+def findings_by_cause(
+    table: NonfiniteTable,
+    unscaled: list[Gradient],
+    in_weights: tf.Tensor,
+    in_summed: tf.Tensor,
+    in_unscaled: tf.Tensor,
+) -> dict[scaling.Cause, tf.Tensor]:
+    """Returns (replica, variable, infs, NaNs) for each cause, as it would be if that was the cause.
+
+    Args:
+        table: of all replicas.
+        unscaled: the unscaled gradients.
+        in_weights: inf and NaN counts of the weights: shape (variables, 2), int32.
+        in_summed: the same of the summed gradients.
+        in_unscaled: the same of the unscaled gradients.
+
+    Returns:
+        Shape (4,), int32, each.
+    """
+    overflowing = tf.reduce_any(in_unscaled > 0, axis=1) | squares_overflow(unscaled)
+    of_local = table.gradient[tf.maximum(first_true(table.gradient > 0), 0)]
+    places = {
+        scaling.Cause.WEIGHTS: (-1, first_row(in_weights), in_weights),
+        scaling.Cause.BACKWARD: (
+            first_true(table.gradient > 0),
+            tf.cast(of_local, tf.int32) - 1,
+            in_summed,
+        ),
+        scaling.Cause.REDUCTION: (-1, first_row(in_summed), in_summed),
+        scaling.Cause.UNSCALING: (-1, first_true(overflowing), in_unscaled),
+    }
+    rows = {
+        cause: tf.stack([replica, variable, *tf.unstack(counts[tf.maximum(variable, 0)])])
+        for cause, (replica, variable, counts) in places.items()
+    }
+    replica = first_true(table.loss > 0)
+    losses = tf.cast(table.losses[tf.maximum(replica, 0)], tf.int32)
+    rows[scaling.Cause.FORWARD] = tf.stack([replica, -1, *tf.unstack(losses)])
+    return rows
+
+
+def count_by_variable(values: list[Gradient]) -> tf.Tensor:
+    """Returns how many elements of each value are inf, and NaN: shape (variables, 2), int32."""
     return tf.stack([count_nonfinite(numbers(value)) for value in values])
 
 
-def squares_overflow(values: list[Any]) -> tf.Tensor:
-    """Returns where a sum of squares is beyond float32: shape (variables,), bool."""
+def squares_overflow(values: list[Gradient]) -> tf.Tensor:
+    """Returns which values have a sum of squares beyond float32: shape (variables,), bool."""
     return ~tf.math.is_finite(tf.stack([squares_in_float32(value) for value in values]))
 
 
 def first_row(counts: tf.Tensor) -> tf.Tensor:
     """Returns the first row that is not all 0, or -1: shape (), int32."""
-    return first(tf.reduce_any(counts > 0, axis=1))
+    return first_true(tf.reduce_any(counts > 0, axis=1))
 
 
-def first(flags: tf.Tensor) -> tf.Tensor:
+def first_true(flags: tf.Tensor) -> tf.Tensor:
     """Returns the position of the first true flag, or -1: shape (), int32."""
     position = tf.argmax(tf.cast(flags, tf.int32), output_type=tf.int32)
     return tf.where(tf.reduce_any(flags), position, -1)

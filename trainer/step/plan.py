@@ -1,4 +1,4 @@
-"""What is the same in every step of a run: who computes what, and what happens on an overflow."""
+"""The constants of a run's steps: who computes what, and what happens after an overflow."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,43 +8,52 @@ import keras
 import tensorflow as tf
 
 import scaling
+import strategies
 from trainer.base.argument_checks import check_nonnegative
 from trainer.base.keras_private import computing_in_float32
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
 from trainer.step.held_back import held_back_variables
+from trainer.step.microbatch import (
+    ComputeLoss,
+    Differentiate,
+    Microbatch,
+    MicrobatchPlan,
+    PassInputs,
+)
 from trainer.step.objective import Objective, objectives_of
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
-from trainer.step.xla import check_compile_mode, compiled_differentiation, runs_on_cpu
+from trainer.step.types import Aux, Batch, Model, Variable
+from trainer.step.xla import check_compile_mode, compiled_differentiation
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
-    """Objectives whose gradients are taken together, at the same weights."""
+class UpdateGroup:
+    """Objectives whose gradients are computed together, at the same weights."""
 
     objectives: tuple[Objective, ...]
-    differentiate: Any  # a tf.function; see `differentiate.differentiate`
-    differentiate_in_float32: Any  # the same in float32, which a `tf.Module` cannot
+    differentiate: Differentiate
+    differentiate_in_float32: Differentiate  # for a Keras model only
 
     @property
     def positions(self) -> list[int]:
-        """Of its variables in `model.trainable_variables`, in the order of the gradients."""
+        """Positions of its variables in `model.trainable_variables`, in the gradients' order."""
         return [position for objective in self.objectives for position in objective.positions]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """A step's constants; `plan_step` makes one."""
+    """The constants of a step; `plan_step` makes one."""
 
     strategy: tf.distribute.Strategy
-    model: Any  # a keras.Model or a tf.Module
+    model: Model
     rule: scaling.LossScaleRule
-    phases: tuple[Phase, ...]  # one after the other; one, but for alternating optimizers
-    compute_loss: Callable[..., Any]  # the user's: (batch, training) -> losses
-    example_weights: Callable[[Any], tf.Tensor]  # of a global batch
-    update_metrics: Callable[[Any, Any], None]  # with a replica's (batch, aux)
+    groups: tuple[UpdateGroup, ...]  # applied in this order; one, unless optimizers alternate
+    compute_loss: ComputeLoss
+    example_weights: Callable[[Batch], tf.Tensor]  # of a global batch
+    update_metrics: Callable[[Batch, Aux], None]  # with a replica's real examples
     num_microbatches: int
     clip: Clip
     jit_compile: bool | str  # what XLA compiles: see `xla.COMPILE_MODES`
@@ -52,43 +61,48 @@ class StepPlan:
     max_retries: int  # further attempts with the same batch after an overflow
     attribute_causes: bool  # whether the rule is told only of what a scale can cure
     halting_causes: tuple[scaling.Cause, ...]  # after one of these no further step is attempted
-    max_skips: int  # nor after this many skips in a row
-    float32_after: int | None  # after this many, a step is computed in float32
-    seeds: tuple[keras.Variable, ...]  # states of seed generators, given a key in each step
-    held_back: tuple[keras.Variable, ...]  # what Keras computes with and may write; weights first
-    undo: tuple[Any, ...]  # variables whose values are put back if the step is skipped
+    max_skips: int  # number of skips in a row after which no further step is attempted
+    float32_after: int | None  # number of skips in a row after which a step computes in float32
+    seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
+    held_back: tuple[keras.Variable, ...]  # what Keras computes with and may assign; weights first
+    undo: tuple[Variable, ...]  # variables whose values are put back if the step is skipped
 
     @property
-    def alone(self) -> bool:
-        """Whether a step has one microbatch, on one replica: nothing is added to its gradients."""
+    def single_pass(self) -> bool:
+        """Whether a step is one microbatch on one replica: nothing is added to its gradients."""
         return self.strategy.num_replicas_in_sync == 1 and self.num_microbatches == 1
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """The objectives of all groups."""
+        return [objective for group in self.groups for objective in group.objectives]
 
     @property
     def has_schedule(self) -> bool:
         """Whether a learning rate changes with the updates."""
-        optimizers = [each.optimizer for phase in self.phases for each in phase.objectives]
-        return any(isinstance(each.get_config()["learning_rate"], dict) for each in optimizers)
+        configs = [objective.optimizer.get_config() for objective in self.objectives]
+        return any(isinstance(config["learning_rate"], dict) for config in configs)
 
     @property
     def recorded(self) -> int:
-        """The variables whose gradients' magnitudes are counted."""
+        """Number of variables whose gradients' magnitudes are counted; 0 if they are not."""
         return len(self.model.trainable_variables) if self.record_gradients else 0
 
     @property
     def variable_names(self) -> list[str]:
-        """Of `model.trainable_variables`, to say where a step went wrong."""
+        """Names of `model.trainable_variables`, to say where a step went wrong."""
         return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
 
 
 def plan_step(
     *,
     strategy: tf.distribute.Strategy,
-    model: Any,
+    model: Model,
     optimizer: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
-    compute_loss: Callable[..., Any],
+    compute_loss: ComputeLoss,
     rule: scaling.LossScaleRule,
-    example_weights: Callable[[Any], tf.Tensor] | None = None,
-    update_metrics: Callable[[Any, Any], None] | None = None,
+    example_weights: Callable[[Batch], tf.Tensor] | None = None,
+    update_metrics: Callable[[Batch, Aux], None] | None = None,
     alternate: bool = False,
     num_microbatches: int = 1,
     clip: Clip = Clip(),  # noqa: B008  # frozen
@@ -102,40 +116,42 @@ def plan_step(
     float32_after: int | None = None,
     others: Sequence[Any] = (),
 ) -> StepPlan:
-    """Checks what a step shall work with, builds the optimizers, and says how it goes.
+    """Checks what a step works with, builds the optimizers, and returns the step's constants.
 
-    Call it in the strategy's scope, once, when the model is built.
+    Call it once, in the strategy's scope, when the model is built.
 
     Args:
         strategy: where the replicas run.
         model: a `keras.Model` or a `tf.Module`, with all its variables.
-        optimizer: one; or several by the name of an attribute of the model, whose variables
-            they move.
+        optimizer: one optimizer; or several in a dict, each under the name of the model's
+            attribute whose variables it updates.
         compute_loss: (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
             With several optimizers, losses by their names.
         rule: the loss-scale rule.
-        example_weights: global batch -> weights, shape (global_batch,); None is 1 each.
-        update_metrics: (batch, aux) of a replica, on applied steps; None does nothing.
-        alternate: whether several optimizers move one after the other, each seeing what those
-            before it have done, and all are put back if one cannot; else all gradients are
-            taken at the old weights.
-        num_microbatches: into how many parts each replica's share is cut.
+        example_weights: global batch -> weights, shape (global_batch,); None weights each by 1.
+        update_metrics: called with a replica's (batch, aux) on applied steps; None does nothing.
+        alternate: whether several optimizers take turns, each computing its gradients after the
+            ones before it have been applied; if one cannot be applied, all are put back. If false,
+            all gradients are computed at the old weights.
+        num_microbatches: number of parts that each replica's share is cut into.
         clip: the bound on the gradients.
-        ema_momentum: of a moving average of the weights, kept by the optimizer; None keeps none.
-        jit_compile: what XLA compiles: True, each replica's forward and backward pass;
-            "elementwise", of these all but products, convolutions and sums; "update", the
-            optimizer's update of a single replica; False, nothing.
+        ema_momentum: momentum of a moving average of the weights that the optimizer keeps; None
+            keeps none.
+        jit_compile: what XLA compiles. True: each replica's forward and backward pass.
+            "elementwise": only the element-wise operations in them. "update": the optimizer's
+            update, on a single replica. False: nothing.
         record_gradients: whether reports count gradient magnitudes.
-        max_retries: how often a step whose gradients overflowed is attempted again with the
-            same batch, each time at another scale; 0 skips it.
-        attribute_causes: False tells the rule of every skip alike, as other systems do.
-        halting_causes: skips after which a run must not go on.
-        max_skips: how many skips in a row end it, too.
-        float32_after: after how many skips in a row a step is computed in float32.
-        others: objects whose variables the loss may write, beside the model.
+        max_retries: how many times a step whose gradients overflowed is attempted again with the
+            same batch, each time at another scale; 0 skips it at once.
+        attribute_causes: whether the loss scale moves only after skips that a smaller scale may
+            cure. False backs off after every skip, as other systems do.
+        halting_causes: causes of a skip after which the run must stop.
+        max_skips: number of skips in a row after which the run must stop.
+        float32_after: number of skips in a row after which a step is computed in float32.
+        others: objects other than the model whose variables the loss may assign.
 
     Raises:
-        TypeError, ValueError: for what the step cannot work with.
+        TypeError, ValueError: for arguments that the step cannot work with.
 
     Example:
         >>> from trainer.step import TrainState, attempt_step
@@ -175,19 +191,19 @@ def plan_step(
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     objectives = objectives_of(model, optimizer)
     build_optimizers(model, objectives, ema_momentum)
-    groups = [[objective] for objective in objectives] if alternate else [objectives]
+    partition = [[objective] for objective in objectives] if alternate else [objectives]
     held_back, seeds = held_back_variables(model, others), seed_states(model, others)
     slots = [variable for one in objectives for variable in one.optimizer.variables]
     undo = variables_in_reach([model, *others], held_back=[*held_back, *seeds, *slots])
-    if not held_back:  # a `tf.Module`, in which they are written and not only handed in
+    if not held_back:  # a `tf.Module`: its generators are assigned, not only given values
         undo += seeds
-    if len(groups) > 1:  # then some have moved when a later one cannot
+    if len(partition) > 1:  # then some groups are applied already when a later one is skipped
         undo += [*held_back, *slots]
     plan = StepPlan(
         strategy=strategy,
         model=model,
         rule=rule,
-        phases=(),
+        groups=(),
         compute_loss=compute_loss,
         example_weights=example_weights,
         update_metrics=update_metrics,
@@ -204,13 +220,13 @@ def plan_step(
         held_back=tuple(held_back),
         undo=tuple(undo),
     )
-    return with_phases(plan, groups, jit_compile)
+    return with_groups(plan, partition, jit_compile)
 
 
 def build_optimizers(
-    model: Any, objectives: Sequence[Objective], ema_momentum: float | None
+    model: Model, objectives: Sequence[Objective], ema_momentum: float | None
 ) -> None:
-    """Lets every optimizer make its variables, for those of the model that it moves."""
+    """Lets every optimizer create its slots, for the variables that it updates."""
     for objective in objectives:
         if ema_momentum is not None:
             objective.optimizer.use_ema = True
@@ -219,48 +235,50 @@ def build_optimizers(
 
 
 def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
-    """Returns a plan of the same step, of which XLA compiles something else."""
-    return with_phases(plan, [phase.objectives for phase in plan.phases], jit_compile)
+    """Returns a plan of the same step in another compile mode."""
+    return with_groups(plan, [group.objectives for group in plan.groups], jit_compile)
 
 
-def with_phases(
-    plan: StepPlan, groups: Sequence[Sequence[Objective]], jit_compile: bool | str
+def with_groups(
+    plan: StepPlan, partition: Sequence[Sequence[Objective]], jit_compile: bool | str
 ) -> StepPlan:
-    """Returns a plan with a phase for each group of objectives, compiled in a way."""
-    # XLA would compile an update anew for every other number of rows.
+    """Returns a plan with an update group for each group of objectives, in a compile mode."""
+    # XLA would compile an update again for every number of rows in a sparse gradient.
     dense = jit_compile in (True, "update") or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
-    fuse = jit_compile is not True and runs_on_cpu(plan.strategy)  # where it has been measured
+    # TensorFlow's kernel was measured to be faster on CPUs, where XLA does not compile the pass.
+    fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
 
-    def phase(group: Sequence[Objective]) -> Phase:
-        def run(*args: Any) -> Any:
-            return differentiate(
-                *args,
-                model=plan.model,
-                held_back=plan.held_back,
-                seeds=plan.seeds,
-                compute_loss=plan.compute_loss,
-                objectives=group,
-                dense=dense,
-                alone=plan.alone,
-                fuse=fuse,
-            )
+    def group_of(objectives: Sequence[Objective]) -> UpdateGroup:
+        microbatch = MicrobatchPlan(
+            model=plan.model,
+            held_back=plan.held_back,
+            seeds=plan.seeds,
+            compute_loss=plan.compute_loss,
+            objectives=objectives,
+            dense=dense,
+            single_pass=plan.single_pass,
+            fuse_batch_norm=fuse,
+        )
 
-        def run_in_float32(*args: Any) -> Any:
+        def run(inputs: PassInputs) -> Microbatch:
+            return differentiate(inputs, microbatch)
+
+        def run_in_float32(inputs: PassInputs) -> Microbatch:
             with computing_in_float32(plan.model):
-                return run(*args)
+                return run(inputs)
 
-        ways = (compiled_differentiation(way, jit_compile) for way in (run, run_in_float32))
-        return Phase(tuple(group), *ways)
+        passes = (compiled_differentiation(each, jit_compile) for each in (run, run_in_float32))
+        return UpdateGroup(tuple(objectives), *passes)
 
-    phases = tuple(phase(group) for group in groups)
-    return dataclasses.replace(plan, phases=phases, jit_compile=jit_compile)
+    groups = tuple(group_of(objectives) for objectives in partition)
+    return dataclasses.replace(plan, groups=groups, jit_compile=jit_compile)
 
 
-def ones(batch: Any) -> tf.Tensor:
+def ones(batch: Batch) -> tf.Tensor:
     """Returns a weight of 1 for each example of a batch."""
     return tf.ones(tf.shape(checks.first_tensor(batch))[:1])
 
 
-def no_metrics(batch: Any, aux: Any) -> None:
-    """Updates nothing."""
+def no_metrics(batch: Batch, aux: Aux) -> None:
+    """Updates no metrics: the default of `plan_step`."""

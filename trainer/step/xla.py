@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.argument_checks import check_choice
+from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
 
 # What may be compiled, and how a person calls it.
 COMPILE_MODES: dict[bool | str, str] = {
@@ -58,12 +59,14 @@ def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
     return strategies.capabilities(strategy).on_cpu
 
 
-def compiled_differentiation(differentiate: Callable[..., Any], jit_compile: bool | str) -> Any:
-    """Returns a forward and backward pass as a `tf.function`, compiled as far as it shall be."""
+def compiled_differentiation(
+    differentiate: Callable[[PassInputs], Microbatch], jit_compile: bool | str
+) -> Differentiate:
+    """Returns a forward and backward pass as a `tf.function`, compiled as a mode says."""
 
-    def run(*args: Any) -> Any:
+    def run(inputs: PassInputs) -> Microbatch:
         with elementwise_scope() if jit_compile == "elementwise" else contextlib.nullcontext():
-            return differentiate(*args)
+            return differentiate(inputs)
 
     return tf.function(run, autograph=False, jit_compile=jit_compile is True or None)
 

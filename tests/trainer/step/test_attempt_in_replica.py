@@ -1,5 +1,7 @@
 """The step as a TPU gets it: one program, in which all replicas reach all collectives."""
 
+import dataclasses
+
 import fake_tpu
 import keras
 import numpy as np
@@ -8,7 +10,6 @@ import tensorflow as tf
 
 import strategies
 from trainer import Trainer
-from trainer.step import attempt
 
 BATCH = 16
 
@@ -78,7 +79,12 @@ def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
     """A decision in cross-replica context, as on other strategies, makes two programs, and every
     gradient would leave the first.
     """
-    monkeypatch.setattr(attempt.strategies, "decides_inside", lambda _strategy: False)
+    real = strategies.capabilities
+
+    def decided_outside(strategy):
+        return dataclasses.replace(real(strategy), decides_in_replica=False)
+
+    monkeypatch.setattr(strategies, "capabilities", decided_outside)
     assert fake_tpu.count(traced(precision="mixed_bfloat16"), "TPUReplicateMetadata") == 2
 
 

@@ -425,7 +425,7 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
             tf.reduce_mean,
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
-            "trainer weighs and averages them over the global batch itself. Leave out the mean "
+            "trainer weights and averages them over the global batch itself. Leave out the mean "
             "over "
             "examples, and average over any other dimension.",
         ),
@@ -433,7 +433,7 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
             lambda p: p[:, None],
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (None, "
-            "1). The trainer weighs and averages them over the global batch itself. Leave out the "
+            "1). The trainer weights and averages them over the global batch itself. Leave out the "
             "mean over examples, and average over any other dimension.",
         ),
         (
@@ -453,7 +453,7 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
             "`compute_loss` must depend on a trainable variable; got 1 gradients that are all "
             "None. "
             "There is nothing to update. Compute the losses from self.model's output, without "
-            "tf.stop_gradient or numpy on the way.",
+            "tf.stop_gradient or NumPy in between.",
         ),
         (
             lambda p: (p, tf.reduce_mean(p)),

@@ -101,7 +101,7 @@ def test_every_compile_mode_computes_the_same(make, mode):
 def test_elementwise_compiles_no_products_or_convolutions():
     """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
     trainer = trained_small(jit_compile="elementwise")
-    phase = trainer._parts.plan.phases[0]
+    phase = trainer._parts.plan.groups[0]
     [graph] = [each.graph for each in phase.differentiate._list_all_concrete_functions()]
     compiled = set()
     for operation in graph.get_operations():

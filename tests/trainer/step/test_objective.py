@@ -501,7 +501,7 @@ def test_losses_that_do_not_fit_are_refused(kind, found):
 
     message = (
         "`compute_loss` must return a dict of losses with 'discriminator', 'generator'; got "
-        f"{found}. Each optimizer of build_optimizer() has a loss of its own. Return "
+        f"{found}. Each optimizer of build_optimizer() has its own loss. Return "
         "{name: losses}."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):

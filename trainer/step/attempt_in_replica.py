@@ -1,0 +1,73 @@
+"""An attempt as one program per replica, as a TPU needs it.
+
+`attempt.py` decides outside the replicas whether to apply. On a TPU that would split the step into
+two programs, with every gradient copied to the host in between. Here the decision is made inside
+the replica program. It is computed from sums over all replicas, so all of them take the same
+branch, and collectives are safe behind it.
+"""
+
+import contextlib
+
+import tensorflow as tf
+
+from trainer.step.apply import apply_in_replica, assign_held_back, optimizers_prepared
+from trainer.step.outcomes import combined, diagnosed, on_first_replica
+from trainer.step.plan import StepPlan, UpdateGroup
+from trainer.step.randomness import key_source
+from trainer.step.replica import replica_step
+from trainer.step.report import Outcome
+from trainer.step.rollback import Copies
+from trainer.step.types import StepInputs
+
+
+def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Outcome:
+    """Attempts all update groups; see `attempt.attempt_groups`. Call it in cross-replica context.
+
+    Args:
+        inputs: of the step.
+        before: values of `plan.undo` at the beginning of the step.
+        plan: the run's constants.
+    """
+    groups = plan.groups
+    sources = [key_source(inputs.random, place, len(groups)) for place in range(len(groups))]
+
+    def replica(inputs: StepInputs, sources: list[tf.Tensor]) -> Outcome:
+        return attempt_from(0, inputs, sources, before, plan)
+
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(optimizers_prepared(group, plan))
+        # Each group has a source of its own, so the step's is left out.
+        outcome = plan.strategy.run(replica, args=(inputs._replace(random=()), sources))
+    return on_first_replica(outcome, plan.strategy)
+
+
+def attempt_from(
+    place: int, inputs: StepInputs, sources: list[tf.Tensor], before: Copies, plan: StepPlan
+) -> Outcome:
+    """Attempts the update groups from one on. Call it in replica context.
+
+    Args:
+        place: of the first group to attempt, in `plan.groups`.
+        inputs: of the step.
+        sources: of random numbers, for each group.
+        before: values of `plan.undo` at the beginning of the step.
+        plan: the run's constants.
+    """
+    group: UpdateGroup = plan.groups[place]
+    last = place + 1 == len(plan.groups)
+    result = replica_step(inputs._replace(random=sources[place]), group=group, plan=plan)
+
+    def apply() -> Outcome:
+        assign_held_back(result.written, plan)
+        apply_in_replica(result, before, group, plan, last=last)
+        if last:
+            return result.outcome
+        later = attempt_from(place + 1, inputs, sources, before, plan)
+        return combined(result.outcome, later)
+
+    return tf.cond(
+        result.outcome.grads_finite,
+        apply,
+        lambda: diagnosed(result, group, inputs.scale_state, plan),
+    )

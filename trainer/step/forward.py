@@ -1,0 +1,69 @@
+"""The forward pass: the user's loss on one microbatch, with the model's own writes held back."""
+
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from trainer.base.autograph import call_user
+from trainer.base.keras_private import regularizers_in_float32
+from trainer.step.checks import check_not_rounded
+from trainer.step.held_back import HoldBack
+from trainer.step.losses import losses_and_aux
+from trainer.step.microbatch import MicrobatchPlan
+from trainer.step.types import Aux, Batch, Model, Written
+
+
+class ForwardPass(NamedTuple):
+    """The results of a forward pass."""
+
+    losses: dict[str, tf.Tensor]  # by objective; shape=(examples,), float32
+    aux: Aux  # what `compute_loss` returned beside the losses; () if nothing
+    added: tf.Tensor  # shape=(), float32: the sum of `model.losses`
+    after: list[tf.Tensor]  # values of the held-back variables when the pass ended; [] for a
+    # `tf.Module`, which assigns its variables itself
+
+
+def forward(
+    batch: Batch, values: list[tf.Tensor], keys: tf.Tensor, plan: MicrobatchPlan
+) -> ForwardPass:
+    """Runs the user's `compute_loss` without letting a Keras model assign anything.
+
+    Args:
+        batch: the examples.
+        values: of `plan.held_back`.
+        keys: of `plan.seeds`: shape (generators, 2), int64. The generators count on from them.
+        plan: the constants of the pass.
+    """
+    keys = tf.unstack(keys, num=len(plan.seeds))
+    if not isinstance(plan.model, keras.Model):
+        for seed, key in zip(plan.seeds, keys, strict=True):
+            seed.assign(key)
+        result = call_user(plan.compute_loss, batch, training=True)
+        losses, aux = losses_and_aux(result, batch, plan.objectives)
+        return ForwardPass(losses, aux, tf.constant(0.0), [])
+    held_back = HoldBack([*plan.held_back, *plan.seeds], [*values, *keys])
+    with regularizers_in_float32(plan.model), held_back as scope:
+        result = call_user(plan.compute_loss, batch, training=True)
+        losses, aux = losses_and_aux(result, batch, plan.objectives)
+        added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in plan.model.losses)
+    scope.check_all_known()
+    after = [scope.get_current_value(variable) for variable in plan.held_back]
+    return ForwardPass(losses, aux, tf.convert_to_tensor(added, tf.float32), after)
+
+
+def written_by(model: Model, before: list[tf.Tensor], after: list[tf.Tensor]) -> Written:
+    """Returns what a forward pass would have assigned.
+
+    Raises:
+        ValueError: if a layer that computes in half precision has assigned a weight.
+    """
+    written = {
+        position: new
+        for position, (old, new) in enumerate(zip(before, after, strict=True))
+        if new is not old
+    }
+    for position in written:
+        if position < len(model.trainable_variables):
+            check_not_rounded(model, model.trainable_variables[position])
+    return {str(position): value for position, value in written.items()}

@@ -1,0 +1,66 @@
+"""The verdict: whether a step may be applied. The same on every replica, by construction."""
+
+import tensorflow as tf
+
+import scaling
+from trainer.step.types import Written
+
+
+def judge(
+    *,
+    losses_finite: tf.Tensor,
+    statistics_finite: tf.Tensor,
+    gradient_norm: tf.Tensor,
+    max_magnitude: tf.Tensor,
+) -> scaling.Verdict:
+    """Decides whether a step is applied: only if everything in it was finite on every replica.
+
+    One inf or NaN in any gradient makes the global norm non-finite, so testing the norm tests
+    every element. The norm is computed in float32 from the unscaled sum over replicas, so it also
+    covers an overflow in the sum, in the unscaling, and in the squares that Adam would keep.
+
+    Every argument is a result of the all-reduce, so every replica reaches the same verdict
+    without another collective.
+
+    Args:
+        losses_finite: whether the unscaled loss was finite on every replica: shape (), bool.
+        statistics_finite: whether the variables that the forward pass assigns stay finite; see
+            `stay_finite`: shape (), bool.
+        gradient_norm: global norm of the summed, unscaled gradients, before clipping: shape (),
+            float32.
+        max_magnitude: largest magnitude in them: shape (), float32; NaN if it was not measured.
+
+    Returns:
+        The verdict. Its `cause` is the default: `diagnose` finds the cause, after a skip only.
+
+    Source:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, for skipping an
+        update whose gradients are not finite.
+
+    Example:
+        >>> def verdict(norm):
+        ...     return judge(
+        ...         losses_finite=tf.constant(True), statistics_finite=tf.constant(True),
+        ...         gradient_norm=tf.constant(norm), max_magnitude=tf.constant(float("nan")))
+        >>> bool(verdict(2.5).grads_finite), bool(verdict(float("inf")).grads_finite)
+        (True, False)
+    """
+    grads_finite = losses_finite & statistics_finite & tf.math.is_finite(gradient_norm)
+    return scaling.Verdict(grads_finite, max_magnitude=max_magnitude)
+
+
+def stay_finite(written: Written, before: list[tf.Tensor]) -> tf.Tensor:
+    """Returns whether no variable is about to go from finite to inf or NaN: shape (), bool.
+
+    A moving average that has become inf or NaN would stay so for the rest of the run.
+
+    Args:
+        written: what the forward pass would assign; floats are means over replicas already.
+        before: values of the held-back variables before the step.
+    """
+    floats = {position: value for position, value in written.items() if value.dtype.is_floating}
+    flags = [
+        scaling.all_finite(value) | ~scaling.all_finite(before[int(position)])
+        for position, value in floats.items()
+    ]
+    return tf.reduce_all(flags) if flags else tf.constant(True)

@@ -1,0 +1,107 @@
+"""What `compute_loss` returned: checked, named, and weighted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import strategies
+from trainer.step.objective import ONLY, Objective
+from trainer.step.types import Aux, Batch
+
+
+def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor) -> tf.Tensor:
+    """Returns a share's part of the weighted mean over the global batch: shape (), float32.
+
+    Args:
+        losses: of the share's examples: shape (examples,), float32.
+        share: the examples and their weights.
+        weight: sum of the weights of the global batch: shape (), float32.
+    """
+    return tf.math.divide_no_nan(weighted_sum(losses, share), weight)
+
+
+def weighted_sum(losses: tf.Tensor, share: strategies.Share) -> tf.Tensor:
+    """Returns the sum of a share's losses times their weights: shape (), float32.
+
+    An example of weight 0 does not count, even if its loss is inf or NaN.
+    """
+    return tf.reduce_sum(tf.math.multiply_no_nan(losses, share.weights))
+
+
+def mask_weightless(losses: tf.Tensor, share: strategies.Share) -> tf.Tensor:
+    """Returns the losses, with 0 for every example whose weight is 0."""
+    return tf.where(share.weights == 0, 0.0, losses)
+
+
+def losses_and_aux(
+    result: Any, batch: Batch, objectives: Sequence[Objective]
+) -> tuple[dict[str, tf.Tensor], Aux]:
+    """Splits and checks what `compute_loss` returned.
+
+    Args:
+        result: losses, or (losses, aux); see `Task.compute_loss`.
+        batch: the examples that it was computed from.
+        objectives: whose losses there must be.
+
+    Returns:
+        losses: by objective; shape (examples,), float32.
+        aux: what was returned beside them; () if nothing was.
+
+    Raises:
+        TypeError: if the losses are not float32, or not given by objective.
+        ValueError: if they are not one number per example, or aux has no example dimension.
+    """
+    losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
+    losses = by_objective(losses, objectives)
+    for leaf in tf.nest.flatten(aux):
+        if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
+            raise ValueError(
+                "`compute_loss` must return aux of tensors whose first dimension is the example; "
+                f"got {leaf!r}. Aux is cut to each replica's real examples before the metrics see "
+                "it. Return one value per example."
+            )
+    return {name: check_losses(loss, batch) for name, loss in losses.items()}, aux
+
+
+def by_objective(losses: Any, objectives: Sequence[Objective]) -> dict[str, Any]:
+    """Returns losses by the objective's name. A single objective's losses need no name."""
+    names = [objective.name for objective in objectives]
+    if names == [ONLY]:
+        return {ONLY: losses}
+    if not isinstance(losses, dict) or not set(names) <= set(losses):
+        found = sorted(losses) if isinstance(losses, dict) else type(losses).__name__
+        raise TypeError(
+            f"`compute_loss` must return a dict of losses with {', '.join(map(repr, names))}; got "
+            f"{found}. Each optimizer of build_optimizer() has its own loss. Return "
+            "{name: losses}."
+        )
+    return {name: losses[name] for name in names}
+
+
+def check_losses(losses: Any, batch: Batch) -> tf.Tensor:
+    """Returns the losses of a batch, or raises TypeError or ValueError; see `losses_and_aux`."""
+    losses = tf.convert_to_tensor(losses)
+    if losses.dtype != tf.float32:
+        raise TypeError(
+            f"`compute_loss` must return float32 losses; got {losses.dtype.name}. In half "
+            "precision a sum over the batch overflows or rounds. Cast the model's output to "
+            "float32 before the loss."
+        )
+    rows = tf.nest.flatten(batch)[0].shape[0]
+    wanted = (
+        f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
+    )
+    remedy = (
+        "The trainer weights and averages them over the global batch itself. Leave out the mean "
+        "over examples, and average over any other dimension."
+    )
+    if losses.shape.rank != 1 or losses.shape[0] not in (None, rows):
+        raise ValueError(f"{wanted} {losses.shape}. {remedy}")
+    if rows is not None:
+        return losses
+    count = tf.shape(tf.nest.flatten(batch)[0])[:1]
+    same = tf.reduce_all(tf.shape(losses) == count)
+    message = [wanted, tf.shape(losses), "for", count, "examples.", remedy]
+    with tf.control_dependencies([tf.debugging.Assert(same, message)]):
+        return tf.identity(losses)

@@ -1,0 +1,87 @@
+"""The values that a forward and backward pass takes and returns, and what is constant in it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import keras
+import tensorflow as tf
+
+import strategies
+from trainer.step.objective import Objective
+from trainer.step.types import Aux, Gradient, Model, ScaleState, Written
+
+# The user's (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
+ComputeLoss: TypeAlias = Callable[..., Any]
+
+
+class GlobalBatchSize(NamedTuple):
+    """The size of the global batch, by which a share's losses are divided."""
+
+    weight: tf.Tensor  # shape=(), float32: sum of the example weights
+    examples: tf.Tensor  # shape=(), int32: number of examples
+
+
+class PassInputs(NamedTuple):
+    """What a forward and backward pass computes from, on one replica."""
+
+    share: strategies.Share  # the examples and their weights
+    global_batch: GlobalBatchSize
+    scale_state: ScaleState  # the loss-scale rule's state; its scale multiplies the loss
+    values: list[tf.Tensor]  # values of `MicrobatchPlan.held_back`
+    keys: tf.Tensor  # shape=(generators, 2), int64: a key for each of `MicrobatchPlan.seeds`
+
+
+class Contribution(NamedTuple):
+    """What one microbatch adds to a step; summed over microbatches and replicas."""
+
+    gradients: list[Gradient]  # of the scaled losses; at least float32
+    loss: tf.Tensor  # shape=(), float32: this part of the global weighted mean, unscaled
+    regularization_loss: tf.Tensor  # shape=(), float32: this part of `model.losses`, unscaled
+
+
+class NonfiniteFlags(NamedTuple):
+    """What was inf or NaN in one microbatch. Flags are summed over a replica's microbatches."""
+
+    loss: tf.Tensor  # shape=(), float32: 1 if the loss was not finite
+    losses: tf.Tensor  # shape=(2,), float32: number of examples whose loss is inf, and NaN
+    gradients: tf.Tensor  # shape=(gradients,), float32: 1 for each gradient that is not finite;
+    # all 0 if the loss was not finite, and in a single pass: see `MicrobatchPlan.single_pass`
+
+
+class Microbatch(NamedTuple):
+    """The results of one forward and backward pass."""
+
+    contribution: Contribution
+    nonfinite: NonfiniteFlags
+    written: Written  # what the forward pass would have assigned
+    aux: Aux  # what `compute_loss` returned beside the losses; first dimension: the example
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchPlan:
+    """The constants of a forward and backward pass."""
+
+    model: Model
+    held_back: Sequence[keras.Variable]  # what the pass reads and may assign, weights first
+    seeds: Sequence[keras.Variable]  # states of the seed generators it may draw from
+    compute_loss: ComputeLoss
+    objectives: Sequence[Objective]  # whose gradients are wanted
+    dense: bool  # whether sparse gradients are made dense
+    single_pass: bool  # whether a step is this one pass on one replica, so that nothing is added
+    # to its gradients: then `diagnose` examines them after a skip, and no step counts them
+    fuse_batch_norm: bool  # whether to use TensorFlow's one kernel: see `batch_norm`
+
+
+class Differentiate(Protocol):
+    """A forward and backward pass over one microbatch, as a `tf.function`."""
+
+    def __call__(self, inputs: PassInputs) -> Microbatch:
+        """Runs the pass."""
+
+    def get_concrete_function(self, inputs: PassInputs) -> Any:
+        """Returns the traced function, whose `structured_outputs` are the specs of its results."""
+
+    @property
+    def python_function(self) -> Any:
+        """The function that is traced."""

@@ -1,0 +1,53 @@
+"""What an attempt came to: the outcomes of its update groups, diagnosed and combined."""
+
+from typing import TypeVar
+
+import tensorflow as tf
+
+from trainer.step.diagnose import diagnose
+from trainer.step.plan import StepPlan, UpdateGroup
+from trainer.step.replica import ReplicaResult
+from trainer.step.report import Outcome
+from trainer.step.types import ScaleState
+
+Tree = TypeVar("Tree")
+
+
+def diagnosed(
+    result: ReplicaResult, group: UpdateGroup, scale_state: ScaleState, plan: StepPlan
+) -> Outcome:
+    """Returns the outcome of a step that was not finite, with its cause and place."""
+    weights = [
+        tf.convert_to_tensor(plan.model.trainable_variables[position])
+        for position in group.positions
+    ]
+    finding = diagnose(
+        result.evidence, weights, scale_state, plan.rule, single_pass=plan.single_pass
+    )
+    known = finding.bad_variable >= 0
+    position = tf.gather(group.positions, tf.maximum(finding.bad_variable, 0))
+    finding = finding._replace(bad_variable=tf.where(known, position, -1))
+    return result.outcome._replace(**finding._asdict())
+
+
+def combined(first: Outcome, later: Outcome) -> Outcome:
+    """Returns the outcome of several update groups: sums, and the verdict of the later ones.
+
+    Args:
+        first: of a group that was applied.
+        later: of the groups after it, of which one may have failed.
+    """
+    return later._replace(
+        loss=first.loss + later.loss,
+        gradient_norm=tf.sqrt(first.gradient_norm**2 + later.gradient_norm**2),
+        max_magnitude=tf.maximum(first.max_magnitude, later.max_magnitude),
+        magnitude_counts=first.magnitude_counts + later.magnitude_counts,
+        underflow=first.underflow + later.underflow,  # 0 for variables of other groups
+    )
+
+
+def on_first_replica(structure: Tree, strategy: tf.distribute.Strategy) -> Tree:
+    """Returns the first replica's values of what `strategy.run` returned."""
+    return tf.nest.map_structure(
+        lambda value: strategy.experimental_local_results(value)[0], structure
+    )

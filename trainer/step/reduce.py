@@ -1,0 +1,68 @@
+"""The one all-reduce of a step: gradients, losses, flags and statistics, summed over replicas."""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+import scaling
+import strategies
+from trainer.step.diagnose import NonfiniteTable, own_row
+from trainer.step.microbatch import Contribution, Microbatch
+from trainer.step.types import Written
+
+
+class Reduced(NamedTuple):
+    """The sums over replicas, the same on every replica."""
+
+    total: Contribution  # its gradients are still scaled; sparse ones are coalesced
+    table: NonfiniteTable  # what was not finite on which replica
+    written: Written  # what to assign if the step is applied
+
+
+def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
+    """Sums the contributions, and averages what the replicas' forward passes wrote.
+
+    One all-reduce carries all of it. A replica whose share was empty has written nothing and does
+    not count in the average. Integers (counters, for example) have no average: every replica takes
+    the first replica's value, whose share is never empty.
+
+    Args:
+        local: results of this replica's whole share.
+        share: the examples they were computed from.
+    """
+    context = tf.distribute.get_replica_context()
+    took_part = tf.cast(share.examples > 0, tf.float32)
+    statistics = {
+        position: tf.where(took_part > 0, value, tf.zeros_like(value))
+        for position, value in local.written.items()
+        if value.dtype.is_floating
+    }
+    row = own_row(local.nonfinite, context)
+    total, table, replicas, sums = strategies.sum_gradients(
+        (local.contribution, row, took_part, statistics)
+    )
+    # Rows of several replicas may share an index, and may overflow only once they are added.
+    total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
+    means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
+    written = local.written | means
+    found = strategies.capabilities(context.strategy)
+    # Elsewhere one call outside the replicas assigns the first replica's values to all of them.
+    if found.multi_worker or found.decides_in_replica:
+        written |= integers_of_first(local.written, context)
+    return Reduced(total, table, written)
+
+
+def integers_of_first(written: Written, context: tf.distribute.ReplicaContext) -> Written:
+    """Returns the integers among some values as the job's first replica has them.
+
+    They have a sum of their own because integers are kept on the host, while the other sums may
+    be on accelerators; in int32, which a TPU can add.
+    """
+    is_first = context.replica_id_in_sync_group == 0
+    mine = {
+        position: tf.where(is_first, tf.cast(value, tf.int32), 0)
+        for position, value in written.items()
+        if not value.dtype.is_floating
+    }
+    sums = strategies.sum_gradients(mine)
+    return {position: tf.cast(value, written[position].dtype) for position, value in sums.items()}
