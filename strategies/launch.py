@@ -33,11 +33,11 @@ class Task(NamedTuple):
     """One process of a job."""
 
     kind: str  # "worker", "chief" or "ps"
-    index: int  # among the tasks of its kind, from 0
+    task_id: int  # among the tasks of its kind, from 0
 
     def __str__(self) -> str:
         """Returns the name that starts each line of the task's output."""
-        return f"{self.kind} {self.index}"
+        return f"{self.kind} {self.task_id}"
 
 
 class Job:
@@ -68,7 +68,7 @@ class Job:
 
     def start(self, task: Task) -> None:
         """Starts one process and a thread that forwards its output."""
-        config = {"cluster": self.cluster, "task": {"type": task.kind, "index": task.index}}
+        config = {"cluster": self.cluster, "task": {"type": task.kind, "index": task.task_id}}
         process = subprocess.Popen(  # noqa: S603  # the user's own command
             self._command,
             stdout=subprocess.PIPE,
