@@ -99,7 +99,7 @@ def test_actions_are_due_by_seconds(monkeypatch):
     created.
     """
     now = [100.0]
-    monkeypatch.setattr("trainer.actions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainer.monitor.actions.time.monotonic", lambda: now[0])
     seen = []
 
     def passing(trainer):
