@@ -18,7 +18,7 @@ import tensorflow as tf
 from helpers import Linear, all_copies
 
 from trainer import Action
-from trainer.checkpoint import folder
+from trainer.base import atomic_files
 
 # The phases that may be slow, and what makes them so: how many seconds at a time.
 SLOW = {
@@ -112,7 +112,7 @@ def train(trainer, slow, steps):
         if slow == "saving in a thread":
             time.sleep(SLOW["training"])
 
-    def nap_in_flush(path, flush=folder.flush_to_disk):
+    def nap_in_flush(path, flush=atomic_files.flush_to_disk):
         flushes.append(path)
         if "long" not in slow or f"ckpt-{2 * INTERVAL}" in str(path):
             nap()
@@ -121,13 +121,13 @@ def train(trainer, slow, steps):
     evaluation = {}
     if slow == "evaluating":
         evaluation = {"eval_data": data(nap).repeat(1000), "eval_interval": INTERVAL}
-    before = folder.flush_to_disk
+    before = atomic_files.flush_to_disk
     if "sav" in slow:
-        folder.flush_to_disk = nap_in_flush
+        atomic_files.flush_to_disk = nap_in_flush
     try:
         return trainer.train(data(nap_in_batch), steps=steps, **evaluation)
     finally:
-        folder.flush_to_disk = before
+        atomic_files.flush_to_disk = before
 
 
 def bits(trainer):

@@ -27,7 +27,7 @@ import scaling
 import strategies
 from scaling.ops.precision import COMPUTE_DTYPES
 from trainer.base.argument_checks import check_writable
-from trainer.base.atomic_files import write_whole
+from trainer.base.atomic_files import write_atomically
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.compatibility import ARGUMENTS
 from trainer.config import skip_policy as policy
@@ -333,4 +333,4 @@ def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:
         for flag in flag_values.get_key_flags_for_module(module)
         if flag.value is not None
     ]
-    write_whole(model_dir / "flags.cfg", "\n".join(lines) + "\n")
+    write_atomically(model_dir / "flags.cfg", "\n".join(lines) + "\n")

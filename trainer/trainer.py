@@ -35,7 +35,7 @@ from trainer.config.resolve import (
     warn_of_conflicts,
 )
 from trainer.config.skip_policy import SkipPolicy
-from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_data, steps_to_take
+from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_data, target_step
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.ema_weights import as_asked
 from trainer.evaluation.export import check_export, export
@@ -47,7 +47,7 @@ from trainer.monitor.divergence import Divergence, LossWatch, check_divergence
 from trainer.monitor.preemption import StopSignals
 from trainer.monitor.profiling import check_profile
 from trainer.replay.recorder import read_record
-from trainer.replay.rerun import Replay, check_setting, run_again
+from trainer.replay.rerun import Replay, check_setting, rerun_step
 from trainer.run.build import Parts, build, setting_of
 from trainer.run.compile_autotune import Choice, initial_compile_mode, settle
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
@@ -377,7 +377,7 @@ class Trainer(Task):
             self._parts.stop.assign(value=False)
         with StopSignals(self.stop) as signals:
             data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
-            target = steps_to_take(steps, epochs, data)
+            target = target_step(steps, epochs, data)
             replicas = self.strategy.num_replicas_in_sync
             strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
             evaluate = self._evaluation(eval_data, eval_interval, data.global_batch)
@@ -615,7 +615,7 @@ class Trainer(Task):
             self.jit_compile = record.setting["jit_compile"]
         check_setting(record.setting, setting_of(self))
         self._start(next(iter(dataset)))
-        return run_again(record, dataset, state, self._parts.plan)
+        return rerun_step(record, dataset, state, self._parts.plan)
 
     def _evaluation(
         self, eval_data: Any, eval_interval: int | None, global_batch: int

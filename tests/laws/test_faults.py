@@ -18,6 +18,7 @@ import tensorflow as tf
 from helpers import Linear, all_copies
 
 from trainer import Action, Divergence
+from trainer.base import atomic_files
 from trainer.checkpoint import CheckpointError, folder
 from trainer.data.batches import untuned
 from trainer.data.errors import DataError
@@ -464,11 +465,11 @@ def test_a_checkpoint_that_an_error_names_is_there(tmp_path, monkeypatch):
     step raised.
     """
 
-    def slow(path, flush=folder.flush_to_disk):
+    def slow(path, flush=atomic_files.flush_to_disk):
         time.sleep(0.05)
         flush(path)
 
-    monkeypatch.setattr(folder, "flush_to_disk", slow)
+    monkeypatch.setattr(atomic_files, "flush_to_disk", slow)
     with pytest.raises(DataError) as error:
         finish(Steady(tmp_path, data_resume="skip", async_checkpoint=True), raising(INTERVAL + 1))
 

@@ -1,22 +1,76 @@
-"""Files that are there whole or not at all: written beside their place, then renamed into it."""
+"""Writes files and folders atomically: under a temporary name, then renamed into place.
+
+The file system renames in one step, so a process that is killed leaves either the complete new
+version or what was there before. A folder is also flushed to disk before and after the rename, so
+that it survives a loss of power.
+
+    folder = begin_folder(path)
+    ...  # write files into `folder`
+    publish_folder(path)  # or discard_folder(path)
+"""
 
 import os
 import pathlib
+import shutil
 
-UNFINISHED = ".tmp"
+UNFINISHED = ".tmp"  # suffix of a file or folder that is still being written
+REPLACED = ".old"  # suffix of a folder that is being replaced
 
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:
-    """Returns where what will be at `path` is written."""
+    """Returns the temporary path at which the file or folder for `path` is written."""
     return path.with_name(path.name + UNFINISHED)
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that whoever reads it finds all of it or none, and makes its folder."""
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Writes a text file, so that a reader sees all of it or none. Creates its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = unfinished(path)
-    beside.write_text(text)
-    beside.replace(path)
+    temporary = unfinished(path)
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def begin_folder(path: pathlib.Path) -> pathlib.Path:
+    """Returns an empty folder in which to write what `publish_folder` will move to `path`."""
+    temporary = unfinished(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def publish_folder(path: pathlib.Path) -> None:
+    """Moves what was written since `begin_folder` to `path`, replacing what is there."""
+    temporary = unfinished(path)
+    for entry in sorted(temporary.rglob("*")):
+        flush_to_disk(entry)
+    flush_to_disk(temporary)
+    replaced = path.with_name(path.name + REPLACED)
+    if path.exists():  # a folder cannot be renamed over one that is not empty
+        path.rename(replaced)
+    temporary.rename(path)
+    flush_to_disk(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def discard_folder(path: pathlib.Path) -> None:
+    """Removes what was written since `begin_folder`."""
+    shutil.rmtree(unfinished(path), ignore_errors=True)
+
+
+def clean_up_folders(parent: pathlib.Path, prefix: str) -> None:
+    """Removes or completes what a killed process left in `parent`, under names `prefix-*`.
+
+    Unfinished folders are removed. A folder that was set aside to be replaced is moved back, unless
+    its replacement is in place.
+    """
+    for replaced in parent.glob(f"{prefix}-*{REPLACED}"):
+        path = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if path.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(path)
+    for temporary in parent.glob(f"{prefix}-*{UNFINISHED}"):
+        shutil.rmtree(temporary)
 
 
 def flush_to_disk(path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run leaves so that it can be taken up again: begin with `saver.py`."""
+"""Checkpoints: saves a run and restores it. Begin reading with `saver.py`."""
 
 from trainer.checkpoint.saver import CheckpointError, Checkpoints
 

@@ -1,66 +1,66 @@
-"""The best models of a run by a metric: `model_dir/best/step-STEP`, each a folder."""
+"""Keeps the best models of a run by a metric, each in a folder `model_dir/best/step-STEP`."""
 
 import math
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from trainer.base.atomic_files import begin_folder, clean_up_folders
 from trainer.checkpoint import folder
 
 PREFIX = "step"
 KERAS_FILE = "model.keras"
-BETTER = {"lowest": 1.0, "highest": -1.0}  # what to multiply with, so that less is better
+BETTER = {"lowest": 1.0, "highest": -1.0}  # factor that turns a metric into "lower is better"
 
 
 class Best:
-    """Keeps the model of the evaluations that came out best.
+    """Keeps the models with the best evaluation results.
 
-    What was best so far stands in the folders and nowhere else: a run that is taken up again
-    knows it, and one that is killed in an export has lost nothing.
+    The folders are the only record of the best results so far. A resumed run therefore knows them,
+    and a run that is killed during an export loses nothing.
 
     Args:
-        model_dir: of the run.
-        keep: how many stay.
-        metric: which result of an evaluation is compared.
-        which: "lowest" or "highest": which is best.
+        model_dir: directory of the run.
+        keep: number of models to keep.
+        metric: name of the evaluation result to compare.
+        which: "lowest" or "highest", whichever is better.
     """
 
     def __init__(self, model_dir: pathlib.Path, keep: int, metric: str, which: str) -> None:
-        """Reads nothing yet."""
+        """Stores the settings; reads no files."""
         self._parent = model_dir / "best"
         self._keep = keep
         self._metric = metric
         self._sign = BETTER[which]
 
     def consider(
-        self, step: int, results: dict[str, float], export: Callable[[pathlib.Path], Any]
+        self, step: int, results: dict[str, float], export: Callable[[pathlib.Path], None]
     ) -> bool:
-        """Exports the model if it is one of the best; returns whether it was.
+        """Exports the model if it is among the best, and returns whether it is.
 
         Args:
-            step: whose model was evaluated.
-            results: of the evaluation.
+            step: step at which the model was evaluated.
+            results: evaluation results by name.
             export: writes the model into a folder.
         """
         path = self._parent / f"{PREFIX}-{step}"
         others = self.ranked()
-        others.pop(path, None)  # of an evaluation that a run taken up again has come to anew
+        others.pop(path, None)  # from before the run was resumed: a step does not beat itself
         better = sum(rank <= self._rank(results) for rank in others.values())
         if self._rank(results) == math.inf or better >= self._keep:
             return False
-        folder.tidy(self._parent, PREFIX)
-        export(folder.begin(path))
+        clean_up_folders(self._parent, PREFIX)
+        export(begin_folder(path))
         folder.commit(path, {"step": step, "results": results})
         for worse in list(others)[self._keep - 1 :]:
             shutil.rmtree(worse)
         return True
 
     def ranked(self) -> dict[pathlib.Path, float]:
-        """Returns what is kept, best first, with a number that is less for what is better."""
+        """Returns the folders of the kept models with their ranks (lower is better), best first."""
         found = {}
         for path in folder.committed(self._parent, PREFIX).values():
             try:
@@ -74,8 +74,8 @@ class Best:
         return math.inf if math.isnan(rank) else rank
 
 
-def export_model(model: Any, path: pathlib.Path) -> None:
-    """Writes `model.keras`, or of a `tf.Module` a checkpoint `variables`, into a folder."""
+def export_model(model: keras.Model | tf.Module, path: pathlib.Path) -> None:
+    """Writes a Keras model as `model.keras`, or a `tf.Module` as the checkpoint `variables`."""
     if isinstance(model, keras.Model):
         model.save(path / KERAS_FILE)
     else:

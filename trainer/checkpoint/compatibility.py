@@ -1,4 +1,4 @@
-"""What `run.json` says of a run, and what must be the same to go on exactly."""
+"""Compares a run with the checkpoint it resumes from: some settings must be the same."""
 
 import importlib.metadata
 import pathlib
@@ -10,7 +10,7 @@ from absl import logging
 
 from trainer.base.argument_checks import check_choice
 
-# What is compared, and the argument that says it.
+# Entries of `run.json` that are compared, with the argument of `Trainer` or `train` that sets them.
 ARGUMENTS = {
     "precision": "precision",
     "loss_scale": "loss_scale",
@@ -20,29 +20,30 @@ ARGUMENTS = {
     "data": "train_data",
 }
 
-REASONS = {
-    "precision": "The run would go on computing in another way.",
-    "loss_scale": "The run would go on under another rule.",
-    "seed": "The run would go on with other random numbers and, of arrays, other batches.",
-    "num_replicas": "The run would go on with other shares of a batch on each replica.",
-    "global_batch": "The run would go on with other batches.",
-    "data": "The run would go on with other batches.",
+# What a run continues with when one of them has changed.
+EFFECTS = {
+    "precision": "another precision",
+    "loss_scale": "another loss-scale rule, from its initial scale",
+    "seed": "other random numbers, and its data from the beginning",
+    "num_replicas": "different shares of each batch on the replicas, and its metrics from zero",
+    "global_batch": "other batches, from the beginning of the data",
+    "data": "other data, from the beginning",
 }
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what computes."""
+    """Returns the versions of Python and of the packages that compute a step."""
     packages = ("halfstep", "tensorflow", "keras", "numpy")
     found = {name: importlib.metadata.version(name) for name in packages}
     return found | {"python": platform.python_version()}
 
 
-def check_changeable(names: Sequence[str]) -> None:
-    """Raises ValueError unless all of some names may be given as `allow_changes`."""
+def check_allow_changes(names: Sequence[str]) -> None:
+    """Raises TypeError or ValueError unless `names` is a valid `allow_changes`."""
     if isinstance(names, str):
         raise TypeError(
-            f"`allow_changes` must be a sequence of names; got {names!r}. Each is something that "
-            f"may differ from the checkpoint. Pass ({names!r},)."
+            f"`allow_changes` must be a sequence of names; got {names!r}. Each name is a setting "
+            f"that may differ from the checkpoint. Pass ({names!r},)."
         )
     for name in names:
         check_choice("allow_changes", name, tuple(ARGUMENTS))
@@ -51,44 +52,48 @@ def check_changeable(names: Sequence[str]) -> None:
 def check_same(
     saved: dict[str, Any], ours: dict[str, Any], allowed: Sequence[str], path: pathlib.Path
 ) -> list[str]:
-    """Compares a run with the one that left a checkpoint.
+    """Compares the settings of a run with those in a checkpoint.
 
     Args:
-        saved: what the checkpoint's `run.json` says.
-        ours: what it would say of this run.
-        allowed: what may differ.
-        path: of the checkpoint.
+        saved: contents of the checkpoint's `run.json`.
+        ours: the same entries for this run.
+        allowed: names of the entries that may differ.
+        path: path of the checkpoint.
 
     Returns:
-        What differs, all of it allowed.
+        Names of the entries that differ, all of them allowed.
 
     Raises:
-        ValueError: if something else differs: it gives the place and both values.
+        ValueError: if an entry differs that is not allowed to.
     """
     changed = [name for name in ARGUMENTS if saved.get(name) != ours[name]]
     for name in changed:
         if name not in allowed:
             raise ValueError(
-                f"`{ARGUMENTS[name]}` must be that of the run in {path} to go on with it; got "
-                f"{name} {ours[name]!r} for {saved.get(name)!r} there. {REASONS[name]} Use another "
-                f'model_dir, or pass allow_changes=("{name}",).'
+                f"`{ARGUMENTS[name]}` must be the same as in {path} to resume from it; got {name} "
+                f"{ours[name]!r}, and the checkpoint has {saved.get(name)!r}. The run would "
+                f"continue with {EFFECTS[name]}. Use another model_dir, or pass "
+                f"allow_changes={(*allowed, name)!r}."
             )
         logging.warning(
-            "%s was %r in %s and is %r now, as allow_changes permits. %s",
+            "%s was %r in %s and is %r now, as allow_changes permits. The run continues with %s.",
             name,
             saved.get(name),
             path,
             ours[name],
-            REASONS[name],
+            EFFECTS[name],
         )
-    warn_of_versions(saved.get("versions", {}), path)
+    warn_about_versions(saved.get("versions", {}), path)
     return changed
 
 
-def warn_of_versions(saved: dict[str, str], path: pathlib.Path) -> None:
-    """Says so, if other versions may end in other bits."""
+def warn_about_versions(saved: dict[str, str], path: pathlib.Path) -> None:
+    """Logs a warning if a checkpoint was written with other versions."""
     now = versions()
-    others = {name: was for name, was in saved.items() if now.get(name) != was}
-    if others:
-        told = ", ".join(f"{name} {was}, now {now.get(name)}" for name, was in others.items())
-        logging.warning("%s was written with %s: the bits may differ.", path, told)
+    differences = ", ".join(
+        f"{name} {was} (now {now.get(name)})" for name, was in saved.items() if now.get(name) != was
+    )
+    if differences:
+        logging.warning(
+            "%s was written with %s. Results may not be identical bit for bit.", path, differences
+        )

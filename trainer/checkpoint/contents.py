@@ -1,11 +1,11 @@
-"""What a checkpoint holds of a run's variables, and how every replica gets its copy back.
+"""The variables in a checkpoint, and how each replica's copy of them is restored.
 
-`variables` is one `tf.train.Checkpoint` of model, optimizers, state and whatever else the
-trainer has that keeps variables. TensorFlow stores one value of a variable there; where
-replicas keep copies that may differ (`tf.VariableSynchronization.ON_READ`: metrics, and
-statistics of a module) that value is their sum or mean, from which no copy can be had back
-to the bit. `copies` is a second one, of those copies; it is read if there are as many
-replicas.
+`variables` is one `tf.train.Checkpoint` of the model, the optimizers, the state and everything else
+in the trainer that has variables. TensorFlow saves one value per variable. Where replicas keep
+copies that may differ (`tf.VariableSynchronization.ON_READ`: metrics, and statistics of a
+`tf.Module`), that value is the sum or mean of the copies, from which they cannot be recovered.
+A second file, `copies`, therefore holds every copy; it is read only if the number of replicas is
+still the same. The state of the loss-scale rule is in a third file, `scale`.
 """
 
 import pathlib
@@ -22,13 +22,14 @@ from trainer.step.rollback import copies_of, tensorflow_variable, variables_in_r
 
 
 class Contents:
-    """A run's variables, to be written to and read from a folder.
+    """The variables of a run, which can be written to and read from a folder.
 
     Args:
-        items: what has variables, by name: model, optimizers, counts and others.
-        loss_scaler: the loss-scale rule's state, in a file of its own: another rule has another.
-        metrics: the training's, by name.
-        strategy: whose replicas have copies of them.
+        items: objects that own variables, by name: model, optimizers, state and others.
+        loss_scaler: the state of the loss-scale rule. It has a file of its own because another
+            rule has other variables.
+        metrics: the training metrics by name.
+        strategy: the strategy whose replicas may hold different copies.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Contents:
         metrics: Mapping[str, keras.metrics.Metric],
         strategy: tf.distribute.Strategy,
     ) -> None:
-        """Looks for the variables; all must exist by now."""
+        """Finds the variables; all of them must exist already."""
         self.main = tf.train.Checkpoint(**items)
         self.scale = tf.train.Checkpoint(loss_scaler=loss_scaler)
         differing = [
@@ -47,62 +48,71 @@ class Contents:
             if tensorflow_variable(variable).synchronization is tf.VariableSynchronization.ON_READ
         ]
         differing += [variable for metric in metrics.values() for variable in metric.variables]
-        self.differing = describe(differing)
+        self.differing = describe(differing)  # variables whose copies may differ
         by_place = {
             f"variable_{place}": list(copies_of(variable, strategy))
             for place, variable in enumerate(differing)
         }
-        if any(len(each) < strategy.num_replicas_in_sync for each in by_place.values()):
-            # The others are other workers': what all come to is all that the chief can keep.
+        if any(len(copies) < strategy.num_replicas_in_sync for copies in by_place.values()):
+            # The other copies are on other workers, so the chief can only keep the aggregate.
             self.differing = ["kept: of all workers together", *self.differing]
-            by_place = {f"sum_{place}": each for place, each in enumerate(differing)}
+            by_place = {f"sum_{place}": variable for place, variable in enumerate(differing)}
         self.copies = tf.train.Checkpoint(**by_place)
 
     def write(self, folder: str) -> None:
-        """Writes everything into a folder, on any file system that TensorFlow knows."""
+        """Writes all variables into a folder, on any file system that TensorFlow supports."""
         self.copies.write(f"{folder}/copies")
         self.scale.write(f"{folder}/scale")
         self.main.write(f"{folder}/variables")
 
     def read(self, folder: pathlib.Path, *, copies: bool, scale: bool) -> None:
-        """Reads it back; two of the files only if asked for. Call it in the strategy's scope.
+        """Restores the variables. Call it in the strategy's scope.
+
+        Args:
+            folder: the checkpoint.
+            copies: whether to read every replica's copy of the variables that differ.
+            scale: whether to read the state of the loss-scale rule.
 
         Raises:
-            ValueError: if there is no value for a variable.
+            ValueError: if the checkpoint has no value for a variable.
         """
-        read_all(self.main, folder, "model_dir")
+        read_variables(self.main, folder, "model_dir")
         if copies:
             self.copies.read(str(folder / "copies")).assert_existing_objects_matched()
         if scale:
             self.scale.read(str(folder / "scale")).assert_existing_objects_matched()
 
 
-def read_all(variables: tf.train.Checkpoint, folder: pathlib.Path, argument: str) -> None:
-    """Reads `variables` from a folder, or raises ValueError if it has not all of them.
+def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argument: str) -> None:
+    """Reads the file `variables` of a folder.
 
     Args:
-        variables: what to read.
-        folder: where from.
-        argument: what its user calls the folder, for the error.
+        variables: the objects to restore.
+        folder: the checkpoint.
+        argument: name of the argument that led to the folder, for the error.
+
+    Raises:
+        ValueError: if the folder has no value for one of the variables.
     """
     try:
-        # What it has beside, of objects that are no more, is left.
+        # Values of objects that no longer exist are ignored.
         variables.read(str(folder / "variables")).assert_existing_objects_matched().expect_partial()
     except AssertionError as error:
         raise ValueError(
-            f"`{argument}` must have a value for every variable; got {folder}: {error}. They "
-            "would be left as they are. Give model, trainer and their layers the attributes that "
-            "they had there, or use another model_dir."
+            f"`{argument}` must hold a value for every variable; got {folder}: {error}. Values are "
+            "found by the names of attributes, and these variables would keep their initial "
+            "values. Give the model, the trainer and their layers the attributes that they had in "
+            f"that run, or use another {argument}."
         ) from error
 
 
-def attributes_with_variables(owner: Any, known: Sequence[Any]) -> tf.Module:
-    """Returns a module that holds what an object has beside some things and keeps variables.
+def attributes_with_variables(owner: object, known: Sequence[Any]) -> tf.Module:
+    """Returns a module that holds those attributes of an object that have variables.
 
     Args:
-        owner: whose attributes are looked at: variables, layers, modules, generators, in
-            containers however deep.
-        known: what is held elsewhere.
+        owner: the object. Its attributes may be variables, layers, modules, generators or
+            containers of these, at any depth.
+        known: objects whose variables are saved elsewhere, and left out here.
     """
     elsewhere = variables_in_reach(known, held_back=())
     holder = tf.Module()
@@ -113,8 +123,8 @@ def attributes_with_variables(owner: Any, known: Sequence[Any]) -> tf.Module:
     return holder
 
 
-def describe(variables: Sequence[Any]) -> list[str]:
-    """Returns name, dtype and shape of each variable, as a manifest keeps them.
+def describe(variables: Sequence[tf.Variable | keras.Variable]) -> list[str]:
+    """Returns the name, dtype and shape of each variable, as they stand in the manifest.
 
     Example:
         >>> describe([tf.Variable([[1.0, 2.0]], name="kernel")])
@@ -128,38 +138,38 @@ def describe(variables: Sequence[Any]) -> list[str]:
 
 
 def first_difference(
-    ours: Sequence[str], theirs: Sequence[str], *, kinds: bool = False
+    ours: Sequence[str], theirs: Sequence[str], *, roles: bool = False
 ) -> str | None:
-    """Returns where two results of `describe` differ first, with both sides; None if nowhere.
+    """Returns the first difference between two results of `describe`, or None.
 
-    Names are not compared: Keras numbers them through within a process.
+    Names are not compared, because Keras numbers them within a process.
 
     Args:
-        ours: of the variables here.
-        theirs: of those there.
-        kinds: whether to compare the last word of a name, which says what an optimizer's
+        ours: descriptions of this run's variables.
+        theirs: descriptions of the checkpoint's variables.
+        roles: whether to compare the last word of each name, which says what an optimizer's
             variable is for.
 
     Example:
         >>> first_difference(["a: float32 (2,)"], ["b: float32 (2,)", "c: float32 ()"])
-        'none here for c: float32 () there, at place 1'
+        'variable 1 is none in this run and c: float32 () in the checkpoint'
     """
     for place in range(max(len(ours), len(theirs))):
         here, there = [side[place] if place < len(side) else "none" for side in (ours, theirs)]
-        if compared(here, kinds=kinds) != compared(there, kinds=kinds):
-            return f"{here} here for {there} there, at place {place}"
+        if comparable_part(here, roles=roles) != comparable_part(there, roles=roles):
+            return f"variable {place} is {here} in this run and {there} in the checkpoint"
     return None
 
 
-def compared(line: str, *, kinds: bool) -> str:
-    """Returns what is compared of a line of `describe`; see `first_difference`.
+def comparable_part(line: str, *, roles: bool) -> str:
+    """Returns the part of a line of `describe` that `first_difference` compares.
 
     Example:
-        >>> compared("sgd_3/dense_7_kernel_momentum: float32 (2,)", kinds=True)
+        >>> comparable_part("sgd_3/dense_7_kernel_momentum: float32 (2,)", roles=True)
         'momentum: float32 (2,)'
     """
     name, _, values = line.rpartition(": ")
-    if not kinds:
+    if not roles:
         return values
     unnumbered = re.sub(r"(_\d+)?(:\d+)?$", "", name)
     return f"{re.split('[/_]', unnumbered)[-1]}: {values}"

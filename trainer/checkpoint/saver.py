@@ -1,4 +1,4 @@
-"""Saving a run and taking it up again: `model_dir/ckpt-STEP`, each a folder."""
+"""Saves a run and restores it. Each checkpoint is a folder `model_dir/ckpt-STEP`."""
 
 import concurrent.futures
 import pathlib
@@ -7,35 +7,37 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import logging
 
 import scaling
 import strategies
+from trainer.base.atomic_files import begin_folder, clean_up_folders, discard_folder, unfinished
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.data.iterator_state import DataPosition
 
 PREFIX = "ckpt"
-IN_MEMORY = "ram://"  # a file system of TensorFlow's
+IN_MEMORY = "ram://"  # TensorFlow's file system in memory
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. Those before it are as they were."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 class Checkpoints:
     """The checkpoints of a run. Without a `model_dir` it does nothing.
 
     Args:
-        model_dir: where they are kept, or None.
-        max_to_keep: how many of the newest stay.
-        contents: the run's variables.
-        variables: of model and optimizers, by whose they are: a checkpoint says name, dtype and
-            shape of each, to be compared.
-        rule: the loss-scale rule; the state of another one is left alone.
-        strategy: whose chief alone keeps files; every worker must call.
-        asynchronous: whether to write in a thread, from a copy of the variables.
+        model_dir: the directory that holds them, or None.
+        max_to_keep: number of checkpoints to keep; older ones are removed.
+        contents: the variables of the run.
+        variables: the variables of the model and of each optimizer, under these names. Their
+            names, dtypes and shapes are saved, and compared when the run is restored.
+        rule: the loss-scale rule. The saved state of another rule is not restored.
+        strategy: its chief alone keeps the files, but every worker must make the same calls.
+        asynchronous: whether to write to disk in a thread, from a copy of the variables.
     """
 
     def __init__(
@@ -43,61 +45,62 @@ class Checkpoints:
         model_dir: pathlib.Path | None,
         max_to_keep: int,
         contents: Contents,
-        variables: Mapping[str, Sequence[Any]],
+        variables: Mapping[str, Sequence[tf.Variable | keras.Variable]],
         rule: scaling.LossScaleRule,
         strategy: tf.distribute.Strategy,
         *,
         asynchronous: bool,
     ) -> None:
-        """Reads and writes nothing yet."""
+        """Stores the settings; reads and writes no files."""
         self._model_dir = model_dir
         self._max_to_keep = max_to_keep
         self._contents = contents
-        self._variables = {whose: describe(each) for whose, each in variables.items()}
+        self._variables = {owner: describe(owned) for owner, owned in variables.items()}
         self._rule = rule
         self._strategy = strategy
         self._asynchronous = asynchronous
         self._writer = concurrent.futures.ThreadPoolExecutor(1)
         self._writing: concurrent.futures.Future[None] | None = None
-        # Where the run was last saved, or taken up; what that checkpoint says.
+        # Path and `run.json` of the checkpoint that was last saved or restored.
         self.latest: pathlib.Path | None = None
         self.facts: dict[str, Any] = {}
-        # The same of the one before, while one is being written.
-        self._good: tuple[pathlib.Path | None, dict[str, Any]] = (None, {})
-        self.bytes: dict[str, int] = {}  # how large its files are, by their first name
-        self.taken_up = False  # whether the run has gone on from there, or begun
+        # The same for the checkpoint before it, in case the current write fails.
+        self._previous: tuple[pathlib.Path | None, dict[str, Any]] = (None, {})
+        self.bytes: dict[str, int] = {}  # size of each file of the last checkpoint, without suffix
+        self.resumed = False  # whether training has continued from the restored checkpoint
 
     def restore(self, *, before: int | None = None) -> pathlib.Path | None:
-        """Takes up the newest sound checkpoint, if there is one. In the strategy's scope.
+        """Restores the newest intact checkpoint, if any. Call it in the strategy's scope.
 
         Args:
-            before: only those of earlier steps count; if there is one, later ones are removed.
+            before: if given, only checkpoints of earlier steps are considered, and later ones are
+                removed once an earlier one has been found.
 
         Returns:
-            Its path, or None.
+            The path of the checkpoint, or None.
 
         Raises:
-            ValueError: if it is of another model or optimizer; if there are checkpoints and none
-                is sound.
+            ValueError: if the checkpoint is of another model or optimizer, or if there are
+                checkpoints but all of them are damaged.
         """
         if self._model_dir is None:
             return None
         self.wait()
         if self._keeps_files:
-            folder.tidy(self._model_dir, PREFIX)
+            clean_up_folders(self._model_dir, PREFIX)
         found = folder.committed(self._model_dir, PREFIX)
-        late = [step for step in found if before is not None and step >= before]
-        later = [found.pop(step) for step in late]
-        sound = newest_sound(found, "model_dir")
-        # Another worker may look before the chief's last one is in its place.
-        chosen = strategies.from_chief(sound[1]["step"] if sound else -1, self._strategy)
+        too_late = [step for step in found if before is not None and step >= before]
+        later = [found.pop(step) for step in too_late]
+        intact = newest_intact(found, "model_dir")
+        # A worker may look before the chief has finished writing, so the chief decides.
+        chosen = strategies.from_chief(intact[1]["step"] if intact else -1, self._strategy)
         if chosen < 0:
             return None
         path = self._model_dir / f"{PREFIX}-{chosen}"
-        facts = sound[1] if sound and sound[0] == path else read_facts(path)
+        facts = intact[1] if intact and intact[0] == path else read_chosen(path)
         if self._keeps_files:
-            for each in later:
-                shutil.rmtree(each)
+            for late in later:
+                shutil.rmtree(late)
         check_variables(facts["variables"], self._variables, path, "model_dir")
         self._contents.read(
             path,
@@ -111,18 +114,18 @@ class Checkpoints:
     def save(
         self, step: int, facts: dict[str, Any], position: DataPosition | None
     ) -> pathlib.Path | None:
-        """Saves everything. Waits until it is written, unless it is to be so in a thread.
+        """Saves a checkpoint. Returns when it is on disk, or at once if a thread writes it.
 
         Args:
-            step: whose end it is.
-            facts: what `run.json` shall say.
-            position: in the data; None if there is none.
+            step: number of the last step taken.
+            facts: what `run.json` records about the run.
+            position: the position in the training data, or None to save none.
 
         Returns:
-            The path of the checkpoint, or None without a directory.
+            The path of the checkpoint, or None without a `model_dir`.
 
         Raises:
-            CheckpointError: if it, or the one before it, could not be written.
+            CheckpointError: if this checkpoint or the previous one could not be written.
         """
         if self._model_dir is None:
             return None
@@ -133,141 +136,152 @@ class Checkpoints:
             "variables": self._variables,
             "copies": self._contents.differing,
         }
-        if not self._keeps_files:  # reading a variable may take all workers
+        if not self._keeps_files:  # reading a variable may need all workers, so all of them write
             with tempfile.TemporaryDirectory() as scratch:
                 self._contents.write(scratch)
-            self.latest, self.facts, self.taken_up = path, facts, True
+            self.latest, self.facts, self.resumed = path, facts, True
             return path
         try:
-            unfinished = str(folder.begin(path).absolute())
-            written = IN_MEMORY + unfinished if self._asynchronous else unfinished
+            temporary = str(begin_folder(path).absolute())
+            target = IN_MEMORY + temporary if self._asynchronous else temporary
             if position:
-                position.write(written)
-            self._contents.write(written)
+                position.write(target)
+            self._contents.write(target)
         except (OSError, tf.errors.OpError) as error:
-            self._abandon(path)
-            raise self._failed(path, error) from error
-        self._good = self.latest, self.facts
+            self._discard(path)
+            raise write_error(path, error) from error
+        self._previous = self.latest, self.facts
         self._writing = self._writer.submit(self._finish, path, facts)
-        self.latest, self.facts, self.taken_up = path, facts, True
+        self.latest, self.facts, self.resumed = path, facts, True
         if not self._asynchronous:
             self.wait()
         return path
 
     def wait(self) -> None:
-        """Waits for what is being written.
+        """Waits until the current checkpoint is on disk.
 
         Raises:
-            CheckpointError: if it could not be.
+            CheckpointError: if it could not be written.
         """
         writing, self._writing = self._writing, None
         if writing:
             try:
                 writing.result()
             except CheckpointError:
-                self.latest, self.facts = self._good
+                self.latest, self.facts = self._previous
                 raise
 
     def _finish(self, path: pathlib.Path, facts: dict[str, Any]) -> None:
-        """Puts a checkpoint in its place, and removes those that are too many."""
+        """Moves a checkpoint into place and removes the oldest ones."""
         try:
             if self._asynchronous:
-                to_disk(folder.unfinished(path).absolute())
+                move_to_disk(unfinished(path).absolute())
             files = folder.commit(path, facts)
         except BaseException as error:
-            self._abandon(path)
+            self._discard(path)
             if isinstance(error, (OSError, tf.errors.OpError)):
-                raise self._failed(path, error) from error
+                raise write_error(path, error) from error
             raise
         sizes = {name.split(".")[0]: 0 for name in files}
         for name, file in files.items():
             sizes[name.split(".")[0]] += file["bytes"]
         self.bytes = sizes
-        # Later ones are damaged, or this run would have gone on from there.
+        # Later checkpoints are damaged, or this run would have resumed from one of them.
         found = folder.committed(path.parent, PREFIX)
-        kept = [each for step, each in found.items() if step <= facts["step"]]
+        kept = [earlier for step, earlier in found.items() if step <= facts["step"]]
         for old in kept[: -self._max_to_keep]:
             shutil.rmtree(old)
 
-    def _abandon(self, path: pathlib.Path) -> None:
-        """Removes what was written of a checkpoint that came to nothing."""
-        folder.abandon(path)
-        in_memory = f"{IN_MEMORY}{folder.unfinished(path).absolute()}"
+    def _discard(self, path: pathlib.Path) -> None:
+        """Removes the files of a checkpoint that could not be completed."""
+        discard_folder(path)
+        in_memory = f"{IN_MEMORY}{unfinished(path).absolute()}"
         if self._asynchronous and tf.io.gfile.exists(in_memory):
             tf.io.gfile.rmtree(in_memory)
 
     def _has_copies(self, facts: dict[str, Any], path: pathlib.Path) -> bool:
-        """Returns whether a checkpoint holds the copies of our variables; warns if not."""
+        """Returns whether a checkpoint holds copies of the same variables; warns if not."""
         difference = first_difference(self._contents.differing, facts["copies"])
         if difference:
-            logging.warning("Metrics begin anew, which were others in %s: %s.", path, difference)
+            logging.warning(
+                "Metrics are not restored from %s because they have changed: %s.", path, difference
+            )
         return difference is None
-
-    def _failed(self, path: pathlib.Path, error: Exception) -> CheckpointError:
-        good = list(folder.committed(path.parent, PREFIX).values())
-        last = good[-1] if good else "none"
-        reason = str(error).splitlines()[0]
-        return CheckpointError(
-            f"`model_dir` must have room for a checkpoint and let it be written; got {path}: "
-            f"{reason}. The last good checkpoint is {last}. Make room and run the same command "
-            "again."
-        )
 
     @property
     def _keeps_files(self) -> bool:
-        """Whether this process is the one that keeps files."""
+        """Whether this process is the one whose files are kept."""
         return strategies.is_chief(self._strategy)
 
 
-def read_facts(path: pathlib.Path) -> dict[str, Any]:
-    """Returns what the checkpoint says that the chief has chosen.
+def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
+    """Returns the error for a checkpoint that could not be written."""
+    earlier = list(folder.committed(path.parent, PREFIX).values())
+    if earlier:
+        saved, restart = f"The last good checkpoint is {earlier[-1]}.", "to continue from it"
+    else:
+        saved, restart = "There is no earlier one.", "to start over"
+    return CheckpointError(
+        f"Could not write checkpoint {path}: {str(error).splitlines()[0]}. {saved} Make sure that "
+        "the disk has free space and that model_dir is writable, then run the same command again "
+        f"{restart}."
+    )
+
+
+def read_chosen(path: pathlib.Path) -> dict[str, Any]:
+    """Returns `run.json` of the checkpoint that the chief restores.
 
     Raises:
-        ValueError: if it cannot be read here.
+        ValueError: if this worker cannot read it.
     """
     try:
         return folder.read_manifest(path)
     except folder.DamagedError as error:
         raise ValueError(
-            f"`model_dir` must be the same for all workers; got {path.parent}, where {error}. The "
-            "chief goes on from there. Use a file system that all of them share."
+            "`model_dir` must be on a file system that all workers share; got "
+            f"{path.parent}, in which this worker cannot read the checkpoint that the chief "
+            f"restores: {error}. All workers must restore the same values. Use a directory that "
+            "every worker can read."
         ) from error
 
 
-def to_disk(path: pathlib.Path) -> None:
-    """Moves the files that were written to a folder in memory to the one of that name on disk."""
+def move_to_disk(path: pathlib.Path) -> None:
+    """Moves the files of a folder in memory to the folder of the same name on disk."""
     in_memory = f"{IN_MEMORY}{path}"
     for name in tf.io.gfile.listdir(in_memory):
         tf.io.gfile.copy(f"{in_memory}/{name}", str(path / name))
     tf.io.gfile.rmtree(in_memory)
 
 
-def newest_sound(
+def newest_intact(
     found: dict[int, pathlib.Path], argument: str
 ) -> tuple[pathlib.Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint that is as it was written, and what it says; None of none.
+    """Returns the newest undamaged checkpoint and its `run.json`, or None if `found` is empty.
 
     Args:
-        found: checkpoints by step.
-        argument: what their user calls them, for errors.
+        found: checkpoints by step, in ascending order.
+        argument: name of the argument that led to them, for errors.
 
     Raises:
-        ValueError: if there are some, and all are damaged.
+        ValueError: if there are checkpoints, but all of them are damaged.
     """
     damaged = []
     for path in reversed(found.values()):
         try:
             return path, folder.read_manifest(path)
         except folder.DamagedError as error:
-            logging.error("Checkpoint %s is damaged and left out: %s.", path.name, error)
+            logging.error("Skipping damaged checkpoint %s: %s.", path.name, error)
             damaged.append(str(error))
-    if damaged:
-        raise ValueError(
-            f"`{argument}` must hold a sound checkpoint if it holds any; got {len(damaged)} "
-            f"damaged ones: {'; '.join(damaged)}. Starting anew in their place would lose what may "
-            f"be saved of them. Mend or remove them, or use another {argument}."
-        )
-    return None
+    if not damaged:
+        return None
+    if argument == "model_dir":
+        why = "Starting a new run here would overwrite files that may still be recoverable."
+    else:
+        why = "There are no weights to start from."
+    raise ValueError(
+        f"All checkpoints in `{argument}` are damaged ({len(damaged)} found): "
+        f"{'; '.join(damaged)}. {why} Repair the files, or use another {argument}."
+    )
 
 
 def check_variables(
@@ -276,17 +290,28 @@ def check_variables(
     path: pathlib.Path,
     argument: str,
 ) -> None:
-    """Raises ValueError if a checkpoint is of another model or optimizer."""
-    if argument == "model_dir":
-        new, way_out = "new, or that", "with init_from= to take over a model's weights alone"
-    else:
-        new, way_out = "that", "or None to begin with new weights"
-    for whose in {**ours, **saved}:
-        sides = ours.get(whose, ()), saved.get(whose, ())
-        difference = first_difference(*sides, kinds=whose != "model")
-        if difference:
-            raise ValueError(
-                f"`{argument}` must be {new} of a run with the same {whose}; got {path}, where a "
-                f"variable differs: {difference}. Its values would have nowhere to go. Use "
-                f"another {argument}, {way_out}."
-            )
+    """Raises ValueError if a checkpoint is of another model or optimizer.
+
+    Args:
+        saved: results of `describe` from the checkpoint, by owner: "model", "optimizer" and so on.
+        ours: the same for this run.
+        path: path of the checkpoint.
+        argument: name of the argument that led to it.
+    """
+    for owner in {**ours, **saved}:
+        sides = ours.get(owner, ()), saved.get(owner, ())
+        difference = first_difference(*sides, roles=owner != "model")
+        if not difference:
+            continue
+        if argument == "init_from":
+            rule, remedy = "hold", "or None to start from newly initialized weights"
+        elif owner == "model":
+            rule, remedy = "be empty or hold", "or build the same model as in that run"
+        else:
+            rule = "be empty or hold"
+            remedy = f"with init_from={str(path)!r} to start from the weights alone"
+        raise ValueError(
+            f"`{argument}` must {rule} a run with the same {owner}; got {path}, where "
+            f"{difference}. Values can only be restored into variables of the same shape and "
+            f"dtype. Use another {argument}, {remedy}."
+        )

@@ -1,69 +1,70 @@
-"""Beginning a new run with the weights of an old one, and with nothing else of it."""
+"""Starts a new run from the weights of an old one (`init_from`), and from nothing else of it."""
 
 import pathlib
 import zipfile
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from trainer.checkpoint import folder
 from trainer.checkpoint.best import KERAS_FILE
-from trainer.checkpoint.contents import describe, read_all
-from trainer.checkpoint.saver import PREFIX, check_variables, newest_sound
+from trainer.checkpoint.contents import describe, read_variables
+from trainer.checkpoint.saver import PREFIX, check_variables, newest_intact
 
 
-def warm_start(path: pathlib.Path, model: Any) -> pathlib.Path:
-    """Gives a model the weights that another run has left. Call it in the strategy's scope.
+def warm_start(path: pathlib.Path, model: keras.Model | tf.Module) -> pathlib.Path:
+    """Loads the weights of another run into a model. Call it in the strategy's scope.
 
     Args:
-        path: a checkpoint `ckpt-STEP`; a `model_dir`, whose newest is taken; one of its best
-            models, `best/step-STEP`; or, for a Keras model, a `.keras` or `.weights.h5` file.
-        model: a `keras.Model` or `tf.Module` with all its variables.
+        path: a checkpoint `ckpt-STEP`; a `model_dir`, of which the newest checkpoint is used; one
+            of its best models, `best/step-STEP`; or, for a Keras model, a `.keras` or
+            `.weights.h5` file.
+        model: the model, with all its variables created.
 
     Returns:
-        What was read.
+        The path of the file or folder that was read.
 
     Raises:
-        ValueError: if there is no such thing, or its weights do not fit.
+        ValueError: if there are no weights at `path`, or if they do not fit the model.
     """
     if path.is_file() and isinstance(model, keras.Model):
         return read_file(path, model)
     is_folder = (path / folder.MANIFEST).exists()
-    sound = newest_sound({0: path} if is_folder else of_run(path), "init_from")
-    if sound is None:
+    intact = newest_intact({0: path} if is_folder else checkpoints_in(path), "init_from")
+    if intact is None:
         raise ValueError(
-            "`init_from` must be a checkpoint, a model_dir that has one, or a file of Keras "
-            f"weights; got {str(path)!r}. There is nothing to begin with. Give for instance "
-            "model_dir/ckpt-1000."
+            "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras "
+            f"model) a file of Keras weights; got {str(path)!r}. No weights were found there. Use "
+            'for instance "runs/digits/ckpt-1000".'
         )
-    found, facts = sound
+    found, facts = intact
     if KERAS_FILE in facts["files"] and isinstance(model, keras.Model):
         return read_file(found / KERAS_FILE, model)
-    if "variables" in facts:  # of the best models no more is said than what they came to
+    if "variables" in facts:  # the manifest of a best model does not list its variables
         saved, ours = {"model": facts["variables"]["model"]}, {"model": describe(weights_of(model))}
         check_variables(saved, ours, found, "init_from")
-    read_all(tf.train.Checkpoint(model=model), found, "init_from")
+    read_variables(tf.train.Checkpoint(model=model), found, "init_from")
     return found
 
 
 def read_file(path: pathlib.Path, model: keras.Model) -> pathlib.Path:
-    """Reads a file of Keras weights, or raises ValueError if they do not fit."""
+    """Loads a file of Keras weights, and raises ValueError if they do not fit the model."""
     try:
         model.load_weights(path)
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"`init_from` must be a file of this model's weights; got {str(path)!r}: {error} They "
-            "would have nowhere to go. Use another file, or None to begin with new weights."
+            f"`init_from` must be a file of weights that fit this model; got {str(path)!r}: "
+            f"{str(error).rstrip('. ')}. Every weight needs a saved value of its shape. Use "
+            "another file, or None to start from newly initialized weights."
         ) from error
     return path
 
 
-def of_run(path: pathlib.Path) -> dict[int, pathlib.Path]:
-    """Returns the checkpoints of a `model_dir`."""
-    return folder.committed(path, PREFIX)
+def checkpoints_in(model_dir: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Returns the checkpoints in a `model_dir` by step, in ascending order."""
+    return folder.committed(model_dir, PREFIX)
 
 
-def weights_of(model: Any) -> list[Any]:
-    """Returns what a model keeps: trained or not, but neither seeds nor metrics."""
+def weights_of(model: keras.Model | tf.Module) -> list[tf.Variable | keras.Variable]:
+    """Returns the weights of a model, trainable or not, without seed states and metrics."""
     return list(model.weights if isinstance(model, keras.Model) else model.variables)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from scaling.base.argument_checks import is_number
 from trainer.base.argument_checks import check_bool, check_choice, check_count, check_nonnegative
 from trainer.checkpoint.best import BETTER
-from trainer.checkpoint.compatibility import check_changeable
+from trainer.checkpoint.compatibility import check_allow_changes
 from trainer.data.iterator_state import RESUME_MODES
 
 
@@ -55,7 +55,7 @@ class Saving:
                 f"`allow_changes` must be a sequence of names; got {self.allow_changes!r}. Each is "
                 'something that may differ from the checkpoint. Pass for instance ("seed",).'
             )
-        check_changeable(self.allow_changes)
+        check_allow_changes(self.allow_changes)
 
     def check_results(self, names: Sequence[str] | None) -> None:
         """Raises ValueError if evaluations have no result to keep the best models by.

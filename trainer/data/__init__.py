@@ -1,1 +1,1 @@
-"""What may be passed in as data, and the position in it."""
+"""Training data: what users may pass, the position in it, and its errors."""

@@ -1,6 +1,6 @@
-"""What a user may hand in as data, turned into one `tf.data.Dataset` of global batches.
+"""Turns the data that users may pass into one `tf.data.Dataset` of global batches.
 
-Every replica draws from the same pipeline and takes its own share of each batch (see
+All replicas read the same pipeline, and each takes its share of every batch (see
 `strategies/division.py`), so one plain iterator serves all of them.
 """
 
@@ -16,12 +16,12 @@ from trainer.base.autograph import without_autograph
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """A dataset of global batches, and what is known of it before the first step."""
+    """A dataset of global batches, and what is known about it before the first step."""
 
     dataset: tf.data.Dataset
-    first: Any  # the first batch, read once: it proves that there is one, and builds models
-    global_batch: int  # the number of examples in it: the nominal global batch
-    steps_per_epoch: int | None  # None if the dataset cannot tell
+    first: Any  # the first batch: shows that the dataset is not empty, and builds models
+    global_batch: int  # number of examples in the first batch; the last one may be smaller
+    steps_per_epoch: int | None  # None if the dataset does not know its length
 
 
 def batches(
@@ -31,19 +31,20 @@ def batches(
     global_batch: int | None = None,
     shuffle_seed: int | None = None,
 ) -> Batches:
-    """Reads the data contract.
+    """Makes a dataset of global batches from what a user has passed.
+
+    The first batch is read once in advance, so a source that can be read only once loses it.
 
     Args:
         data: a `tf.data.Dataset` batched to the global batch; or a function of a
             `tf.distribute.InputContext` that returns one batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
-            first dimension is the example. Its first batch is read once beforehand, so a
-            source that can be read only once loses it.
-        argument: what the caller's user calls it, for errors.
-        strategy: whose replicas will share each batch.
+            first dimension is the example.
+        argument: name of the user's argument, for errors.
+        strategy: the strategy whose replicas will share each batch.
         global_batch: the batch size for arrays; None for anything else.
-        shuffle_seed: with arrays, shuffle the examples anew in every epoch; None keeps
-            their order.
+        shuffle_seed: seed for shuffling arrays in a new order in every epoch; None keeps their
+            order.
 
     Raises:
         TypeError, ValueError: if the data is none of these, is empty or is not batched.
@@ -52,8 +53,9 @@ def batches(
         dataset = _from_arrays(data, argument, global_batch, shuffle_seed)
     elif global_batch is not None:
         raise ValueError(
-            f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}. A "
-            "dataset is batched already. Leave it out, or set it where the dataset is made."
+            f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}. "
+            "Datasets are already batched. Leave global_batch out, or change the batch size of the "
+            "dataset."
         )
     else:
         is_dataset = isinstance(data, tf.data.Dataset)
@@ -76,60 +78,67 @@ def are_arrays(data: Any) -> bool:
 
 
 def same_data(before: Any, now: Any, global_batch: int, found: Batches) -> bool:
-    """Returns whether data handed in are those that were handed in before: the same objects."""
+    """Returns whether the same data is passed again.
+
+    Args:
+        before: the data passed before: a dataset, a function or arrays.
+        now: the data passed now.
+        global_batch: the global batch of the data passed before; compared for arrays only.
+        found: the batches made from `now`.
+    """
     if not are_arrays(now):
         return before is now
     if are_arrays(before) and global_batch == found.global_batch:
-        pairs = zip(tf.nest.flatten(before), tf.nest.flatten(now), strict=False)
-        return len(tf.nest.flatten(before)) == len(tf.nest.flatten(now)) and all(
-            one is other for one, other in pairs
-        )
+        ours, theirs = tf.nest.flatten(before), tf.nest.flatten(now)
+        pairs = zip(ours, theirs, strict=False)
+        return len(ours) == len(theirs) and all(one is other for one, other in pairs)
     return False
 
 
 def check_ends(found: Batches, argument: str) -> None:
-    """Raises ValueError if a data set to evaluate on never ends."""
+    """Raises ValueError if a dataset for evaluation or prediction is infinite."""
     if int(found.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            f"`{argument}` must end; got a dataset that repeats for ever. The whole of it is "
-            "evaluated. Leave .repeat() out, or call .take(n)."
+            f"`{argument}` must end; got a dataset that repeats forever. All of it is evaluated. "
+            "Remove .repeat(), or call .take(n)."
         )
 
 
-def without_end(found: Batches) -> tf.data.Dataset:
-    """Returns the dataset repeated for ever, with the next batches fetched ahead."""
+def repeat_forever(found: Batches) -> tf.data.Dataset:
+    """Returns the dataset repeated forever, with the next two batches fetched ahead."""
     dataset = found.dataset
     if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.repeat()
-    # Two, and not AUTOTUNE: what has been fetched is part of every checkpoint.
+    # Not AUTOTUNE, because the fetched batches are part of every checkpoint.
     return dataset.prefetch(2)
 
 
-def steps_to_take(steps: Any, epochs: int | None, found: Batches) -> int:
-    """Returns the step a run is to reach.
+def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
+    """Returns the number of the last step of a run.
 
     Args:
-        steps: that step itself, or None.
-        epochs: the same in passes over the data, or None.
+        steps: that number, or None.
+        epochs: the number of passes over the data instead, or None.
         found: the data.
 
     Raises:
-        ValueError: unless exactly one of the two is given, at least 1, and epochs can be counted.
+        ValueError: unless exactly one of the two is given and at least 1, and the length of an
+            epoch is known.
     """
-    if (steps is None) == (epochs is None):
-        raise ValueError(
-            f"`steps` must be given if `epochs` is not; got steps={steps!r}, epochs={epochs!r}. "
-            "One of the two says where the run ends. Pass exactly one."
-        )
-    if epochs is None:
+    if steps is not None and epochs is None:
         check_count("steps", steps)
         return steps
+    if epochs is None or steps is not None:
+        raise ValueError(
+            f"`steps` must be given unless `epochs` is; got steps={steps!r}, epochs={epochs!r}. "
+            "One of the two sets the length of the run. Pass exactly one."
+        )
     check_count("epochs", epochs)
     if found.steps_per_epoch is None:
         raise ValueError(
-            f"`epochs` must be None if the data cannot tell its length; got {epochs}. An epoch is "
-            "one pass over it. Pass steps=, or call dataset.apply(tf.data.experimental."
-            "assert_cardinality(n))."
+            f"`epochs` must be None if the dataset does not know its length; got {epochs}. An "
+            "epoch is one pass over the data. Pass steps=, or call dataset.apply("
+            "tf.data.experimental.assert_cardinality(n)) with the number of batches."
         )
     return epochs * found.steps_per_epoch
 
@@ -139,9 +148,9 @@ def _from_function(data: Any, argument: str, strategy: tf.distribute.Strategy) -
     dataset = data(tf.distribute.InputContext(num_replicas_in_sync=replicas))
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
-            f"`{argument}` must return a tf.data.Dataset when it is a function; got "
-            f"{type(dataset).__name__}. It is called with a tf.distribute.InputContext. Return a "
-            "dataset batched to context.get_per_replica_batch_size(global_batch)."
+            f"`{argument}` must return a tf.data.Dataset if it is a function; got "
+            f"{type(dataset).__name__}. The function is called with a tf.distribute.InputContext. "
+            "Return a dataset batched to context.get_per_replica_batch_size(global_batch)."
         )
     if replicas == 1:
         return dataset
@@ -157,79 +166,83 @@ def _from_arrays(
         isinstance(data, tuple) and any(isinstance(d, list) for d in data)
     ):
         raise TypeError(
-            f"`{argument}` must have no lists in it; got one. tf.data would stack them into one "
+            f"`{argument}` must not contain lists; got one. tf.data would stack a list into one "
             "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers."
         )
     if not leaves or not all(hasattr(leaf, "shape") or np.ndim(leaf) for leaf in leaves):
         raise TypeError(
             f"`{argument}` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
-            f"or arrays; got {type(data).__name__}. Nothing else can be batched. Pass for instance "
-            "(x, y) with global_batch=64."
+            f"or arrays; got {type(data).__name__}. Other objects cannot be batched. Use for "
+            "instance (x, y) with global_batch=64."
         )
     if global_batch is None:
         raise ValueError(
-            f"`global_batch` must be at least 1 when `{argument}` is arrays; got None. Arrays do "
-            "not say how to batch them. Pass for instance global_batch=64."
+            f"`global_batch` must be at least 1 if `{argument}` is arrays; got None. Arrays have "
+            "no batch size of their own. Use for instance global_batch=64."
         )
     check_count("global_batch", global_batch)
     arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
     lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in tf.nest.flatten(arrays)]
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"`{argument}` must have as many examples in every array; got {lengths}. The first "
-            "dimension is the example. Cut them to the same length."
+            f"`{argument}` must have the same number of examples in every array; got {lengths}. "
+            "The first dimension is the example. Cut the arrays to the same length."
         )
     if lengths[0] == 0:
         raise _empty(argument)
     if shuffle_seed is None:
         indices = tf.data.Dataset.range(lengths[0]).batch(global_batch)
     else:
-        indices = shuffled_for_ever(lengths[0], global_batch, shuffle_seed)
+        indices = shuffled_indices(lengths[0], global_batch, shuffle_seed)
 
     @without_autograph
-    def gathered(rows: tf.Tensor) -> Any:
+    def gather_rows(rows: tf.Tensor) -> Any:
         return tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
 
-    return untuned(indices.map(gathered))
+    return untuned(indices.map(gather_rows))
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a data set whose iterator has no thread that tunes it.
+    """Returns a dataset whose iterator has no autotuning thread.
 
-    In TensorFlow 2.21 that thread can miss that its iterator is being removed, and is waited for
-    until it looks again: up to a minute. Of our own pipelines there is nothing to tune; what a
-    user hands in is left alone, since maps are run in parallel only where they are tuned.
+    In TensorFlow 2.21 that thread can miss that its iterator is being deleted, and the deletion
+    then waits for up to a minute. Our own pipelines have nothing to tune. A user's dataset is left
+    as it is, because maps with AUTOTUNE run in parallel only if they are tuned.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
-def again_and_again(found: Batches) -> tf.data.Dataset:
-    """Returns the first batch for ever; what is traced with it, fits all the data."""
+def repeat_first_batch(found: Batches) -> tf.data.Dataset:
+    """Returns the first batch repeated forever, with the element spec of the whole dataset.
+
+    A function traced with it is therefore not traced again for the data itself.
+    """
     spec = found.dataset.element_spec
 
     @without_autograph
-    def as_the_data(*batch: Any) -> Any:
+    def with_spec(*batch: Any) -> Any:
         pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
-        return tf.nest.pack_sequence_as(spec, [as_open_as(tensor, one) for tensor, one in pairs])
+        leaves = [with_static_shape(tensor, leaf_spec) for tensor, leaf_spec in pairs]
+        return tf.nest.pack_sequence_as(spec, leaves)
 
-    return untuned(tf.data.Dataset.from_tensors(found.first).repeat().map(as_the_data))
+    return untuned(tf.data.Dataset.from_tensors(found.first).repeat().map(with_spec))
 
 
 @without_autograph
-def as_open_as(tensor: Any, spec: Any) -> Any:
-    """Returns a tensor of whose shape a graph knows no more than a spec says."""
-    if not isinstance(spec, tf.TensorSpec):  # ragged or sparse: its spec says all there is
+def with_static_shape(tensor: Any, spec: tf.TypeSpec) -> Any:
+    """Returns a tensor whose static shape is that of a spec, even where the spec is less exact."""
+    if not isinstance(spec, tf.TensorSpec):  # ragged and sparse tensors have the right spec already
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
 
 
-def shuffled_for_ever(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:
-    """Returns batches of indices, pass after pass, each in an order of its own.
+def shuffled_indices(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:
+    """Returns batches of shuffled indices forever, each pass in a new order.
 
-    An order is a function of seed and pass alone: `Dataset.shuffle` would also depend on
-    TensorFlow's global seed, and would put its buffer into every checkpoint.
+    The order depends only on the seed and the number of the pass. `Dataset.shuffle` would also
+    depend on TensorFlow's global seed, and would save its buffer in every checkpoint.
     """
 
     @without_autograph
@@ -251,8 +264,8 @@ def _first(dataset: tf.data.Dataset, argument: str) -> Any:
 
 def _empty(argument: str) -> ValueError:
     return ValueError(
-        f"`{argument}` must hold at least one batch; got an empty dataset. There is nothing to "
-        "take a step on. Look at its source, at filters, and at batch(..., drop_remainder=True)."
+        f"`{argument}` must hold at least one batch; got an empty dataset. A step needs a batch. "
+        "Check the source, any filters, and batch(..., drop_remainder=True)."
     )
 
 
@@ -267,7 +280,7 @@ def _examples(batch: Any, argument: str) -> int:
     sizes = sorted({int(shape[0]) for shape in shapes})
     if len(sizes) != 1:
         raise ValueError(
-            f"`{argument}` must have as many examples in every tensor of a batch; got {sizes}. The "
-            "first dimension is the example. Batch all of them alike."
+            f"`{argument}` must have the same number of examples in every tensor of a batch; got "
+            f"{sizes}. The first dimension is the example. Batch all tensors together."
         )
     return sizes[0]

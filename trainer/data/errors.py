@@ -1,66 +1,66 @@
-"""What is said of an error that TensorFlow raises in the middle of an inner loop."""
+"""Explains errors that TensorFlow raises in the middle of an inner loop."""
 
 import pathlib
 import re
 
 import tensorflow as tf
 
-# How lines of a graph's error begin that do not say what was wrong.
-PLACES = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
-# What stands around the reason in such a line: which of several it is, and the operation.
+# Beginnings of those lines in a graph's error that say where it happened, not what was wrong.
+LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
+# What surrounds the reason in the other lines: the number of the error, and the operation.
 WRAPPING = re.compile(r"^ *\(0\) [A-Z_]+: +|^\{\{.*?\}\} | \[Op:\w+\].*|[:. ]+$")
 NOT_INFINITE = "Input dataset was expected to contain an infinite number of elements"
 
 
 class DataError(RuntimeError):
-    """The training data raised, or ended before the run did."""
+    """The training data raised an error, or ended before the run did."""
 
 
 def explain(
     error: tf.errors.OpError, done: int, target: int, latest: pathlib.Path | None, *, exact: bool
 ) -> None:
-    """Raises a DataError if the data are at fault; else leaves a note at the error.
+    """Raises a DataError if the data caused an error; otherwise adds a note to the error.
 
     Args:
-        error: of an inner loop.
-        done: the step after which it came.
-        target: the step that was to be reached.
-        latest: the last checkpoint, if there is one.
-        exact: whether it holds the position in the data, batches read ahead included.
+        error: the error that an inner loop raised.
+        done: number of steps taken before it.
+        target: number of steps that the run was to take.
+        latest: path of the last checkpoint, or None.
+        exact: whether checkpoints hold the position in the data, including batches read ahead.
 
     Raises:
-        DataError: from the error.
+        DataError: from `error`.
     """
-    where = f"The last checkpoint is {latest}." if latest else "Nothing was saved."
+    saved = f"The last checkpoint is {latest}." if latest else "No checkpoint was saved."
     ahead = ""
     if latest and exact:
         ahead = (
-            " Batches are read ahead: if that checkpoint holds this one already, "
-            'data_resume="skip" goes on from it without.'
+            " The saved position includes batches that were read ahead. If the resumed run fails "
+            'on the same batch, pass data_resume="skip", which reads the data from the beginning '
+            "and drops the batches already used."
         )
     if isinstance(error, tf.errors.OutOfRangeError) or NOT_INFINITE in error.message:
         raise DataError(
-            f"`train_data` must not end before the run does; got its end after step {done} of "
-            f"{target}. It says that it has none, or a further pass found nothing. "
-            f"{where} Leave out assert_cardinality(), or let a generator begin anew each "
-            f"time.{ahead}"
+            f"The training data ended after step {done} of {target}. The dataset claims to be "
+            "infinite, or returned nothing when it was read again for the next epoch. "
+            f"{saved} Remove assert_cardinality(), or make the generator start over each time it "
+            f"is called.{ahead}"
         ) from error
     if re.search(r"IteratorGetNext(\]\]|\}\})", error.message):
-        reason = reason_of(error.message)
         raise DataError(
-            f"`train_data` must not raise; got {type(error).__name__} after step {done} of "
-            f"{target}: {reason}. {where} Mend the data, or leave out what it cannot "
+            f"The training data raised {type(error).__name__} after step {done} of {target}: "
+            f"{reason_of(error.message)}. {saved} Fix the data, or skip elements that cannot be "
             f"read with dataset.ignore_errors().{ahead}"
         ) from error
-    error.add_note(f"raised in the step after {done}. {where}")
+    error.add_note(f"raised after step {done}. {saved}")
 
 
 def reason_of(message: str) -> str:
-    """Returns the line of TensorFlow's message that says what was wrong; the others say where.
+    """Returns the line of TensorFlow's message that says what was wrong.
 
     Example:
         >>> reason_of("/there/log; No space left on device [Op:FlushSummaryWriter] name: ")
         '/there/log; No space left on device'
     """
-    lines = [line for line in message.splitlines() if line and not PLACES.match(line)]
+    lines = [line for line in message.splitlines() if line and not LOCATION.match(line)]
     return WRAPPING.sub("", lines[0] if lines else message)

@@ -1,114 +1,117 @@
-"""Where a run stands in its data: the position of one plain iterator.
+"""Saves and restores the position of a run in its training data.
 
-Every replica takes its share of the batches of one iterator (see `strategies/division.py`),
-so one position is everybody's. TensorFlow can save that of a plain iterator, through
-shuffle, repeat and prefetch; it cannot save that of a distributed one.
+All replicas take their shares of the batches of one iterator (see `strategies/division.py`), so
+there is one position for all of them. TensorFlow can save the state of a plain iterator through
+shuffle, repeat and prefetch, but not that of a distributed iterator.
 
-One thing is missing in what it saves. A shuffle counts how often it was begun, and shuffles in
-another order each time. That count is part of the position of its iterator; and of that there
-is none left when a stage above, which fetches ahead, has come to the end of a pass that the
-run is still in. So a second iterator over one pass is saved beside it, from which nothing was
-ever taken: it is always at the beginning, and has the counts of all shuffles.
+One thing is missing from that state. A shuffle counts how often it has been started, and uses
+another order each time. The count is saved with the shuffle's iterator, which no longer exists when
+a later stage has read ahead to the end of a pass while the run is still in that pass. A second
+iterator over a single pass is therefore saved as well. Nothing is ever taken from it, so it is
+always at the beginning and holds the counts of all shuffles.
 """
 
 import pathlib
 import re
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import tensorflow as tf
 
-from trainer.data.batches import Batches, untuned, without_end
+from trainer.data.batches import Batches, repeat_forever, untuned
 
 RESUME_MODES = ("exact", "skip", "restart")
 
+Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in the graph of a pipeline
+
 
 class DataPosition:
-    """An iterator over a run's data that a checkpoint can hold.
+    """An iterator over the training data whose position can be saved in a checkpoint.
 
     Args:
-        data: what is trained on.
-        way: how it is taken up again: "exact" saves the position; "skip" reads and drops as
-            many batches as were taken; "restart" begins a new pass.
+        data: the training data.
+        resume_mode: how a resumed run continues: "exact" restores the saved position; "skip" reads
+            and drops as many batches as were taken; "restart" begins a new pass.
     """
 
-    def __init__(self, data: Batches, way: str) -> None:
-        """Starts at the beginning."""
+    def __init__(self, data: Batches, resume_mode: str) -> None:
+        """Starts at the beginning of the data."""
         self.data = data
-        self.way = way
-        self._dataset = without_end(data)
-        self._counts = iter(untuned(data.dataset))  # see above
+        self.resume_mode = resume_mode
+        self._dataset = repeat_forever(data)
+        self._shuffle_counts = iter(untuned(data.dataset))  # see the module's docstring
         self.iterator = iter(self._dataset)
-        self.taken = 0  # batches, since the run began
-        self.pipeline = ""  # what it is made of, if that has been looked at
+        self.taken = 0  # number of batches taken since the run began
+        self.pipeline = ""  # description of the pipeline, if `check_savable` has been called
 
     def check_savable(self) -> None:
-        """Raises ValueError if the position cannot be saved, or would not be exact."""
-        if self.way == "exact":
+        """Raises ValueError if the position must be exact but cannot be saved exactly."""
+        if self.resume_mode == "exact":
             self.pipeline = check_savable(self.data.dataset)
 
     def write(self, folder: str) -> None:
-        """Writes the position into a folder, if it is to be saved."""
-        if self.way != "exact":
+        """Writes the position into a folder, in resume mode "exact"."""
+        if self.resume_mode != "exact":
             return
-        before, after = None, write_iterator(self._counts, f"{folder}/counts")
-        while before != after:  # a stage that fetches ahead has begun a pass meanwhile
+        before, after = None, write_iterator(self._shuffle_counts, f"{folder}/counts")
+        while before != after:  # a stage that reads ahead has begun another pass meanwhile
             write_iterator(self.iterator, f"{folder}/data")
-            before, after = after, write_iterator(self._counts, f"{folder}/counts")
+            before, after = after, write_iterator(self._shuffle_counts, f"{folder}/counts")
 
     def read(self, folder: pathlib.Path, batches_taken: int) -> None:
-        """Goes to where a checkpoint was written.
+        """Moves to the position at which a checkpoint was written.
 
         Args:
-            folder: the checkpoint's.
-            batches_taken: how many batches had been taken by then.
+            folder: the checkpoint.
+            batches_taken: number of batches that had been taken.
 
         Raises:
-            ValueError: if there is no position, or one of another pipeline.
+            ValueError: if no position was saved, or that of another pipeline.
         """
-        if self.way == "exact":
+        if self.resume_mode == "exact":
             try:
                 tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
-                # Last: to read the other has begun a pass.
-                tf.train.Checkpoint(iterator=self._counts).read(str(folder / "counts"))
+                # After the other one, because reading that has started a pass.
+                tf.train.Checkpoint(iterator=self._shuffle_counts).read(str(folder / "counts"))
             except tf.errors.OpError as error:
-                raise no_position(folder, error) from error
-        elif self.way == "skip":
+                raise not_restorable(folder, error) from error
+        elif self.resume_mode == "skip":
             if self.taken:
                 self.iterator = iter(self._dataset)
             self.drop(batches_taken)
         self.taken = batches_taken
 
     def drop(self, count: int) -> None:
-        """Takes batches and leaves them unused."""
+        """Takes some batches without using them."""
         for _ in range(count):
             next(self.iterator)
         self.taken += count
 
 
-def write_iterator(iterator: Any, prefix: str) -> bytes:
-    """Writes where an iterator stands; returns what was written."""
+def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:
+    """Writes the state of an iterator to files, and returns the bytes written."""
     tf.train.Checkpoint(iterator=iterator).write(prefix)
     with tf.io.gfile.GFile(f"{prefix}.data-00000-of-00001", "rb") as written:
         return written.read()
 
 
 def check_savable(dataset: tf.data.Dataset) -> str:
-    """Raises ValueError if a pipeline cannot go on exactly where it was.
+    """Raises ValueError if a pipeline cannot be resumed exactly.
 
-    Its graph is looked at, which holds a copy of what the pipeline holds in memory, for a
-    moment.
+    The check serializes the graph of the pipeline. For a moment this takes as much memory again as
+    the tensors that the pipeline holds.
 
     Returns:
-        What the pipeline is made of, seeds included; "" if it is too large to look at.
+        A description of the pipeline, including seeds; "" if its graph is too large to serialize.
 
     Raises:
-        ValueError: it names the operation that keeps a state, or draws without a seed.
+        ValueError: if an operation keeps state outside the pipeline, or draws without a seed.
     """
     try:
         variant = tf.data.experimental.to_variant(dataset)
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=variant,
-            external_state_policy=2,  # FAIL: an operation with a state is an error
+            external_state_policy=2,  # FAIL: a stateful operation is an error
         )
         graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
     except tf.errors.FailedPreconditionError as error:
@@ -118,15 +121,15 @@ def check_savable(dataset: tf.data.Dataset) -> str:
     except tf.errors.OpError:
         return ""
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
-        if name := drawn_without_seed(nodes):
-            raise not_exact(f"{name} without a seed", "Give it seed=. ")
-    check_passes(graph.node)
-    return f": {' '.join(made_of(graph.node))}"
+        if name := first_unseeded(nodes):
+            raise not_exact(f"{name} without a seed", "Give it a seed. ")
+    check_later_passes(graph.node)
+    return f": {' '.join(transformations(graph.node))}"
 
 
-def made_of(nodes: Any) -> list[str]:
+def transformations(nodes: Iterable[Node]) -> list[str]:
     """Returns the transformations of a pipeline, with the sizes and seeds that order its data."""
-    numbers = whole_numbers(nodes)
+    numbers = int64_constants(nodes)
     found = []
     for node in nodes:
         if node.op.startswith(ORDERING):
@@ -140,100 +143,105 @@ def made_of(nodes: Any) -> list[str]:
 SEEDED = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 ORDERING = (*SEEDED, "RangeDataset", "BatchDataset", "TakeDataset", "SkipDataset", "ShardDataset")
 
+# Which calls of tf.data create an operation.
 SOURCES = {
-    "PyFunc": "It comes with from_generator or numpy_function. ",
-    "EagerPyFunc": "It comes with py_function. ",
-    "DummySeedGenerator": "It comes with shuffle within interleave or flat_map. ",
+    "PyFunc": "It is created by from_generator and numpy_function. ",
+    "EagerPyFunc": "It is created by py_function. ",
+    "DummySeedGenerator": "It is created by a shuffle inside interleave or flat_map. ",
 }
 
 
 def not_exact(what: str, hint: str) -> ValueError:
-    """Returns the error for a pipeline whose position cannot be kept."""
+    """Returns the error for a pipeline whose position cannot be saved."""
     return ValueError(
-        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A run "
-        f'that is taken up again would see other data. {hint}Pass data_resume="skip", which reads '
-        'as many batches as were taken and drops them, or "restart", which begins a new pass.'
+        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
+        f"resumed run would see different data. {hint}To train on it anyway, pass "
+        'data_resume="skip", which reads and drops the batches already used, or "restart", which '
+        "begins a new pass."
     )
 
 
-def no_position(folder: pathlib.Path, error: tf.errors.OpError) -> ValueError:
-    """Returns the error for a position that cannot be gone to."""
+def not_restorable(folder: pathlib.Path, error: tf.errors.OpError) -> ValueError:
+    """Returns the error for a position that cannot be restored."""
     if not (folder / "data.index").exists():
         return ValueError(
-            f"`data_resume` must be that of the run in {folder} to go on where its data were; got "
-            "'exact', and no position was saved there. The run would see other data. Pass "
-            'data_resume="skip" or "restart", as before.'
+            f'`data_resume` must be "skip" or "restart" to resume from {folder}; got "exact". That '
+            "run did not save its position in the data. Use the data_resume of that run."
         )
     return ValueError(
-        f"`train_data` must be that of the run in {folder} to go on where its data were; got "
-        f"another pipeline: {error.message.splitlines()[0]} The run would see other data. Make "
-        'the pipeline as it was, or pass data_resume="skip" or "restart".'
+        f"`train_data` must be the same pipeline as in the run that wrote {folder}; got a "
+        f"different one: {error.message.splitlines()[0]} The resumed run would see different data. "
+        'Build the pipeline as before, or pass data_resume="skip" or "restart".'
     )
 
 
-def drawn_without_seed(nodes: Any) -> str | None:
-    """Returns the first operation of a graph that takes a new seed in every process, or None."""
-    numbers = whole_numbers(nodes)
+def first_unseeded(nodes: Iterable[Node]) -> str | None:
+    """Returns the first operation that takes a new seed in every process, or None."""
+    numbers = int64_constants(nodes)
     for node in nodes:
         if node.op.startswith(SEEDED):
             known = [numbers.get(name.split(":")[0]) for name in node.input]
-            if known.count(0) >= 2:  # both seeds
+            if known.count(0) >= 2:  # both seeds are 0, which means "none"
                 return node.op
     return None
 
 
-def check_passes(nodes: Any) -> None:
-    """Raises ValueError for what would be taken up again in one pass, but not in those after it.
+def check_later_passes(nodes: Iterable[Node]) -> None:
+    """Raises ValueError if a pipeline could be resumed exactly in one pass, but not after it.
 
-    That is an operation that draws anew in each pass, but whose count is not in `DataPosition`'s
-    second iterator, since it is not begun with the pass; and, in TensorFlow 2.21, several data
-    sets in turn: where one has ended, the end of the others would not be noticed.
+    There are two such cases. An operation may use a new order in each pass although its count is
+    not in `DataPosition`'s second iterator, because it is not started at the beginning of a pass.
+    And a pipeline may take from several datasets in turn: once one of them has ended, an iterator
+    restored by TensorFlow 2.21 does not notice the end of the others.
     """
     by_name = {node.name: node for node in nodes}
     [last] = [node.input[0] for node in nodes if node.op == "_Retval"]
-    begun = begun_with(last, by_name, shuffles=False)
+    started = started_with(last, by_name, shuffles=False)
     for node in nodes:
-        if any(node.attr[name].b for name in ANEW if name in node.attr) and node.name not in begun:
-            if node.name in begun_with(last, by_name, shuffles=True):
+        reshuffles = any(node.attr[name].b for name in RESHUFFLING if name in node.attr)
+        if reshuffles and node.name not in started:
+            if node.name in started_with(last, by_name, shuffles=True):
                 raise not_exact(
                     f"{node.op} before another shuffle",
-                    "Shuffle once, or all but the last with reshuffle_each_iteration=False. ",
+                    "Shuffle once, or pass reshuffle_each_iteration=False to all but the last "
+                    "shuffle. ",
                 )
             raise not_exact(
-                f"{node.op} in a part that is begun in the middle of a pass",
-                "Shuffle what concatenate or flat_map returns, not what they are given. ",
+                f"{node.op} in a part that starts in the middle of a pass",
+                "Shuffle the result of concatenate or flat_map instead of their inputs. ",
             )
-        if node.op == IN_TURN and not node.attr["stop_on_empty_dataset"].b:
+        if node.op == INTERLEAVE and not node.attr["stop_on_empty_dataset"].b:
             parts = [by_name[name.split(":")[0]] for name in node.input[1:]]
             if any(may_end(part, by_name) for part in parts):
                 raise not_exact(
-                    f"{IN_TURN} of data that end",
-                    "It comes with sample_from_datasets and choose_from_datasets: repeat() what "
-                    "they are given, or pass stop_on_empty_dataset=True. ",
+                    f"{INTERLEAVE} of datasets that end",
+                    "It is created by sample_from_datasets and choose_from_datasets: call repeat() "
+                    "on their inputs, or pass stop_on_empty_dataset=True. ",
                 )
 
 
-ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
-IN_TURN = "DirectedInterleaveDataset"
+# Attributes of operations that use another order, or other numbers, in each pass.
+RESHUFFLING = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+INTERLEAVE = "DirectedInterleaveDataset"
 
 
-def begun_with(name: str, by_name: dict[str, Any], *, shuffles: bool) -> set[str]:
-    """Returns which nodes' iterators are made as soon as that of one node is.
+def started_with(name: str, by_name: Mapping[str, Node], *, shuffles: bool) -> set[str]:
+    """Returns the names of the nodes whose iterators are created along with that of one node.
 
     Args:
-        name: that node's.
-        by_name: all of them.
-        shuffles: whether to count what is made when a shuffle fills its buffer.
+        name: name of that node.
+        by_name: all nodes of the pipeline.
+        shuffles: whether to include those that are created when a shuffle fills its buffer.
     """
     node = by_name[name.partition(":")[0]]
-    inputs = node.input if node.op in ("ZipDataset", IN_TURN) else node.input[:1]
+    inputs = node.input if node.op in ("ZipDataset", INTERLEAVE) else node.input[:1]
     if node.op.startswith("Shuffle") and not shuffles:
         inputs = []
-    return {node.name}.union(*(begun_with(one, by_name, shuffles=shuffles) for one in inputs))
+    return {node.name}.union(*(started_with(one, by_name, shuffles=shuffles) for one in inputs))
 
 
-def may_end(node: Any, by_name: dict[str, Any]) -> bool:
-    """Returns whether a part of a pipeline may come to an end, as far as can be seen."""
+def may_end(node: Node, by_name: Mapping[str, Node]) -> bool:
+    """Returns whether a part of a pipeline may end, as far as its graph tells."""
     inputs = [by_name[name.partition(":")[0]] for name in node.input]
     if node.op.startswith("Repeat"):
         return inputs[1].attr["value"].tensor.int64_val[:] != [-1]
@@ -242,8 +250,8 @@ def may_end(node: Any, by_name: dict[str, Any]) -> bool:
     return not inputs or node.op.startswith("Take") or may_end(inputs[0], by_name)
 
 
-def whole_numbers(nodes: Any) -> dict[str, int]:
-    """Returns the constants among some nodes that are single int64 numbers, by name."""
+def int64_constants(nodes: Iterable[Node]) -> dict[str, int]:
+    """Returns the values of the scalar int64 constants in a graph, by name."""
     tensors = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
     return {
         name: int(tf.make_ndarray(tensor))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.base.atomic_files import write_whole
+from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 # The metadata by which TensorBoard recognizes a curve and a text. `tf.summary.scalar` and
@@ -121,7 +121,7 @@ class RunWriters:
 def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) -> None:
     """Replaces the lines of a file atomically, unless they are the same."""
     if after != before:
-        write_whole(path, "".join(after))
+        write_atomically(path, "".join(after))
 
 
 def is_kept(line: str, last_step: int) -> bool:

@@ -1,1 +1,1 @@
-"""Skipped steps, recorded and run again: `python -m trainer.replay`."""
+"""Records skipped steps and replays them: `python -m trainer.replay`."""

@@ -1,15 +1,15 @@
-"""Runs a recorded overflow again, from the command line.
+"""Replays a recorded overflow from the command line.
 
     python -m trainer.replay RUN/overflows/step-00000120 --trainer=my_module:MyTrainer
 
-`--trainer` names a `Trainer` class, or a function that returns a trainer; it is called with
-the settings of the record. Nothing else is imported: a record names no code.
+`--trainer` names a `Trainer` class, or a function that returns a trainer; it is called with the
+settings in the record. No other code is imported: a record does not name any.
 """
 
 import importlib
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,11 +19,11 @@ import strategies
 from trainer.replay.recorder import read_record
 
 
-def load(name: str) -> Any:
-    """Returns what "module:attribute" names, which is imported.
+def load(name: str) -> Callable[..., Any]:
+    """Imports "module:attribute" and returns the attribute.
 
     Raises:
-        ValueError: if it is not of this form, or there is no such thing.
+        ValueError: if the name does not have this form, or there is no such attribute.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -31,19 +31,19 @@ def load(name: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`--trainer` must be module:Class; got {name!r}: {error}. The class is imported and "
-            "called with the record's settings. Give for instance --trainer=digits:Digits."
+            "called with the settings in the record. Use for instance --trainer=digits:Digits."
         ) from error
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the record that the command line names."""
+    """Replays the record named on the command line and prints the result."""
     if len(argv) != 2:
-        raise app.UsageError("Give the folder of one record.")
+        raise app.UsageError("Pass the folder of one record, model_dir/overflows/step-*.")
     path = pathlib.Path(argv[1])
     arguments = dict(read_record(path)[0].setting)
-    del arguments["rule"]  # which is compared
+    del arguments["rule"]  # not an argument; `Trainer.replay` compares it
     replicas = arguments.pop("num_replicas")
-    if arguments["strategy"] is None:  # it was an object, and the trainer must make its own
+    if arguments["strategy"] is None:  # it was an object; the trainer must create its own
         del arguments["strategy"]
     if replicas > 1 and not tf.config.list_physical_devices("GPU"):
         strategies.split_cpu(replicas)
@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, "")
-    flags.DEFINE_string("trainer", None, "module:Class of the trainer that the run had.")
+    flags.DEFINE_string(
+        "trainer", None, "Class of the trainer that recorded the overflow, as module:Class."
+    )
     flags.mark_flag_as_required("trainer")
     app.run(main)

@@ -1,8 +1,8 @@
-"""Looking into every layer of a model while it runs: where is the first inf or NaN?"""
+"""Finds the first inf or NaN inside a model: probes check what every layer takes and returns."""
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -13,25 +13,26 @@ from trainer.base.keras_private import all_layers, replaced_calls
 
 
 class Probes:
-    """What was seen in one forward and backward pass, in the order in which it was computed."""
+    """The tensors checked in one forward and backward pass, in the order of computation."""
 
     def __init__(self) -> None:
-        """Has seen nothing yet."""
+        """Starts with no checks, in the graph that is being traced."""
         self.graph = tf.compat.v1.get_default_graph()
-        self.forward: list[tuple[str, tf.Tensor]] = []  # a place, and whether it was finite
+        # Name of each tensor, and whether it is finite: shape=(), bool.
+        self.forward: list[tuple[str, tf.Tensor]] = []
         self.backward: list[tuple[str, tf.Tensor]] = []
 
     def watch(self, tree: Any, place: str, *, forward: bool) -> Any:
-        """Returns tensors unchanged, having noted whether they and their gradients are finite.
+        """Returns tensors unchanged, and records whether they and their gradients are finite.
 
         Args:
-            tree: any structure; what is not a float tensor is left alone.
-            place: what to call it.
-            forward: whether to look at the tensors too, and not at their gradients alone.
+            tree: a structure of tensors; anything that is not a float tensor is passed through.
+            place: name of the tensors in the report.
+            forward: whether to check the tensors themselves as well as their gradients.
         """
 
         @tf.custom_gradient
-        def identity(tensor: tf.Tensor) -> Any:
+        def checked_identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
             if forward:
                 self.forward.append((place, scaling.all_finite(tensor)))
 
@@ -41,28 +42,28 @@ class Probes:
 
             return tf.identity(tensor), gradient
 
-        def looked_at(leaf: Any) -> Any:
+        def check(leaf: Any) -> Any:
             floating = tf.is_tensor(leaf) and leaf.dtype.is_floating
-            # A tensor inside a loop of the layer's own cannot be looked at from outside.
+            # A tensor in the graph of a loop inside the layer cannot be used outside that loop.
             same_graph = tf.compat.v1.get_default_graph() is self.graph
-            return identity(leaf) if floating and same_graph else leaf
+            return checked_identity(leaf) if floating and same_graph else leaf
 
-        return tf.nest.map_structure(looked_at, tree)
+        return tf.nest.map_structure(check, tree)
 
 
 @contextlib.contextmanager
 def probing(model: keras.Model) -> Iterator[Probes]:
-    """Within, every layer that has no layers in it is looked at when it is called.
+    """Within this context, every innermost layer is probed when it is called.
 
-    Enter it while a function is traced, and read the probes in the same trace.
+    Enter it while a function is traced, and use the probes in the same trace.
     """
     probes = Probes()
-    with replaced_calls(innermost(model), lambda layer: probed(layer, probes)):
+    with replaced_calls(innermost_layers(model), lambda layer: probed_call(layer, probes)):
         yield probes
 
 
-def probed(layer: keras.Layer, probes: Probes) -> Any:
-    """Returns a layer's `call`, with probes on what goes in and what comes out."""
+def probed_call(layer: keras.Layer, probes: Probes) -> Callable[..., Any]:
+    """Returns the `call` of a layer with probes on its inputs and outputs."""
     call = layer.call
 
     @functools.wraps(call)
@@ -74,12 +75,15 @@ def probed(layer: keras.Layer, probes: Probes) -> Any:
     return watched
 
 
-def innermost(model: keras.Model) -> list[keras.Layer]:
-    """Returns the layers that have none inside; a recurrent layer, whose cell loops, is whole."""
+def innermost_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers that contain no other layers.
+
+    A recurrent layer counts as innermost, because its cell runs inside a loop.
+    """
     recurrent = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.RNN)]
-    inside = {id(inner) for outer in recurrent for inner in all_layers(outer)[1:]}
+    cells = {id(inner) for outer in recurrent for inner in all_layers(outer)[1:]}
     return [
         layer
         for layer in all_layers(model)
-        if id(layer) not in inside and (layer in recurrent or len(all_layers(layer)) == 1)
+        if id(layer) not in cells and (layer in recurrent or len(all_layers(layer)) == 1)
     ]

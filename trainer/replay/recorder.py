@@ -1,9 +1,9 @@
-"""The flight recorder: keeps what it takes to run a skipped step again.
+"""The flight recorder: keeps everything that is needed to replay a skipped step.
 
-A record is a folder `model_dir/overflows/step-<step>` of three things, none of which is code:
-`batch/`, the global batch, as a `tf.data.Dataset` saves it; `state.npz`, every replica's copy
-of each variable that the loss reads, random states included; and `record.json`, what the
-step reported and how it was computed.
+A record is a folder `model_dir/overflows/step-STEP` with three entries, none of which is code:
+`batch/`, the global batch, written by `tf.data.Dataset.save`; `state.npz`, every replica's copy of
+each variable that the loss reads, random states included; and `record.json`, what the step
+reported and the settings it was computed with.
 """
 
 import dataclasses
@@ -13,17 +13,19 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from trainer.base.atomic_files import begin_folder, publish_folder
 from trainer.step.report import StepReport
 from trainer.step.rollback import copies_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One recorded step."""
+    """What `record.json` says about a step."""
 
     step: int
     loss_scale: float
@@ -33,12 +35,12 @@ class Record:
     bad_variable: int
     inf_count: int
     nan_count: int
-    random_seed: int  # of the run: what random numbers are made from, with the step
-    setting: dict[str, Any]  # what must be the same for the same verdict
+    random_seed: int  # the run's seed; with the step number it determines all random numbers
+    setting: dict[str, Any]  # the settings that must be the same to get the same verdict
 
     @classmethod
     def of(cls, report: StepReport, random_seed: int, setting: dict[str, Any]) -> "Record":
-        """Takes from a report, of one step in NumPy numbers, what a record keeps."""
+        """Makes a record from the report of one step, in NumPy numbers."""
         names = [field.name for field in dataclasses.fields(cls) if field.name in report._fields]
         reported = {name: getattr(report, name).item() for name in names}
         return cls(**reported, random_seed=random_seed, setting=setting)
@@ -48,13 +50,13 @@ class FlightRecorder:
     """Keeps the latest overflows of a run.
 
     Args:
-        folder: where; made with the first record.
-        max_records: how many stay; older ones go.
-        max_bytes: how large they may be together; one that is larger is not kept.
-        variables: what the loss reads.
-        strategy: whose replicas have copies of them.
-        random_seed: of the run: shape (), int64.
-        setting: what a record says of the run.
+        folder: the folder for the records; created with the first one.
+        max_records: number of records to keep; older ones are removed.
+        max_bytes: limit on the total size of the records; a larger one is not written.
+        variables: the variables that the loss reads.
+        strategy: the strategy whose replicas hold copies of them.
+        random_seed: the run's seed: shape (), int64.
+        setting: the settings to store in each record.
     """
 
     def __init__(
@@ -62,12 +64,12 @@ class FlightRecorder:
         folder: pathlib.Path,
         max_records: int,
         max_bytes: int,
-        variables: Sequence[Any],
+        variables: Sequence[tf.Variable | keras.Variable],
         strategy: tf.distribute.Strategy,
         random_seed: tf.Variable,
         setting: dict[str, Any],
     ) -> None:
-        """Looks for nothing yet."""
+        """Stores the settings; reads no files."""
         self._folder = folder
         self._max_records = max_records
         self._max_bytes = max_bytes
@@ -78,62 +80,59 @@ class FlightRecorder:
         self.latest: pathlib.Path | None = None
 
     def keep(self, report: StepReport, batch: Any, spec: Any) -> None:
-        """Records a skipped step, whose weights are still the model's.
+        """Records a step that was just skipped: the model still has the weights it used.
 
         Args:
-            report: of that step, in NumPy numbers.
+            report: report of that step, in NumPy numbers.
             batch: the global batch.
-            spec: what was known of it when the step was traced: TensorFlow computes a little
-                otherwise where it knows more.
+            spec: the dataset's `element_spec`. With static shapes TensorFlow may compute slightly
+                different results, so a replay is traced with the same spec.
         """
         record = Record.of(report, int(self._random_seed.numpy()), self._setting)
-        state = read_state(self._variables, self._strategy)
+        state: dict[str, Any] = read_state(self._variables, self._strategy)
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True)]
         size = sum(array.nbytes for array in [*state.values(), *leaves])
         if size > self._max_bytes:
             self.latest = None
             logging.warning(
-                "An overflow at step %d is not kept: it takes %d bytes, and max_overflow_bytes is "
-                "%d.",
+                "The overflow at step %d was not recorded: it needs %d bytes, and "
+                "max_overflow_bytes is %d.",
                 record.step,
                 size,
                 self._max_bytes,
             )
             return
         path = self._folder / f"step-{record.step:08d}"
-        # Written beside and then renamed: whoever reads it finds all of it or none.
-        unfinished = self._folder / f"{path.name}.tmp"
-        for leftover in (unfinished, path):
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        shutil.rmtree(path, ignore_errors=True)  # a resumed run may skip the same step again
+        unfinished = begin_folder(path)
         dataset = tf.data.Dataset.from_generator(lambda: [batch], output_signature=spec)
         dataset.save(str(unfinished / "batch"))
         np.savez(unfinished / "state.npz", **state)
         text = json.dumps(dataclasses.asdict(record), indent=1)
         (unfinished / "record.json").write_text(text + "\n")
-        unfinished.rename(path)
+        publish_folder(path)
         self.latest = path
         self._make_room()
 
     def _make_room(self) -> None:
-        """Removes the oldest records until the others are few and small enough."""
-        # By age and not by step: a run that was taken up again may come to earlier steps.
+        """Removes the oldest records until the limits on their number and size are met."""
+        # Sorted by age instead of step, because a resumed run may return to earlier steps.
         kept = sorted(self._folder.glob("step-*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
         while len(kept) > self._max_records or (len(kept) > 1 and bytes_in(kept) > self._max_bytes):
             shutil.rmtree(kept.pop(0))
 
 
 def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Any, spec: Any) -> int:
-    """Records the last step of an inner loop if it was the first skip of a row.
+    """Records the last step of an inner loop if it was the first of consecutive skips.
 
     Args:
-        recorder: where to.
-        report: of the steps that the loop has taken: it ends early at such a step.
-        batch: the last step's.
-        spec: of the data set's batches.
+        recorder: the recorder.
+        report: reports of the steps of the loop, which ends early after such a step.
+        batch: the global batch of the last step.
+        spec: the dataset's `element_spec`.
 
     Returns:
-        How many steps it has taken.
+        The number of steps in the loop.
     """
     taken = int(report.step.shape[0])
     if taken and int(report.consecutive_skips[-1]) == 1:
@@ -142,10 +141,10 @@ def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Any, spec
 
 
 def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, np.ndarray]]:
-    """Returns what a folder keeps: the record, a data set of the one batch, and the state.
+    """Reads a record: what the step reported, a dataset of its single batch, and the state.
 
     Raises:
-        ValueError: if it is no whole record.
+        ValueError: if the folder is not a complete record.
     """
     try:
         record = Record(**json.loads((path / "record.json").read_text()))
@@ -155,42 +154,46 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
     except (OSError, TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise ValueError(
             f"`overflow` must be a folder that the flight recorder wrote; got {path}, which cannot "
-            f"be read: {error}. It takes a batch and a state to run a step again. Give one of "
+            f"be read: {error}. A replay needs the batch and the variables of the step. Use one of "
             "model_dir/overflows/step-*."
         ) from error
 
 
-def read_state(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> dict[str, Any]:
-    """Returns the values of `copies_by_name`."""
+def read_state(
+    variables: Sequence[tf.Variable | keras.Variable], strategy: tf.distribute.Strategy
+) -> dict[str, np.ndarray]:
+    """Returns the value of every copy of some variables, by the names of `copies_by_name`."""
     return {name: copy.numpy() for name, copy in copies_by_name(variables, strategy).items()}
 
 
 def write_state(
-    variables: Sequence[Any], state: dict[str, np.ndarray], strategy: tf.distribute.Strategy
+    variables: Sequence[tf.Variable | keras.Variable],
+    state: dict[str, np.ndarray],
+    strategy: tf.distribute.Strategy,
 ) -> None:
     """Writes back what `read_state` returned.
 
     Raises:
-        ValueError: if the variables are not those that were read.
+        ValueError: if the number or shapes of the variables are different.
     """
     copies = copies_by_name(variables, strategy)
     shapes = {name: tuple(copy.shape) for name, copy in copies.items()}
     found = {name: array.shape for name, array in state.items()}
     if shapes != found:
-        differing = min({*shapes.items()} ^ {*found.items()})
+        name, shape = min({*shapes.items()} ^ {*found.items()})
         raise ValueError(
-            "`overflow` must be of a run with the same model and as many replicas; got a record "
-            f"that differs in variable copy {differing[0]!r}, shape {differing[1]}. The step "
-            "cannot be run again with another model. Use the trainer of that run."
+            "`overflow` must be a record of the same model on the same number of replicas; got one "
+            f"that differs in variable copy {name!r}, shape {shape}. The step can only be replayed "
+            "in the model that took it. Use the trainer of that run."
         )
     for name, copy in copies.items():
         copy.assign(state[name])
 
 
 def copies_by_name(
-    variables: Sequence[Any], strategy: tf.distribute.Strategy
+    variables: Sequence[tf.Variable | keras.Variable], strategy: tf.distribute.Strategy
 ) -> dict[str, tf.Variable]:
-    """Returns every copy of some variables, by "position/copy"."""
+    """Returns every replica's copy of some variables, by "variable/replica" (both numbers)."""
     return {
         f"{position}/{place}": copy
         for position, variable in enumerate(variables)
@@ -199,7 +202,7 @@ def copies_by_name(
 
 
 def bytes_in(folders: Sequence[pathlib.Path]) -> int:
-    """Returns how large all files in some folders are together."""
+    """Returns the total size of all files in some folders."""
     return sum(
         path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()
     )

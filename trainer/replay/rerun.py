@@ -1,4 +1,4 @@
-"""A recorded overflow run again: the same verdict, and the first layer that went wrong (L18)."""
+"""Replays a recorded overflow: the same verdict, and the first layer with an inf or NaN (L18)."""
 
 import dataclasses
 from typing import Any
@@ -25,74 +25,75 @@ from trainer.step.types import StepInputs, Written
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What came of running a recorded step again."""
+    """The result of replaying a recorded step."""
 
-    recorded: str  # why it was skipped
-    again: str  # why it was skipped now
-    place: str | None  # the first place that was not finite, if it is in a layer
+    recorded: str  # why the step was skipped
+    replayed: str  # why the replay was skipped, or "applied"
+    place: str | None  # the first tensor of a layer that is not finite, or None
 
     @property
     def same(self) -> bool:
-        """Whether the verdict is the recorded one, in the same variable and number."""
-        return self.recorded == self.again
+        """Whether the verdict is the same, with the same variable, replica and counts."""
+        return self.recorded == self.replayed
 
     def __str__(self) -> str:
-        """Three lines for a person."""
+        """Returns three lines for the console."""
         return (
             f"recorded: {self.recorded}\n"
-            f"now:      {self.again}{'' if self.same else '  (another verdict!)'}\n"
+            f"now:      {self.replayed}{'' if self.same else '  (a different verdict)'}\n"
             f"first:    {self.place or 'not in a layer'}"
         )
 
 
-def run_again(
+def rerun_step(
     record: Record, dataset: tf.data.Dataset, state: dict[str, np.ndarray], plan: StepPlan
 ) -> Replay:
-    """Runs a recorded step again, in the model of a trainer.
+    """Replays a recorded step in the model of a trainer.
 
     Args:
-        record: what was recorded of it.
-        dataset: of the one global batch.
-        state: the variables' values.
-        plan: the trainer's; its model's variables take the recorded values.
+        record: what the recorder kept about the step.
+        dataset: a dataset of the single global batch.
+        state: the recorded values of the variables.
+        plan: the trainer's plan; the recorded values are assigned to its model.
 
     Raises:
         ValueError: if the model has other variables.
     """
-    names = plan.variable_names
     variables = recorded_variables(plan)
     write_state(variables, state, plan.strategy)
     once = dataclasses.replace(plan, max_retries=0, float32_after=0 if record.in_float32 else None)
     with plan.strategy.scope():
         run = TrainState(plan.rule, record.random_seed)
+    # Random numbers depend on the number of steps attempted before this one.
     before = tf.one_hot(scaling.Cause.NONE, len(scaling.Cause), dtype=tf.int64) * (record.step - 1)
-    run.outcomes.assign(before)  # random numbers are the step's
+    run.outcomes.assign(before)
     at_scale = plan.rule.initial_state()._replace(loss_scale=tf.constant(record.loss_scale))
     run.loss_scaler.assign(at_scale)
     report = tf.function(lambda iterator: attempt_step(next(iterator), once, run))(iter(dataset))
-    again = StepReport(*(field.numpy() for field in report))
-    write_state(variables, state, plan.strategy)  # an update, if there was one, is undone
+    replayed = StepReport(*(field.numpy() for field in report))
+    write_state(variables, state, plan.strategy)  # undoes the update, if the step was applied
     numbers = dict.fromkeys(StepReport._fields, 0) | dataclasses.asdict(record)
     recorded = StepReport(**{name: numbers[name] for name in StepReport._fields})
+    names = plan.variable_names
     return Replay(
         recorded=describe_skip(recorded, names),
-        again="applied" if again.grads_finite else describe_skip(again, names),
-        place=first_bad_place(record, dataset, at_scale, plan),
+        replayed="applied" if replayed.grads_finite else describe_skip(replayed, names),
+        place=first_nonfinite_place(record, dataset, at_scale, plan),
     )
 
 
-def recorded_variables(plan: StepPlan) -> list[Any]:
-    """Returns what the loss reads, in the order in which a record keeps it."""
+def recorded_variables(plan: StepPlan) -> list[tf.Variable | keras.Variable]:
+    """Returns the variables that the loss reads, in the order in which a record keeps them."""
     return [*plan.held_back, *plan.undo]
 
 
-def first_bad_place(
+def first_nonfinite_place(
     record: Record, dataset: tf.data.Dataset, state: Any, plan: StepPlan
 ) -> str | None:
-    """Returns the first output of a layer, or gradient of one, that is not finite, or None.
+    """Returns the first output of a layer, or gradient at a layer, that is not finite, or None.
 
-    Outputs are looked at in the order of the forward pass; if all are finite, gradients in the
-    order of the backward pass. Several microbatches are looked at one after the other.
+    Outputs are checked in the order of the forward pass. If all are finite, gradients are checked
+    in the order of the backward pass. Microbatches are checked one after the other.
     """
     if not isinstance(plan.model, keras.Model):
         return None
@@ -108,58 +109,70 @@ def first_bad_place(
         values = [
             copies_of(variable, plan.strategy)[replica].read_value() for variable in plan.held_back
         ]
-        own = pass_inputs(inputs._replace(random=source), share, values, replica, plan)
-        look = Look(group, plan, dataset.element_spec, in_float32=record.in_float32)
+        shared = pass_inputs(inputs._replace(random=source), share, values, replica, plan)
+        probed = ProbedPass(group, plan, dataset.element_spec, in_float32=record.in_float32)
         for index in range(plan.num_microbatches):
-            flags, written = look.at(microbatch_inputs(own, index, values))
-            bad = np.flatnonzero(~flags.numpy())
-            if bad.size:
-                return look.names[bad[0]]
+            finite, written = probed.run(microbatch_inputs(shared, index, values))
+            nonfinite = np.flatnonzero(~finite.numpy())
+            if nonfinite.size:
+                return probed.places[nonfinite[0]]
             values = with_written(values, written)
     return None
 
 
-class Look:
-    """A forward and backward pass with probes in every layer, traced as in training."""
+class ProbedPass:
+    """The forward and backward pass of one microbatch, traced as in training, with probes.
+
+    Args:
+        group: the objectives to differentiate, and their variables.
+        plan: the trainer's plan.
+        spec: the dataset's `element_spec`.
+        in_float32: whether to compute in float32.
+    """
 
     def __init__(self, group: UpdateGroup, plan: StepPlan, spec: Any, *, in_float32: bool) -> None:
-        """Traces nothing yet."""
+        """Makes the function without tracing it."""
         differentiate = group.differentiate_in_float32 if in_float32 else group.differentiate
         whole_batch = plan.strategy.num_replicas_in_sync * plan.num_microbatches == 1
-        self.names: list[str] = []
-        self._spec = spec if whole_batch else tf.nest.map_structure(any_rows, spec)
+        self.places: list[str] = []  # names of the checked tensors, in the order of computation
+        self._spec = spec if whole_batch else tf.nest.map_structure(any_batch_size, spec)
 
         def probed(inputs: PassInputs) -> tuple[tf.Tensor, Written]:
             with probing(plan.model) as probes:
                 result = differentiate.python_function(inputs)
-                loss = ("the loss, every layer's output being finite", result.nonfinite.loss == 0)
-                seen = [*probes.forward, loss, *probes.backward]
-                self.names = [place for place, _ in seen]
-                return tf.stack([finite for _, finite in seen]), result.written
+                loss = ("the loss (all outputs of layers are finite)", result.nonfinite.loss == 0)
+                checks = [*probes.forward, loss, *probes.backward]
+                self.places = [place for place, _ in checks]
+                return tf.stack([finite for _, finite in checks]), result.written
 
         self._probed = tf.function(
             probed, autograph=False, jit_compile=plan.jit_compile is True or None
         )
 
-    def at(self, inputs: PassInputs) -> tuple[tf.Tensor, Written]:
-        """Returns whether each of `names` was finite, and what the pass would write."""
+    def run(self, inputs: PassInputs) -> tuple[tf.Tensor, Written]:
+        """Runs the pass.
+
+        Returns:
+            Whether the tensor at each of `places` is finite: shape (places,), bool; and the values
+            that the pass would write to the held-back variables.
+        """
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, inputs)
-        rows = tf.TensorSpec([None], tf.float32)
-        share = specs.share._replace(batch=self._spec, weights=rows)
+        weights = tf.TensorSpec([None], tf.float32)
+        share = specs.share._replace(batch=self._spec, weights=weights)
         return self._probed.get_concrete_function(specs._replace(share=share))(inputs)
 
 
-def any_rows(spec: tf.TensorSpec) -> tf.TensorSpec:
-    """Returns a spec without a number of rows: a share's is not known beforehand."""
+def any_batch_size(spec: tf.TensorSpec) -> tf.TensorSpec:
+    """Returns a spec whose first dimension is unknown, since shares differ in size."""
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
 def check_setting(recorded: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raises ValueError unless a trainer computes as the record's did."""
+    """Raises ValueError unless a trainer has the settings that a step was recorded with."""
     for name, value in recorded.items():
         if name not in ("strategy", "loss_scale") and ours.get(name) != value:
             raise ValueError(
-                f"`{name}` must be the record's to run it again; got {ours.get(name)!r} for a "
-                f"record of {value!r}. Computed in another way, the step need not end in the same "
-                "way. Make the trainer as it was in that run."
+                f"`{name}` must be the same as in the recorded run; got {ours.get(name)!r}, and "
+                f"the record has {value!r}. With another setting the step may end differently. "
+                "Create the trainer with the settings of that run."
             )

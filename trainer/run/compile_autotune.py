@@ -20,8 +20,8 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.base.argument_checks import check_choice
-from trainer.base.atomic_files import write_whole
-from trainer.data.batches import Batches, again_and_again
+from trainer.base.atomic_files import write_atomically
+from trainer.data.batches import Batches, repeat_first_batch
 from trainer.run.build import Parts, parts_of_plan
 from trainer.run.dry_run import put_back
 from trainer.step.fused import fused_rule
@@ -170,7 +170,7 @@ def measure(
         What came of it; None if somebody has asked the run to stop, or it cannot take steps.
     """
     began = time.perf_counter()
-    dataset = again_and_again(data)
+    dataset = repeat_first_batch(data)
     secs: dict[bool | str, list[float]] = {}
     steps: dict[bool | str, int] = {}
     racing = {}
@@ -236,4 +236,4 @@ def remember(model_dir: pathlib.Path | None, choice: Choice) -> None:
         "milliseconds_a_step": told,
         "seconds": round(choice.secs, 1),
     }
-    write_whole(model_dir / FILE, json.dumps(facts, indent=1))
+    write_atomically(model_dir / FILE, json.dumps(facts, indent=1))

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.batches import Batches, again_and_again, batches, untuned, without_end
+from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever, untuned
 from trainer.log.model_table import total_size, variable_rows
 from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, power_of_two
@@ -103,7 +103,7 @@ def dry_run(
     """
     began = time.perf_counter()
     with put_back(trainer, parts):
-        iterator = iter(untuned(without_end(data)))
+        iterator = iter(untuned(repeat_forever(data)))
         report, _ = parts.run_steps(iterator, tf.constant(1))
         first = step_of(StepReport(*(field.numpy() for field in report)), 0)
         traced = parts.run_steps.experimental_get_tracing_count()
@@ -130,7 +130,7 @@ def dry_run(
 
 def overfit(trainer: Any, parts: Parts, data: Batches, steps: int) -> Overfit:
     """Trains on the first batch again and again, and puts everything back."""
-    dataset = again_and_again(data)
+    dataset = repeat_first_batch(data)
     with put_back(trainer, parts):
         report, _ = parts.run_steps(iter(dataset), tf.constant(steps))
         losses, applied = report.loss.numpy(), report.grads_finite.numpy()

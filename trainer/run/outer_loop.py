@@ -92,7 +92,7 @@ class Training:
         if state.halted.numpy():  # by an earlier call, whose error the user has seen
             state.halted.assign(value=False)
             state.consecutive_skips.assign(0)
-        if checkpoints.taken_up or not checkpoints.latest:
+        if checkpoints.resumed or not checkpoints.latest:
             return
         saved, ours, allowed = dict(checkpoints.facts), self._facts(), trainer.saving.allow_changes
         if saved["data_resume"] == ours["data_resume"]:  # else one of the two was not looked at
@@ -108,7 +108,7 @@ class Training:
         if len(saved["actions"]) == len(trainer.actions):
             for action, action_state in zip(trainer.actions, saved["actions"], strict=True):
                 action.set_state(action_state)
-        checkpoints.taken_up = True
+        checkpoints.resumed = True
         self._log.rewind(self._start)
         self._log.say(f"going on from step {self._start} ({checkpoints.latest})")
 
@@ -218,7 +218,7 @@ class Training:
         done = Totals.from_state(self._parts.state).attempted
         self._position.taken += done + 1 - self._step  # with the batch of the step that raised
         self._parts.checkpoints.wait()
-        latest, exact = self._parts.checkpoints.latest, self._position.way == "exact"
+        latest, exact = self._parts.checkpoints.latest, self._position.resume_mode == "exact"
         explain(error, done, self._target, latest, exact=exact)
 
     def _between(self, before: int) -> None:
@@ -371,7 +371,7 @@ class Training:
             "global_batch": data.global_batch,
             "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch",
             "pipeline": self._position.pipeline,
-            "data_resume": self._position.way,
+            "data_resume": self._position.resume_mode,
         }
 
     @contextlib.contextmanager
