@@ -136,10 +136,10 @@ def fill(path, pages_left=0):
 def no_room(path, step):
     """The expected error when a checkpoint file does not fit, with TensorFlow's part replaced."""
     return (
-        f"`model_dir` must have room for a checkpoint and let it be written; got "
-        f"{path}/ckpt-{step}: "
-        f"TENSORFLOW {path}/ckpt-{step}.tmp/FILE; No space left on device OPERATION. The last good "
-        f"checkpoint is {path}/ckpt-{INTERVAL}. Make room and run the same command again."
+        f"Could not write checkpoint {path}/ckpt-{step}: TENSORFLOW {path}/ckpt-{step}.tmp/FILE; No "
+        f"space left on device OPERATION. The last good checkpoint is {path}/ckpt-{INTERVAL}. Make "
+        "sure that the disk has free space and that model_dir is writable, then run the same "
+        "command again to continue from it."
     )
 
 
@@ -359,19 +359,19 @@ IN_MAP = (
     "Iterator::Root::Prefetch::ForeverRepeat[{}]::"
 )
 RAISES = (
-    "`train_data` must not raise; got InvalidArgumentError after step 6 of 12: {reason}. The last "
-    "checkpoint is {last}. Mend the data, or leave out what it cannot read with "
+    "The training data raised InvalidArgumentError after step 6 of 12: {reason}. The last "
+    "checkpoint is {last}. Fix the data, or skip elements that cannot be read with "
     "dataset.ignore_errors().{ahead}"
 )
 ENDS = (
-    "`train_data` must not end before the run does; got its end after step 6 of 12. It says that "
-    "it "
-    "has none, or a further pass found nothing. The last checkpoint is {last}. Leave out "
-    "assert_cardinality(), or let a generator begin anew each time.{ahead}"
+    "The training data ended after step 6 of 12. The dataset claims to be infinite, or returned "
+    "nothing when it was read again for the next epoch. The last checkpoint is {last}. Remove "
+    "assert_cardinality(), or make the generator start over each time it is called.{ahead}"
 )
 AHEAD = (
-    ' Batches are read ahead: if that checkpoint holds this one already, data_resume="skip" goes on '
-    "from it without."
+    " The saved position includes batches that were read ahead. If the resumed run fails on the "
+    'same batch, pass data_resume="skip", which reads the data from the beginning and drops the '
+    "batches already used."
 )
 
 
@@ -445,7 +445,7 @@ def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     assert type(error.value) is tf.errors.InvalidArgumentError
     assert "assertion failed: [a slope is odd]" in str(error.value)
     assert error.value.__notes__ == [
-        f"raised in the step after 7. The last checkpoint is {path / 'ckpt-4'}."
+        f"raised after step 7. The last checkpoint is {path / 'ckpt-4'}."
     ]
     assert error.value.__cause__ is None
     assert steps_saved(path) == [INTERVAL]
@@ -580,7 +580,7 @@ def flip(path):
     contents = bytearray(file.read_bytes())
     contents[len(contents) // 2] ^= 1
     file.write_bytes(contents)
-    return f"{file} was changed: its checksum does not fit"
+    return f"{file} has changed: its checksum does not match"
 
 
 def cut_off(path):
@@ -603,7 +603,7 @@ def change(path):
     changed = re.sub(r'"batches_taken": \d+', '"batches_taken": 7', file.read_text())
     assert changed != file.read_text()
     file.write_text(changed)
-    return f"{file} was changed: its checksum does not fit"
+    return f"{file} has changed: its checksum does not match"
 
 
 def empty(path):
@@ -627,7 +627,7 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, 
         assert_resumes(path, TARGET - INTERVAL, undisturbed)
 
     assert [record.getMessage() for record in caplog.records] == [
-        f"Checkpoint ckpt-{TARGET} is damaged and left out: {what}."
+        f"Skipping damaged checkpoint ckpt-{TARGET}: {what}."
     ]
 
 
@@ -639,14 +639,13 @@ def test_a_run_of_which_every_checkpoint_is_damaged(tmp_path, whole):
     shutil.copytree(whole, path)
     names = [f"ckpt-{step}" for step in (12, 8, 4)]
     damages = [damage(path / name) for damage, name in zip(DAMAGES[:3], names, strict=True)]
-    with pytest.raises(ValueError, match="sound") as error:
+    with pytest.raises(ValueError, match="damaged") as error:
         finish(Steady(path))
 
     assert str(error.value) == (
-        "`model_dir` must hold a sound checkpoint if it holds any; got 3 damaged ones: "
-        f"{'; '.join(damages)}. Starting anew in their place would lose what may be saved of "
-        "them. Mend "
-        "or remove them, or use another model_dir."
+        f"All checkpoints in `model_dir` are damaged (3 found): {'; '.join(damages)}. Starting a new "
+        "run here would overwrite files that may still be recoverable. Repair the files, or use "
+        "another model_dir."
     )
     assert sorted(folder.committed(path, "ckpt")) == [4, 8, 12]
 

@@ -160,7 +160,7 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
         chief, worker = (path.read_text() for path in job.printed)
 
     assert codes == [1, 1]
-    assert "DataError: `train_data` must not raise; got InvalidArgumentError after step 4" in worker
+    assert "DataError: The training data raised InvalidArgumentError after step 4" in worker
     assert "got an end of worker 1 " in chief
 
 

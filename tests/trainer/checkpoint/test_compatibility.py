@@ -12,7 +12,7 @@ from helpers import Linear, copies, linear_model, slopes
 
 import scaling
 from trainer.checkpoint import folder
-from trainer.checkpoint.compatibility import ARGUMENTS, check_changeable
+from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
 
 SLOPES = [2.0**power for power in range(-3, 5)]  # of 8 examples: a sum of them tells which
 SAVED_AT, END = 4, 9
@@ -105,28 +105,25 @@ SPEC = (
     "{{'x': TensorSpec(shape=(None, 1), dtype=tf.float32, name=None), 'slope': "
     "TensorSpec(shape=(None,), dtype=tf.{dtype}, name=None)}}, {steps} steps an epoch"
 )
+# Of each setting: its value now, its value in the checkpoint, and what the change leads to.
 WORDS = {
-    "precision": (
-        "'mixed_bfloat16' for 'float32'",
-        "The run would go on computing in another way.",
-    ),
+    "precision": ("'mixed_bfloat16'", "'float32'", "another precision"),
     "loss_scale": (
-        f"{str(scaling.FixedLossScale(4.0))!r} for "
+        f"{str(scaling.FixedLossScale(4.0))!r}",
         f"{str(scaling.DynamicLossScale(2.0**3, growth_interval=2))!r}",
-        "The run would go on under another rule.",
+        "another loss-scale rule, from its initial scale",
     ),
-    "seed": (
-        "2 for 1",
-        "The run would go on with other random numbers and, of arrays, other batches.",
-    ),
+    "seed": ("2", "1", "other random numbers, and its data from the beginning"),
     "num_replicas": (
-        "2 for 1",
-        "The run would go on with other shares of a batch on each replica.",
+        "2",
+        "1",
+        "different shares of each batch on the replicas, and its metrics from zero",
     ),
-    "global_batch": ("4 for 2", "The run would go on with other batches."),
+    "global_batch": ("4", "2", "other batches, from the beginning of the data"),
     "data": (
-        f'"{SPEC.format(dtype="float64", steps=4)}" for "{SPEC.format(dtype="float32", steps=4)}"',
-        "The run would go on with other batches.",
+        f'"{SPEC.format(dtype="float64", steps=4)}"',
+        f'"{SPEC.format(dtype="float32", steps=4)}"',
+        "other data, from the beginning",
     ),
 }
 
@@ -177,18 +174,18 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
         trainer.train(train["data"], steps=END, global_batch=train["global_batch"])
         return trainer
 
-    values, reason = WORDS[name]
+    here, there, effect = WORDS[name]
     if name == "global_batch":
         # Half as many steps an epoch are other data, too.
         with pytest.raises(ValueError, match="steps an epoch"):
             go(model_dir, allow_changes=["global_batch"])
-    with pytest.raises(ValueError, match="to go on with it") as error:
+    with pytest.raises(ValueError, match="to resume from it") as error:
         go(model_dir)
     path = model_dir / "ckpt-4"
     assert str(error.value) == (
-        f"`{ARGUMENTS[name]}` must be that of the run in {path} to go on with it; got {name} "
-        f"{values} there. {reason} Use another model_dir, or pass "
-        f'allow_changes=("{name}",).'
+        f"`{ARGUMENTS[name]}` must be the same as in {path} to resume from it; got {name} {here}, "
+        f"and the checkpoint has {there}. The run would continue with {effect}. Use another "
+        f"model_dir, or pass allow_changes=('{name}',)."
     )
     assert list(folder.committed(model_dir, "ckpt")) == [4]
 
@@ -196,9 +193,9 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
     with caplog.at_level("WARNING"):
         trainer = go(model_dir, allow_changes=allowed)
 
-    here, there = values.split(" for ")
     assert warnings_in(caplog)[0] == (
-        f"{name} was {there} in {path} and is {here} now, as allow_changes permits. {reason}"
+        f"{name} was {there} in {path} and is {here} now, as allow_changes permits. The run "
+        f"continues with {effect}."
     )
     assert len(warnings_in(caplog)) == len(allowed)
 
@@ -232,21 +229,20 @@ def test_all_that_differs_must_be_allowed(model_dir):
     with pytest.raises(ValueError, match="`seed` must be") as error:
         run(model_dir, seed=2, loss_scale=None, allow_changes=("loss_scale",))
 
-    assert str(error.value).endswith('or pass allow_changes=("seed",).')
+    assert str(error.value).endswith("or pass allow_changes=('loss_scale', 'seed').")
 
 
 def test_names_to_allow_come_in_a_sequence():
     """A single one without its comma would be read letter by letter."""
-    check_changeable(["seed", "data"])
+    check_allow_changes(["seed", "data"])
     with pytest.raises(TypeError) as error:
-        check_changeable("seed")
+        check_allow_changes("seed")
     assert str(error.value) == (
-        "`allow_changes` must be a sequence of names; got 'seed'. Each is something that may "
-        "differ "
-        "from the checkpoint. Pass ('seed',)."
+        "`allow_changes` must be a sequence of names; got 'seed'. Each name is a setting that may "
+        "differ from the checkpoint. Pass ('seed',)."
     )
     with pytest.raises(ValueError, match="one of") as error:
-        check_changeable(("seeds",))
+        check_allow_changes(("seeds",))
     assert str(error.value) == (
         "`allow_changes` must be one of 'precision', 'loss_scale', 'seed', 'num_replicas', "
         "'global_batch', 'data'; got 'seeds'. There are no other choices. Did you mean 'seed'?"
@@ -264,8 +260,8 @@ def test_other_versions_only_warn(before, model_dir, caplog):
 
     now = json.loads((model_dir / "ckpt-9" / "run.json").read_text())["versions"]
     assert warnings_in(caplog) == [
-        f"{path} was written with keras 3.0.0, now {keras.__version__}, python 3.10.0, now "
-        f"{now['python']}: the bits may differ."
+        f"{path} was written with keras 3.0.0 (now {keras.__version__}), python 3.10.0 (now "
+        f"{now['python']}). Results may not be identical bit for bit."
     ]
     assert trainer.moves == before[1].moves[SAVED_AT:]
     assert len({*trainer.moves}) > 4
@@ -294,23 +290,26 @@ def refused(model_dir, model, optimizer, whose):
     Returns what differs: ours, theirs and the place.
     """
     trainer = Models(model, optimizer, model_dir=model_dir)
-    with pytest.raises(ValueError, match="variable differs") as error:
+    with pytest.raises(ValueError, match="in the checkpoint") as error:
         trainer.train(slopes(*SLOPES), steps=END, global_batch=2)
     [path] = folder.committed(model_dir, "ckpt").values()
+    if whose == "model":
+        remedy = "or build the same model as in that run"
+    else:
+        remedy = f"with init_from={str(path)!r} to start from the weights alone"
     pattern = (
         re.escape(
-            f"`model_dir` must be new, or that of a run with the same {whose}; got {path}, where a "
-            "variable differs: "
+            f"`model_dir` must be empty or hold a run with the same {whose}; got {path}, where variable "
         )
-        + "(.*) here for (.*) there, at place (.*)"
+        + "(.*) is (.*) in this run and (.*) in the checkpoint"
         + re.escape(
-            ". Its values would have nowhere to go. Use another model_dir, with init_from= to take "
-            "over a model's weights alone."
+            ". Values can only be restored into variables of the same shape and dtype. Use another "
+            f"model_dir, {remedy}."
         )
     )
     found = re.fullmatch(pattern, str(error.value))
     assert found, error.value
-    ours, theirs, place = found.groups()
+    place, ours, theirs = found.groups()
     optimizers = (
         trainer.optimizer if isinstance(trainer.optimizer, dict) else {"": trainer.optimizer}
     )

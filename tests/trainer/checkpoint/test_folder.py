@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from trainer.base.atomic_files import begin_folder, clean_up_folders, discard_folder
 from trainer.checkpoint import folder
 
 FACTS = {"step": 12, "scale": 32768.0, "loss": 0.1, "none": None, "deep": {"list": [1, [2.5]]}}
@@ -23,7 +24,7 @@ class Killed(BaseException):
 
 def write(path, files=FILES, facts=FACTS):
     """Commits a folder of files."""
-    unfinished = folder.begin(path)
+    unfinished = begin_folder(path)
     for name, content in files.items():
         (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
         (unfinished / name).write_bytes(content)
@@ -175,11 +176,11 @@ def test_each_kind_of_damage_has_its_words(sound):
     )
     assert (
         told("variables.index", bytes(256))
-        == f"{sound / 'variables.index'} was changed: its checksum does not fit"
+        == f"{sound / 'variables.index'} has changed: its checksum does not match"
     )
     assert (
         told("run.json", text.replace(b'"step": 12', b'"step": 13'))
-        == f"{manifest} was changed: its checksum does not fit"
+        == f"{manifest} has changed: its checksum does not match"
     )
     assert (
         told("run.json", b"")
@@ -240,7 +241,7 @@ def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch, replacing):
         assert set(folder.committed(tmp_path, "ckpt")) <= {3}
         for listed in folder.committed(tmp_path, "ckpt").values():
             folder.read_manifest(listed)
-        folder.tidy(tmp_path, "ckpt")
+        clean_up_folders(tmp_path, "ckpt")
         found = folder.committed(tmp_path, "ckpt")
         assert {each.name for each in tmp_path.iterdir()} == {each.name for each in found.values()}
         if found:
@@ -266,7 +267,7 @@ def test_only_what_was_committed_is_listed(tmp_path):
     """By number, ascending; neither what was begun, nor files, nor other names."""
     for name in ("ckpt-20", "ckpt-3", "ckpt-100", "step-5"):
         write(tmp_path / name)
-    folder.begin(tmp_path / "ckpt-7")
+    begin_folder(tmp_path / "ckpt-7")
     for name in ("ckpt-8.old", "ckpt-", "ckpt-x", "ckpt--3", "ckpt-3 copy", "my-ckpt-4"):
         (tmp_path / name).mkdir()
     (tmp_path / "ckpt-9").write_text("a file")
@@ -280,11 +281,11 @@ def test_only_what_was_committed_is_listed(tmp_path):
 def test_tidy_leaves_everything_else_alone(tmp_path):
     """Sound folders, others' names, and files."""
     write(tmp_path / "ckpt-3")
-    folder.begin(tmp_path / "ckpt-7")
-    folder.begin(tmp_path / "step-7")
+    begin_folder(tmp_path / "ckpt-7")
+    begin_folder(tmp_path / "step-7")
     (tmp_path / "notes.tmp").write_text("mine")
-    folder.tidy(tmp_path, "ckpt")
-    folder.tidy(tmp_path / "none", "ckpt")
+    clean_up_folders(tmp_path, "ckpt")
+    clean_up_folders(tmp_path / "none", "ckpt")
 
     assert {each.name for each in tmp_path.iterdir()} == {"ckpt-3", "step-7.tmp", "notes.tmp"}
     assert folder.read_manifest(tmp_path / "ckpt-3")["step"] == 12
@@ -294,12 +295,12 @@ def test_tidy_ends_a_replacement(tmp_path):
     """Whatever of the two was in place when the process was killed."""
     write(tmp_path / "ckpt-3", {"a": b"old"})
     (tmp_path / "ckpt-3").rename(tmp_path / "ckpt-3.old")
-    folder.tidy(tmp_path, "ckpt")
+    clean_up_folders(tmp_path, "ckpt")
     assert contents(tmp_path / "ckpt-3") == {"a": b"old"}
 
     (tmp_path / "ckpt-3").rename(tmp_path / "ckpt-3.old")
     write(tmp_path / "ckpt-3", {"a": b"new"})
-    folder.tidy(tmp_path, "ckpt")
+    clean_up_folders(tmp_path, "ckpt")
     assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
     assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
 
@@ -307,7 +308,7 @@ def test_tidy_ends_a_replacement(tmp_path):
 def test_a_folder_replaces_another(tmp_path):
     """Nothing of the one before stays, and nothing that was begun before."""
     write(tmp_path / "ckpt-3", {"a": b"old", "b": b"old"})
-    (folder.begin(tmp_path / "ckpt-3") / "c").write_bytes(b"of a process that was killed")
+    (begin_folder(tmp_path / "ckpt-3") / "c").write_bytes(b"of a process that was killed")
     write(tmp_path / "ckpt-3", {"a": b"new"})
 
     assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
@@ -317,9 +318,9 @@ def test_a_folder_replaces_another(tmp_path):
 def test_what_was_begun_can_be_abandoned(tmp_path):
     """And what is in place stays."""
     write(tmp_path / "ckpt-3", {"a": b"old"})
-    (folder.begin(tmp_path / "ckpt-3") / "a").write_bytes(b"new")
-    folder.abandon(tmp_path / "ckpt-3")
-    folder.abandon(tmp_path / "ckpt-4")
+    (begin_folder(tmp_path / "ckpt-3") / "a").write_bytes(b"new")
+    discard_folder(tmp_path / "ckpt-3")
+    discard_folder(tmp_path / "ckpt-4")
 
     assert contents(tmp_path / "ckpt-3") == {"a": b"old"}
     assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
@@ -349,20 +350,24 @@ def test_everything_is_flushed_before_it_is_in_place(tmp_path, monkeypatch):
 
 
 def test_folders_need_no_tensorflow(tmp_path):
-    """A checkpoint can be looked at where TensorFlow is not installed."""
+    """The modules for checkpoint folders work where TensorFlow is not installed."""
     write(tmp_path / "ckpt-3")
+    # The packages themselves import TensorFlow, so bare ones stand in for them.
     program = (
-        "import importlib.util, pathlib, sys\n"
-        "spec = importlib.util.spec_from_file_location('folder', sys.argv[1])\n"
-        "folder = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(folder)\n"
-        "print(folder.read_manifest(pathlib.Path(sys.argv[2]))['step'], 'tensorflow' in sys.modules)"
+        "import importlib, pathlib, sys, types\n"
+        "for name in ('trainer', 'trainer.base', 'trainer.checkpoint'):\n"
+        "    package = sys.modules[name] = types.ModuleType(name)\n"
+        "    package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split('.')))]\n"
+        "sys.modules['tensorflow'] = None  # an import of it raises ImportError\n"
+        "folder = importlib.import_module('trainer.checkpoint.folder')\n"
+        "print(folder.read_manifest(pathlib.Path(sys.argv[2]))['step'])"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", program, str(folder.__file__), str(tmp_path / "ckpt-3")],
+    root = pathlib.Path(folder.__file__).parents[2]
+    printed = subprocess.run(
+        [sys.executable, "-c", program, str(root), str(tmp_path / "ckpt-3")],
         capture_output=True,
         text=True,
         check=True,
     )
 
-    assert told.stdout.split() == ["12", "False"]
+    assert printed.stdout.split() == ["12"]

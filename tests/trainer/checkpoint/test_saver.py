@@ -14,8 +14,9 @@ from helpers import Linear, copies, linear_model, slopes
 
 import scaling
 from trainer import Trainer
+from trainer.base.atomic_files import begin_folder
 from trainer.checkpoint import CheckpointError, folder, saver
-from trainer.checkpoint.contents import compared, describe, first_difference
+from trainer.checkpoint.contents import comparable_part, describe, first_difference
 from trainer.data.batches import untuned
 from trainer.log.writers import RunWriters
 
@@ -282,8 +283,10 @@ def test_other_metrics_begin_anew(tmp_path, caplog):
     assert float(same.metrics["a"].result()) == 2.0
     assert [float(metric.result()) for metric in other.metrics.values()] == [0.0, 0.0]
     [warning] = warnings_in(caplog)
-    assert warning.startswith(f"Metrics begin anew, which were others in {tmp_path / 'ckpt-2'}: ")
-    assert warning.endswith("total: float32 () here for none there, at place 1.")
+    assert warning.startswith(
+        f"Metrics are not restored from {tmp_path / 'ckpt-2'} because they have changed: variable 1 is "
+    )
+    assert warning.endswith("total: float32 () in this run and none in the checkpoint.")
 
 
 def test_a_variable_without_a_value_is_an_error(tmp_path):
@@ -300,11 +303,12 @@ def test_a_variable_without_a_value_is_an_error(tmp_path):
 
     start, _, rest = str(error.value).partition(": ")
     tensorflows, _, end = rest.partition("]. ")
-    assert start == f"`model_dir` must have a value for every variable; got {tmp_path / 'ckpt-1'}"
+    assert start == f"`model_dir` must hold a value for every variable; got {tmp_path / 'ckpt-1'}"
     assert "<tf.Variable 'more:0' shape=() dtype=float32, numpy=3.0>" in tensorflows
     assert end == (
-        "They would be left as they are. Give model, trainer and their layers the attributes that "
-        "they had there, or use another model_dir."
+        "Values are found by the names of attributes, and these variables would keep their initial "
+        "values. Give the model, the trainer and their layers the attributes that they had in that "
+        "run, or use another model_dir."
     )
 
 
@@ -327,15 +331,16 @@ def test_variables_are_told_by_name_dtype_and_shape():
     ]
 
 
-def test_what_of_a_variables_name_is_compared():
+def test_what_of_a_variables_name_is_comparable_part():
     """Of an optimizer's variable, what it is for; not how Keras has numbered it."""
-    assert compared("nadam/variable_12: float32 ()", kinds=True) == "variable: float32 ()"
-    assert compared("momentum:0: float32 (2,)", kinds=True) == "momentum: float32 (2,)"
-    assert compared("sgd/a_velocity: float32 (2,)", kinds=False) == "float32 (2,)"
+    assert comparable_part("nadam/variable_12: float32 ()", roles=True) == "variable: float32 ()"
+    assert comparable_part("momentum:0: float32 (2,)", roles=True) == "momentum: float32 (2,)"
+    assert comparable_part("sgd/a_velocity: float32 (2,)", roles=False) == "float32 (2,)"
     ours, theirs = ["x/a_momentum: float32 ()"], ["y/b_velocity: float32 ()"]
     assert first_difference(ours, theirs) is None
-    assert first_difference(ours, theirs, kinds=True) == (
-        "x/a_momentum: float32 () here for y/b_velocity: float32 () there, at place 0"
+    assert first_difference(ours, theirs, roles=True) == (
+        "variable 0 is x/a_momentum: float32 () in this run and y/b_velocity: float32 () in the "
+        "checkpoint"
     )
 
 
@@ -430,8 +435,7 @@ def test_damaged_later_ones_do_not_cost_the_good_ones(tmp_path, caplog):
 
     assert (summary.step, summary.steps_run, trainer.weight) == (4, 2, -3.0)
     assert [record.getMessage() for record in caplog.records] == [
-        f"Checkpoint ckpt-6 is damaged and left out: {broken} was changed: its checksum does not "
-        "fit."
+        f"Skipping damaged checkpoint ckpt-6: {broken} has changed: its checksum does not match."
     ]
     assert steps_saved(tmp_path) == [4, 6]
     assert run(6)[0].steps_run == 2
@@ -445,14 +449,14 @@ def test_a_run_with_nothing_but_damaged_checkpoints_does_not_begin_anew(tmp_path
     trainer.train(slopes(1.0), steps=2, global_batch=1)
     for step in (1, 2):
         (tmp_path / f"ckpt-{step}" / "scale.index").unlink()
-    with pytest.raises(ValueError, match="sound") as error:
+    with pytest.raises(ValueError, match="damaged") as error:
         Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=3, global_batch=1)
 
     assert str(error.value) == (
-        "`model_dir` must hold a sound checkpoint if it holds any; got 2 damaged ones: "
+        "All checkpoints in `model_dir` are damaged (2 found): "
         f"{tmp_path / 'ckpt-2' / 'scale.index'} is missing; "
-        f"{tmp_path / 'ckpt-1' / 'scale.index'} is missing. Starting anew in their place would "
-        "lose what may be saved of them. Mend or remove them, or use another model_dir."
+        f"{tmp_path / 'ckpt-1' / 'scale.index'} is missing. Starting a new run here would overwrite "
+        "files that may still be recoverable. Repair the files, or use another model_dir."
     )
     assert steps_saved(tmp_path) == [1, 2]
 
@@ -475,7 +479,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     """By the next one, as it starts."""
     run = {"steps": 2, "global_batch": 1}
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), **run)
-    (folder.begin(tmp_path / "ckpt-3") / "variables.index").write_text("half")
+    (begin_folder(tmp_path / "ckpt-3") / "variables.index").write_text("half")
     (tmp_path / "ckpt-2").rename(tmp_path / "ckpt-2.old")
     summary = Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), **run)
 
@@ -515,12 +519,12 @@ def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
         if path.name.startswith("ckpt-2"):
             assert gone_on.wait(60)
             seen.append(sorted(file.name for file in path.iterdir()))
-        to_disk(path)
+        move_to_disk(path)
 
     plain = run("plain")
     gone_on.clear()
-    to_disk = saver.to_disk
-    monkeypatch.setattr(saver, "to_disk", held)
+    move_to_disk = saver.move_to_disk
+    monkeypatch.setattr(saver, "move_to_disk", held)
     in_thread = run("in_thread", async_checkpoint=True)
 
     assert seen == [[]]
@@ -568,10 +572,11 @@ class Failing(Linear):
 
 def failed(path, last):
     """The whole message."""
+    saved = f"The last good checkpoint is {last}." if last else "There is no earlier one."
     return (
-        f"`model_dir` must have room for a checkpoint and let it be written; got {path}: [Errno 28] "
-        f"No space left on device. The last good checkpoint is {last}. Make room and run the same "
-        "command again."
+        f"Could not write checkpoint {path}: [Errno 28] No space left on device. {saved} Make sure that "
+        "the disk has free space and that model_dir is writable, then run the same command again "
+        f"{'to continue from it' if last else 'to start over'}."
     )
 
 
@@ -611,7 +616,7 @@ def test_an_error_of_the_last_save_is_raised_by_train(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as error:
         trainer.train(slopes(1.0), steps=3, global_batch=1)
 
-    assert str(error.value) == failed(tmp_path / "ckpt-3", "none")
+    assert str(error.value) == failed(tmp_path / "ckpt-3", None)
     assert list(tmp_path.glob("ckpt*")) == []
 
 

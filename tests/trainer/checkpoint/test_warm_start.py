@@ -185,7 +185,7 @@ def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
         with pytest.raises(ValueError, match="every variable") as error:
             Renamed(**{argument: tmp_path}, verbose=False).train(data, steps=4, global_batch=2)
         assert str(error.value).startswith(
-            f"`{argument}` must have a value for every variable; got {tmp_path / 'ckpt-3'}: "
+            f"`{argument}` must hold a value for every variable; got {tmp_path / 'ckpt-3'}: "
         )
         assert "<tf.Variable 'any:0' shape=() dtype=float32, numpy=1.0>" in str(error.value)
 
@@ -238,7 +238,7 @@ class Wider(Deep):
 
 def refused(trainer, argument="init_from"):
     """Returns the message with which a trainer refuses to start."""
-    with pytest.raises(ValueError, match=f"`{argument}` must") as error:
+    with pytest.raises(ValueError, match=f"`{argument}`") as error:
         trainer.started()
     assert trainer._started is False
     return str(error.value)
@@ -252,15 +252,16 @@ def test_a_checkpoint_of_another_model_does_not_fit(old):
 
     assert re.fullmatch(
         re.escape(
-            "`init_from` must be that of a run with the same model; got "
-            f"{path / 'run' / 'ckpt-4'}, where a variable differs: "
+            "`init_from` must hold a run with the same model; got "
+            f"{path / 'run' / 'ckpt-4'}, where variable 0 is "
         )
         + names
-        + re.escape(": float32 (3, 5) here for ")
+        + re.escape(": float32 (3, 5) in this run and ")
         + names
         + re.escape(
-            ": float32 (3, 4) there, at place 0. Its values would have nowhere to go. Use another "
-            "init_from, or None to begin with new weights."
+            ": float32 (3, 4) in the checkpoint. Values can only be restored into variables of the "
+            "same shape and dtype. Use another init_from, or None to start from newly initialized "
+            "weights."
         ),
         told,
     )
@@ -279,9 +280,9 @@ def test_a_file_of_another_model_does_not_fit(old, what):
     numbers = re.compile(r"_\d+\b")
     assert numbers.sub("", told) == numbers.sub(
         "",
-        f"`init_from` must be a file of this model's weights; got {str(path / what)!r}: "
-        f"{keras_says.value} They would have nowhere to go. Use another file, or None to begin with "
-        "new weights.",
+        f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}: "
+        f"{str(keras_says.value).rstrip('. ')}. Every weight needs a saved value of its shape. Use "
+        "another file, or None to start from newly initialized weights.",
     )
 
 
@@ -292,10 +293,11 @@ def test_a_file_of_something_else_does_not_fit(tmp_path, name):
     told = refused(Deep(init_from=tmp_path / name))
 
     assert told.startswith(
-        f"`init_from` must be a file of this model's weights; got {str(tmp_path / name)!r}: "
+        f"`init_from` must be a file of weights that fit this model; got {str(tmp_path / name)!r}: "
     )
     assert told.endswith(
-        " They would have nowhere to go. Use another file, or None to begin with new weights."
+        ". Every weight needs a saved value of its shape. Use another file, or None to start from "
+        "newly initialized weights."
     )
 
 
@@ -305,9 +307,9 @@ def test_there_must_be_something_to_begin_with(old, tmp_path):
 
     def told(where):
         return (
-            "`init_from` must be a checkpoint, a model_dir that has one, or a file of Keras weights; "
-            f"got {str(where)!r}. There is nothing to begin with. Give for instance "
-            "model_dir/ckpt-1000."
+            "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras model) a "
+            f"file of Keras weights; got {str(where)!r}. No weights were found there. Use for instance "
+            '"runs/digits/ckpt-1000".'
         )
 
     for where in (tmp_path, tmp_path / "nowhere"):
@@ -329,9 +331,9 @@ def test_a_damaged_checkpoint_is_none_to_begin_with(old, tmp_path):
 
     size = (path / "run" / "ckpt-4" / "variables.index").stat().st_size
     assert refused(Deep(init_from=run / "ckpt-4")) == (
-        "`init_from` must hold a sound checkpoint if it holds any; got 1 damaged ones: "
-        f"{run / 'ckpt-4' / 'variables.index'} has 0 bytes instead of {size}. Starting anew in their "
-        "place would lose what may be saved of them. Mend or remove them, or use another init_from."
+        "All checkpoints in `init_from` are damaged (1 found): "
+        f"{run / 'ckpt-4' / 'variables.index'} has 0 bytes instead of {size}. There are no weights to "
+        "start from. Repair the files, or use another init_from."
     )
 
 

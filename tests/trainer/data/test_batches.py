@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear
 
-from trainer.data.batches import batches, without_end
+from trainer.data.batches import batches, repeat_forever
 
 X = np.arange(10, dtype=np.float32)
 
@@ -52,7 +52,7 @@ def test_the_order_is_that_of_the_seed_and_of_nothing_else():
 def test_data_that_ends_is_repeated():
     """Short last batches come round again with every epoch."""
     found = batches({"x": X}, "data", tf.distribute.get_strategy(), global_batch=4)
-    sizes = [len(batch) for batch in rows(without_end(found).take(7))]
+    sizes = [len(batch) for batch in rows(repeat_forever(found).take(7))]
 
     assert sizes == [4, 4, 2, 4, 4, 2, 4]
 

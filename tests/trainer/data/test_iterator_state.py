@@ -239,10 +239,10 @@ def test_another_process_goes_on_with_the_same_batches(tmp_path, files):
         write(position, tmp_path / name)
         expected[name] = take(position, 3 * PASS)
     program = (
-        "import json, sys, test_data_position as here\n"
+        "import json, sys, test_iterator_state as here\n"
         "print(json.dumps(here.taken_up(*sys.argv[1:])))"
     )
-    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "trainer"]
+    paths = [ROOT, ROOT / "tests", pathlib.Path(__file__).parent]
     told = subprocess.run(
         [sys.executable, "-c", program, files, str(tmp_path)],
         env=os.environ
@@ -285,26 +285,26 @@ REFUSED = {
     "from_generator": (
         numbers_from_python,
         "the stateful operation PyFunc",
-        "It comes with from_generator or numpy_function. ",
+        "It is created by from_generator and numpy_function. ",
     ),
     "numpy_function": (
         lambda: (
             Dataset.range(12).map(lambda n: tf.numpy_function(one_more, [n], tf.int64)).batch(4)
         ),
         "the stateful operation PyFunc",
-        "It comes with from_generator or numpy_function. ",
+        "It is created by from_generator and numpy_function. ",
     ),
     "py_function": (
         lambda: Dataset.range(12).map(lambda n: tf.py_function(one_more, [n], tf.int64)).batch(4),
         "the stateful operation EagerPyFunc",
-        "It comes with py_function. ",
+        "It is created by py_function. ",
     ),
     "py_function within": (
         lambda: Dataset.range(4).interleave(
             lambda n: Dataset.range(n).map(lambda m: tf.py_function(one_more, [m], tf.int64))
         ),
         "the stateful operation EagerPyFunc",
-        "It comes with py_function. ",
+        "It is created by py_function. ",
     ),
     "random op": (
         lambda: Dataset.range(12).map(lambda n: n + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
@@ -324,32 +324,32 @@ REFUSED = {
     "shuffle without a seed": (
         lambda: Dataset.range(12).shuffle(12).batch(4),
         "ShuffleDatasetV3 without a seed",
-        "Give it seed=. ",
+        "Give it a seed. ",
     ),
     "files without a seed": (
         lambda: Dataset.list_files(str(ROOT / "*.md")).batch(4),
         "ShuffleDatasetV3 without a seed",
-        "Give it seed=. ",
+        "Give it a seed. ",
     ),
     "sample without a seed": (
         lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(4)], [0.5, 0.5]),
         "RandomDataset without a seed",
-        "Give it seed=. ",
+        "Give it a seed. ",
     ),
     "shuffle within": (
         lambda: Dataset.range(4).interleave(lambda n: Dataset.range(n).shuffle(4, seed=1)).batch(4),
         "the stateful operation DummySeedGenerator",
-        "It comes with shuffle within interleave or flat_map. ",
+        "It is created by a shuffle inside interleave or flat_map. ",
     ),
     "two shuffles": (
         lambda: shuffled().map(one_more).shuffle(5, seed=2).batch(4),
         "ShuffleDatasetV3 before another shuffle",
-        "Shuffle once, or all but the last with reshuffle_each_iteration=False. ",
+        "Shuffle once, or pass reshuffle_each_iteration=False to all but the last shuffle. ",
     ),
     "sample": (
         lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(9)], [0.5, 0.5], 3),
-        "DirectedInterleaveDataset of data that end",
-        "It comes with sample_from_datasets and choose_from_datasets: repeat() what they are given, "
+        "DirectedInterleaveDataset of datasets that end",
+        "It is created by sample_from_datasets and choose_from_datasets: call repeat() on their inputs, "
         "or pass stop_on_empty_dataset=True. ",
     ),
     "numbers drawn anew": (
@@ -360,7 +360,7 @@ REFUSED = {
             .batch(4)
         ),
         "RandomDatasetV2 before another shuffle",
-        "Shuffle once, or all but the last with reshuffle_each_iteration=False. ",
+        "Shuffle once, or pass reshuffle_each_iteration=False to all but the last shuffle. ",
     ),
     "choose": (
         lambda: Dataset.choose_from_datasets(
@@ -368,19 +368,19 @@ REFUSED = {
             Dataset.range(2).repeat(),
             stop_on_empty_dataset=False,
         ),
-        "DirectedInterleaveDataset of data that end",
-        "It comes with sample_from_datasets and choose_from_datasets: repeat() what they are given, "
+        "DirectedInterleaveDataset of datasets that end",
+        "It is created by sample_from_datasets and choose_from_datasets: call repeat() on their inputs, "
         "or pass stop_on_empty_dataset=True. ",
     ),
     "shuffle that begins late": (
         lambda: Dataset.range(12).concatenate(shuffled()).batch(4),
-        "ShuffleDatasetV3 in a part that is begun in the middle of a pass",
-        "Shuffle what concatenate or flat_map returns, not what they are given. ",
+        "ShuffleDatasetV3 in a part that starts in the middle of a pass",
+        "Shuffle the result of concatenate or flat_map instead of their inputs. ",
     ),
     "shuffle that begins again": (
         lambda: captured_in_flat_map(shuffled()),
-        "ShuffleDatasetV3 in a part that is begun in the middle of a pass",
-        "Shuffle what concatenate or flat_map returns, not what they are given. ",
+        "ShuffleDatasetV3 in a part that starts in the middle of a pass",
+        "Shuffle the result of concatenate or flat_map instead of their inputs. ",
     ),
 }
 
@@ -393,9 +393,10 @@ def captured_in_flat_map(dataset):
 def not_exact(what, hint):
     """The whole message."""
     return (
-        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A run "
-        f'that is taken up again would see other data. {hint}Pass data_resume="skip", which reads '
-        'as many batches as were taken and drops them, or "restart", which begins a new pass.'
+        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
+        f"resumed run would see different data. {hint}To train on it anyway, pass "
+        'data_resume="skip", which reads and drops the batches already used, or "restart", which '
+        "begins a new pass."
     )
 
 
@@ -461,7 +462,7 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
     with pytest.raises(ValueError, match="train_data") as error:
         trainer.train(from_python(), steps=3)
 
-    hint = "It comes with from_generator or numpy_function. "
+    hint = "It is created by from_generator and numpy_function. "
     assert str(error.value) == not_exact("the stateful operation PyFunc", hint)
     assert trainer.totals.attempted == 0
     assert list(tmp_path.glob("ckpt-*")) == []
@@ -567,9 +568,8 @@ def test_a_position_that_was_not_saved_cannot_be_gone_to(tmp_path):
         Traced(model_dir=tmp_path).train(make(), steps=4)
 
     assert str(error.value) == (
-        f"`data_resume` must be that of the run in {tmp_path / 'ckpt-2'} to go on where its data "
-        "were; got 'exact', and no position was saved there. The run would see other data. Pass "
-        'data_resume="skip" or "restart", as before.'
+        f'`data_resume` must be "skip" or "restart" to resume from {tmp_path / "ckpt-2"}; got "exact". '
+        "That run did not save its position in the data. Use the data_resume of that run."
     )
 
 
@@ -580,12 +580,10 @@ def test_a_position_of_another_pipeline_cannot_be_gone_to(tmp_path):
     with pytest.raises(ValueError, match="train_data") as error:
         begin(Dataset.range(12).map(one_more).batch(4)).read(path, 0)
 
-    start, _, rest = str(error.value).partition(" another pipeline: ")
-    assert start == (
-        f"`train_data` must be that of the run in {path} to go on where its data were; got"
-    )
+    start, _, rest = str(error.value).partition(" a different one: ")
+    assert start == (f"`train_data` must be the same pipeline as in the run that wrote {path}; got")
     assert "Failed to restore dataset iterator from checkpoint" in rest
     assert rest.endswith(
-        " The run would see other data. Make the pipeline as it was, or pass "
+        " The resumed run would see different data. Build the pipeline as before, or pass "
         'data_resume="skip" or "restart".'
     )

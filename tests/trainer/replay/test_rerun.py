@@ -90,7 +90,7 @@ PLACES = {
     "backward": "the gradient of the input of layer 'planted'",
     "forward": "the output of layer 'planted'",
     "overflow": "the gradient of the output of layer 'last'",
-    "loss": "the loss, every layer's output being finite",
+    "loss": "the loss (all outputs of layers are finite)",
 }
 
 
@@ -225,11 +225,11 @@ def test_what_cannot_be_run_again_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         Layered(verbose=False, num_microbatches=2).replay(path)
     assert str(error.value) == (
-        "`num_microbatches` must be the record's to run it again; got 2 for a record of 1. "
-        "Computed in another way, the step need not end in the same way. Make the trainer as it "
-        "was in that run."
+        "`num_microbatches` must be the same as in the recorded run; got 2, and the record has 1. "
+        "With another setting the step may end differently. Create the trainer with the settings of "
+        "that run."
     )
-    with pytest.raises(ValueError, match=r"`overflow` must be of a run with the same model"):
+    with pytest.raises(ValueError, match=r"`overflow` must be a record of the same model"):
         Linear(verbose=False).replay(path)
     with pytest.raises(ValueError, match=r"must be a folder that the flight recorder wrote"):
         Layered(verbose=False).replay(tmp_path)
