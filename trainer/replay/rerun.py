@@ -20,7 +20,7 @@ from trainer.step.replica import pass_inputs
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
-from trainer.step.types import StepInputs, Written
+from trainer.step.types import ScaleState, StepInputs, Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def recorded_variables(plan: StepPlan) -> list[tf.Variable | keras.Variable]:
 
 
 def first_nonfinite_place(
-    record: Record, dataset: tf.data.Dataset, state: Any, plan: StepPlan
+    record: Record, dataset: tf.data.Dataset, state: ScaleState, plan: StepPlan
 ) -> str | None:
     """Returns the first output of a layer, or gradient at a layer, that is not finite, or None.
 
