@@ -1,0 +1,91 @@
+"""What a Keras model assigns in a forward pass is held back."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.step.held_back import HoldBack, contents, held_back_variables, is_seed_state
+
+
+def model():
+    """A dense layer, BatchNorm and Dropout."""
+    layers = [keras.layers.Dense(1), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    return keras.Sequential([keras.Input([1]), *layers])
+
+
+def test_values_are_read_and_writes_are_held_back():
+    """Inside the scope a variable has the given value and a write is visible; the variable itself keeps
+    its value.
+    """
+    variable = keras.Variable(1.0)
+    with HoldBack([variable], [tf.constant(2.0)]) as scope:
+        seen = variable + 1.0
+        variable.assign(5.0)
+        after = scope.get_current_value(variable)
+    scope.check_all_known()
+
+    assert (float(seen), float(after), float(variable)) == (3.0, 5.0, 1.0)
+
+
+def test_a_write_to_another_variable_is_an_error():
+    """A variable that was not given a value must not be written, and the error names it."""
+    known, unknown = keras.Variable(1.0), keras.Variable(1.0, name="unknown")
+    with HoldBack([known], [tf.constant(2.0)]) as scope:
+        unknown.assign(3.0)
+
+    with pytest.raises(
+        ValueError, match=r"`compute_loss` must write no .*; got 'unknown', written"
+    ):
+        scope.check_all_known()
+
+
+def test_weights_come_first_and_seeds_are_left_out():
+    """A model's trainable weights come first, then its statistics; a seed generator's state is not held
+    back, and neither are the variables of a module.
+    """
+    made = model()
+    found = held_back_variables(made)
+    weights, others = made.trainable_variables, made.non_trainable_variables
+    seeds = [variable for variable in others if is_seed_state(variable)]
+
+    assert [variable.path for variable in found[: len(weights)]] == [v.path for v in weights]
+    assert len(seeds) == 1
+    assert {id(v) for v in found} == {id(v) for v in [*weights, *others]} - {id(seeds[0])}
+    assert held_back_variables(tf.Module()) == []
+
+
+def test_statistics_of_other_layers_are_held_back_once():
+    """Layers beside the model add their statistics, in containers too, and each only once."""
+    made, other = model(), keras.layers.BatchNormalization()
+    other.build([None, 1])
+    found = held_back_variables(made, [{"a": [other, made.layers[1]]}, other, made, "text"])
+
+    assert [id(v) for v in found[: len(held_back_variables(made))]] == [
+        id(v) for v in held_back_variables(made)
+    ]
+    assert {id(v) for v in found} - {id(v) for v in held_back_variables(made)} == {
+        id(v) for v in other.non_trainable_variables
+    }
+    assert len({id(v) for v in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("root", "expected"),
+    [
+        (1, [1]),
+        ([1, (2, {"a": 3, "b": [4]})], [1, 2, 3, 4]),
+        ({"a": {}}, []),
+        ("text", ["text"]),
+    ],
+)
+def test_contents(root, expected):
+    """Containers are flattened to any depth; anything else is its own content."""
+    assert contents(root) == expected
+
+
+def test_an_array_is_not_a_container():
+    """A NumPy array is one item."""
+    array = np.zeros(3)
+
+    assert contents([array])[0] is array

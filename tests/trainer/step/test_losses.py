@@ -1,0 +1,124 @@
+"""What `compute_loss` returned: checked, named and weighted."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import strategies
+from trainer.step.losses import (
+    by_objective,
+    check_losses,
+    losses_and_aux,
+    mask_weightless,
+    weighted_mean,
+    weighted_sum,
+)
+from trainer.step.objective import ONLY, Objective
+
+SINGLE = [Objective(ONLY, None, (0,))]
+TWO = [Objective("a", None, (0,)), Objective("b", None, (1,))]
+BATCH = {"x": tf.ones([3, 2])}
+
+
+def share_of(weights):
+    """A share of examples with these weights."""
+    weights = tf.constant(weights, tf.float32)
+    return strategies.whole(tf.zeros([len(weights)]), weights)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-8, 8), st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 4),
+)
+@example([(3, 0.0)], 2)  # no weight at all, and an empty share
+def test_shares_add_up_to_the_weighted_mean(examples, parts):
+    """L8: the means of all shares, empty ones included, add up to the mean over the global batch, or to
+    0 if all weights are 0.
+    """
+    losses, weights = np.float32(list(zip(*examples, strict=True)))
+    whole = strategies.whole(tf.constant(losses), tf.constant(weights))
+    total = 0.0
+    for index in range(parts):
+        share = strategies.take(whole, index, parts)
+        total += float(weighted_mean(share.batch, share, tf.constant(weights.sum())))
+    expected = np.average(losses, weights=weights) if weights.any() else 0.0
+
+    assert total == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_an_example_of_weight_0_does_not_count(bad):
+    """A bad loss at weight 0 adds nothing and is masked; at another weight it shows."""
+    losses = tf.constant([bad, 3.0])
+
+    assert float(weighted_sum(losses, share_of([0.0, 2.0]))) == 6.0
+    assert mask_weightless(losses, share_of([0.0, 2.0])).numpy().tolist() == [0.0, 3.0]
+    assert not math.isfinite(weighted_sum(losses, share_of([1.0, 2.0])))
+    assert not math.isfinite(mask_weightless(losses, share_of([1.0, 2.0])).numpy()[0])
+
+
+def test_losses_may_come_with_aux():
+    """Losses come alone or in a pair with aux, which is () if there is none."""
+    losses, aux = tf.ones([3]), {"outputs": tf.zeros([3, 2])}
+    alone, nothing = losses_and_aux(losses, BATCH, SINGLE)
+    paired, found = losses_and_aux((losses, aux), BATCH, SINGLE)
+
+    assert alone[ONLY].numpy().tolist() == paired[ONLY].numpy().tolist() == [1.0] * 3
+    assert (nothing, found) == ((), aux)
+
+
+@pytest.mark.parametrize("aux", [{"mean": tf.constant(1.0)}, [3.0], "text"])
+def test_aux_needs_an_example_dimension(aux):
+    """Aux that has no rows, or is not a tensor, is refused."""
+    with pytest.raises(ValueError, match="`compute_loss` must return aux of tensors whose first"):
+        losses_and_aux((tf.ones([3]), aux), BATCH, SINGLE)
+
+
+def test_losses_are_found_by_name():
+    """Each objective gets the losses of its name, in the objectives' order; others are ignored."""
+    losses = {"b": 2, "c": 3, "a": 1}
+
+    assert list(by_objective(losses, TWO).items()) == [("a", 1), ("b", 2)]
+    assert by_objective(losses, SINGLE) == {ONLY: losses}
+
+
+@pytest.mark.parametrize(("losses", "found"), [({"a": 1}, r"\['a'\]"), (1.0, "float")])
+def test_each_objective_needs_a_loss(losses, found):
+    """Losses without names, or without one of the names, are refused."""
+    with pytest.raises(TypeError, match=f"must return a dict of losses with 'a', 'b'; got {found}"):
+        by_objective(losses, TWO)
+
+
+@pytest.mark.parametrize(
+    ("losses", "error", "message"),
+    [
+        (tf.ones([3], tf.float16), TypeError, "must return float32 losses; got float16"),
+        (tf.constant(1.0), ValueError, r"one loss per example, shape \(3,\); got shape \(\)"),
+        (tf.ones([3, 1]), ValueError, r"shape \(3,\); got shape \(3, 1\)"),
+        (tf.ones([2]), ValueError, r"shape \(3,\); got shape \(2,\)"),
+    ],
+)
+def test_losses_are_one_float32_per_example(losses, error, message):
+    """Losses of another dtype or shape are refused."""
+    with pytest.raises(error, match=message):
+        check_losses(losses, BATCH)
+
+
+def test_losses_of_unknown_size_are_checked_when_it_is_known():
+    """Where the batch size is not static, the check is an op of the graph."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])])
+    def checked(losses, batch):
+        return check_losses(losses, batch)
+
+    assert checked(tf.ones([2]), tf.ones([2])).numpy().tolist() == [1.0, 1.0]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one loss per example"):
+        checked(tf.ones([1]), tf.ones([2]))
