@@ -1,4 +1,4 @@
-"""Shows the examples of docstrings as code, whose section the parser knows by another name."""
+"""A griffe extension that shows the examples in docstrings as code."""
 
 import re
 from typing import Any
@@ -7,10 +7,10 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Our docstrings say `Example:`; the parser knows `Examples:`, and takes ours for a remark."""
+    """Renames `Example:` to `Examples:`, the only name that the docstring parser recognizes."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called with every function, class and module, and what is in them."""
+        """Edits the docstring of a module, class, function or attribute."""
         if obj.docstring:
             obj.docstring.value = re.sub(
                 r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE

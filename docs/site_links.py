@@ -1,8 +1,8 @@
-"""Brings into the site what its pages link to outside docs/.
+"""A MkDocs hook that adds files outside docs/ to the site if a page links to them.
 
-In the repository a page links to `../examples/digits.py`, and whatever shows the repository follows
-that. The site has no such file, so each file that is linked to becomes a page of it,
-`source/examples/digits.py`, and the link leads there.
+In the repository a page links to `../examples/digits.py`, which works wherever the repository is
+browsed. The site does not contain that file, so this hook adds a page `source/examples/digits.py`
+and changes the link to it.
 """
 
 import pathlib
@@ -18,59 +18,59 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)[^)#\s]+")
 
 
 def target_of(link: str, path: str) -> str | None:
-    """Returns the file of the repository that a link in another leads to, if it leads to one."""
+    """Returns the repository file that a link in the file `path` leads to, or None."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
     return target if (ROOT / target).is_file() else None
 
 
-def place(path: str) -> str:
-    """Returns where the site has a file of the repository."""
+def site_path(path: str) -> str:
+    """Returns the path within the site of a repository file."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    as_it_is = path.endswith((".md", ".png"))
-    return f"source/{path}" if as_it_is else f"source/{path}.md"
+    unchanged = path.endswith((".md", ".png"))
+    return f"source/{path}" if unchanged else f"source/{path}.md"
 
 
-def repository_path(place: str) -> str:
-    """Returns which file of the repository the site has there."""
-    if not place.startswith("source/"):
-        return f"docs/{place}"
-    path = place.removeprefix("source/")
-    return path if (ROOT / path).is_file() else path.removesuffix(".md")
+def repository_path(path: str) -> str:
+    """Returns the repository file at a path within the site; the inverse of `site_path`."""
+    if not path.startswith("source/"):
+        return f"docs/{path}"
+    original = path.removeprefix("source/")
+    return original if (ROOT / original).is_file() else original.removesuffix(".md")
 
 
-def made_page(path: str, config: MkDocsConfig) -> File:
-    """Returns a file of the repository as one of the site: code is a page that shows it."""
+def make_file(path: str, config: MkDocsConfig) -> File:
+    """Returns a repository file as a file of the site; code becomes a page that shows it."""
     source = ROOT / path
-    if place(path) == f"source/{path}":
-        return File.generated(config, place(path), abs_src_path=str(source))
+    if site_path(path) == f"source/{path}":
+        return File.generated(config, site_path(path), abs_src_path=str(source))
     language = source.suffix.removeprefix(".")
     code = f"# {path}\n\n```{language}\n{source.read_text()}```\n"
-    return File.generated(config, place(path), content=code)
+    return File.generated(config, site_path(path), content=code)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds every file that a page links to, and what those link to in turn."""
-    waiting = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
-    while waiting:
-        path = waiting.pop()
+    """Adds every file that a page links to, and the files that those link to in turn."""
+    to_visit = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
+    while to_visit:
+        path = to_visit.pop()
         if not path.endswith(".md"):
             continue
         for link in LINK.findall((ROOT / path).read_text()):
             target = target_of(link, path)
-            if target and files.get_file_from_path(place(target)) is None:
-                files.append(made_page(target, config))
-                waiting.append(target)
+            if target and files.get_file_from_path(site_path(target)) is None:
+                files.append(make_file(target, config))
+                to_visit.append(target)
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Leads every link to where the site has its file."""
+    """Changes every link to a repository file to its path within the site."""
     here = page.file.src_uri
     path = repository_path(here)
 
-    def moved(link: re.Match[str]) -> str:
+    def new_target(link: re.Match[str]) -> str:
         target = target_of(link[0], path)
-        return posixpath.relpath(place(target), posixpath.dirname(here)) if target else link[0]
+        return posixpath.relpath(site_path(target), posixpath.dirname(here)) if target else link[0]
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(new_target, markdown)

@@ -4,12 +4,12 @@
     python examples/cifar10.py --dataset=digits --train_steps=300
     python examples/cifar10.py --use_synthetic_data --train_steps=100
 
-Adam's rate warms up and then falls as a cosine does, over `--train_steps`; a skipped step does not
-count. On a CPU, XLA compiles float16 (`--jit_compile=auto`), which is many times slower without.
-The evaluation computes in float32, with the same weights.
+Adam's learning rate warms up and then decays along a cosine over `--train_steps` updates; skipped
+steps do not count. On a CPU, XLA compiles float16 (`--jit_compile=auto`), which is many times
+slower without XLA. The evaluation computes in float32, with the same weights.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import datasets
 import keras
@@ -22,10 +22,10 @@ FLAGS = flags.FLAGS
 
 
 class Cifar(Trainer):
-    """Three stages; each halves the side of the image and doubles the channels."""
+    """A network of three stages; each halves the image's side and doubles the channels."""
 
     def build_model(self):
-        """The precision is not mentioned anywhere."""
+        """Returns the network; the trainer sets the precision."""
         stages = [layer for channels in (32, 64, 128) for layer in stage(channels)]
         return keras.Sequential(
             [
@@ -38,7 +38,7 @@ class Cifar(Trainer):
         )
 
     def build_optimizer(self):
-        """Adam; from 0 to 3e-3 in the first tenth of the run, and back."""
+        """Returns Adam; its learning rate rises to 3e-3 in a tenth of the run, then decays."""
         warmup = FLAGS.train_steps // 10
         schedule = keras.optimizers.schedules.CosineDecay(
             0.0, FLAGS.train_steps - warmup, warmup_target=3e-3, warmup_steps=warmup
@@ -47,16 +47,16 @@ class Cifar(Trainer):
 
 
 def stage(channels):
-    """Returns two convolutions, each with BatchNorm, and a pooling."""
+    """Yields the layers of a stage: two convolutions, each with BatchNorm, and a pooling."""
     for _ in range(2):
         yield layers.Conv2D(channels, 3, padding="same", use_bias=False)
-        yield layers.BatchNormalization(momentum=0.9)  # 0.99 lags behind a short run
+        yield layers.BatchNormalization(momentum=0.9)  # 0.99 is too slow for a short run
         yield layers.ReLU()
     yield layers.MaxPooling2D()
 
 
 def main(_):
-    """Trains, and evaluates on images the network has not seen."""
+    """Trains the network and evaluates it on held-out images."""
     cifar = make_trainer(
         Cifar,
         loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -1,14 +1,15 @@
-"""A loss-scale rule of one's own, beside `dynamic`.
+"""A custom loss-scale rule, compared with `dynamic`.
 
     python examples/custom_rule.py
     python examples/custom_rule.py --growth_interval=5
 
-A rule is a frozen value: `initial_state` says where the scale starts, and `advance` is a pure
-function of the state before a step and the step's verdict. `Patient` waits twice as long with each
-growth that was in vain, where `dynamic` tries again and again; each try costs a step.
+A rule is a frozen value: `initial_state` returns the state at the start, and `advance` is a pure
+function of the state before a step and the step's verdict. `dynamic` tries a larger scale again
+and again, and each attempt that is too large costs a step. `Patient` doubles its waiting time
+after every overflow.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -22,21 +23,21 @@ from keras import layers
 import scaling
 from trainer.flags import define_flags, make_trainer, run_mode
 
-INTERVAL = flags.DEFINE_integer("growth_interval", 10, "Of both rules, at first.", lower_bound=1)
+INTERVAL = flags.DEFINE_integer("growth_interval", 10, "Interval of both rules at the start.", 1)
 
 
 class PatientState(NamedTuple):
-    """What the rule remembers; `loss_scale` comes first."""
+    """The state of the rule; the first field must be `loss_scale`."""
 
     loss_scale: tf.Tensor  # shape=(), float32
-    finite_steps: tf.Tensor  # shape=(), int32: in a row
-    interval: tf.Tensor  # shape=(), int32: how many of them it takes to grow
+    finite_steps: tf.Tensor  # shape=(), int32: consecutive finite steps
+    interval: tf.Tensor  # shape=(), int32: finite steps before the scale grows
 
 
 @dataclasses.dataclass(frozen=True)
 class Patient:
-    """Doubles the scale after `interval` finite steps, halves it at an overflow, and then waits
-    twice as long.
+    """Doubles the scale after `interval` finite steps. An overflow halves the scale and doubles
+    `interval`.
     """
 
     initial_scale: float = 2.0**15
@@ -53,9 +54,9 @@ class Patient:
         )
 
     def advance(self, state, verdict):
-        """Returns the state after a step; it is traced into a graph, so there is no `if`."""
+        """Returns the state after a step. It runs in a graph, so it uses `tf.where`, not `if`."""
         verdict = scaling.as_verdict(verdict)
-        # A step that was not finite for a reason that no scale cures counts as nothing.
+        # A non-finite step that no smaller scale could prevent changes nothing.
         counted = state.finite_steps + tf.cast(verdict.grads_finite, tf.int32)
         grows = verdict.grads_finite & (counted >= state.interval)
         factor = tf.where(verdict.overflowed, 0.5, tf.where(grows, 2.0, 1.0))
@@ -75,21 +76,21 @@ def network():
 
 
 def main(_):
-    """Learns the digits under either rule."""
+    """Trains on the digits with each of the two rules."""
     data = datasets.load("digits")
-    for kind in (scaling.DynamicLossScale, Patient):
+    for rule in (scaling.DynamicLossScale, Patient):
         trainer = make_trainer(
             Trainer,
             model=network,
             optimizer=lambda: keras.optimizers.Adam(1e-3),
             loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
-            loss_scale=kind(growth_interval=INTERVAL.value),
+            loss_scale=rule(growth_interval=INTERVAL.value),
             verbose=False,
         )
         accuracy = run_mode(trainer, *data)["accuracy"]
-        told = f"{trainer.totals.skipped} of {trainer.totals.attempted} steps skipped"
-        print(f"{kind.__name__}: {told}, held-out accuracy {accuracy:.2%}")
+        skipped = f"{trainer.totals.skipped} of {trainer.totals.attempted} steps skipped"
+        print(f"{rule.__name__}: {skipped}, held-out accuracy {accuracy:.2%}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@
     python examples/digits.py --distribution_strategy=mirrored
 
 The data are scikit-learn's 1,797 real scans of 8 x 8 pixels; nothing is downloaded. The loss
-scale starts at 2^24, far too high for this network, so that the first steps overflow and are
-skipped: watch the scale come down until the gradients fit.
+scale starts at 2^24, far too high for this network, so the first steps overflow and are skipped.
+Watch the scale fall until the gradients fit.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import datasets
 import keras
@@ -26,7 +26,7 @@ class Digits(Trainer):
     """A convolutional network for 8 x 8 images of ten digits."""
 
     def build_model(self):
-        """Two convolutions and a classifier; the precision is not mentioned anywhere."""
+        """Returns two convolutions and a classifier; the trainer sets the precision."""
         return keras.Sequential(
             [
                 keras.Input([8, 8, 1]),
@@ -44,12 +44,12 @@ class Digits(Trainer):
         )
 
     def build_optimizer(self):
-        """Adam; its schedule counts updates, so a skipped step does not move it."""
+        """Returns Adam; its schedule counts updates, so a skipped step does not advance it."""
         decay = keras.optimizers.schedules.CosineDecay(2e-3, FLAGS.train_steps)
         return keras.optimizers.Adam(decay)
 
     def compute_loss(self, batch, training):
-        """One loss per scan, in float32."""
+        """Returns one loss per scan, in float32, and the logits."""
         images, labels = batch
         logits = tf.cast(self.model(images, training=training), tf.float32)
         return keras.losses.sparse_categorical_crossentropy(
@@ -57,16 +57,16 @@ class Digits(Trainer):
         ), logits
 
     def build_metrics(self):
-        """Accuracy."""
+        """Returns the accuracy."""
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def update_metrics(self, batch, aux):
-        """Compares the labels with the logits."""
+        """Updates the accuracy with the labels and the logits."""
         self.metrics["accuracy"].update_state(batch[1], aux)
 
 
 def main(_):
-    """Trains, and evaluates on scans the network has not seen."""
+    """Trains the network and evaluates it on held-out scans."""
     digits = make_trainer(Digits)
     results = run_mode(digits, *datasets.load("digits"))
     if results and digits.is_chief:

@@ -1,16 +1,16 @@
-"""Two networks in float16, each with an optimizer of its own: a small adversarial pair.
+"""A small GAN in float16: two networks, each with its own optimizer.
 
     python examples/gan.py
     python examples/gan.py --alternate
     python examples/gan.py --distribution_strategy=mirrored --precision=float32
 
-The generator turns noise into points of the plane, the discriminator tells them from a ring of
-eight Gaussians. A step moves both networks or neither: what overflows in one must not let the
-other get ahead. Each batch, noise included, is a function of its number. The loss scale starts at
-2^24, far too high, so that the first steps are skipped.
+The generator turns noise into points in the plane, and the discriminator distinguishes them from
+a ring of eight Gaussians. A step updates both networks or neither, so that an overflow in one
+does not let the other get ahead. Each batch, including its noise, is a function of its number.
+The loss scale starts at 2^24, which is far too high, so the first steps are skipped.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -21,57 +21,57 @@ from keras import layers
 from trainer.flags import define_flags, make_trainer, run_mode
 
 FLAGS = flags.FLAGS
-ALTERNATE = flags.DEFINE_boolean("alternate", False, "First the discriminator, then the generator.")
+ALTERNATE = flags.DEFINE_boolean("alternate", False, "Update one network after the other.")
 SPREAD, LATENT = 0.1, 8
 
 
 class Pair(keras.Model):
-    """Both networks; the optimizers go by these two names."""
+    """Both networks; the optimizers have the same names as these attributes."""
 
     def __init__(self):
-        """Three dense layers each."""
+        """Builds two networks of three dense layers."""
         super().__init__()
         self.discriminator = network(2, 1)
         self.generator = network(LATENT, 2)
 
 
 def network(inputs, outputs):
-    """Returns a small network; the precision is not mentioned anywhere."""
+    """Returns a small network; the trainer sets the precision."""
     hidden = [layers.Dense(128, activation="leaky_relu") for _ in range(2)]
     return keras.Sequential([keras.Input([inputs]), *hidden, layers.Dense(outputs)])
 
 
 class Gan(Trainer):
-    """Each network against the other."""
+    """Trains the two networks against each other."""
 
     def build_model(self):
-        """Returns both."""
+        """Returns both networks as one model."""
         return Pair()
 
     def build_optimizer(self):
-        """An Adam for each; the order counts if they alternate."""
+        """Returns one Adam for each network; with --alternate they are updated in this order."""
         names = ["discriminator", "generator"]
         return {name: keras.optimizers.Adam(1e-3, beta_1=0.5) for name in names}
 
     def compute_loss(self, batch, training):
-        """Two losses per example: taking real for fake or fake for real, and being found out."""
+        """Returns two losses per example, one for each network."""
         fake = self.model.generator(batch["noise"], training=training)
-        of_real, of_fake = (
+        on_real, on_fake = (
             tf.cast(self.model.discriminator(points, training=training)[:, 0], tf.float32)
             for points in (batch["real"], fake)
         )
         return {
-            "discriminator": tf.nn.softplus(-of_real) + tf.nn.softplus(of_fake),
-            "generator": tf.nn.softplus(-of_fake),
+            "discriminator": tf.nn.softplus(-on_real) + tf.nn.softplus(on_fake),
+            "generator": tf.nn.softplus(-on_fake),
         }
 
     def predict_batch(self, batch):
-        """Returns the generator's points."""
+        """Returns the points that the generator makes from the batch's noise."""
         return self.model.generator(batch["noise"], training=False)
 
 
 def draw(number, count):
-    """Returns a batch of points and noise: the same ones for the same number."""
+    """Returns a batch of points and noise that depends only on its number and --seed."""
     seeds = tf.random.split(tf.stack([tf.cast(FLAGS.seed, tf.int64), number]), 3)
     corner = tf.random.stateless_uniform([count], seeds[0], 0, 8, tf.int32)
     angle = tf.cast(corner, tf.float32) * np.float32(np.pi / 4)
@@ -80,23 +80,23 @@ def draw(number, count):
     return {"real": real, "noise": tf.random.stateless_normal([count, LATENT], seeds[2])}
 
 
-def distance(these, those):
-    """Returns the energy distance of two samples: 0 for one and the same."""
-    pairs = [(these, those), (these, these), (those, those)]
-    apart, *within = [np.mean(np.linalg.norm(a[:, None] - b, axis=-1)) for a, b in pairs]
-    return np.sqrt(max(2 * apart - sum(within), 0.0))
+def energy_distance(first, second):
+    """Returns the energy distance of two samples, which is 0 for equal samples."""
+    pairs = [(first, second), (first, first), (second, second)]
+    between, *within = [np.mean(np.linalg.norm(a[:, None] - b, axis=-1)) for a, b in pairs]
+    return np.sqrt(max(2 * between - sum(within), 0.0))
 
 
 def main(_):
-    """Trains, and compares the generator's points with the ring's, before and after."""
+    """Trains, and compares the generator's points with the ring before and after."""
     gan = make_trainer(Gan, alternate_optimizers=ALTERNATE.value)
     sample = tf.nest.map_structure(np.array, draw(-1, 2000))
-    before = distance(gan.predict(sample, global_batch=500), sample["real"])
+    before = energy_distance(gan.predict(sample, global_batch=500), sample["real"])
     numbers = tf.data.Dataset.counter()
     run_mode(gan, numbers.map(lambda number: draw(number, FLAGS.batch_size)))
-    after = distance(gan.predict(sample, global_batch=500), sample["real"])
-    least = distance(np.array(draw(-2, 2000)["real"]), sample["real"])
-    print(f"distance from the ring: {before:.3f} before, {after:.3f} after; its own: {least:.3f}")
+    after = energy_distance(gan.predict(sample, global_batch=500), sample["real"])
+    noise = energy_distance(np.array(draw(-2, 2000)["real"]), sample["real"])  # two ring samples
+    print(f"distance from the ring: {before:.3f} before, {after:.3f} after; noise {noise:.3f}")
 
 
 if __name__ == "__main__":
@@ -105,6 +105,6 @@ if __name__ == "__main__":
         initial_loss_scale=2.0**24,
         train_steps=2000,
         batch_size=256,
-        seed=1,  # two networks that chase each other do not come near with every seed
+        seed=1,  # adversarial training does not converge with every seed
     )
     app.run(main)

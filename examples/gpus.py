@@ -1,16 +1,16 @@
-"""Which GPUs a script takes, and how much of their memory.
+"""Chooses the GPUs that a script uses, and how much of their memory.
 
     python examples/gpus.py
     python examples/gpus.py --gpus=0,2
     python examples/gpus.py --gpus=1 --memory_limit_mb=4096
     python examples/gpus.py --nomemory_growth
 
-All of it is TensorFlow's public `tf.config`, called before anything touches a device. Copy `choose`
-into a script of your own: `make_trainer(..., strategy=choose())`. Where there is no GPU, it says so
-and goes on with the CPU.
+It uses only TensorFlow's public `tf.config`, before TensorFlow initializes a device. Copy
+`choose_strategy` into your own script: `make_trainer(..., strategy=choose_strategy())`. If there
+is no GPU, it says so and uses the CPU.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import sys
 
@@ -21,38 +21,38 @@ from absl import app, flags
 
 import strategies
 
-GPUS = flags.DEFINE_list("gpus", None, "Which, counted from 0: for instance 0,2. None: all.")
-GROWTH = flags.DEFINE_boolean("memory_growth", True, "Take memory as it is needed, not all.")
-LIMIT = flags.DEFINE_integer("memory_limit_mb", None, "The most of each; then without growth.", 1)
+GPUS = flags.DEFINE_list("gpus", None, "GPUs to use, such as 0,2. Default: all.")
+GROWTH = flags.DEFINE_boolean("memory_growth", True, "Allocate GPU memory as needed.")
+LIMIT = flags.DEFINE_integer("memory_limit_mb", None, "Memory limit per GPU; disables growth.", 1)
 
 
-def choose():
-    """Returns a strategy on the GPUs that the flags ask for, or on the CPU if there is none."""
+def choose_strategy():
+    """Returns a strategy on the GPUs that the flags select, or on the CPU if there is no GPU."""
     found = tf.config.list_physical_devices("GPU")
     if not found:
-        asked = f"; --gpus={','.join(GPUS.value)} has no effect" if GPUS.value else ""
-        print(f"There is no GPU that TensorFlow can see: the CPU takes its place{asked}.")
+        ignored = f" and ignoring --gpus={','.join(GPUS.value)}" if GPUS.value else ""
+        print(f"TensorFlow finds no GPU; using the CPU{ignored}.")
         return strategies.create("default")
     numbers = [str(number) for number in range(len(found))]
     if GPUS.value and not set(GPUS.value) <= set(numbers):
-        sys.exit(f"--gpus must be of {','.join(numbers)}; got {','.join(GPUS.value)}.")
+        sys.exit(f"--gpus must be chosen from {','.join(numbers)}; got {','.join(GPUS.value)}.")
     chosen = [found[int(number)] for number in GPUS.value or numbers]
     tf.config.set_visible_devices(chosen, "GPU")
     for gpu in chosen:
         if LIMIT.value:
-            part = tf.config.LogicalDeviceConfiguration(memory_limit=LIMIT.value)
-            tf.config.set_logical_device_configuration(gpu, [part])
+            config = tf.config.LogicalDeviceConfiguration(memory_limit=LIMIT.value)
+            tf.config.set_logical_device_configuration(gpu, [config])
         else:
             tf.config.experimental.set_memory_growth(gpu, GROWTH.value)
     print("on", ", ".join(gpu.name for gpu in chosen))
-    # TensorFlow counts those that are left from 0 again.
+    # TensorFlow renumbers the visible GPUs from 0.
     return strategies.create("mirrored" if len(chosen) > 1 else "one_device")
 
 
 def main(_):
-    """Fits y = 3 x + 1 on them."""
+    """Fits y = 3 x + 1 on the chosen GPUs."""
     line = Trainer(
-        strategy=choose(),
+        strategy=choose_strategy(),
         model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
         optimizer=lambda: keras.optimizers.SGD(0.5),
         loss_fn="mse",

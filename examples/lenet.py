@@ -1,14 +1,14 @@
-"""LeNet on MNIST with plain SGD, mirrored on all GPUs or on two parts of the CPU.
+"""LeNet on MNIST with plain SGD, mirrored on all GPUs or on two logical CPUs.
 
     python examples/lenet.py
     python examples/lenet.py --dataset=digits
     python examples/lenet.py --use_synthetic_data --logical_cpus=4
 
-The network is that of 1998, but for softmax and ordinary pooling, in float16 with float32 master
-weights. `lenet_half.py` takes the master weights away.
+The network is that of 1998, except for softmax and ordinary pooling, in float16 with float32
+master weights. `lenet_half.py` does without the master weights.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import datasets
 import keras
@@ -21,7 +21,7 @@ FLAGS = flags.FLAGS
 
 
 def lenet(shape):
-    """Returns the network for images of a shape; scans of 8 x 8 pixels keep a margin."""
+    """Returns the network for images of a shape; small scans are padded."""
     padding = "same" if shape[0] < 28 else "valid"
     return keras.Sequential(
         [
@@ -39,7 +39,7 @@ def lenet(shape):
 
 
 def main(_):
-    """Trains without a subclass: the data are pairs (x, y), and Keras has the loss."""
+    """Trains without a subclass, on pairs (x, y), with a Keras loss."""
     trainer = make_trainer(
         Trainer,
         model=lambda: lenet(datasets.SHAPES[FLAGS.dataset]),

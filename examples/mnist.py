@@ -1,16 +1,16 @@
-"""A perceptron with dropout on MNIST, on a TPU or on whatever there is.
+"""A perceptron with dropout on MNIST, on a TPU or the best available device.
 
     python examples/mnist.py
     python examples/mnist.py --distribution_strategy=tpu --tpu=local
     python examples/mnist.py --dataset=digits
 
-`auto` takes a TPU where `TPU_NAME` or `--tpu` leads to one (found by `TPUClusterResolver`,
-initialised, and handed to a `TPUStrategy`), or else the GPUs, or else the CPU, and says so. On a
-TPU, bfloat16 needs no loss scale. MNIST is fetched by `keras.datasets`; scikit-learn's digits,
-8 x 8 pixels, are on this machine already.
+`auto` uses the TPU that `TPU_NAME` or `--tpu` names (found by `TPUClusterResolver`, initialized,
+and passed to a `TPUStrategy`), or else the GPUs, or else the CPU, and prints its choice. On a
+TPU, bfloat16 needs no loss scale. `keras.datasets` downloads MNIST; the digits of 8 x 8 pixels
+come with scikit-learn.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import datasets
 import keras
@@ -24,37 +24,37 @@ FLAGS = flags.FLAGS
 
 
 class Perceptron(Trainer):
-    """Two hidden layers, dropout after each."""
+    """A perceptron with two hidden layers, each followed by dropout."""
 
     def build_model(self):
-        """Takes images of any size."""
-        hidden = [layers.Dense(256, activation="relu"), layers.Dropout(0.2)]
-        again = [layers.Dense(256, activation="relu"), layers.Dropout(0.2)]
-        first = [keras.Input(datasets.SHAPES[FLAGS.dataset]), layers.Flatten()]
-        return keras.Sequential([*first, *hidden, *again, layers.Dense(10)])
+        """Returns the network for images of any size."""
+        first = [layers.Dense(256, activation="relu"), layers.Dropout(0.2)]
+        second = [layers.Dense(256, activation="relu"), layers.Dropout(0.2)]
+        inputs = [keras.Input(datasets.SHAPES[FLAGS.dataset]), layers.Flatten()]
+        return keras.Sequential([*inputs, *first, *second, layers.Dense(10)])
 
     def build_optimizer(self):
-        """Adam."""
+        """Returns Adam."""
         return keras.optimizers.Adam(1e-3)
 
     def compute_loss(self, batch, training):
-        """One loss per image, in float32."""
+        """Returns one loss per image, in float32, and the logits."""
         images, labels = batch
         logits = tf.cast(self.model(images, training=training), tf.float32)
         losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
         return losses, logits
 
     def build_metrics(self):
-        """Accuracy."""
+        """Returns the accuracy."""
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
 
     def update_metrics(self, batch, aux):
-        """Compares the labels with the logits."""
+        """Updates the accuracy with the labels and the logits."""
         self.metrics["accuracy"].update_state(batch[1], aux)
 
 
 def main(_):
-    """Trains, and evaluates on images the network has not seen."""
+    """Trains the network and evaluates it on held-out images."""
     perceptron = make_trainer(Perceptron)
     results = run_mode(perceptron, *datasets.load_from_flags())
     if results and perceptron.is_chief:

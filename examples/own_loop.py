@@ -1,9 +1,9 @@
 """A plain `for` loop over halfstep's step: float16, two replicas.    python examples/own_loop.py
 
-See what halfstep adds with    diff examples/own_loop_bare.py examples/own_loop.py
+To see what halfstep adds:    diff examples/own_loop_bare.py examples/own_loop.py
 """
 
-from trainer.step import TrainState, attempt_step, plan_step  # isort: skip  # first: it sets TensorFlow up
+from trainer.step import TrainState, attempt_step, plan_step  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import tensorflow as tf
@@ -12,10 +12,10 @@ from sklearn.datasets import load_digits
 import scaling
 import strategies
 
-# Scans of handwritten digits, 1,437 to learn from and 360 to be tested on, in a fixed order.
+# Scans of handwritten digits: 1,437 for training and 360 for testing, in a fixed order.
 images, labels = load_digits(return_X_y=True)
 images = (images / 16.0).astype("float32")
-strategies.split_cpu(2)  # before anything touches a device; leave it out where there are GPUs
+strategies.split_cpu(2)  # before TensorFlow initializes a device; leave it out on GPUs
 data = tf.data.Dataset.from_tensor_slices((images[:1437], labels[:1437]))
 data = data.shuffle(1437, seed=0).batch(64, drop_remainder=True).repeat().take(400)
 
@@ -50,6 +50,6 @@ for number, batch in enumerate(data, start=1):
     if number % 100 == 0:
         print(f"step {number}  loss {report.loss:.4f}  scale {report.loss_scale:.0f}")
 
-# The scans that it has not seen.
-right = tf.argmax(model(images[1437:]), axis=1) == labels[1437:]
-print(f"held-out accuracy {tf.reduce_mean(tf.cast(right, tf.float32)):.2%}")
+# Evaluate on the held-out scans.
+correct = tf.argmax(model(images[1437:]), axis=1) == labels[1437:]
+print(f"held-out accuracy {tf.reduce_mean(tf.cast(correct, tf.float32)):.2%}")

@@ -1,13 +1,13 @@
 """own_loop.py in bare TensorFlow: float32, one device.    python examples/own_loop_bare.py
 
-See what halfstep adds with    diff examples/own_loop_bare.py examples/own_loop.py
+To see what halfstep adds:    diff examples/own_loop_bare.py examples/own_loop.py
 """
 
 import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-# Scans of handwritten digits, 1,437 to learn from and 360 to be tested on, in a fixed order.
+# Scans of handwritten digits: 1,437 for training and 360 for testing, in a fixed order.
 images, labels = load_digits(return_X_y=True)
 images = (images / 16.0).astype("float32")
 data = tf.data.Dataset.from_tensor_slices((images[:1437], labels[:1437]))
@@ -42,6 +42,6 @@ for number, batch in enumerate(data, start=1):
     if number % 100 == 0:
         print(f"step {number}  loss {loss:.4f}")
 
-# The scans that it has not seen.
-right = tf.argmax(model(images[1437:]), axis=1) == labels[1437:]
-print(f"held-out accuracy {tf.reduce_mean(tf.cast(right, tf.float32)):.2%}")
+# Evaluate on the held-out scans.
+correct = tf.argmax(model(images[1437:]), axis=1) == labels[1437:]
+print(f"held-out accuracy {tf.reduce_mean(tf.cast(correct, tf.float32)):.2%}")

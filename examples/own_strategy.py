@@ -1,13 +1,13 @@
-"""A strategy of one's own: mirrored on every device but the first, which is left to the desktop.
+"""A custom strategy: mirrored on every device except the first, which stays free for the desktop.
 
     python examples/own_strategy.py
     python examples/own_strategy.py --distribution_strategy=mirrored
 
-A strategy is a function of the devices that were asked for, under a name: from then on
-`--distribution_strategy`, `Trainer` and `strategies.create` know it. Here it fits a line.
+A strategy is registered as a function of the requested devices, under a name that
+`--distribution_strategy`, `Trainer` and `strategies.create` then accept. Here it fits a line.
 """
 
-from trainer import Trainer  # isort: skip  # first: it sets TensorFlow up
+from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ from trainer.flags import define_flags, make_trainer, run_mode
 
 
 def spare_first(devices):
-    """Returns a strategy on the devices that were named, or on all but the first there is."""
+    """Returns a mirrored strategy on the named devices, or on all devices except the first."""
     if devices is None:
         found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
         devices = [device.name.removeprefix("/device:") for device in found[1:]]
@@ -27,18 +27,18 @@ def spare_first(devices):
 
 
 class Line(Trainer):
-    """One slope and one intercept."""
+    """A line with a slope and an intercept."""
 
     def build_model(self):
-        """A dense layer."""
+        """Returns a model with one dense layer."""
         return keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
 
     def build_optimizer(self):
-        """Plain SGD."""
+        """Returns plain SGD."""
         return keras.optimizers.SGD(0.5)
 
     def compute_loss(self, batch, training):
-        """Squared errors."""
+        """Returns the squared error of each example."""
         x, y = batch
         return keras.losses.mean_squared_error(y, self.model(x, training=training))
 

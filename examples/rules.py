@@ -1,7 +1,8 @@
-"""Every rule on one problem whose float16 gradients underflow.    python examples/rules.py
+"""Compares all rules on a problem whose float16 gradients underflow.    python examples/rules.py
 
-A linear model learns known weights from large features and a loss of small weight: at a loss
-scale of 1, float16 flushes every gradient to zero; from 2^29 on the gradients overflow.
+A linear model learns known weights from large features, with a loss that is multiplied by 2^-30.
+At a loss scale of 1, float16 flushes every gradient to zero; from 2^29 on, the gradients
+overflow.
 """
 
 import numpy as np
@@ -11,9 +12,9 @@ from absl import app, flags
 import scaling
 
 PLOT = flags.DEFINE_string(
-    "plot", None, "Picture file for the scales (pip install halfstep[plot])."
+    "plot", None, "File for a plot of the scales (pip install halfstep[plot])."
 )
-STEPS = flags.DEFINE_integer("steps", 300, "Steps of each run.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 300, "Number of steps in each run.", lower_bound=1)
 FROM_HIGH = "initial_scale=2^40:max_scale=2^40"
 RULES = {
     "fixed, 1": "1",
@@ -32,7 +33,7 @@ ANSWER = np.linspace(-2, 2, 8, dtype=np.float32)[:, None]
 
 
 def train(rule, dtype):
-    """Returns the loss and the loss scale of each step, and whether it was skipped."""
+    """Returns the loss of each step, its loss scale, and whether it was skipped."""
     scaler, weights = scaling.LossScaler(rule), tf.Variable(tf.zeros([8, 1]))
     random = np.random.default_rng(0)
 
@@ -46,16 +47,16 @@ def train(rule, dtype):
         [gradient] = scaler.unscale(tape.gradient(scaled, [weights]), token)
         largest = tf.reduce_max(tf.abs(gradient))
         finite = scaling.all_finite(gradient)
-        applies = scaler.update(scaling.Verdict(finite, max_magnitude=largest))
-        weights.assign_sub(tf.where(applies, gradient * 2.0**10, 0.0))
-        return loss, token.loss_scale, ~applies
+        apply = scaler.update(scaling.Verdict(finite, max_magnitude=largest))
+        weights.assign_sub(tf.where(apply, gradient * 2.0**10, 0.0))
+        return loss, token.loss_scale, ~apply
 
     batches = 2.0**8 * random.standard_normal([STEPS.value, 256, 8]).astype(np.float32)
     return tuple(np.array(field) for field in zip(*map(step, batches), strict=True))
 
 
 def main(_):
-    """Prints a line for each rule; draws the scales if asked."""
+    """Prints a line for each rule, and draws the scales if --plot is given."""
     print(f"{'rule':<34}  skipped  last scale  final loss / first")
     runs = {"none, in float32": train(scaling.NoLossScale(), tf.float32)}
     for name, text in RULES.items():
@@ -68,7 +69,7 @@ def main(_):
 
 
 def draw(runs, path):
-    """Draws the runs' scales over the steps; a cross is a skipped step."""
+    """Draws the loss scale of each run over the steps; a cross marks a skipped step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")

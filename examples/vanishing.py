@@ -1,15 +1,15 @@
-"""Float16 gradients vanish, and come back.    python examples/vanishing.py [--loss_scale=1]"""
+"""Vanishing float16 gradients, and the cure.    python examples/vanishing.py [--loss_scale=1]"""
 
 import tensorflow as tf
 from absl import app, flags
 
 import scaling
 
-LOSS_SCALE = flags.DEFINE_string("loss_scale", "dynamic", "dynamic, or a power of two")
+LOSS_SCALE = flags.DEFINE_string("loss_scale", "dynamic", '"dynamic", or a power of two.')
 
 
 def main(_):
-    """Learns that a weight is 3 from gradients below 2^-25, where float16 has only 0."""
+    """Learns that a weight is 3 from gradients below 2^-25, which float16 rounds to 0."""
     rule = scaling.DynamicLossScale(initial_scale=2.0**30, max_scale=2.0**30)  # too high at first
     if LOSS_SCALE.value != "dynamic":
         rule = scaling.FixedLossScale(float(LOSS_SCALE.value))

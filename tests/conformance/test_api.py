@@ -1,4 +1,4 @@
-"""What is public, how it is documented, and whether its examples run."""
+"""Tests that public names are listed and documented, and that the examples in docstrings run."""
 
 import doctest
 import importlib
@@ -23,7 +23,7 @@ MODULES = [
 ]
 PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
 
-# Names whose use is another name's example.
+# Names without an example of their own, and the name whose example uses them.
 WITHOUT_EXAMPLE = {
     "Capabilities": "capabilities",
     "CheckpointError": "Trainer",
@@ -45,7 +45,7 @@ WITHOUT_EXAMPLE = {
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 def test_all_lists_what_a_room_offers(room):
-    """Every name in `__all__` exists, in order, and no other public name of ours is importable."""
+    """`__all__` is sorted and lists exactly the public names that the package offers."""
     offered = {
         name
         for name, value in vars(room).items()
@@ -60,7 +60,7 @@ def test_all_lists_what_a_room_offers(room):
     ("room", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_public_names_are_documented(room, name):
-    """Every public name has a docstring, and an example of its own or a reason why not."""
+    """Every public name has a docstring, and an example of its own or in another's docstring."""
     value = getattr(room, name)
     has_example = ">>>" in (inspect.getdoc(value) or "")
 
@@ -70,7 +70,7 @@ def test_public_names_are_documented(room, name):
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_examples_in_docstrings_run(module):
-    """Every example prints what it says."""
+    """Every example in a docstring prints what it shows."""
     failures, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
 
     assert failures == 0

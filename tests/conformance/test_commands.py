@@ -1,4 +1,4 @@
-"""The commands that README, cards and docs show, run as they are written there."""
+"""Runs the commands in README, cards and docs as they are written there."""
 
 import pathlib
 import re
@@ -14,10 +14,10 @@ PAGES = [
     *sorted(ROOT.glob("*/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-# What a reader puts in, and what is put in here.
+# Placeholders in the commands, and what the tests put in their place.
 FILLED_IN = {"RUN": "run", "SCRIPT": "examples/digits.py"}
 NOT_RUN = {
-    "python -P train.py": "a script of the reader's",
+    "python -P train.py": "the reader's own script",
     **dict.fromkeys(
         (
             "python benchmarks/growth.py",
@@ -26,11 +26,11 @@ NOT_RUN = {
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",
         ),
-        "takes minutes, and its figures say nothing on a busy machine",
+        "takes minutes, and its figures mean nothing on a busy machine",
     ),
-    "python -m strategies.launch": "a part of the others",
-    "python -m strategies.launch --workers=2 SCRIPT --flags...": "the same as without flags",
-    "python -m scaling.simulate": "a part of the others",
+    "python -m strategies.launch": "incomplete; the complete commands run",
+    "python -m strategies.launch --workers=2 SCRIPT --flags...": "runs without the flags",
+    "python -m scaling.simulate": "incomplete; the complete commands run",
     **dict.fromkeys(
         (
             "python -m strategies.launch --workers=2 examples/mnist.py --dataset=digits "
@@ -38,14 +38,14 @@ NOT_RUN = {
             "python -m strategies.launch --workers=2 --ps=1 examples/mnist.py --dataset=digits "
             "--distribution_strategy=parameter_server",
         ),
-        "test_examples.py runs it, and looks at what it learns",
+        "test_examples.py runs it and checks its accuracy",
     ),
-    "python -m pytest -n0 --full tests/tpu_check": "one of the tests beside this",
+    "python -m pytest -n0 --full tests/tpu_check": "part of the test suite",
 }
 
 
 def commands():
-    """Every command of Python's in the pages: in code spans, and on lines of fenced blocks."""
+    """Returns every `python ...` command in the pages, from code spans and fenced blocks."""
     found = set()
     for page in PAGES:
         text = page.read_text()
@@ -60,8 +60,8 @@ def commands():
     return sorted(found)
 
 
-def test_there_are_commands():
-    """They are found, those that are not run too."""
+def test_commands_are_found():
+    """The pages contain at least ten commands, including those that are not run."""
     found = commands()
 
     assert len(found) >= 10
@@ -69,27 +69,27 @@ def test_there_are_commands():
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """A folder as the repository's root is, with a run in it."""
+def root(tmp_path_factory):
+    """A copy of the repository's root, with two runs in it."""
     folder = tmp_path_factory.mktemp("root")
     for name in ("examples", "scaling", "strategies", "trainer"):
         shutil.copytree(ROOT / name, folder / name)
-    shown = "examples/digits.py --train_steps=60 --record_gradients --model_dir="
-    run(f"python {shown}run", folder)
-    run(f"python {shown}runs/digits", folder)
+    digits = "python examples/digits.py --train_steps=60 --record_gradients --model_dir="
+    run(f"{digits}run", folder)
+    run(f"{digits}runs/digits", folder)
     return folder
 
 
 def run(command, folder):
-    """Runs a command of Python's; returns what it printed."""
+    """Runs a `python ...` command in a folder and returns its output."""
     return printed(shlex.split(command)[1:], folder, seconds=400)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(set(commands()) - NOT_RUN.keys()))
-def test_a_command_runs_as_it_is_written(here, command):
-    """With a run of ours in the place of RUN; it ends well, and says something."""
-    for word, ours in FILLED_IN.items():
-        command = command.replace(word, ours)
+def test_commands_run_as_written(root, command):
+    """Every command, with its placeholders filled in, succeeds and prints something."""
+    for word, value in FILLED_IN.items():
+        command = command.replace(word, value)
 
-    assert run(command, here).strip()
+    assert run(command, root).strip()

@@ -1,4 +1,4 @@
-"""The images of the examples: from small files in the real formats, put where Keras looks for them."""
+"""Tests of `examples/datasets.py`, with small files in the real formats in Keras's cache folder."""
 
 import importlib.util
 import io
@@ -17,10 +17,10 @@ spec.loader.exec_module(datasets)
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A folder of one's own where Keras looks for data sets before it fetches them.
+    """A temporary folder in which Keras looks for data sets before it downloads them.
 
-    Keras compares a found file's hash with that of the whole data set, which no small file has. That
-    comparison is left out, and nothing else: files are found, unpacked and read by Keras.
+    Keras compares the hash of a file with that of the real data set. Only this comparison is disabled,
+    so that small files pass; Keras still finds, unpacks and reads them.
     """
     monkeypatch.setattr("keras.src.backend.config._KERAS_DIR", str(tmp_path))
     monkeypatch.setattr("keras.src.utils.file_utils.validate_file", lambda *_, **__: True)
@@ -28,8 +28,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "datasets"
 
 
-def check_form(images, labels, shape):
-    """What holds for every data set."""
+def check_format(images, labels, shape):
+    """Asserts what holds for every data set: shapes, dtypes and ranges."""
     assert images.shape == (len(labels), *shape)
     assert images.dtype == np.float32
     assert labels.shape == (len(images),)
@@ -40,7 +40,7 @@ def check_form(images, labels, shape):
 
 
 def test_mnist_is_read_from_its_archive(cache):
-    """Bytes from 0 to 255 become 0 to 1, and get a channel; labels stay in their order."""
+    """Bytes from 0 to 255 become floats from 0 to 1 with a channel axis; labels keep their order."""
     x = np.arange(5 * 28 * 28).reshape(5, 28, 28).astype(np.uint8)
     y = np.array([5, 0, 4, 1, 9], np.uint8)
     np.savez(cache / "mnist.npz", x_train=x[:3], y_train=y[:3], x_test=x[3:], y_test=y[3:])
@@ -48,7 +48,7 @@ def test_mnist_is_read_from_its_archive(cache):
     (train, train_labels), (test, test_labels) = datasets.load("mnist")
 
     for images, labels in ((train, train_labels), (test, test_labels)):
-        check_form(images, labels, (28, 28, 1))
+        check_format(images, labels, (28, 28, 1))
     assert (train_labels.tolist(), test_labels.tolist()) == ([5, 0, 4], [1, 9])
     assert np.array_equal(np.round(train[..., 0] * 255), x[:3])
     assert np.array_equal(np.round(test[..., 0] * 255), x[3:])
@@ -56,10 +56,10 @@ def test_mnist_is_read_from_its_archive(cache):
 
 
 def write_cifar10(path, batches):
-    """Writes an archive as CIFAR-10's: a pickle for each batch, of rows of 3,072 bytes."""
+    """Writes an archive like CIFAR-10's: one pickle for each batch, with rows of 3,072 bytes."""
     with tarfile.open(path, "w:gz") as archive:
         for name, (pixels, labels) in batches.items():
-            # The real ones are of protocol 2, written by Python 2, whose strings were bytes.
+            # The real files were written by Python 2 (protocol 2), whose strings were bytes.
             content = pickle.dumps({b"data": pixels, b"labels": labels}, protocol=4)
             entry = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
             entry.size = len(content)
@@ -67,9 +67,10 @@ def write_cifar10(path, batches):
 
 
 def test_cifar10_is_read_from_its_archive(cache):
-    """Rows of all red, all green and all blue bytes become images with three channels; labels are flat.
+    """Rows of all red, then all green, then all blue bytes become images with three channels; labels
+    become flat.
 
-    Keras makes room for 10,000 images a batch: one image in the file fills it.
+    Keras allocates 10,000 images per batch, and the single image of a file is broadcast to all of them.
     """
     rows = np.random.default_rng(0).integers(0, 256, [7, 3072]).astype(np.uint8)
     batches = {f"data_batch_{i + 1}": (rows[i : i + 1], [i]) for i in range(5)}
@@ -78,19 +79,19 @@ def test_cifar10_is_read_from_its_archive(cache):
 
     (train, train_labels), (test, test_labels) = datasets.load("cifar10")
 
-    check_form(test, test_labels, (32, 32, 3))
-    check_form(train[::9999], train_labels[::9999], (32, 32, 3))
+    check_format(test, test_labels, (32, 32, 3))
+    check_format(train[::9999], train_labels[::9999], (32, 32, 3))
     assert train_labels.tolist() == np.repeat(range(5), 10_000).tolist()
     assert test_labels.tolist() == [9, 8]
     for image, row in ((train[0], rows[0]), (train[49_999], rows[4]), (test[1], rows[6])):
         assert np.array_equal(np.round(image * 255), row.reshape(3, 32, 32).transpose(1, 2, 0))
 
 
-def test_the_digits_are_split_once_and_for_all():
-    """1,437 to train on and 360 to test on, as many of each in both, and no scan in both."""
+def test_the_digits_have_a_fixed_split():
+    """The split is 1,437 to 360, always the same, with equal shares of each digit and no overlap."""
     train, test = datasets.load("digits")
     for images, labels in (train, test):
-        check_form(images, labels, (8, 8, 1))
+        check_format(images, labels, (8, 8, 1))
     sizes = [np.bincount(labels) for _, labels in (train, test)]
 
     assert [len(train[1]), len(test[1])] == [1437, 360]
@@ -101,19 +102,19 @@ def test_the_digits_are_split_once_and_for_all():
 
 
 @pytest.mark.parametrize("name", datasets.SHAPES)
-def test_made_up_images_have_the_shape_of_the_real_ones(name):
-    """And are not fetched, but made: the same ones each time."""
-    train, test = datasets.load(name, made_up=True)
+def test_synthetic_images_have_the_shape_of_the_real_ones(name):
+    """Synthetic images are generated without a download, and are the same each time."""
+    train, test = datasets.load(name, use_synthetic=True)
     for images, labels in (train, test):
-        check_form(images, labels, datasets.SHAPES[name])
+        check_format(images, labels, datasets.SHAPES[name])
 
     assert (len(train[1]), len(test[1])) == (4000, 1000)
-    assert np.array_equal(datasets.load(name, made_up=True)[1][0], test[0])
+    assert np.array_equal(datasets.load(name, use_synthetic=True)[1][0], test[0])
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4, 1)])
-def test_made_up_data_of_any_shape_can_be_learned(shape):
-    """The nearest mean of what was seen tells the class of what was not, far above chance."""
+def test_synthetic_data_of_any_shape_can_be_learned(shape):
+    """The nearest class mean of the training images classifies unseen images far above chance."""
     images, labels = datasets.synthetic(shape, 1200, classes=4, seed=1)
     assert images.shape == (1200, *shape)
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds, is complete, and is read without a network."""
+"""Tests that the documentation site builds, is complete, and works without a network."""
 
 import ast
 import html.parser
@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ROOMS = ["scaling", "strategies", "trainer", "trainer.step"]
-# What a browser fetches by itself, by element and attribute; of links, only of these kinds.
+# Elements and attributes that make a browser fetch a file; `link` does so only with some `rel`.
 FETCHED = {
     ("script", "src"),
     ("img", "src"),
@@ -36,7 +36,7 @@ FETCHED_LINKS = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site, built as a reader builds it."""
+    """The folder of the site, built with the documented command."""
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
@@ -55,36 +55,36 @@ def site(tmp_path_factory):
 
 
 class Fetches(html.parser.HTMLParser):
-    """Collects what a page makes a browser fetch."""
+    """Collects the addresses that a page makes a browser fetch."""
 
     def __init__(self, page):
-        """Reads a page."""
+        """Parses a page."""
         super().__init__()
         self.found = []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        """Looks at one element."""
+        """Collects the addresses in one element."""
         attributes = dict(attrs)
         if tag == "link" and not FETCHED_LINKS & set((attributes.get("rel") or "").split()):
             return
         self.found += [value for name, value in attrs if (tag, name) in FETCHED]
 
 
-def outside(addresses):
-    """Those that lead to another host."""
+def external(addresses):
+    """Returns the addresses that lead to another host."""
     return [address for address in addresses if re.match(r"(\w+:)?//", address or "")]
 
 
-def test_what_is_fetched_is_found():
-    """A script, an image, a style sheet and a preconnection of another host are fetches; a link that
-    a reader may click is none, nor is a file of the site.
+def test_external_fetches_are_found():
+    """A script, an image, a style sheet and a preconnection to another host count as fetches; a link
+    that a reader may click and a file of the site do not.
     """
     page = """<script src="https://a/x.js"></script><img src="//b/x.png"><a href="https://c">
         <link rel="stylesheet" href="http://d/x.css"><link rel="preconnect" href="https://e">
         <link rel="next" href="https://f"><script src="../x.js"></script>"""
 
-    assert outside(Fetches(page).found) == [
+    assert external(Fetches(page).found) == [
         "https://a/x.js",
         "//b/x.png",
         "http://d/x.css",
@@ -93,26 +93,26 @@ def test_what_is_fetched_is_found():
 
 
 @pytest.mark.slow
-def test_nothing_is_fetched_from_outside(site):
-    """No page and no style sheet of the site makes a browser ask another host; what the theme's
-    scripts could fetch (diagrams, facts of a repository) is on no page.
+def test_nothing_is_fetched_from_other_hosts(site):
+    """No page or style sheet of the site makes a browser fetch from another host, and no page uses the
+    theme's scripts that would (diagrams, facts about a repository).
     """
     pages = list(site.rglob("*.html"))
     for page in pages:
         text = page.read_text()
-        assert not outside(Fetches(text).found), page
+        assert not external(Fetches(text).found), page
         assert 'class="mermaid"' not in text, page
         assert 'data-md-component="source"' not in text, page
     for sheet in site.rglob("*.css"):
         found = re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')\s]+)", sheet.read_text())
-        assert not outside(found), sheet
+        assert not external(found), sheet
     assert len(pages) > len(list(DOCS.glob("*.md")))
 
 
 @pytest.mark.slow
-def test_links_out_of_docs_lead_to_pages_of_the_site(site):
-    """What a page links to in the repository is a page of the site, code as well, and so is what
-    that links to.
+def test_linked_repository_files_are_pages_of_the_site(site):
+    """Every repository file that a page links to is a page of the site, including code, and so are the
+    files that it links to in turn.
     """
     index = (site / "index.html").read_text()
 
@@ -124,17 +124,17 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(site):
 
 @pytest.mark.slow
 def test_the_api_page_shows_signatures_and_examples(site):
-    """Every public name is on it, with its docstring; examples are code."""
+    """The API page documents every public name, and shows examples as code."""
     page = (site / "api" / "index.html").read_text()
     shown = set(re.findall(r'id="((?:scaling|strategies|trainer)\.[\w.]+)"', page))
 
     assert public_names() <= shown
     assert "trainer.Trainer.compute_loss" in shown
-    assert "<blockquote>" not in page  # what Markdown makes of >>> outside code
+    assert "<blockquote>" not in page  # Markdown turns >>> outside of code into this
 
 
 def test_every_page_is_in_the_navigation():
-    """Each page in docs/ once, and nothing that is not there."""
+    """The navigation lists each page in docs/ exactly once, and nothing else."""
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"- ([\w-]+\.md)$", navigation, re.MULTILINE)
 
@@ -142,23 +142,21 @@ def test_every_page_is_in_the_navigation():
 
 
 def public_names():
-    """Every public name, with its room."""
+    """Returns every public name with its package."""
     rooms = {room: importlib.import_module(room).__all__ for room in ROOMS}
     rooms["trainer.flags"] = ["define_flags", "make_trainer", "run_mode"]
     return {f"{room}.{name}" for room, names in rooms.items() for name in names}
 
 
 def test_every_public_name_is_on_the_api_page():
-    """Each once, and nothing that is not public."""
+    """The API page lists each public name exactly once, and nothing else."""
     listed = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
 
     assert sorted(listed) == sorted(public_names())
 
 
 def test_each_law_names_a_test_that_carries_its_number():
-    """Laws 1 to 18, in order; the test is a function of the file that the link names, and its
-    docstring has the number.
-    """
+    """Each of the laws 1 to 18, in order, links to a test whose docstring carries the law's number."""
     row = r"^\| \*\*(L\d+)\*\* .* \| \[`(\w+)`\]\(\.\./([\w/.]+)\) \|$"
     laws = re.findall(row, (DOCS / "numerics.md").read_text(), re.MULTILINE)
 

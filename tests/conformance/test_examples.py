@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them: as programs."""
+"""Tests of the examples, which run as scripts, as a user runs them."""
 
 import functools
 import os
@@ -16,13 +16,13 @@ SCRIPTS = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "d
 
 
 def run(script, *arguments, seconds=300):
-    """Runs an example; returns its output lines."""
+    """Runs an example and returns the lines of its output."""
     path = str(ROOT / "examples" / script)
     return printed([path, *arguments], ROOT, seconds).splitlines()
 
 
 def help_of(script):
-    """The lines of an example's --helpshort; absl ends with 1 after it."""
+    """Returns the lines of an example's --helpshort, after which absl exits with status 1."""
     result = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script), "--helpshort"],
         capture_output=True,
@@ -35,43 +35,43 @@ def help_of(script):
 
 
 def accuracy(lines):
-    """The held-out accuracy in the last line, in percent."""
+    """Returns the held-out accuracy of the last line, in percent."""
     return float(re.match(r"held-out accuracy ([\d.]+)%", lines[-1])[1])
 
 
 def first_step(lines):
-    """The first line of the log that tells of steps."""
+    """Returns the first log line that reports steps."""
     return next(line for line in lines if line.startswith("step "))
 
 
 @functools.cache
-def wide_digits():
-    """What the main job prints in float32; the same under either strategy, but for rounding."""
+def float32_digits():
+    """Returns the output of digits.py in float32, the same under either strategy up to rounding."""
     return run("digits.py", "--precision=float32")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_digits_learns_in_float16(strategy):
-    """The main job: at least 98% in float16, within a point of float32 on the same seed, with skipped
-    steps visible and counted.
+    """digits.py reaches at least 98% in float16, within a point of float32 on the same seed; its
+    skipped steps are shown and counted.
     """
     arguments = [f"--distribution_strategy={strategy}"]
-    half, wide = run("digits.py", *arguments), wide_digits()
+    half, full = run("digits.py", *arguments), float32_digits()
     skipped = int(re.search(r"(\d+) skipped \(\d+ backward\)", first_step(half))[1])
     summary = re.search(r"600 steps in ([\d.]+) s: (\d+) applied, (\d+) skipped", half[-2])
 
     assert accuracy(half) >= 98.0
-    assert accuracy(half) >= accuracy(wide) - 1.0
+    assert accuracy(half) >= accuracy(full) - 1.0
     assert skipped > 0
     assert int(summary[2]) + int(summary[3]) == 600
     assert int(summary[3]) >= skipped
 
 
 @pytest.mark.slow
-def test_vanishing_comes_back():
-    """At a loss scale of 1 every gradient is 0 and nothing is learned; with `dynamic` the first scales
-    overflow, and then the weight is found.
+def test_loss_scaling_restores_vanishing_gradients():
+    """At a loss scale of 1 every gradient is 0 and nothing is learned; with `dynamic`, the weight is
+    learned after a few overflows.
     """
     lost, found = run("vanishing.py", "--loss_scale=1"), run("vanishing.py")
 
@@ -81,10 +81,10 @@ def test_vanishing_comes_back():
 
 
 @pytest.mark.slow
-def test_every_rule_learns_what_float16_flushes():
-    """Weights that are known, gradients that underflow at a scale of 1 and overflow from 2^29 on: every
-    rule but that one learns them; `headroom` from 2^40 skips at most 2 steps, `dynamic` more than 10.
-    The card of `scaling` shows the same table.
+def test_every_rule_learns_what_float16_flushes_to_zero():
+    """Every rule except a fixed scale of 1 learns weights whose gradients underflow at 1 and overflow
+    from 2^29 on. From 2^40, `headroom` skips at most 2 steps and `dynamic` more than 10. The card of
+    `scaling` shows the same table.
     """
     rows, shown = (
         table(run("rules.py")),
@@ -96,14 +96,14 @@ def test_every_rule_learns_what_float16_flushes():
         learned = name != "fixed, 1"
         assert (loss < 1e-6) == learned, name
         assert shown[name][:2] == (skipped, last), name
-        # Sums are in another order on another processor.
+        # Another processor sums in another order.
         assert shown[name][2] == pytest.approx(loss, rel=2), name
     assert rows["headroom, from 2^40"][0] <= 2
     assert rows["dynamic, from 2^40"][0] > 10
 
 
 def table(lines):
-    """The rows that `rules.py` prints, by rule: skipped steps, last scale, final loss."""
+    """Returns (skipped steps, last scale, final loss) of each rule that `rules.py` prints."""
     found = [
         re.fullmatch(r"(\S.*?)  +(\d+)  +(2\^-?\d+)  +(\d\.\de[+-]\d+)", line) for line in lines
     ]
@@ -113,8 +113,8 @@ def table(lines):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["", "--alternate"])
 def test_two_networks_learn_in_float16(order):
-    """Two optimizers under one verdict, together or in turn: the generator comes at least three times
-    as near to the true distribution, though the first steps are skipped.
+    """With two optimizers under one verdict, jointly or in turn, the generator's distance from the true
+    distribution falls to less than a third, although the first steps are skipped.
     """
     lines = run("gan.py", *([order] if order else []))
     found = re.match(r"distance from the ring: ([\d.]+) before, ([\d.]+) after", lines[-1])
@@ -126,28 +126,28 @@ def test_two_networks_learn_in_float16(order):
 
 @pytest.mark.slow
 def test_a_run_is_repeated_from_its_flags(tmp_path):
-    """flags.cfg brings the same run to the same step; the same command with a later one goes on."""
+    """flags.cfg repeats the run, which is complete already; with a larger --train_steps it continues."""
     settings = ["--train_steps=20", "--seed=7", "--log_steps=20", "--precision=float32"]
     first = run("digits.py", f"--model_dir={tmp_path}", *settings)
-    again = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
+    repeated = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
     longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", "--train_steps=30")
 
-    assert first[-1] == again[-1]
-    assert "at step 20 after 0 steps" in again[-2]
+    assert first[-1] == repeated[-1]
+    assert "at step 20 after 0 steps" in repeated[-2]
     assert "at step 30 after 10 steps" in longer[-2]
 
 
 @pytest.mark.slow
 def test_a_registered_strategy_trains():
-    """One that is in nobody's list: by its name, on the devices it chooses."""
+    """A strategy that the script registers trains by its name, on the devices that it chooses."""
     lines = run("own_strategy.py")
 
     assert lines[-1] == "y = 3.00 x + 1.00, found by 3 replicas"
 
 
 @pytest.mark.slow
-def test_the_perceptron_takes_what_there_is():
-    """Without a TPU it says so and learns on the CPU; an address that leads to none is an error."""
+def test_the_perceptron_uses_the_best_available_device():
+    """Without a TPU it says so and learns on the CPU; an address without a TPU is an error."""
     lines = run("mnist.py", "--dataset=digits", "--train_steps=300")
     assert "strategy: DefaultDistributionStrategy (found no TPU and no GPU)" in lines
     assert accuracy(lines) >= 95.0
@@ -168,9 +168,9 @@ def test_the_perceptron_takes_what_there_is():
 
 
 @pytest.mark.slow
-def test_a_line_is_found_from_gradients_that_float16_loses():
-    """At a loss scale of 1 nothing moves; from 2^40 the first scales overflow, and then slope and
-    intercept come out.
+def test_linear_regression_needs_loss_scaling():
+    """At a loss scale of 1 nothing is learned; from 2^40, slope and intercept are found after a few
+    overflows.
     """
     lost = run("linear_regression.py", "--loss_scale=1", "--steps=10")
     found = run("linear_regression.py")
@@ -181,19 +181,17 @@ def test_a_line_is_found_from_gradients_that_float16_loses():
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU to take")
-def test_without_a_gpu_the_script_says_so_and_goes_on():
-    """On the CPU; what was asked for in vain is named."""
+def test_without_a_gpu_the_script_uses_the_cpu():
+    """Without a GPU the script trains on the CPU, and says which flag it ignores."""
     lines = run("gpus.py", "--gpus=0,2", "--memory_limit_mb=1024")
 
-    assert lines[0] == (
-        "There is no GPU that TensorFlow can see: the CPU takes its place; --gpus=0,2 has no effect."
-    )
+    assert lines[0] == ("TensorFlow finds no GPU; using the CPU and ignoring --gpus=0,2.")
     assert lines[-1] == "y = 3.00 x + 1.00, found by 1 replica"
 
 
 @pytest.mark.slow
 def test_lenet_learns_on_two_replicas():
-    """Plain SGD in float16 under mirrored: at least 80% after 500 steps."""
+    """Plain SGD in float16 under `mirrored` reaches at least 80% after 500 steps."""
     lines = run("lenet.py", "--dataset=digits", "--train_steps=500")
 
     assert accuracy(lines) >= 80.0
@@ -202,8 +200,8 @@ def test_lenet_learns_on_two_replicas():
 
 @pytest.mark.slow
 def test_float16_weights_lose_what_master_weights_keep():
-    """At a small rate most updates are too small to move a float16 weight, and hardly any is too small
-    for a float32 one; so the loss falls more slowly.
+    """At a small learning rate most updates are too small to change a float16 weight, but hardly any
+    is too small for a float32 weight, so the loss falls more slowly in float16.
     """
     header, *rows = run("lenet_half.py", "--dataset=digits", "--steps=500")
     found = {row.split()[0]: re.findall(r"[\d.]+(?=%| |$)", row)[1:] for row in rows}
@@ -217,28 +215,28 @@ def test_float16_weights_lose_what_master_weights_keep():
 
 @pytest.mark.slow
 def test_cifar10_adapts_to_its_images():
-    """The same network takes 8 x 8 scans, and learns them; and made-up images of CIFAR-10's shape."""
+    """The network learns the 8 x 8 digits, and also takes synthetic images of CIFAR-10's shape."""
     small = ["--batch_size=32", "--log_steps=5"]
     digits = run("cifar10.py", "--dataset=digits", "--train_steps=60", *small)
-    made_up = run("cifar10.py", "--use_synthetic_data", "--train_steps=5", *small)
+    synthetic = run("cifar10.py", "--use_synthetic_data", "--train_steps=5", *small)
 
     assert accuracy(digits) >= 85.0
-    assert any("at step 5 after 5 steps" in line for line in made_up)
+    assert any("at step 5 after 5 steps" in line for line in synthetic)
 
 
 @pytest.mark.slow
 def test_the_language_model_learns():
-    """From 8 bits a byte to less than 4.5 in 100 steps; and it goes on with the prompt."""
+    """It gets from 8 bits per byte to less than 4.5 in 100 steps, and continues the prompt."""
     arguments = ["--train_steps=100", "--bytes=300000", "--prompt=import "]
     lines = run("language_model.py", *arguments)
 
     assert re.match(r"it writes: ['\"]import ", lines[-2])
-    assert 1.0 < float(re.fullmatch(r"held out: ([\d.]+) bits a byte", lines[-1])[1]) < 4.5
+    assert 1.0 < float(re.fullmatch(r"held out: ([\d.]+) bits per byte", lines[-1])[1]) < 4.5
 
 
 @pytest.mark.slow
-def test_a_rule_of_ones_own_moves_the_scale():
-    """It trains as well as `dynamic` does, and skips fewer than half as many steps, since it waits
+def test_a_custom_rule_moves_the_scale():
+    """`Patient` trains as well as `dynamic`, and skips fewer than half as many steps because it waits
     longer and longer.
     """
     rows = [
@@ -251,39 +249,37 @@ def test_a_rule_of_ones_own_moves_the_scale():
     assert 0 < skipped["Patient"] < skipped["DynamicLossScale"] / 2
 
 
-def test_data_that_cannot_be_fetched_end_in_one_message(tmp_path):
-    """With the reason and two ways out, and without a traceback."""
+def test_a_failed_download_ends_in_one_message(tmp_path):
+    """A failed download ends with the reason and two alternatives, without a traceback."""
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / "mnist.py"],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
-        # A proxy that nobody has started: on every machine, the network is out of reach.
+        # A proxy address without a server makes the network unreachable on every machine.
         env=os.environ
         | {"PYTHONPATH": str(ROOT), "KERAS_HOME": str(tmp_path), "https_proxy": "127.0.0.1:9"},
     )
 
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-2].startswith(
-        "mnist could not be fetched: URL fetch failure"
-    )
+    assert result.stderr.splitlines()[-2].startswith("Could not download mnist: URL fetch failure")
     assert result.stderr.splitlines()[-1] == (
         "Try --dataset=digits, which comes with scikit-learn, or --use_synthetic_data."
     )
 
 
-def jobs_shown():
-    """The commands of the table that start several processes."""
+def commands_of_jobs():
+    """Returns the commands in the examples' table that start several processes."""
     text = (ROOT / "examples" / "README.md").read_text()
     return re.findall(r"`python (-m strategies\.launch [^`]+)`", text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", jobs_shown())
-def test_the_jobs_of_the_table(command):
-    """Two workers, and workers with a parameter server, run as written, learn the digits."""
+@pytest.mark.parametrize("command", commands_of_jobs())
+def test_jobs_of_several_processes_learn(command):
+    """The jobs of two workers, and of workers with a parameter server, learn the digits."""
     out = printed(command.split(), ROOT, seconds=300)
 
     [found] = re.findall(r"held-out accuracy ([\d.]+)%", out)
@@ -291,7 +287,7 @@ def test_the_jobs_of_the_table(command):
 
 
 def test_help_fits_a_screen():
-    """--helpshort shows the script's own flags and no others."""
+    """--helpshort shows the trainer's flags and the script's own, but not absl's."""
     shown = help_of("digits.py")
 
     assert any("--train_steps" in line for line in shown)
@@ -300,11 +296,11 @@ def test_help_fits_a_screen():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_every_example_says_how_it_is_run(path):
-    """In its own docstring, and in a row of the table, each under its name."""
-    first = path.read_text().split('"""')[1]
+def test_every_example_shows_its_command(path):
+    """Every example has its command in its docstring, and a row in the table of examples."""
+    docstring = path.read_text().split('"""')[1]
 
-    assert f"python examples/{path.name}" in first
+    assert f"python examples/{path.name}" in docstring
     assert f"]({path.name})" in (ROOT / "examples" / "README.md").read_text()
 
 
@@ -330,5 +326,5 @@ def test_every_example_says_how_it_is_run(path):
     ],
 )
 def test_examples_are_short(script, most):
-    """An example is read in one go."""
+    """No example has more lines than its bound."""
     assert len((ROOT / "examples" / script).read_text().splitlines()) <= most
