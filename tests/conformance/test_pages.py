@@ -34,6 +34,11 @@ OTHERS = [
 
 
 ROOMS = ["scaling", "strategies", "trainer"]
+# The cards of the rooms within a package, such as trainer/log/README.md.
+ROOM_CARDS = sorted(
+    str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).glob("*/README.md")
+)
+CARDS_WITH_CODE = [card for card in ROOM_CARDS if "```python" in (ROOT / card).read_text()]
 # Files that a page names and that are not ours: the reader's own, and another project's.
 FOREIGN_FILES = {"controller.py", "scaling.py", "standard_runner.py", "strategies.py", "train.py"}
 
@@ -47,7 +52,7 @@ def blocks(page):
 
 # NumPy 2 raises this warning when Keras saves a model.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-@pytest.mark.parametrize("page", [*CARDS, *SLOW])
+@pytest.mark.parametrize("page", [*CARDS, *CARDS_WITH_CODE, *SLOW])
 def test_python_in_pages_runs(page, tmp_path):
     """The Python blocks of a page run in order, and those with >>> print what the page shows."""
     names = {}
@@ -68,7 +73,7 @@ def test_python_in_pages_runs(page, tmp_path):
     assert found
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *ROOM_CARDS])
 def test_relative_links_lead_to_files(page):
     """Every relative link of a page names a file that exists."""
     text = (ROOT / page).read_text()
@@ -97,7 +102,7 @@ def exists_for(page, name):
     folder = (ROOT / page).parent
     if (ROOT / name).exists() or (folder / name).exists():
         return True
-    is_card = folder.name in ROOMS
+    is_card = page.startswith(tuple(f"{room}/" for room in ROOMS))
     below = [folder] if is_card else [ROOT / top for top in ("benchmarks", "examples", *ROOMS)]
     return "/" not in name and any(any(top.rglob(name)) for top in below)
 
@@ -116,7 +121,7 @@ def test_named_files_are_found():
     assert not exists_for("strategies/README.md", "dynamic.py")
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS, "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *ROOM_CARDS, "CHANGELOG.md"])
 def test_named_files_exist(page):
     """Every file of the repository that a page names in a code span exists."""
     names = set(named_files((ROOT / page).read_text())) - FOREIGN_FILES
