@@ -674,7 +674,7 @@ def test_a_kill_in_the_middle_of_a_replacement(
     shutil.rmtree(path / f"ckpt-{TARGET}")
     newest = path / "ckpt-8"
     facts = folder.read_manifest(newest)
-    unfinished = folder.begin(newest)
+    unfinished = atomic_files.begin_folder(newest)
     shutil.copytree(newest, unfinished, dirs_exist_ok=True)
     (unfinished / folder.MANIFEST).unlink()
     counted = itertools.count()

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from trainer.base.atomic_files import begin_folder, clean_up_folders
 from trainer.checkpoint import folder
+from trainer.step.types import Model
 
 PREFIX = "step"
 KERAS_FILE = "model.keras"
@@ -74,7 +75,7 @@ class Best:
         return math.inf if math.isnan(rank) else rank
 
 
-def export_model(model: keras.Model | tf.Module, path: pathlib.Path) -> None:
+def export_model(model: Model, path: pathlib.Path) -> None:
     """Writes a Keras model as `model.keras`, or a `tf.Module` as the checkpoint `variables`."""
     if isinstance(model, keras.Model):
         model.save(path / KERAS_FILE)

@@ -4,11 +4,11 @@ import importlib.metadata
 import pathlib
 import platform
 from collections.abc import Sequence
-from typing import Any
 
 from absl import logging
 
 from trainer.base.argument_checks import check_choice
+from trainer.checkpoint.folder import Facts
 
 # Entries of `run.json` that are compared, with the argument of `Trainer` or `train` that sets them.
 ARGUMENTS = {
@@ -49,9 +49,7 @@ def check_allow_changes(names: Sequence[str]) -> None:
         check_choice("allow_changes", name, tuple(ARGUMENTS))
 
 
-def check_same(
-    saved: dict[str, Any], ours: dict[str, Any], allowed: Sequence[str], path: pathlib.Path
-) -> list[str]:
+def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.Path) -> list[str]:
     """Compares the settings of a run with those in a checkpoint.
 
     Args:

@@ -19,6 +19,7 @@ import tensorflow as tf
 import scaling
 from trainer.step.held_back import contents
 from trainer.step.rollback import copies_of, tensorflow_variable, variables_in_reach
+from trainer.step.types import Variable
 
 
 class Contents:
@@ -123,7 +124,7 @@ def attributes_with_variables(owner: object, known: Sequence[Any]) -> tf.Module:
     return holder
 
 
-def describe(variables: Sequence[tf.Variable | keras.Variable]) -> list[str]:
+def describe(variables: Sequence[Variable]) -> list[str]:
     """Returns the name, dtype and shape of each variable, as they stand in the manifest.
 
     Example:

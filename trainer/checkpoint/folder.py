@@ -10,23 +10,25 @@ import hashlib
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainer.base.atomic_files import publish_folder, unfinished
 
 MANIFEST = "run.json"
+
+Facts: TypeAlias = dict[str, Any]  # the contents of a manifest: anything that JSON can hold
 
 
 class DamagedError(ValueError):
     """A folder is not as it was written."""
 
 
-def commit(path: pathlib.Path, facts: dict[str, Any]) -> dict[str, Any]:
+def commit(path: pathlib.Path, facts: Facts) -> dict[str, dict[str, Any]]:
     """Adds the manifest to what was written since `begin_folder`, and moves it to `path`.
 
     Args:
         path: the folder's final place; what is there is replaced.
-        facts: contents of the manifest besides the checksums; anything that JSON can hold.
+        facts: contents of the manifest, apart from the checksums.
 
     Returns:
         Size and checksum of each file, by name.
@@ -56,7 +58,7 @@ def committed(parent: pathlib.Path, prefix: str) -> dict[int, pathlib.Path]:
     return dict(sorted(found.items()))
 
 
-def read_manifest(path: pathlib.Path) -> dict[str, Any]:
+def read_manifest(path: pathlib.Path) -> Facts:
     """Returns the contents of a folder's manifest, after checking every file against it.
 
     Raises:
@@ -96,7 +98,7 @@ def checksum(file: pathlib.Path) -> str:
         return hashlib.file_digest(contents, "sha256").hexdigest()
 
 
-def sealed(facts: dict[str, Any]) -> str:
+def sealed(facts: Facts) -> str:
     """Returns the exact text of a manifest: the facts as JSON, with the SHA-256 of that JSON.
 
     Example:

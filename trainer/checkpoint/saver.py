@@ -5,9 +5,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import keras
 import tensorflow as tf
 from absl import logging
 
@@ -16,7 +14,9 @@ import strategies
 from trainer.base.atomic_files import begin_folder, clean_up_folders, discard_folder, unfinished
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
+from trainer.checkpoint.folder import Facts
 from trainer.data.iterator_state import DataPosition
+from trainer.step.types import Variable
 
 PREFIX = "ckpt"
 IN_MEMORY = "ram://"  # TensorFlow's file system in memory
@@ -45,7 +45,7 @@ class Checkpoints:
         model_dir: pathlib.Path | None,
         max_to_keep: int,
         contents: Contents,
-        variables: Mapping[str, Sequence[tf.Variable | keras.Variable]],
+        variables: Mapping[str, Sequence[Variable]],
         rule: scaling.LossScaleRule,
         strategy: tf.distribute.Strategy,
         *,
@@ -63,9 +63,9 @@ class Checkpoints:
         self._writing: concurrent.futures.Future[None] | None = None
         # Path and `run.json` of the checkpoint that was last saved or restored.
         self.latest: pathlib.Path | None = None
-        self.facts: dict[str, Any] = {}
+        self.facts: Facts = {}
         # The same for the checkpoint before it, in case the current write fails.
-        self._previous: tuple[pathlib.Path | None, dict[str, Any]] = (None, {})
+        self._previous: tuple[pathlib.Path | None, Facts] = (None, {})
         self.bytes: dict[str, int] = {}  # size of each file of the last checkpoint, without suffix
         self.resumed = False  # whether training has continued from the restored checkpoint
 
@@ -111,9 +111,7 @@ class Checkpoints:
         self.latest, self.facts = path, facts
         return path
 
-    def save(
-        self, step: int, facts: dict[str, Any], position: DataPosition | None
-    ) -> pathlib.Path | None:
+    def save(self, step: int, facts: Facts, position: DataPosition | None) -> pathlib.Path | None:
         """Saves a checkpoint. Returns when it is on disk, or at once if a thread writes it.
 
         Args:
@@ -171,7 +169,7 @@ class Checkpoints:
                 self.latest, self.facts = self._previous
                 raise
 
-    def _finish(self, path: pathlib.Path, facts: dict[str, Any]) -> None:
+    def _finish(self, path: pathlib.Path, facts: Facts) -> None:
         """Moves a checkpoint into place and removes the oldest ones."""
         try:
             if self._asynchronous:
@@ -199,7 +197,7 @@ class Checkpoints:
         if self._asynchronous and tf.io.gfile.exists(in_memory):
             tf.io.gfile.rmtree(in_memory)
 
-    def _has_copies(self, facts: dict[str, Any], path: pathlib.Path) -> bool:
+    def _has_copies(self, facts: Facts, path: pathlib.Path) -> bool:
         """Returns whether a checkpoint holds copies of the same variables; warns if not."""
         difference = first_difference(self._contents.differing, facts["copies"])
         if difference:
@@ -228,7 +226,7 @@ def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
     )
 
 
-def read_chosen(path: pathlib.Path) -> dict[str, Any]:
+def read_chosen(path: pathlib.Path) -> Facts:
     """Returns `run.json` of the checkpoint that the chief restores.
 
     Raises:
@@ -255,7 +253,7 @@ def move_to_disk(path: pathlib.Path) -> None:
 
 def newest_intact(
     found: dict[int, pathlib.Path], argument: str
-) -> tuple[pathlib.Path, dict[str, Any]] | None:
+) -> tuple[pathlib.Path, Facts] | None:
     """Returns the newest undamaged checkpoint and its `run.json`, or None if `found` is empty.
 
     Args:

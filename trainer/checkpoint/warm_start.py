@@ -10,9 +10,10 @@ from trainer.checkpoint import folder
 from trainer.checkpoint.best import KERAS_FILE
 from trainer.checkpoint.contents import describe, read_variables
 from trainer.checkpoint.saver import PREFIX, check_variables, newest_intact
+from trainer.step.types import Model, Variable
 
 
-def warm_start(path: pathlib.Path, model: keras.Model | tf.Module) -> pathlib.Path:
+def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
     """Loads the weights of another run into a model. Call it in the strategy's scope.
 
     Args:
@@ -65,6 +66,6 @@ def checkpoints_in(model_dir: pathlib.Path) -> dict[int, pathlib.Path]:
     return folder.committed(model_dir, PREFIX)
 
 
-def weights_of(model: keras.Model | tf.Module) -> list[tf.Variable | keras.Variable]:
+def weights_of(model: Model) -> list[Variable]:
     """Returns the weights of a model, trainable or not, without seed states and metrics."""
     return list(model.weights if isinstance(model, keras.Model) else model.variables)

@@ -5,13 +5,22 @@ All replicas read the same pipeline, and each takes its share of every batch (se
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
 
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
+from trainer.step.types import Batch
+
+Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
+DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+Data: TypeAlias = tf.data.Dataset | DatasetFunction | Arrays  # what users may pass
+
+# The element spec of a dataset: the structure of a batch, with a spec for each tensor.
+Spec: TypeAlias = "tf.TypeSpec | Mapping[str, Spec] | tuple[Spec, ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +28,13 @@ class Batches:
     """A dataset of global batches, and what is known about it before the first step."""
 
     dataset: tf.data.Dataset
-    first: Any  # the first batch: shows that the dataset is not empty, and builds models
+    first: Batch  # the first batch: shows that the dataset is not empty, and builds models
     global_batch: int  # number of examples in the first batch; the last one may be smaller
     steps_per_epoch: int | None  # None if the dataset does not know its length
 
 
 def batches(
-    data: Any,
+    data: Data,
     argument: str,
     strategy: tf.distribute.Strategy,
     global_batch: int | None = None,
@@ -57,9 +66,10 @@ def batches(
             "Datasets are already batched. Leave global_batch out, or change the batch size of the "
             "dataset."
         )
+    elif isinstance(data, tf.data.Dataset):
+        dataset = data
     else:
-        is_dataset = isinstance(data, tf.data.Dataset)
-        dataset = data if is_dataset else _from_function(data, argument, strategy)
+        dataset = _from_function(cast("DatasetFunction", data), argument, strategy)
     first = _first(dataset, argument)
     cardinality = int(dataset.cardinality())
     if are_arrays(data):
@@ -72,12 +82,12 @@ def batches(
     )
 
 
-def are_arrays(data: Any) -> bool:
+def are_arrays(data: Data) -> bool:
     """Returns whether data is arrays: neither a dataset nor a function."""
     return not isinstance(data, tf.data.Dataset) and not callable(data)
 
 
-def same_data(before: Any, now: Any, global_batch: int, found: Batches) -> bool:
+def same_data(before: Data, now: Data, global_batch: int, found: Batches) -> bool:
     """Returns whether the same data is passed again.
 
     Args:
@@ -143,7 +153,9 @@ def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
     return epochs * found.steps_per_epoch
 
 
-def _from_function(data: Any, argument: str, strategy: tf.distribute.Strategy) -> tf.data.Dataset:
+def _from_function(
+    data: DatasetFunction, argument: str, strategy: tf.distribute.Strategy
+) -> tf.data.Dataset:
     replicas = strategy.num_replicas_in_sync
     dataset = data(tf.distribute.InputContext(num_replicas_in_sync=replicas))
     if not isinstance(dataset, tf.data.Dataset):
@@ -159,7 +171,7 @@ def _from_function(data: Any, argument: str, strategy: tf.distribute.Strategy) -
 
 
 def _from_arrays(
-    data: Any, argument: str, global_batch: int | None, shuffle_seed: int | None
+    data: Arrays, argument: str, global_batch: int | None, shuffle_seed: int | None
 ) -> tf.data.Dataset:
     leaves = tf.nest.flatten(data)
     if isinstance(data, list) or (
@@ -196,7 +208,7 @@ def _from_arrays(
         indices = shuffled_indices(lengths[0], global_batch, shuffle_seed)
 
     @without_autograph
-    def gather_rows(rows: tf.Tensor) -> Any:
+    def gather_rows(rows: tf.Tensor) -> Batch:
         return tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
 
     return untuned(indices.map(gather_rows))
@@ -222,7 +234,7 @@ def repeat_first_batch(found: Batches) -> tf.data.Dataset:
     spec = found.dataset.element_spec
 
     @without_autograph
-    def with_spec(*batch: Any) -> Any:
+    def with_spec(*batch: Batch) -> Batch:
         pairs = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
         leaves = [with_static_shape(tensor, leaf_spec) for tensor, leaf_spec in pairs]
         return tf.nest.pack_sequence_as(spec, leaves)
@@ -231,7 +243,7 @@ def repeat_first_batch(found: Batches) -> tf.data.Dataset:
 
 
 @without_autograph
-def with_static_shape(tensor: Any, spec: tf.TypeSpec) -> Any:
+def with_static_shape(tensor: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
     """Returns a tensor whose static shape is that of a spec, even where the spec is less exact."""
     if not isinstance(spec, tf.TensorSpec):  # ragged and sparse tensors have the right spec already
         return tensor
@@ -256,7 +268,7 @@ def shuffled_indices(examples: int, global_batch: int, seed: int) -> tf.data.Dat
     return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
 
 
-def _first(dataset: tf.data.Dataset, argument: str) -> Any:
+def _first(dataset: tf.data.Dataset, argument: str) -> Batch:
     for batch in untuned(dataset.take(1)):
         return batch
     raise _empty(argument)
@@ -269,7 +281,7 @@ def _empty(argument: str) -> ValueError:
     )
 
 
-def _examples(batch: Any, argument: str) -> int:
+def _examples(batch: Batch, argument: str) -> int:
     shapes = [leaf.shape for leaf in tf.nest.flatten(batch)]
     if not shapes or not all(shape.rank for shape in shapes):
         raise ValueError(

@@ -11,16 +11,19 @@ import json
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from trainer.base.atomic_files import begin_folder, publish_folder
+from trainer.data.batches import Spec
 from trainer.step.report import StepReport
 from trainer.step.rollback import copies_of
+from trainer.step.types import Batch, Variable
+
+Setting: TypeAlias = dict[str, Any]  # settings of a trainer by name: text, numbers, booleans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +39,10 @@ class Record:
     inf_count: int
     nan_count: int
     random_seed: int  # the run's seed; with the step number it determines all random numbers
-    setting: dict[str, Any]  # the settings that must be the same to get the same verdict
+    setting: Setting  # the settings that must be the same to get the same verdict
 
     @classmethod
-    def of(cls, report: StepReport, random_seed: int, setting: dict[str, Any]) -> "Record":
+    def of(cls, report: StepReport, random_seed: int, setting: Setting) -> "Record":
         """Makes a record from the report of one step, in NumPy numbers."""
         names = [field.name for field in dataclasses.fields(cls) if field.name in report._fields]
         reported = {name: getattr(report, name).item() for name in names}
@@ -64,10 +67,10 @@ class FlightRecorder:
         folder: pathlib.Path,
         max_records: int,
         max_bytes: int,
-        variables: Sequence[tf.Variable | keras.Variable],
+        variables: Sequence[Variable],
         strategy: tf.distribute.Strategy,
         random_seed: tf.Variable,
-        setting: dict[str, Any],
+        setting: Setting,
     ) -> None:
         """Stores the settings; reads no files."""
         self._folder = folder
@@ -79,7 +82,7 @@ class FlightRecorder:
         self._setting = setting
         self.latest: pathlib.Path | None = None
 
-    def keep(self, report: StepReport, batch: Any, spec: Any) -> None:
+    def keep(self, report: StepReport, batch: Batch, spec: Spec) -> None:
         """Records a step that was just skipped: the model still has the weights it used.
 
         Args:
@@ -122,7 +125,7 @@ class FlightRecorder:
             shutil.rmtree(kept.pop(0))
 
 
-def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Any, spec: Any) -> int:
+def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Batch, spec: Spec) -> int:
     """Records the last step of an inner loop if it was the first of consecutive skips.
 
     Args:
@@ -160,14 +163,14 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
 
 
 def read_state(
-    variables: Sequence[tf.Variable | keras.Variable], strategy: tf.distribute.Strategy
+    variables: Sequence[Variable], strategy: tf.distribute.Strategy
 ) -> dict[str, np.ndarray]:
     """Returns the value of every copy of some variables, by the names of `copies_by_name`."""
     return {name: copy.numpy() for name, copy in copies_by_name(variables, strategy).items()}
 
 
 def write_state(
-    variables: Sequence[tf.Variable | keras.Variable],
+    variables: Sequence[Variable],
     state: dict[str, np.ndarray],
     strategy: tf.distribute.Strategy,
 ) -> None:
@@ -191,7 +194,7 @@ def write_state(
 
 
 def copies_by_name(
-    variables: Sequence[tf.Variable | keras.Variable], strategy: tf.distribute.Strategy
+    variables: Sequence[Variable], strategy: tf.distribute.Strategy
 ) -> dict[str, tf.Variable]:
     """Returns every replica's copy of some variables, by "variable/replica" (both numbers)."""
     return {

@@ -1,7 +1,6 @@
 """Replays a recorded overflow: the same verdict, and the first layer with an inf or NaN (L18)."""
 
 import dataclasses
-from typing import Any
 
 import keras
 import numpy as np
@@ -9,8 +8,9 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from trainer.data.batches import Spec
 from trainer.replay.layer_probes import probing
-from trainer.replay.recorder import Record, write_state
+from trainer.replay.recorder import Record, Setting, write_state
 from trainer.step.accumulate import microbatch_inputs, with_written
 from trainer.step.attempt import attempt_step
 from trainer.step.microbatch import PassInputs
@@ -20,7 +20,7 @@ from trainer.step.replica import pass_inputs
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
-from trainer.step.types import ScaleState, StepInputs, Written
+from trainer.step.types import ScaleState, StepInputs, Variable, Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def rerun_step(
     )
 
 
-def recorded_variables(plan: StepPlan) -> list[tf.Variable | keras.Variable]:
+def recorded_variables(plan: StepPlan) -> list[Variable]:
     """Returns the variables that the loss reads, in the order in which a record keeps them."""
     return [*plan.held_back, *plan.undo]
 
@@ -130,7 +130,7 @@ class ProbedPass:
         in_float32: whether to compute in float32.
     """
 
-    def __init__(self, group: UpdateGroup, plan: StepPlan, spec: Any, *, in_float32: bool) -> None:
+    def __init__(self, group: UpdateGroup, plan: StepPlan, spec: Spec, *, in_float32: bool) -> None:
         """Makes the function without tracing it."""
         differentiate = group.differentiate_in_float32 if in_float32 else group.differentiate
         whole_batch = plan.strategy.num_replicas_in_sync * plan.num_microbatches == 1
@@ -167,7 +167,7 @@ def any_batch_size(spec: tf.TensorSpec) -> tf.TensorSpec:
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def check_setting(recorded: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_setting(recorded: Setting, ours: Setting) -> None:
     """Raises ValueError unless a trainer has the settings that a step was recorded with."""
     for name, value in recorded.items():
         if name not in ("strategy", "loss_scale") and ours.get(name) != value:
