@@ -17,7 +17,7 @@ from trainer.step.types import Batch
 
 Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
 DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
-Data: TypeAlias = tf.data.Dataset | DatasetFunction | Arrays  # what users may pass
+Data: TypeAlias = "tf.data.Dataset | DatasetFunction | Arrays"  # what users may pass
 
 # The element spec of a dataset: the structure of a batch, with a spec for each tensor.
 Spec: TypeAlias = "tf.TypeSpec | Mapping[str, Spec] | tuple[Spec, ...]"
