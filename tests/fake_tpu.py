@@ -1,6 +1,6 @@
-"""A `TPUStrategy` on a machine without a TPU: it traces a step as for a TPU, and can run none.
+"""A `TPUStrategy` on a machine without a TPU. It can trace a step for a TPU but not run it.
 
-What it leans on is private to TensorFlow 2.21: a resolver that makes up a TPU's metadata.
+It uses private names of TensorFlow 2.21 for a resolver that invents the metadata of a TPU.
 """
 
 import collections
@@ -13,16 +13,16 @@ JOB = "/job:localhost/replica:0/task:0/device"
 COLLECTIVES = ("CrossReplicaSum", "AllToAll")
 
 
-class MadeUp(tf.distribute.cluster_resolver.ClusterResolver):
-    """A resolver of a TPU that is not there."""
+class FakeResolver(tf.distribute.cluster_resolver.ClusterResolver):
+    """A resolver for a TPU that does not exist."""
 
     def __init__(self, cores):
-        """One host, so many cores."""
+        """Stores the number of cores, all on one host."""
         self._cores = cores
         self._tpu_topology = None
 
     def get_tpu_system_metadata(self):
-        """What a real one would ask the TPU for."""
+        """Returns what a real resolver would ask the TPU for."""
         names = [f"{JOB}:CPU:0", *(f"{JOB}:TPU:{core}" for core in range(self._cores))]
         devices = [_DeviceAttributes(name, name.split(":")[-2], 0, 0) for name in names]
         return TPUSystemMetadata(
@@ -34,46 +34,46 @@ class MadeUp(tf.distribute.cluster_resolver.ClusterResolver):
         )
 
     def master(self, *arguments, **options):
-        """This machine."""
+        """Returns the address of this machine."""
         return ""
 
     def cluster_spec(self):
-        """No cluster."""
+        """Returns an empty cluster."""
         return tf.train.ClusterSpec({})
 
     def get_job_name(self):
-        """This process."""
+        """Returns the job of this process."""
         return "localhost"
 
     def num_accelerators(self, *arguments, **options):
-        """The cores."""
+        """Returns the number of cores."""
         return {"TPU": self._cores}
 
 
 def strategy(cores=4):
-    """A `tf.distribute.TPUStrategy`; the variables of its cores are on the CPU."""
+    """Returns a `tf.distribute.TPUStrategy` whose variables are on the CPU."""
     tf.config.set_soft_device_placement(True)
-    made = tf.distribute.TPUStrategy(MadeUp(cores))
-    made._enable_packed_variable_in_eager_mode = False  # a handle for each core's
-    return made
+    fake = tf.distribute.TPUStrategy(FakeResolver(cores))
+    fake._enable_packed_variable_in_eager_mode = False  # each core's copy gets its own handle
+    return fake
 
 
 def nodes(graph):
-    """All nodes of a graph and of its functions."""
+    """Returns all nodes of a graph and of its functions."""
     definition = graph.as_graph_def()
     functions = (function.node_def for function in definition.library.function)
     return [*definition.node, *(node for each in functions for node in each)]
 
 
 def count(graph, op):
-    """How many nodes have an operation."""
+    """Returns the number of nodes with the given operation."""
     return collections.Counter(node.op for node in nodes(graph))[op]
 
 
-def collectives_some_may_miss(graph):
-    """Returns the conditions of a graph that a replica could answer alone, with a collective behind.
+def divergent_conditions(graph):
+    """Returns the names of conditions that guard a collective and can differ between replicas.
 
-    One that does not depend on any collective is answered by each replica for itself.
+    A condition can differ between replicas if it does not depend on the result of a collective.
     """
     definition = graph.as_graph_def()
     functions = {function.signature.name: function for function in definition.library.function}
@@ -87,17 +87,22 @@ def collectives_some_may_miss(graph):
 
     by_name = {node.name: node for node in definition.node}
 
-    def agreed(name, seen):
+    def depends_on_collective(name, seen):
         node = by_name[name.split(":")[0].lstrip("^")]
         if node.name in seen:
             return False
         seen.add(node.name)
-        return node.op in COLLECTIVES or any(agreed(each, seen) for each in node.input)
+        return node.op in COLLECTIVES or any(
+            depends_on_collective(each, seen) for each in node.input
+        )
 
     return [
         node.name
         for node in definition.node
         if node.op in ("If", "StatelessIf")
-        and any(holds_collective(node.attr[f"{way}_branch"].func.name) for way in ("then", "else"))
-        and not agreed(node.input[0], set())
+        and any(
+            holds_collective(node.attr[branch].func.name)
+            for branch in ("then_branch", "else_branch")
+        )
+        and not depends_on_collective(node.input[0], set())
     ]

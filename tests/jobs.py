@@ -1,4 +1,4 @@
-"""Jobs of several processes on this machine, none of which outlives its test."""
+"""Runs jobs of several processes on this machine. No process outlives its test."""
 
 import contextlib
 import json
@@ -15,58 +15,65 @@ TESTS = pathlib.Path(__file__).parent
 
 
 class Workers:
-    """Started worker processes; `ended` waits for them."""
+    """The running processes of a job, one for each worker."""
 
     def __init__(self, out, count, script, *arguments):
-        """Each has a working directory and a directory for temporary files of its own."""
+        """Starts the processes, each with its own folder for its output and temporary files.
+
+        Args:
+            out: the folder that holds the folders of all workers.
+            count: number of workers.
+            script: the file in `tests/` that each worker runs.
+            *arguments: command-line arguments of the script.
+        """
         addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
-        self.printed = [out / f"printed-{index}.txt" for index in range(count)]
-        self.own = [out / f"own-{index}" for index in range(count)]
+        self.output_files = [out / f"output-{index}.txt" for index in range(count)]
+        self.work_dirs = [out / f"worker-{index}" for index in range(count)]
         self.processes = []
         for index in range(count):
-            shutil.rmtree(self.own[index], ignore_errors=True)  # a killed job's
-            self.own[index].mkdir()
+            shutil.rmtree(self.work_dirs[index], ignore_errors=True)  # left by a killed job
+            self.work_dirs[index].mkdir()
             task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
             environment = {
                 "PYTHONPATH": str(TESTS.parent),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "3",
                 "TF_CONFIG": json.dumps(task),
-                "TMPDIR": str(self.own[index]),
+                "TMPDIR": str(self.work_dirs[index]),
             }
-            with self.printed[index].open("w") as printed:
+            with self.output_files[index].open("w") as output:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, str(TESTS / script), *map(str, arguments)],
-                        stdout=printed,
+                        stdout=output,
                         stderr=subprocess.STDOUT,
-                        cwd=self.own[index],
+                        cwd=self.work_dirs[index],
                         env=os.environ | environment,
                     )
                 )
         self.addresses = addresses
 
     def wait_until(self, condition, seconds=90):
-        """Waits for a condition; fails if a process ends before, or it takes too long."""
+        """Waits for a condition; fails if a process ends first or the time is over."""
         end = time.monotonic() + seconds
         while not condition():
-            assert all(process.poll() is None for process in self.processes), self.words()
-            assert time.monotonic() < end, self.words()
+            assert all(process.poll() is None for process in self.processes), self.output()
+            assert time.monotonic() < end, self.output()
             time.sleep(0.01)
 
-    def ended(self, seconds=120):
-        """Waits for all; returns their exit codes."""
+    def wait(self, seconds=120):
+        """Waits until all processes have ended; returns their exit codes."""
         end = time.monotonic() + seconds
         return [process.wait(max(end - time.monotonic(), 0.1)) for process in self.processes]
 
-    def words(self):
-        """What they have printed."""
-        return "\n".join(path.read_text()[-3000:] for path in self.printed)
+    def output(self):
+        """Returns the last 3000 characters that each process has printed."""
+        return "\n".join(path.read_text()[-3000:] for path in self.output_files)
 
 
 @contextlib.contextmanager
 def workers(out, count, script, *arguments):
-    """Starts workers; kills those that are left in the end."""
+    """Starts a job of workers; kills those that are still running on leaving the context."""
     started = Workers(out, count, script, *arguments)
     try:
         yield started

@@ -1,9 +1,9 @@
-"""A training run to be killed and started again: python killed_run.py MODEL_DIR STRATEGY STEPS.
+"""A training run that tests kill and restart: python killed_run.py MODEL_DIR STRATEGY STEPS.
 
-It has whatever a run has to remember: Dropout, BatchNorm, momentum, a moving average of the
-weights, a metric, a shuffled pipeline, and a loss scale that grows until a step overflows.
-When it is done it leaves `final.json`: a digest of every replica's copy of every variable, of
-the next batches, and of the numbers in `metrics.jsonl`.
+It has every kind of state that a run has to restore: Dropout, BatchNorm, momentum, a moving average
+of the weights, a metric, a shuffled pipeline, and a loss scale that grows until a step overflows.
+At its end it writes `MODEL_DIR/final.json` with digests of every replica's copy of every variable
+and of the next batches, and with the numbers in `metrics.jsonl`.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from trainer.step.rollback import copies_of, variables_in_reach
 
 CHECKPOINT_INTERVAL = 10
 LOOP = 5
-EXAMPLES = 200  # a pass is no multiple of the checkpoint interval
+EXAMPLES = 200  # 13 batches in a pass, not a multiple of the checkpoint interval
 
 
 class KilledRun(Trainer):
-    """Says where each inner loop begins, so that what was done can be counted."""
+    """Records where each inner loop starts, so that tests can count the executed steps."""
 
     def build_model(self):
-        """Everything that keeps something."""
+        """Layers with weights, statistics and randomness."""
         return keras.Sequential(
             [
                 keras.Input([8]),
@@ -46,13 +46,13 @@ class KilledRun(Trainer):
         )
 
     def on_loop_begin(self, step):
-        """Before each loop."""
+        """Appends the process id and the step to `loops.txt`."""
         with (self.model_dir / "loops.txt").open("a") as loops:
             loops.write(f"{os.getpid()} {step}\n")
 
 
 def pipeline():
-    """Shuffled anew in every pass, mapped, batched with a short last batch, fetched ahead."""
+    """Returns a prefetched dataset with a new order in every pass and a short last batch."""
     x = np.random.default_rng(1).normal(size=[EXAMPLES, 8]).astype(np.float32)
     y = np.tanh(x.sum(axis=1, keepdims=True))
     rows = tf.data.Dataset.range(EXAMPLES).shuffle(100, seed=5)
@@ -61,7 +61,7 @@ def pipeline():
 
 
 def make(model_dir, strategy):
-    """The trainer, in float16: without XLA, whose choice could differ between runs."""
+    """Returns the trainer, in float16, without XLA, whose choices could differ between runs."""
     return KilledRun(
         model_dir=model_dir,
         strategy=strategy,
@@ -80,12 +80,12 @@ def make(model_dir, strategy):
 
 
 def digest(array):
-    """Of the bits of an array."""
+    """Returns the SHA-256 of an array's bytes."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 def final_state(trainer):
-    """Digests of all that a run has come to."""
+    """Returns digests of the run's variables and next batches, and the numbers that it logged."""
     parts = trainer._parts
     roots = [trainer.model, trainer.optimizer, parts.state, list(parts.metrics[False].values())]
     variables = variables_in_reach(roots, held_back=())
@@ -109,7 +109,7 @@ def final_state(trainer):
 
 
 def main(model_dir, strategy, steps):
-    """Trains to the target and leaves what it has come to."""
+    """Trains until the given step and writes `final.json`."""
     strategies.split_cpu(2)
     trainer = make(pathlib.Path(model_dir), strategy)
     trainer.train(pipeline(), steps=int(steps))

@@ -1,6 +1,6 @@
-"""A process of a parameter-server job, as a program: python server_run.py OUT STEPS.
+"""The program that each process of a parameter-server job runs: python server_run.py OUT STEPS.
 
-The run is `worker_run`'s noisy one; one batch in ten overflows. When it is done the chief
+The run is the noisy one of `worker_run`, in which one batch in ten overflows. At its end the chief
 writes `OUT/result.json`.
 """
 
@@ -19,7 +19,7 @@ from trainer.data.batches import untuned
 
 
 def main(out, steps):
-    """Trains, in whichever process is the chief; the others serve in `create`."""
+    """Trains in the chief; in the other processes `create` serves the chief and never returns."""
     out, steps = pathlib.Path(out), int(steps)
     strategy = strategies.create("parameter_server")
     run = worker_run.make(
@@ -30,7 +30,7 @@ def main(out, steps):
         steps_per_loop=50,
         growth_interval=5,
     )
-    # Too large for float16 at any scale.
+    # With a loss near 1e30, gradients overflow float16 at any loss scale.
     train_data = untuned(worker_run.data(10, planted=1e30))
     summary = run.train(train_data, steps=steps, eval_data=worker_run.data(3))
     state = [*run.model.get_weights(), *(each.numpy() for each in run.optimizer.variables)]

@@ -1,7 +1,7 @@
-"""A training run to be sent signals: python signalled_run.py MODEL_DIR SLOW STEPS.
+"""A training run that tests send signals to: python signalled_run.py MODEL_DIR SLOW STEPS.
 
-SLOW is the phase of it that takes long: see `SLOW`. `told.txt` says where inner loops begin, and
-when a nap does.
+SLOW is the phase of the run that is slow: a key of `SLOW`. The run appends a line to
+`MODEL_DIR/events.txt` at the start of every inner loop and of every nap in its slow phase.
 """
 
 import functools
@@ -20,7 +20,7 @@ from helpers import Linear, all_copies
 from trainer import Action
 from trainer.base import atomic_files
 
-# The phases that may be slow, and what makes them so: how many seconds at a time.
+# The phases that can be slow, and the length of one nap in them, in seconds.
 SLOW = {
     "training": 0.1,
     "evaluating": 0.05,
@@ -31,54 +31,55 @@ SLOW = {
     "one long save": 120.0,
     "nothing": 0.0,
 }
-INTERVAL = 4  # steps between checkpoints, evaluations or actions, where there are such
+EVENTS = "events.txt"
+INTERVAL = 4  # steps between checkpoints, evaluations or actions, in runs that have them
 
 
 class SignalledRun(Linear):
-    """Says what it does, so that a signal can meet it there."""
+    """Records its events, so that a test can send a signal in a certain phase."""
 
     def build_optimizer(self):
-        """With momentum, which is to be kept, too."""
+        """With momentum, so that the optimizer has state to be saved."""
         return keras.optimizers.SGD(0.125, momentum=0.5)
 
     def on_loop_begin(self, step):
-        """Before each loop."""
-        tell(self.model_dir, f"loop {step}")
+        """Records the start of an inner loop."""
+        record(self.model_dir, f"loop {step}")
 
     hurry = False
 
-    def tell_and_sleep(self, phase, secs):
-        """Makes a phase slow, unless it is to hurry."""
+    def nap(self, phase, secs):
+        """Records the phase and sleeps, unless `hurry` is set."""
         if not self.hurry:
-            tell(self.model_dir, phase)
+            record(self.model_dir, phase)
             time.sleep(secs)
 
     def slow_data(self):
-        """Data that make the training slow."""
-        return data(functools.partial(self.tell_and_sleep, "training", SLOW["training"]))
+        """Returns data that make training slow."""
+        return data(functools.partial(self.nap, "training", SLOW["training"]))
 
 
-def tell(model_dir, what):
-    """Adds a line to `told.txt`."""
-    with (model_dir / "told.txt").open("a") as told:
-        told.write(what + "\n")
+def record(model_dir, event):
+    """Appends a line to the record of events."""
+    with (model_dir / EVENTS).open("a") as lines:
+        lines.write(event + "\n")
 
 
-def told(model_dir):
-    """The lines of `told.txt`."""
-    path = model_dir / "told.txt"
+def events(model_dir):
+    """Returns the lines of the record of events."""
+    path = model_dir / EVENTS
     return path.read_text().splitlines() if path.exists() else []
 
 
 def data(nap=lambda: None):
-    """Batches of two, of which no two are alike; before each of them, `nap` is called."""
+    """Returns seven different batches of two examples; `nap` is called before each of them."""
 
-    def napped(slope):
+    def after_nap(slope):
         nap()
         return slope
 
     def batch(rows):
-        slope = tf.py_function(napped, [tf.gather(values, rows)], tf.float32)
+        slope = tf.py_function(after_nap, [tf.gather(values, rows)], tf.float32)
         slope = tf.ensure_shape(slope, [None])
         return {"x": tf.ones([tf.shape(slope)[0], 1]), "slope": slope}
 
@@ -87,7 +88,7 @@ def data(nap=lambda: None):
 
 
 def make(model_dir, slow="nothing", **arguments):
-    """The trainer. A phase that is not slow is left out, but for the training."""
+    """Returns the trainer. A run saves and acts only if that is its slow phase."""
     arguments = {"model_dir": model_dir, "verbose": False, "data_resume": "skip"} | arguments
     if slow in ("saving", "saving in a thread", "one long save", "one long step"):
         arguments["checkpoint_interval"] = INTERVAL
@@ -95,14 +96,14 @@ def make(model_dir, slow="nothing", **arguments):
         steps_per_loop=1_000_000, async_checkpoint=slow == "saving in a thread", **arguments
     )
     if slow == "acting":
-        act = Action(lambda trainer: trainer.tell_and_sleep(slow, SLOW[slow]), INTERVAL)
+        act = Action(lambda trainer: trainer.nap(slow, SLOW[slow]), INTERVAL)
         trainer.actions.append(act)
     return trainer
 
 
 def train(trainer, slow, steps):
-    """Trains slowly. What is slow in a save is the file system."""
-    nap = functools.partial(trainer.tell_and_sleep, slow, SLOW[slow])
+    """Trains with one slow phase. A save is slow because files are slow to reach the disk."""
+    nap = functools.partial(trainer.nap, slow, SLOW[slow])
     batches, flushes = [], []
 
     def nap_in_batch():
@@ -121,22 +122,22 @@ def train(trainer, slow, steps):
     evaluation = {}
     if slow == "evaluating":
         evaluation = {"eval_data": data(nap).repeat(1000), "eval_interval": INTERVAL}
-    before = atomic_files.flush_to_disk
+    original = atomic_files.flush_to_disk
     if "sav" in slow:
         atomic_files.flush_to_disk = nap_in_flush
     try:
         return trainer.train(data(nap_in_batch), steps=steps, **evaluation)
     finally:
-        atomic_files.flush_to_disk = before
+        atomic_files.flush_to_disk = original
 
 
 def bits(trainer):
-    """Every copy of every variable of model and optimizer, in their order."""
+    """Returns the bytes of every copy of every variable of the model and the optimizer."""
     return [copy.tobytes() for copies in all_copies(trainer).values() for copy in copies]
 
 
 def main(model_dir, slow, steps):
-    """Trains to the target."""
+    """Trains until the given step."""
     path = pathlib.Path(model_dir)
     path.mkdir(exist_ok=True)
     train(make(path, slow), slow, int(steps))

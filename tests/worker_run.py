@@ -1,9 +1,10 @@
-"""A process of a job, as a program: python worker_run.py OUT KIND --steps=6 ...
+"""The program that each worker of a test job runs: python worker_run.py OUT KIND --steps=6 ...
 
-`plain` is SGD in float32, to be compared with one process that has the whole batch. `noisy` is
-float16 with BatchNorm, Dropout and a moving average; in step 3 the job's last replica alone
-overflows. After every inner loop each process writes a line to `OUT/KIND-INDEX.jsonl`: a digest of
-all that it keeps, the loss scale, and whether the step was applied.
+KIND is `plain` or `noisy`, or both in turn. `plain` is SGD in float32, to be compared with a single
+process that has the whole batch. `noisy` is float16 with BatchNorm, Dropout and a moving average;
+in step 3 only the last replica of the job overflows. After every inner loop each process writes a
+line to `OUT/KIND-INDEX.jsonl` with a digest of all its variables, the loss scale, the number of
+applied steps and the weights.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from trainer import Trainer
 from trainer.step.rollback import copies_of, variables_in_reach
 
 BATCH = 16
-PLANTED = 3  # the step that overflows
+PLANTED = 3  # the step with an example that overflows
 
 
 def examples(steps, planted=3e5):
-    """As many batches as there are steps; the last example of one of them is far too large."""
+    """Returns data for so many steps; the last example of batch `PLANTED` has a huge target."""
     random = np.random.default_rng(1)
     x = random.normal(size=[steps * BATCH, 6]).astype(np.float32)
     y = np.tanh(x.sum(axis=1, keepdims=True))
@@ -39,31 +40,31 @@ def examples(steps, planted=3e5):
 
 @keras.saving.register_keras_serializable()
 class Counted(keras.layers.Layer):
-    """Counts the examples it has seen: each replica its own."""
+    """Counts positive inputs, so that each replica has another count."""
 
     def build(self, shape):
-        """One integer."""
+        """Creates the count, shape (), int32."""
         del shape
         self.seen = self.add_weight(
             shape=[], dtype="int32", initializer="zeros", trainable=False, name="seen"
         )
 
     def call(self, inputs):
-        """Adds the sum of some signs, which is another on every replica."""
+        """Adds the number of positive inputs."""
         self.seen.assign(self.seen + keras.ops.cast(keras.ops.sum(inputs > 0), "int32"))
         return inputs
 
 
 class WorkerRun(Trainer):
-    """Writes after every step what this process has."""
+    """Writes a line on the state of this process after every inner loop."""
 
     def __init__(self, out, noisy, **arguments):
-        """See the module."""
+        """Stores where to write, and whether the run is `noisy`."""
         super().__init__(**arguments)
         self.out, self.noisy, self.pause = out, noisy, 0.0
 
     def build_model(self):
-        """Layers that keep something if the run is noisy."""
+        """Two dense layers; a noisy run has layers with state and randomness in between."""
         first = [keras.Input([6]), keras.layers.Dense(16, activation="tanh")]
         last = [keras.layers.Dense(1)]
         if self.noisy:
@@ -71,14 +72,17 @@ class WorkerRun(Trainer):
         return keras.Sequential([*first, *last])
 
     def build_optimizer(self):
-        """SGD, which hides no factor."""
+        """SGD, whose update shows every factor in a gradient."""
         return keras.optimizers.SGD(0.05, momentum=0.9 if self.noisy else 0.0)
 
     def compute_loss(self, batch, training):
-        """Squared errors; of the planted example the error itself, that float32 bears."""
+        """Squared errors with targets of at most 1; a noisy run weights them by |target|.
+
+        The planted example's loss is finite in float32; its gradients overflow in float16.
+        """
         x, y = batch
-        found = tf.cast(self.model(x, training=training), tf.float32)
-        loss = tf.square(found - tf.minimum(y, 1.0)) * (tf.abs(y) if self.noisy else 1.0)
+        predictions = tf.cast(self.model(x, training=training), tf.float32)
+        loss = tf.square(predictions - tf.minimum(y, 1.0)) * (tf.abs(y) if self.noisy else 1.0)
         return loss[:, 0]
 
     def update_metrics(self, batch, aux):
@@ -87,7 +91,7 @@ class WorkerRun(Trainer):
             metric.update_state(batch[1])
 
     def on_loop_end(self, step):
-        """Adds a line."""
+        """Appends a line to the file."""
         digest = hashlib.sha256()
         for variable in variables_in_reach([self.model, self.optimizer, self._parts.state], ()):
             if variable.dtype != "string":
@@ -106,7 +110,7 @@ class WorkerRun(Trainer):
 
 
 def make(out, kind, strategy, growth_interval=2000, **arguments):
-    """The trainer."""
+    """Returns the trainer of a run; `kind` is "plain" or "noisy"."""
     noisy = kind == "noisy"
     return WorkerRun(
         out,
@@ -125,7 +129,7 @@ def make(out, kind, strategy, growth_interval=2000, **arguments):
 
 
 def data(steps, raise_at=None, planted=3e5):
-    """In the order in which they are; from some batch on they cannot be read, if that is said."""
+    """Returns the batches in order; from batch `raise_at` on, reading one raises an error."""
     dataset = tf.data.Dataset.from_tensor_slices(examples(steps, planted)).batch(BATCH)
     if raise_at is None:
         return dataset
@@ -138,7 +142,7 @@ def data(steps, raise_at=None, planted=3e5):
 
 
 def main():
-    """Trains one kind after the other."""
+    """Trains the kinds of runs that the command line names, one after the other."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("kinds", nargs="+")
@@ -148,24 +152,24 @@ def main():
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--raise_at", type=int)
     parser.add_argument("--uneven", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     strategy = strategies.create("multi_worker_mirrored")
     index = strategy.cluster_resolver.task_id
-    for kind in asked.kinds:
-        made = make(
-            asked.out / f"{kind}-{index}.jsonl",
+    for kind in options.kinds:
+        trainer = make(
+            options.out / f"{kind}-{index}.jsonl",
             kind,
             strategy,
-            model_dir=asked.model_dir,
-            steps_per_loop=asked.steps_per_loop,
+            model_dir=options.model_dir,
+            steps_per_loop=options.steps_per_loop,
         )
-        made.pause = asked.pause
-        # The chief can read all.
-        train_data = data(asked.steps, asked.raise_at if index else None)
-        eval_data = data(PLANTED + index if asked.uneven else PLANTED)
-        made.train(train_data, steps=asked.steps, eval_data=eval_data, eval_interval=6)
-        outputs = made.predict(data(PLANTED).unbatch().batch(7))  # not to be shared evenly
-        np.save(asked.out / f"{kind}-{index}.npy", outputs)
+        trainer.pause = options.pause
+        # Only the other workers fail to read a batch, not the chief.
+        train_data = data(options.steps, options.raise_at if index else None)
+        eval_data = data(PLANTED + index if options.uneven else PLANTED)
+        trainer.train(train_data, steps=options.steps, eval_data=eval_data, eval_interval=6)
+        outputs = trainer.predict(data(PLANTED).unbatch().batch(7))  # 7: gives uneven shares
+        np.save(options.out / f"{kind}-{index}.npy", outputs)
 
 
 if __name__ == "__main__":

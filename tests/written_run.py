@@ -1,4 +1,4 @@
-"""A run's `metrics.jsonl`, written by hand: everything that a run may record, and hostile names.
+"""Writes a made-up `metrics.jsonl` with every kind of line that a run logs, and hostile names.
 
 python tests/written_run.py FOLDER [STEPS]
 """
@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 SCRIPT = '<script>document.title="owned"</script>'
-METRIC = "top-1 & \"best\" 'of' <b>two</b> $\\x$"  # nor is it a formula
+METRIC = "top-1 & \"best\" 'of' <b>two</b> $\\x$"  # Markdown, HTML and TeX
 SETTING = "<img src=x onerror=\"document.title='owned'\">"
 MODEL = [
     ("conv2d/kernel", [3, 3, 1, 32]),
@@ -23,6 +23,7 @@ MODEL = [
     ("dense_1/kernel", [128, 10]),
 ]
 LOG = 20  # steps between log lines
+# The share of steps that each cause skips. Overflows in the backward pass come on top.
 CAUSES = {
     "forward": 0.004,
     "reduction": 0.003,
@@ -33,7 +34,7 @@ CAUSES = {
 
 
 def start(step, time, **settings):
-    """The line of a start of the job."""
+    """Returns the line that a run logs at its start."""
     model = [
         {
             "name": name,
@@ -58,18 +59,18 @@ def start(step, time, **settings):
 
 
 def history(steps, rng):
-    """For each step (loss scale, cause, largest magnitude): a dynamic scale over falling gradients
-    that sometimes leap.
+    """Yields (loss scale, cause, largest magnitude) for each step: a dynamic scale over gradients
+    that shrink, with random jumps.
     """
     scale, good = 2.0**24, 0
-    rarely = min(1, 600 / steps)  # the other causes are as many in a run of any length
+    factor = min(1, 600 / steps)  # so that a longer run does not have more of the other causes
     magnitudes = 0.9 * np.exp(-2.0 * np.arange(steps) / steps + 0.35 * rng.normal(size=steps))
     for step in range(steps):
         draw = rng.random()
         cause = "backward" if magnitudes[step] * scale > 65504 else "none"
         for name, chance in CAUSES.items():
-            cause = name if 0 <= draw < chance * rarely else cause
-            draw -= chance * rarely
+            cause = name if 0 <= draw < chance * factor else cause
+            draw -= chance * factor
         yield scale, cause, float(magnitudes[step])
         good = 0 if cause != "none" else good + 1
         if cause in ("backward", "reduction"):
@@ -79,30 +80,30 @@ def history(steps, rng):
 
 
 def lines(steps=600):
-    """Every line of a run that was taken up again once, and ended."""
+    """Yields every line of a run that was resumed once and finished."""
     rng = np.random.default_rng(1)
     yield start(0, "2026-11-22T02:30:00+00:00", seed=1)
-    done = list(history(steps, rng))
-    applied, before = 0, None
-    for step, (scale, cause, _) in enumerate(done, start=1):
-        if scale != before:
+    all_steps = list(history(steps, rng))
+    applied, last_scale = 0, None
+    for step, (scale, cause, _) in enumerate(all_steps, start=1):
+        if scale != last_scale:
             yield {"split": "scale", "step": step, "loss_scale": scale}
-            before = scale
+            last_scale = scale
         if cause == "none":
             applied += 1
         else:
             yield skip(step, scale, cause)
         if step % LOG == 0:
-            yield from at_log(step, steps, done[step - LOG : step], applied, rng)
+            yield from log_lines(step, steps, all_steps[step - LOG : step], applied, rng)
         if step == steps // 2:
-            told = {"what": "a loss of 1e+04, above 100", "restored": step, "batches_left_out": 3}
-            yield {"split": "recovery", "step": step + 7, **told}
+            recovery = {"split": "recovery", "what": "a loss of 1e+04, above 100"}
+            yield recovery | {"step": step + 7, "restored": step, "batches_left_out": 3}
             yield start(step, "2026-11-22T03:10:00+00:00")
     yield {"split": "end", "step": steps, "seconds": 754.2, "stopped": False}
 
 
 def skip(step, scale, cause):
-    """The line of a skipped step."""
+    """Returns the line of a skipped step."""
     return {
         "split": "skip",
         "step": step,
@@ -115,8 +116,8 @@ def skip(step, scale, cause):
     }
 
 
-def at_log(step, steps, interval, applied, rng):
-    """What stands at a log line."""
+def log_lines(step, steps, interval, applied, rng):
+    """Yields the lines of one log interval; `interval` holds the last `LOG` steps of `history`."""
     loss = 2.3 * np.exp(-5 * step / steps) + 0.03 + 0.02 * rng.random()
     yield {
         "split": "train",
@@ -157,7 +158,7 @@ def at_log(step, steps, interval, applied, rng):
 
 
 def write(folder, steps=600):
-    """Writes the run into a folder, its last line cut off, as by a kill; returns the folder."""
+    """Writes the run into a folder, with an incomplete last line as after a kill; returns it."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines(steps))

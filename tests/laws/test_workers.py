@@ -31,7 +31,7 @@ def undisturbed(request, tmp_path_factory):
     with jobs.workers(
         out, count, "worker_run.py", out, "plain", "noisy", f"--steps={STEPS}"
     ) as job:
-        assert job.ended(240) == [0] * count, job.words()
+        assert job.wait(240) == [0] * count, job.output()
     return count, out
 
 
@@ -113,7 +113,7 @@ def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_
         began = time.monotonic()
         left = job.processes[1 - victim].wait(60)
         seconds = time.monotonic() - began
-        printed = job.printed[1 - victim].read_text()
+        printed = job.output_files[1 - victim].read_text()
         address = job.addresses[victim]
     print(f"worker {victim} killed: the other ended after {seconds:.1f} s")  # noqa: T201
     assert left == 1
@@ -129,16 +129,16 @@ def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_
 
     (tmp_path / "noisy-0.jsonl").unlink()
     with jobs.workers(tmp_path, 2, "worker_run.py", *command) as job:
-        assert job.ended() == [0, 0], job.words()
-        assert "going on from step" in job.printed[0].read_text()
-        assert "step" not in job.printed[1].read_text()
+        assert job.wait() == [0, 0], job.output()
+        assert "going on from step" in job.output_files[0].read_text()
+        assert "step" not in job.output_files[1].read_text()
     expected = {line["step"]: line for line in lines(reference, "noisy", 0)}
     found = lines(tmp_path, "noisy", 0)
     assert 4 < found[0]["step"] <= STEPS
     assert found == [expected[line["step"]] for line in found]
     assert lines(tmp_path, "noisy", 1)[-1] == expected[STEPS]
 
-    kept = [path.name for path in job.own[1].iterdir()]
+    kept = [path.name for path in job.work_dirs[1].iterdir()]
     assert [name for name in kept if not name.startswith("__autograph")] == []
     assert {path.name for path in model_dir.iterdir()} == {
         *("ckpt-4", "ckpt-8", "ckpt-12"),
@@ -156,8 +156,8 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
     """
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--raise_at=4")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
-        codes = job.ended(90)
-        chief, worker = (path.read_text() for path in job.printed)
+        codes = job.wait(90)
+        chief, worker = (path.read_text() for path in job.output_files)
 
     assert codes == [1, 1]
     assert "DataError: The training data raised InvalidArgumentError after step 4" in worker
@@ -172,8 +172,8 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
     model_dir = tmp_path / "run"
     arguments = (tmp_path, "plain", f"--steps={STEPS}", "--uneven", f"--model_dir={model_dir}")
     with jobs.workers(tmp_path, 2, "worker_run.py", *arguments) as job:
-        codes = job.ended(90)
-        chief, worker = (path.read_text() for path in job.printed)
+        codes = job.wait(90)
+        chief, worker = (path.read_text() for path in job.output_files)
 
     start = (
         "ValueError: `eval_data` must be the same on every worker; got data of several lengths: "
@@ -221,7 +221,7 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path):
     with jobs.workers(tmp_path, 2, "worker_run.py", tmp_path, "plain", *arguments) as job:
         job.wait_until((model_dir / "ckpt-4").exists)
         job.processes[1].send_signal(signal.SIGTERM)
-        assert job.ended() == [75, 75], job.words()
+        assert job.wait() == [75, 75], job.output()
 
     [first], [second] = lines(tmp_path, "plain", 0)[-1:], lines(tmp_path, "plain", 1)[-1:]
     assert first == second

@@ -1,8 +1,8 @@
-"""Compiles a lowered step, for a TPU or for four emulated replicas: python compiled.py OUT WHAT.
+"""Compiles a lowered step for a TPU, or runs it on emulated replicas: python compiled.py OUT WHAT.
 
-WHAT is a TPU topology, `v5e:2x2` say: libtpu compiles the step for it, and a line of JSON says
-what it takes. Or it is `run` or `run-poisoned`: the step runs on four replicas that XLA
-emulates on the CPU, and `OUT/WHAT.npz` keeps every output of each.
+WHAT is a TPU topology such as `v5e:2x2`: libtpu compiles the step for it, and the program prints a
+line of JSON with its size in memory. Or WHAT is `run` or `run-poisoned`: the step runs on four
+replicas that XLA emulates on the CPU, and `OUT/WHAT.npz` gets every output of every replica.
 """
 
 import json
@@ -34,37 +34,37 @@ REPLICAS = 4
 
 
 def module_of(path):
-    """The step as StableHLO, without the copies that libtpu does not know."""
+    """Returns the step as StableHLO, without `mhlo.copy`, which libtpu does not support."""
     module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(path.read_bytes()))
 
-    def all_in(operation):
+    def nested(operation):
         for region in operation.regions:
             for block in region.blocks:
                 for inner in block.operations:
                     yield inner.operation
-                    yield from all_in(inner.operation)
+                    yield from nested(inner.operation)
 
-    for operation in [each for each in all_in(module.operation) if each.name == "mhlo.copy"]:
+    for operation in [each for each in nested(module.operation) if each.name == "mhlo.copy"]:
         operation.results[0].replace_all_uses_with(operation.operands[0])
         operation.erase()
     return module
 
 
 def options(devices):
-    """Four replicas, one on each device."""
-    made = xla_client.CompileOptions()
-    made.num_replicas = REPLICAS
+    """Returns compile options for four replicas, one on each device."""
+    compile_options = xla_client.CompileOptions()
+    compile_options.num_replicas = REPLICAS
     ids = np.array([device.id for device in devices]).reshape(REPLICAS, 1)
-    made.device_assignment = xla_client.DeviceAssignment.create(ids)
-    return made
+    compile_options.device_assignment = xla_client.DeviceAssignment.create(ids)
+    return compile_options
 
 
 def compile_for(topology, module):
-    """Says what the compiled step takes."""
+    """Compiles the step for a TPU and prints the size of its code and temporary memory."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     client = devices[0].client
-    made = client.compile(module, _jax.DeviceList(tuple(devices)), options(devices))
-    memory = made.get_compiled_memory_stats()
+    executable = client.compile(module, _jax.DeviceList(tuple(devices)), options(devices))
+    memory = executable.get_compiled_memory_stats()
     facts = {
         "code_bytes": memory.generated_code_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
@@ -73,11 +73,11 @@ def compile_for(topology, module):
 
 
 def run(module, out, *, poisoned):
-    """Runs it, every replica with its number and the same global batch."""
+    """Runs the step; each replica gets its own index and the same global batch."""
     jax.config.update("jax_enable_x64", True)
     client = xla_bridge.get_backend("cpu")
     devices = client.local_devices()
-    made = client.compile_and_load(module, _jax.DeviceList(tuple(devices)), options(devices))
+    executable = client.compile_and_load(module, _jax.DeviceList(tuple(devices)), options(devices))
     facts = json.loads((out / "facts.json").read_text())
     mesh = jax.sharding.Mesh(np.array(devices), ("replica",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -91,14 +91,14 @@ def run(module, out, *, poisoned):
         shards = [np.int32(r) if index == facts["replica"] else value for r in range(REPLICAS)]
         placed = [jax.device_put(*pair) for pair in zip(shards, devices, strict=True)]
         arguments.append(jax.make_array_from_single_device_arrays(value.shape, everywhere, placed))
-    outputs = made.execute_sharded(arguments).disassemble_into_single_device_arrays()
+    outputs = executable.execute_sharded(arguments).disassemble_into_single_device_arrays()
     stacked = [np.stack([np.asarray(shard) for shard in each]) for each in outputs]
     np.savez(out / ("run-poisoned.npz" if poisoned else "run.npz"), *stacked)
 
 
 def main(out, what):
-    """One of the three."""
-    with mlir.make_ir_context() as here, ir.Location.unknown(here):
+    """Compiles or runs the step, as the command line asks."""
+    with mlir.make_ir_context() as mlir_context, ir.Location.unknown(mlir_context):
         module = module_of(out / "step.hlo")
         if what.startswith("run"):
             run(module, out, poisoned=what == "run-poisoned")

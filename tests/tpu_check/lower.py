@@ -1,11 +1,11 @@
-"""Lowers the trainer's step as one core of a TPU would be given it: python lower.py OUT KIND.
+"""Lowers the trainer's step to the program that one core of a TPU runs: python lower.py OUT KIND.
 
-The step is traced under a `TPUStrategy` (see `fake_tpu`). What stands in its one program is cut
-out of the graph, made into what XLA's compiler for the CPU can lower (its two collectives have
-no kernel outside a TPU), and written as HLO, with the values of its arguments.
+The step is traced under a `TPUStrategy` (see `fake_tpu`). The program of one core is cut out of the
+graph, its two kinds of collectives, which have no kernel outside a TPU, are replaced by operations
+that XLA can lower for a CPU, and the result is written as HLO with the values of its arguments.
 
-KIND is a precision, or a step that must not pass: `prints`, `huge` or `alone`. All of this leans
-on private names of TensorFlow 2.21, and is never imported by the project itself.
+KIND is a precision, or the name of a step that must fail: `prints`, `huge` or `divergent`. This
+program uses private names of TensorFlow 2.21, and no package of the project imports it.
 """
 
 import json
@@ -29,14 +29,17 @@ from trainer.step.rollback import tensorflow_variable, variables_in_reach
 
 CORES = 4
 BATCH = 16
-OF_CORE = "_of_core"  # what rewritten functions are called by
+CORE_SUFFIX = "_of_core"  # ends the names of rewritten functions
 
 
 class Checked(Trainer):
-    """BatchNorm, Dropout, momentum, an average; and what a step must not have, if asked for."""
+    """A trainer with BatchNorm, Dropout, momentum and a moving average.
+
+    `kind` is a precision, or adds to the step what it must not have.
+    """
 
     def __init__(self, kind, strategy, jit_compile=False):
-        """See the module."""
+        """Computes in bfloat16 unless `kind` is another precision."""
         precision = kind if kind.startswith("mixed") else "mixed_bfloat16"
         super().__init__(
             strategy=strategy,
@@ -50,7 +53,7 @@ class Checked(Trainer):
         self.kind = kind
 
     def build_model(self):
-        """Small."""
+        """A small model."""
         return keras.Sequential(
             [
                 keras.Input([6]),
@@ -63,27 +66,28 @@ class Checked(Trainer):
         )
 
     def build_optimizer(self):
-        """Which hides no factor."""
+        """SGD, whose update shows every factor in a gradient."""
         return keras.optimizers.SGD(0.1, momentum=0.9, name="sgd")
 
     def compute_loss(self, batch, training):
-        """Squared errors."""
+        """Squared errors, and the operations that a step of this kind must not have."""
         x, y = batch
-        found = tf.cast(self.model(x, training=training), tf.float32)
+        predictions = tf.cast(self.model(x, training=training), tf.float32)
         if self.kind == "prints":
-            tf.print(found)
+            tf.print(predictions)
         if self.kind == "huge":  # a product of 50 GB
             drawn = tf.random.stateless_normal([112_000, 112_000], [1, 2])
-            found += 1e-9 * tf.reduce_max(tf.matmul(tf.tanh(tf.matmul(drawn, drawn)), drawn))
-        if self.kind == "alone":  # as a step that looks at its own gradients, and sums behind
+            product = tf.matmul(tf.tanh(tf.matmul(drawn, drawn)), drawn)
+            predictions += 1e-9 * tf.reduce_max(product)
+        if self.kind == "divergent":  # a collective behind a condition that can differ by replica
             bad = ~tf.math.is_finite(tf.reduce_sum(y))
-            mine = tf.stop_gradient(tf.reduce_mean(found))
-            found += tf.cond(bad, lambda: 0.0, lambda: strategies.sum_gradients(mine))
-        return tf.square(found - y)[:, 0]
+            mean = tf.stop_gradient(tf.reduce_mean(predictions))
+            predictions += tf.cond(bad, lambda: 0.0, lambda: strategies.sum_gradients(mean))
+        return tf.square(predictions - y)[:, 0]
 
 
 def example(poisoned):
-    """A global batch; one example of the third replica's is infinite if it is poisoned."""
+    """Returns a global batch; if poisoned, an example of the third replica has an infinite target."""
     x = np.random.default_rng(0).normal(size=[BATCH, 6]).astype(np.float32)
     y = np.tanh(x[:, :1])
     if poisoned:
@@ -92,7 +96,7 @@ def example(poisoned):
 
 
 def trace(trainer):
-    """Returns the concrete function of the very step that `train` takes."""
+    """Returns the concrete function of the step that `train` takes."""
     dataset = tf.data.Dataset.from_tensors(example(poisoned=False))
     trainer._start(next(iter(dataset)))
     assert trainer._parts.run_steps.python_function.args[0].__func__ is Trainer.train_step
@@ -100,17 +104,17 @@ def trace(trainer):
 
 
 def copies(trainer):
-    """The first core's copy of every variable there is."""
+    """Yields the path of every variable and its copies on all cores."""
     for variable in variables_in_reach([trainer.model, trainer.optimizer], ()):
         inner = tensorflow_variable(variable)
         yield variable.path, list(getattr(inner, "values", [inner]))
 
 
 def cut_out(graph):
-    """Returns the program of one core.
+    """Cuts the program of one core out of a graph.
 
     Returns:
-        Its graph; where each of its inputs comes from, by name; the names of its outputs.
+        The program's graph, the source of each of its inputs by name, and the names of its outputs.
     """
     whole = graph.as_graph_def()
     by_name = {node.name: node for node in whole.node}
@@ -124,7 +128,7 @@ def cut_out(graph):
     core = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
     functions = {function.signature.name for function in core.library.function}
     for function in core.library.function:
-        function.signature.name += OF_CORE
+        function.signature.name += CORE_SUFFIX
         for node in function.node_def:
             rewrite(node, functions)
     inputs = {}
@@ -145,11 +149,11 @@ def cut_out(graph):
 
 
 def rewrite(node, functions):
-    """Makes a node one that XLA can lower for a CPU."""
+    """Changes a node in place into one that XLA can lower for a CPU."""
     if node.op == "CrossReplicaSum":
         node.op = "XlaAllReduce"
         node.attr["reduce_op"].s, node.attr["mode"].s = b"Add", b"CrossReplica"
-    elif node.op == "AllToAll":  # hands out the first replica's value of what all have alike
+    elif node.op == "AllToAll":  # gives all replicas the value of the first, and they have the same
         node.op = "Identity"
         del node.input[1:]
         for name in set(node.attr) - {"T"}:
@@ -159,38 +163,43 @@ def rewrite(node, functions):
     node.device = ""
     for attr in node.attr.values():
         if attr.func.name in functions:
-            attr.func.name += OF_CORE
+            attr.func.name += CORE_SUFFIX
 
 
-def lower(trainer, out):
-    """Writes `OUT/step.hlo` and `OUT/arguments.npz`, and what they are."""
-    step = trace(trainer)
-    programs = fake_tpu.count(step.graph, "TPUReplicateMetadata")
-    missed = fake_tpu.collectives_some_may_miss(step.graph)
-    core, inputs, outputs = cut_out(step.graph)
+def inputs_of_core(step, inputs, trainer):
+    """Returns the values of the program's inputs, by name.
+
+    Returns:
+        The values of all inputs that are not variables; a new variable with the value of each input
+        that is one; the paths of those variables.
+    """
     captured = {inner.op.name: outer for outer, inner in step.graph.captures}
     known = {id(copy.handle): (path, copy) for path, each in copies(trainer) for copy in each}
     nodes = {node.name: node for node in step.graph.as_graph_def().node}
-    values, paths, fresh = {}, {}, {}
+    values, variables, paths = {}, {}, {}
     for name, source in inputs.items():
         if source in captured:
             path, copy = known[id(captured[source])]
-            paths[name], fresh[name] = path, tf.Variable(copy.read_value())
+            paths[name], variables[name] = path, tf.Variable(copy.read_value())
         elif source == "replica":
             values[name] = np.int32(0)
         elif nodes[source].op == "Const":
             values[name] = tf.make_ndarray(nodes[source].attr["value"].tensor)
         else:
-            tensor = step.graph.get_tensor_by_name(f"{source}:0")
-            values[name] = value_of(tensor)
+            values[name] = value_of(step.graph.get_tensor_by_name(f"{source}:0"))
+    return values, variables, paths
+
+
+def as_function(core, outputs, values, variables):
+    """Returns a `tf.function` that runs the program; it takes the values and reads the variables."""
 
     @tf.function(jit_compile=True, autograph=False)
     def program(*arguments):
         graph = tf.compat.v1.get_default_graph()
-        for variable in fresh.values():
-            variable.read_value()  # or it would not count as one of the function's
+        for variable in variables.values():
+            variable.read_value()  # makes it a variable of the function
         given = dict(zip(values, arguments, strict=True))
-        given |= {name: graph.capture(variable.handle) for name, variable in fresh.items()}
+        given |= {name: graph.capture(variable.handle) for name, variable in variables.items()}
         return tf.graph_util.import_graph_def(
             core,
             input_map={f"{name}:0": tensor for name, tensor in given.items()},
@@ -199,37 +208,46 @@ def lower(trainer, out):
 
     for function in core.library.function:
         context.context().add_function_def(function)
+    return program
+
+
+def lower(trainer, out):
+    """Writes `OUT/step.hlo`, `OUT/arguments.npz` and `OUT/facts.json`, which describes them."""
+    step = trace(trainer)
+    core, inputs, outputs = cut_out(step.graph)
+    values, variables, paths = inputs_of_core(step, inputs, trainer)
+    program = as_function(core, outputs, values, variables)
     specs = [tf.TensorSpec(value.shape, value.dtype) for value in values.values()]
     lowered = program.experimental_get_compiler_ir(*specs)
     (out / "step.hlo").write_bytes(lowered(stage="hlo_serialized", platform_name="CPU"))
-    # Which output is the new value of which argument.
+    # The heading of the HLO says which output is the new value of which argument.
     heading = lowered(stage="hlo", platform_name="CPU").partition("\n")[0]
-    written = re.findall(r"\{(\d+)\}: \((\d+), \{\}", heading)
-    arrays = [*values.values(), *(variable.numpy() for variable in fresh.values())]
+    aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", heading)
+    arrays = [*values.values(), *(variable.numpy() for variable in variables.values())]
     np.savez(out / "arguments.npz", *arrays)
     facts = {
-        "programs": programs,
-        "missed": missed,
+        "programs": fake_tpu.count(step.graph, "TPUReplicateMetadata"),
+        "divergent": fake_tpu.divergent_conditions(step.graph),
         "replica": list(inputs.values()).index("replica"),
         "targets": [
             index for index, value in enumerate(values.values()) if value.shape == (BATCH, 1)
         ],
         "outcome": [*Outcome._fields],
         "paths": [path for path, _ in copies(trainer)],
-        # Path, and place among the outputs and the arguments, of each variable that is written.
+        # For each variable that is written: its path, and its indices among outputs and arguments.
         "written": [
             (list(paths.values())[int(argument) - len(values)], int(output), int(argument))
-            for output, argument in written
+            for output, argument in aliases
         ],
     }
     (out / "facts.json").write_text(json.dumps(facts))
 
 
 def value_of(tensor):
-    """The value of what is handed to the program beside variables."""
+    """Returns the value of an input of the step that is neither a variable nor a constant."""
     x, y = example(poisoned=False)
     by_shape = {(BATCH, 6): x, (BATCH, 1): y, (BATCH,): np.ones([BATCH], np.float32)}
-    if tensor.dtype == tf.int64:  # where random numbers come from: seed 1, step 0, of one phase
+    if tensor.dtype == tf.int64:  # the key of random numbers: seed 1, step 0
         return np.array([1, 0], np.int64)
     return by_shape.get(tuple(tensor.shape), np.float32(2.0**8))
 

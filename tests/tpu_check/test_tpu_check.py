@@ -1,7 +1,7 @@
 """The step compiles for TPUs, and four emulated replicas compute the right numbers with it.
 
-It has not been run on a TPU: nothing here claims so. `pip install -e '.[tpu-check]'` installs what
-it takes; libtpu is Google's, under its own terms, and is used by nothing else.
+The step has not been run on a TPU. `pip install -e '.[tpu-check]'` installs what these tests need.
+libtpu is Google's, has its own license terms, and is used only here.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ import tensorflow as tf
 import scaling
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE))  # the two programs are no package
+sys.path.insert(0, str(HERE))  # the two programs are not in a package
 
 import lower  # noqa: E402
 
@@ -34,7 +34,7 @@ STEPS = ["mixed_bfloat16", "mixed_float16"]
 
 
 def program(script, *arguments, seconds=200):
-    """Runs one of the two programs."""
+    """Runs one of the two programs and returns its result."""
     return subprocess.run(
         [sys.executable, HERE / script, *map(str, arguments)],
         env=os.environ
@@ -48,7 +48,7 @@ def program(script, *arguments, seconds=200):
 
 @pytest.fixture(scope="module", params=STEPS)
 def lowered(request, tmp_path_factory):
-    """The step in one precision, lowered; what is to be said of it."""
+    """Lowers the step in each precision; returns precision, folder and facts."""
     out = tmp_path_factory.mktemp(request.param)
     result = program("lower.py", out, request.param)
     assert result.returncode == 0, result.stderr
@@ -56,7 +56,7 @@ def lowered(request, tmp_path_factory):
 
 
 def outputs(out, what):
-    """Runs the step on emulated replicas; returns each output of the first, when all agree."""
+    """Runs the step on emulated replicas, checks that all agree, and returns their outputs."""
     result = program("compiled.py", out, what)
     assert result.returncode == 0, result.stderr[-3000:]
     with np.load(out / f"{what}.npz") as saved:
@@ -66,15 +66,15 @@ def outputs(out, what):
     return [each[0] for each in stacked]
 
 
-def test_it_is_one_program(lowered):
-    """And no replica can miss a collective."""
+def test_the_step_is_one_program(lowered):
+    """The step is one TPU program, and no collective in it is behind a divergent condition."""
     assert lowered[2]["programs"] == 1
-    assert lowered[2]["missed"] == []
+    assert lowered[2]["divergent"] == []
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_it_compiles(lowered, topology):
-    """By Google's own compiler, for four replicas."""
+def test_the_step_compiles_for_tpus(lowered, topology):
+    """Google's compiler compiles the step for four replicas."""
     precision, out, _ = lowered
     result = program("compiled.py", out, topology)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -85,22 +85,26 @@ def test_it_compiles(lowered, topology):
 
 
 def test_the_numbers_are_those_of_mirrored(lowered, mirrored):
-    """To float rounding: loss, norm, weights, slots, statistics and averages, alike on all replicas."""
+    """Weights, slots, statistics and averages are those of a mirrored strategy, up to rounding, and
+    the same on all replicas.
+    """
     precision, out, facts = lowered
     found = outputs(out, "run")
     outcome = dict(zip(facts["outcome"], found, strict=False))
-    # Compiled, too: XLA draws other numbers from the same keys.
+    # Compiled as well, because XLA draws other random numbers from the same keys.
     trainer = lower.Checked(precision, mirrored(lower.CORES), jit_compile=True)
     trainer.train(tf.data.Dataset.from_tensors(lower.example(poisoned=False)), steps=1)
-    # By their order: the names of layers are counted on in a process.
+    # Matched by order, because Keras numbers the names of layers within a process.
     values = [copies[0].numpy() for _, copies in lower.copies(trainer)]
     expected = dict(zip(facts["paths"], values, strict=True))
-    far = 1e-2 if precision == "mixed_bfloat16" else 1e-3
+    tolerance = 1e-2 if precision == "mixed_bfloat16" else 1e-3
 
     assert outcome["grads_finite"]
     assert len(facts["written"]) > 15
     for path, output, _ in facts["written"]:
-        np.testing.assert_allclose(found[output], expected[path], rtol=far, atol=far, err_msg=path)
+        np.testing.assert_allclose(
+            found[output], expected[path], rtol=tolerance, atol=tolerance, err_msg=path
+        )
     with np.load(out / "arguments.npz") as saved:
         moved = [
             bool((found[output] != saved[f"arr_{argument}"]).any())
@@ -110,7 +114,7 @@ def test_the_numbers_are_those_of_mirrored(lowered, mirrored):
 
 
 def test_one_poisoned_replica_stops_all(lowered):
-    """All four skip, and move nothing; all know that it was the third, and why."""
+    """All four replicas skip and change nothing; all report the third replica and the cause."""
     _, out, facts = lowered
     found = outputs(out, "run-poisoned")
     outcome = dict(zip(facts["outcome"], found, strict=False))
@@ -124,7 +128,7 @@ def test_one_poisoned_replica_stops_all(lowered):
 
 
 def test_a_step_that_prints_is_refused(tmp_path):
-    """The host is not in a TPU's program."""
+    """Printing needs the host, which a TPU's program cannot call."""
     result = program("lower.py", tmp_path, "prints")
 
     assert result.returncode != 0
@@ -133,7 +137,7 @@ def test_a_step_that_prints_is_refused(tmp_path):
 
 
 def test_a_step_that_is_too_large_is_refused(tmp_path):
-    """It asks for more memory than there is."""
+    """The compiler refuses a step that needs more memory than a TPU has."""
     assert program("lower.py", tmp_path, "huge").returncode == 0
     result = program("compiled.py", tmp_path, "v5e:2x2")
 
@@ -141,9 +145,9 @@ def test_a_step_that_is_too_large_is_refused(tmp_path):
     assert "hbm" in result.stderr.lower()
 
 
-def test_a_step_in_which_one_decides_alone_never_ends(tmp_path):
-    """It compiles cleanly; with one replica poisoned the others wait for it, and XLA gives up."""
-    result = program("lower.py", tmp_path, "alone")
+def test_a_collective_behind_a_divergent_condition_hangs(tmp_path):
+    """The step compiles and runs; with one poisoned replica the others wait, and XLA gives up."""
+    result = program("lower.py", tmp_path, "divergent")
     assert result.returncode == 0, result.stderr
     assert program("compiled.py", tmp_path, "run").returncode == 0
     result = program("compiled.py", tmp_path, "run-poisoned")

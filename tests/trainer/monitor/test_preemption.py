@@ -15,7 +15,7 @@ import time
 import pytest
 import signalled_run
 from helpers import Linear, slopes
-from signalled_run import INTERVAL, SLOW, bits, data, make, told, train
+from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, train
 
 from trainer.checkpoint import folder
 from trainer.monitor import preemption as signals
@@ -88,7 +88,7 @@ def in_phase(model_dir, phase):
     """Whether a run is where it is slow, and beyond its beginning."""
     if "sav" in phase:
         return any(model_dir.glob("ckpt-*.tmp/*"))
-    lines = told(model_dir)
+    lines = events(model_dir)
     loops = [place for place, line in enumerate(lines) if line.startswith("loop")]
     # Some batches have been fetched ahead, and are trained on in no time.
     enough = 8 if phase == "training" else 1
@@ -97,7 +97,7 @@ def in_phase(model_dir, phase):
 
 def came_from(model_dir):
     """The step at which a run has begun its first inner loop."""
-    return next(int(line.split()[1]) for line in told(model_dir) if line.startswith("loop"))
+    return next(int(line.split()[1]) for line in events(model_dir) if line.startswith("loop"))
 
 
 def last_commit(model_dir):
@@ -134,8 +134,8 @@ def ask_in_phase(trainer, phase, wait, ask, seen):
     wait_until(lambda: in_phase(trainer.model_dir, phase))
     time.sleep(wait)
     if phase == "training":  # in the middle of a step, however long the signal takes to arrive
-        count = told(trainer.model_dir).count(phase)
-        wait_until(lambda: told(trainer.model_dir).count(phase) > count)
+        count = events(trainer.model_dir).count(phase)
+        wait_until(lambda: events(trainer.model_dir).count(phase) > count)
         time.sleep(SLOW[phase] / 3)
     seen.append(trainer.totals.attempted)
     ask()
@@ -146,7 +146,7 @@ def interrupted(trainer, phase, wait, number=signal.SIGTERM):
     step at the signal.
     """
     seen = []
-    (trainer.model_dir / "told.txt").unlink(missing_ok=True)
+    (trainer.model_dir / EVENTS).unlink(missing_ok=True)
     send = (ask_in_phase, trainer, phase, wait, lambda: os.kill(os.getpid(), number), seen)
     with a_thread(*send), pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
         train(trainer, phase, 10**6)
@@ -178,7 +178,7 @@ def processes(tmp_path_factory, full):
 
 def finish(model_dir):
     """Takes up a run in this process, and trains to the end; returns its bits."""
-    (model_dir / "told.txt").unlink(missing_ok=True)
+    (model_dir / EVENTS).unlink(missing_ok=True)
     trainer = make(model_dir)
     train(trainer, "nothing", TARGET)
     return bits(trainer)
@@ -237,7 +237,7 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undistu
 
     assert raised.value.code == 75
     assert trainer.totals.attempted == 0
-    assert (trainer.weight, last_commit(tmp_path), told(tmp_path)) == (1.0, 0, [])
+    assert (trainer.weight, last_commit(tmp_path), events(tmp_path)) == (1.0, 0, [])
     assert finish(tmp_path) == undisturbed
 
 
@@ -437,7 +437,7 @@ def test_a_second_signal_ends_the_process_at_once(processes, undisturbed, slow, 
     newest = model_dir / f"ckpt-{2 * INTERVAL}"
     unfinished = newest.with_name(newest.name + ".tmp")
     slow_part = newest if slow == "one long step" else unfinished / "variables.index"
-    wait_until(lambda: slow in told(model_dir) and slow_part.exists(), process)
+    wait_until(lambda: slow in events(model_dir) and slow_part.exists(), process)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)

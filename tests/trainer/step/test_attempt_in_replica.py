@@ -72,7 +72,7 @@ def test_a_step_is_one_program(arguments):
 
     assert fake_tpu.count(graph, "TPUReplicateMetadata") == 1
     assert fake_tpu.count(graph, "CrossReplicaSum") > 0
-    assert fake_tpu.collectives_some_may_miss(graph) == []
+    assert fake_tpu.divergent_conditions(graph) == []
 
 
 def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
@@ -104,4 +104,4 @@ def test_a_replica_that_decides_alone_is_noticed():
         return strategy.run(replica)
 
     graph = step.get_concrete_function().graph
-    assert len(fake_tpu.collectives_some_may_miss(graph)) == 1
+    assert len(fake_tpu.divergent_conditions(graph)) == 1
