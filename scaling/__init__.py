@@ -1,4 +1,4 @@
-"""Loss scaling for half-precision training: rules as values, the casts, checks and diagnosis."""
+"""Loss scaling for half-precision training: rules, casts, checks and diagnosis."""
 
 from scaling.base.verdict import Cause, Verdict, as_verdict, find_cause
 from scaling.call_order import Token

@@ -1,7 +1,8 @@
-"""In which order a `LossScaler` is called: scale, unscale, update; once each, in one place.
+"""Checks the order in which a `LossScaler` is called: scale, unscale, update.
 
-A place is a graph, or eager mode, and a replica in it. Tracing runs Python once per graph and
-replica, so a wrong order is found when a function is traced, at no cost when it runs.
+Calls are tracked per place, which is a replica in a graph or in eager mode. Tracing runs Python
+code once per graph and replica, so a wrong order is detected when a function is traced, and the
+check costs nothing when the function runs.
 """
 
 import weakref
@@ -9,15 +10,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.base.types import RuleState
+
 
 class Token:
-    """What one call of `LossScaler.scale` hands to the one call of `unscale` that belongs to it.
+    """Connects one call of `LossScaler.scale` with the matching call of `unscale`.
 
     Attributes:
-        state: the rule's state at the time of the call: the scale that multiplied the loss.
-        order: the scaler's record of calls.
-        place: where in it the call was made.
-        used: whether `unscale` has taken it.
+        state: the rule's state at the time of the call, with the scale that multiplied the loss.
+        order: the record of the scaler's calls.
+        place: the graph and replica in which `scale` was called.
+        used: whether the token has been passed to `unscale`.
 
     Example:
         >>> import scaling
@@ -26,8 +29,8 @@ class Token:
         8.0
     """
 
-    def __init__(self, state: Any, order: "CallOrder", place: "Place") -> None:
-        """Made by `CallOrder.opened` alone."""
+    def __init__(self, state: RuleState, order: "CallOrder", place: "Place") -> None:
+        """Called by `CallOrder.record_scale` only."""
         self.state = state
         self.order = order
         self.place = place
@@ -35,113 +38,118 @@ class Token:
 
     @property
     def loss_scale(self) -> tf.Tensor:
-        """The scale that multiplied the loss: shape (), float32."""
+        """Shape (), float32: the scale that multiplied the loss."""
         return self.state.loss_scale
 
 
 class Place:
-    """What has happened since the last update in one graph, on one replica."""
+    """Counts the calls since the last update, in one graph and on one replica."""
 
     def __init__(self) -> None:
-        """Starts as if an update had just been."""
+        """Starts at zero, as after an update."""
         self.scaled = 0
         self.unscaled = 0
 
 
 class CallOrder:
-    """Tracks one scaler's calls, and refuses those that come out of order."""
+    """Tracks one scaler's calls and raises an error if they come out of order."""
 
     def __init__(self) -> None:
-        """Has seen nothing yet."""
+        """Starts without any calls."""
         self._eager: dict[int | None, Place] = {}
         self._graphs: weakref.WeakKeyDictionary[Any, dict[int | None, Place]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def opened(self, state: Any) -> Token:
-        """Returns a new token: `scale` was called."""
-        place = self._places("scale").setdefault(replica(), Place())
+    def record_scale(self, state: RuleState) -> Token:
+        """Records a call of `scale` and returns its token."""
+        place = self._places("scale").setdefault(replica_id(), Place())
         place.scaled += 1
         return Token(state, self, place)
 
-    def closed(self, token: Token) -> Any:
-        """Returns the token's state: `unscale` was called.
+    def record_unscale(self, token: Token) -> RuleState:
+        """Records a call of `unscale` and returns the state that the token holds.
 
         Raises:
-            TypeError: if it is no token.
-            ValueError: if it is another scaler's, another place's, or was used before.
+            TypeError: if `token` is not a token.
+            ValueError: if the token is from another scaler, graph or replica, or was used before.
         """
         if not isinstance(token, Token):
             raise TypeError(
-                f"`token` must be what `scale` returned; got {type(token).__name__}. It holds the "
-                "scale that multiplied the loss. Call `scale` first."
+                f"`token` must be the token that `scale` returned; got {type(token).__name__}. It "
+                "holds the scale that multiplied the loss. Call `scale` first, and pass its token."
             )
         if token.order is not self:
             raise ValueError(
-                "`token` must come from this scaler; got one of another scaler. The two may stand "
-                "at different scales. Call `unscale` on the scaler whose `scale` returned it."
+                "`token` must come from this scaler; got one from another scaler. The two may have "
+                "different scales. Call `unscale` on the scaler whose `scale` returned the token."
             )
-        if token.place is not self._places("unscale").get(replica()):
+        if token.place is not self._places("unscale").get(replica_id()):
             raise ValueError(
-                "`token` must be used where it was made; got one from another graph or replica, "
-                "or from before `reset`. The loss scale may have moved in between. Call `scale` "
-                "first, in the same function as `unscale`."
+                "`token` must be used in the function that called `scale`; got one from another "
+                "graph or replica, or from before `reset`. The loss scale may have moved since. "
+                "Call `scale` and `unscale` in the same function."
             )
         if token.used:
             raise ValueError(
-                "`token` must be used once; got one that was used before. Its gradients would be "
-                "divided twice. Call `scale` first, for each `unscale`."
+                "`token` must be used only once; got one that was used before. Gradients must not "
+                "be unscaled twice. Call `scale` once for each `unscale`."
             )
         token.used = True
         token.place.unscaled += 1
         return token.state
 
     def check_complete(self) -> None:
-        """Refuses an `update` that comes too early, or twice.
+        """Checks that `update` may be called now.
 
         Raises:
-            RuntimeError: if nothing was unscaled since the last update, or not everything.
+            RuntimeError: if nothing was unscaled since the last update, or a scaled loss was not.
         """
-        place = self._places("update").get(replica())
+        place = self._places("update").get(replica_id())
         if place and place.scaled > place.unscaled:
             raise RuntimeError(
-                f"`update` must come after every `unscale`; got {place.scaled} scaled losses and "
-                f"{place.unscaled} unscaled. The scale would move under the others. Call `unscale` "
-                "first, once for each `scale`; or `reset`, if a step was given up."
+                f"`update` must come after every `unscale`; got {place.scaled} calls of `scale` "
+                f"and {place.unscaled} of `unscale` since the last update. The scale must not move "
+                "before all gradients are unscaled. Call `unscale` once for each `scale`, or call "
+                "`reset` after a step that was abandoned."
             )
-        # In a graph that has seen none, an inner function that was traced before may have done
-        # both; eager mode sees every call but those inside functions.
+        # In a graph without any recorded calls, an inner function that was traced earlier may have
+        # made both. Eager mode sees every call except those inside functions.
         if place is None and not tf.executing_eagerly():
             return
         if place is None or not place.unscaled:
             raise RuntimeError(
                 "`update` must come after `scale` and `unscale`; got neither since the last update "
-                "in this graph, on this replica. A step moves the scale once. Call `scale` first, "
-                "then `unscale`, in the same function as `update`."
+                "in this graph and on this replica. Each step moves the scale once. Call `scale`, "
+                "`unscale` and `update` in this order, in the same function."
             )
 
-    def finished(self) -> None:
-        """Starts over: `update` has moved the scale, or a step was given up."""
+    def record_update(self) -> None:
+        """Records a call of `update`: the counts start again from zero."""
         places = self._places("update")
-        if replica() in places:
-            places[replica()].scaled = places[replica()].unscaled = 0
+        if replica_id() in places:
+            places[replica_id()].scaled = places[replica_id()].unscaled = 0
 
     def reset(self) -> None:
-        """Forgets this place, and with it the tokens that were made here."""
-        self._places("reset").pop(replica(), None)
+        """Forgets the calls in this graph and on this replica; their tokens become invalid."""
+        self._places("reset").pop(replica_id(), None)
 
     def _places(self, call: str) -> dict[int | None, Place]:
-        """Returns the places of the graph that is being traced, or of eager mode."""
+        """Returns the places of the graph that is being traced, or of eager mode, by replica.
+
+        Args:
+            call: the name of the method that was called, for errors.
+        """
         if tf.executing_eagerly():
             return self._eager
         graph = function_graph(tf.compat.v1.get_default_graph(), call)
         return self._graphs.setdefault(graph, {})
 
 
-def replica() -> int | None:
-    """Returns the number of the replica that is calling.
+def replica_id() -> int | None:
+    """Returns the number of the calling replica.
 
-    None in cross-replica context, and where one program serves all replicas.
+    None in cross-replica context, and on TPUs, where all replicas run one program.
     """
     context = tf.distribute.get_replica_context()
     number = context and tf.get_static_value(context.replica_id_in_sync_group)
@@ -149,10 +157,14 @@ def replica() -> int | None:
 
 
 def function_graph(graph: Any, call: str) -> Any:
-    """Returns the outermost function graph: a loop's body is part of its function.
+    """Returns the outermost function graph, so that the body of a loop counts as its function's.
 
-    `outer_graph` is what TensorFlow's function graphs have and plain graphs have not; that a
-    graph is a branch, only the name of its class tells.
+    Only function graphs have an `outer_graph`. A branch can be recognized only by the name of
+    its graph's class.
+
+    Args:
+        graph: the graph that is being traced.
+        call: the name of the method that was called, for errors.
 
     Raises:
         RuntimeError: inside a branch.
@@ -160,9 +172,9 @@ def function_graph(graph: Any, call: str) -> Any:
     while True:
         if type(graph).__name__ == "CondBranchFuncGraph":
             raise RuntimeError(
-                f"`{call}` must be called outside a branch; got called inside a tf.cond, or an "
-                "`if` on a tensor. Both branches are traced, and only one runs. Call it before or "
-                "after the branch; `update` takes the flag itself."
+                f"`{call}` must be called outside a branch; got a call inside tf.cond, or inside "
+                "an `if` on a tensor. Both branches are traced, but only one runs. Call it before "
+                "or after the branch; `update` takes the flag as its argument."
             )
         if not hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
             return graph

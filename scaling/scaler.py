@@ -1,4 +1,4 @@
-"""`LossScaler`: a state in variables, for a loop of one's own."""
+"""`LossScaler`: a rule with its state in variables, for custom training loops."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from scaling.base.argument_checks import check_state
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import check_power_of_two, nearest_power_of_two
+from scaling.base.types import RuleState, Structure
 from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
 from scaling.call_order import CallOrder, Token
 from scaling.ops.gradients import scale_loss, unscale_gradients
@@ -15,22 +16,23 @@ from scaling.rules.rule import LossScaleRule, check_rule
 
 
 class LossScaler(tf.Module):
-    """Keeps a rule's state in variables, for a loop of one's own.
+    """Keeps a rule's state in variables, for a custom training loop.
 
-    Each step calls `scale`, `unscale` and `update`, in this order and in one function: the
-    first two once for each loss, `update` once. Several optimizers share one scaler by
-    sharing that one `update`. Calls out of order are errors that say which comes first;
-    they are found while the function is traced, separately for each replica. A loop may
-    hold the calls, or the first two of them; a branch may not.
+    Each step calls `scale`, `unscale` and `update`, in this order and in one function:
+    `scale` and `unscale` once for each loss, `update` once per step. Several optimizers can
+    share one scaler if they share that one `update`. Calls in the wrong order raise an error
+    that says which call is missing. The order is checked while the function is traced,
+    separately for each replica. All three calls, or just the first two, may be inside a loop,
+    but none may be inside a branch.
 
-    Make it inside the strategy's scope, where every replica gets a copy, and put it into the
-    `tf.train.Checkpoint` beside model and optimizer; or keep `state_dict()`.
+    Create the scaler inside the strategy's scope, so that every replica gets a copy. To save
+    it, add it to the `tf.train.Checkpoint` of model and optimizer, or save `state_dict()`.
 
     Args:
-        rule: a `DynamicLossScale`, any other rule of this room, or one of your own.
+        rule: a `DynamicLossScale`, any other rule of this package, or one of your own.
 
     Raises:
-        TypeError: if it is no rule.
+        TypeError: if `rule` is not a rule.
 
     Example:
         >>> import scaling
@@ -47,15 +49,15 @@ class LossScaler(tf.Module):
     """
 
     def __init__(self, rule: LossScaleRule) -> None:
-        """Makes one variable for each field of the rule's state."""
+        """Creates one variable for each field of the rule's state."""
         check_rule(rule)
         super().__init__(name="loss_scaler")
         self.rule = rule
         self._order = CallOrder()
         initial = rule.initial_state()
         self._state_type = type(initial)
-        # NONE: each replica assigns its own copy, and all assign the same value. Any other
-        # aggregation would put a collective into the assignment.
+        # NONE: all replicas assign the same value to their own copies. Any other aggregation
+        # would add a collective to the assignment.
         self._variables = {
             field: tf.Variable(
                 value, trainable=False, name=field, aggregation=tf.VariableAggregation.NONE
@@ -65,123 +67,126 @@ class LossScaler(tf.Module):
 
     @property
     def state(self) -> Any:
-        """The rule's state now: its NamedTuple, of tensors. Does not wait for the device."""
+        """The rule's current state: its NamedTuple of tensors. Does not wait for the device."""
         return self._state_type(
             **{field: tf.convert_to_tensor(value) for field, value in self._variables.items()}
         )
 
     @property
     def loss_scale(self) -> tf.Tensor:
-        """The loss scale now: shape (), float32."""
+        """Shape (), float32: the current loss scale."""
         return self.state.loss_scale
 
-    def scale(self, loss: Any) -> tuple[tf.Tensor, Token]:
+    def scale(self, loss: tf.Tensor | float) -> tuple[tf.Tensor, Token]:
         """Multiplies a loss by the loss scale.
 
         Args:
             loss: any shape, any float dtype.
 
         Returns:
-            The scaled loss, float32 (see `scale_loss`); and the token that `unscale` needs. It
-            is good once, in the function and on the replica that made it.
+            The scaled loss, float32 (see `scale_loss`), and the token that `unscale` needs. A
+            token can be used once, in the same function and on the same replica.
         """
-        token = self._order.opened(self.state)
+        token = self._order.record_scale(self.state)
         return scale_loss(loss, token.state), token
 
-    def unscale(self, gradients: Any, token: Token) -> Any:
-        """Divides gradients by the scale of their loss, which may have moved since.
+    def unscale(self, gradients: Structure, token: Token) -> Structure:
+        """Divides gradients by the scale of their loss, even if the scale has moved since.
 
         Args:
             gradients: any structure; see `unscale_gradients`.
-            token: what `scale` returned with their loss.
+            token: the token that `scale` returned with their loss.
 
         Returns:
             The same structure, float32.
 
         Raises:
-            TypeError, ValueError: if it is no token, or used before, or not this scaler's, or
-                from another graph or replica.
+            TypeError: if `token` is not a token.
+            ValueError: if the token was used before, or is from another scaler, graph or
+                replica.
         """
-        return unscale_gradients(gradients, self._order.closed(token))
+        return unscale_gradients(gradients, self._order.record_unscale(token))
 
     def update(self, verdict: VerdictLike) -> tf.Tensor:
         """Moves the scale after a step, and returns whether the step may be applied.
 
-        Inside `strategy.run` the replicas agree first, in one all-reduce: the step counts as
-        finite only if it was on every replica. Call it once per step, whether the update is
-        applied or not; on several replicas outside any loop in the replica function, too.
+        Inside `strategy.run`, the replicas first agree in one all-reduce: the step is finite
+        only if it was finite on every replica. Call `update` once per step, whether or not the
+        step is applied. With several replicas, call it outside any loop in the replica function.
 
         Args:
-            verdict: this replica's: shape (), bool, or a `Verdict`.
+            verdict: this replica's verdict: shape (), bool, or a `Verdict`.
 
         Returns:
             Shape (), bool: whether every gradient was finite on every replica.
 
         Raises:
-            RuntimeError: if a scaled loss was not unscaled, or there was none; on several
-                replicas, if the scaler was made outside the strategy's scope.
+            RuntimeError: if no loss was scaled, or a scaled loss was not unscaled; with several
+                replicas, if the scaler was created outside the strategy's scope, or `update` is
+                called inside a loop.
         """
         verdict = as_verdict(verdict)
         self._order.check_complete()
         context = tf.distribute.get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
             self._check_scope(context.strategy)
-            verdict = agreed(verdict, context)
+            verdict = agree_on_verdict(verdict, context)
         self.assign(self.rule.advance(self.state, verdict))
-        self._order.finished()
+        self._order.record_update()
         return verdict.grads_finite
 
     def reset(self) -> None:
-        """Forgets losses that were scaled and never unscaled, after a step that was given up.
+        """Forgets scaled losses that were never unscaled, after a step was abandoned.
 
-        Only an exception caught in eager mode leaves any. The state stays as it is.
+        This is needed only after an exception in eager mode. The rule's state does not change.
         """
         self._order.reset()
 
     def check_complete(self) -> None:
-        """Raises RuntimeError if `update` would come too early; see there. Changes nothing."""
+        """Raises RuntimeError if `update` cannot be called yet; changes nothing."""
         self._order.check_complete()
 
     def _check_scope(self, strategy: tf.distribute.Strategy) -> None:
-        """Refuses variables that all replicas share: each would move them once more."""
+        """Rejects variables that all replicas share, because every replica would update them."""
         for variable in self._variables.values():
             if not strategy.extended.variable_created_in_scope(variable):
                 raise RuntimeError(
-                    "`LossScaler` must be made inside the strategy's scope; got one made outside. "
-                    "Its replicas would share one scale, and each move it. Make it within "
-                    "`with strategy.scope():`."
+                    "`LossScaler` must be created inside the strategy's scope; got one created "
+                    "outside. The replicas would share one scale, and each of them would move it. "
+                    "Create it inside `with strategy.scope():`."
                 )
 
-    def assign(self, state: Any) -> None:
-        """Replaces the state, as the caller has computed it; the same on every replica.
+    def assign(self, state: RuleState) -> None:
+        """Replaces the state with one that the caller has computed, the same on every replica.
 
         Raises:
-            TypeError: if it is no state of the scaler's rule.
+            TypeError: if `state` is not a state of the scaler's rule.
         """
         check_state(state, self._state_type)
         for field, value in state._asdict().items():
             self._variables[field].assign(value)
 
-    def merge(self, before: Any, after: Any) -> None:
-        """Takes over what a step has changed, where other workers change it, too, without waiting.
+    def merge(self, before: RuleState, after: RuleState) -> None:
+        """Merges a step's changes into a state that other workers change without waiting.
 
-        A scale that has moved brings its whole state. Else what has grown by one is added, which
-        no other's addition can undo, and what has changed otherwise is written. A step that used
-        another scale than the one now in use has nothing to say of this one.
+        If the step moved the scale, the whole state is replaced. Otherwise a counter that grew
+        by one is incremented, so that increments by other workers are kept, and any other
+        changed field is overwritten. A step that used a scale other than the current one is
+        ignored.
 
         Args:
             before: the state that the step used.
-            after: what the rule has made of it.
+            after: the state that the rule returned after the step.
 
         Raises:
-            TypeError: if one is no state of the scaler's rule.
+            TypeError: if one of them is not a state of the scaler's rule.
 
         Example:
             >>> import scaling
             >>> scaler = LossScaler(scaling.DynamicLossScale(initial_scale=8.0))
             >>> used = scaler.state
             >>> halved = scaler.rule.advance(used, False)
-            >>> for worker in range(2):  # both have overflowed at 8
+            >>> for worker in range(2):  # both overflowed at 8
             ...     scaler.merge(used, halved)
             >>> float(scaler.loss_scale)
             4.0
@@ -192,9 +197,9 @@ class LossScaler(tf.Module):
         moved = after.loss_scale != before.loss_scale
         for field, variable in self._variables.items():
             old, new = getattr(before, field), getattr(after, field)
-            by_one = ~moved & (new == old + 1) & variable.dtype.is_integer
-            changed = functools.partial(_add_or_write, variable, new, by_one)
-            tf.cond(in_use & (moved | (new != old)), changed, lambda: False)
+            incremented = ~moved & (new == old + 1) & variable.dtype.is_integer
+            merge_field = functools.partial(_increment_or_assign, variable, new, incremented)
+            tf.cond(in_use & (moved | (new != old)), merge_field, lambda: False)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every field of the state as a Python number. Waits for the device.
@@ -208,57 +213,62 @@ class LossScaler(tf.Module):
         return {field: value.numpy().item() for field, value in self.state._asdict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state that `state_dict` returned, of a rule with the same fields.
+        """Loads a state that `state_dict` returned, from a rule with the same fields.
 
-        The constants may differ: what lies outside the new ones finds into them with the
-        next step.
+        The rule's constants may differ. A scale outside the new bounds enters them at the next
+        step.
 
         Raises:
-            ValueError: if a field is missing or one too many, or the scale is no power of two;
-                nothing is changed then.
+            ValueError: if the fields are not those of the rule's state, or the scale is not a
+                power of two. Nothing is changed in this case.
         """
         if set(state) != set(self._variables):
             raise ValueError(
-                f"`state` must hold {', '.join(self._variables)}; got "
-                f"{', '.join(state) or 'nothing'}. These are the fields that "
-                f"{type(self.rule).__name__} remembers. Load it into a scaler of the rule that it "
-                "was saved from."
+                f"`state` must have the fields {', '.join(self._variables)}; got "
+                f"{', '.join(state) or 'none'}. These are the fields of a "
+                f"{type(self.rule).__name__} state. Load the state into a scaler with the rule "
+                "that it was saved from."
             )
-        check_power_of_two("loss_scale", state["loss_scale"])
+        scale = state["loss_scale"]
+        suggestion = nearest_power_of_two(scale, 2.0**15, low=2.0**-24, high=2.0**40)
+        check_power_of_two("loss_scale", scale, suggestion)
         for field, variable in self._variables.items():
             variable.assign(tf.cast(state[field], variable.dtype))
 
 
-def _add_or_write(variable: tf.Variable, new: tf.Tensor, by_one: tf.Tensor) -> tf.Tensor:
-    """Adds 1 to a variable, or gives it a new value; returns True."""
+def _increment_or_assign(
+    variable: tf.Variable, new: tf.Tensor, incremented: tf.Tensor
+) -> tf.Tensor:
+    """Adds 1 to a variable if `incremented`, and assigns a new value otherwise; returns True."""
 
-    def add() -> bool:
+    def increment() -> bool:
         variable.assign_add(tf.ones_like(new))
         return True
 
-    def write() -> bool:
+    def assign() -> bool:
         variable.assign(new)
         return True
 
-    return tf.cond(by_one, add, write)
+    return tf.cond(incremented, increment, assign)
 
 
 def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLike]) -> tf.Tensor:
-    """Moves one scaler for each of several losses, under one joint verdict: the GAN case.
+    """Updates the scalers of several losses, as in a GAN, and returns their joint verdict.
 
-    Each scale follows its own loss; the step is applied for all of them or for none.
+    Each scale follows its own loss. The step should be applied for all losses or for none.
 
     Args:
-        scalers: one for each loss.
-        verdicts: each loss's own, in the same order; on several replicas, this replica's.
+        scalers: one scaler per loss.
+        verdicts: one verdict per loss, in the same order; with several replicas, this
+            replica's verdicts.
 
     Returns:
         Shape (), bool: whether all gradients of all losses were finite on every replica.
 
     Raises:
-        TypeError: if `scalers` are none.
-        ValueError: if there are not as many verdicts as scalers.
-        RuntimeError: if a scaler's loss was not unscaled.
+        TypeError: if `scalers` is not a list of scalers.
+        ValueError: if the numbers of scalers and verdicts differ.
+        RuntimeError: if the loss of a scaler was not unscaled.
 
     Example:
         >>> import scaling
@@ -274,26 +284,27 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
     is_list = isinstance(scalers, tuple | list) and scalers
     if not is_list or not all(isinstance(scaler, LossScaler) for scaler in scalers):
         raise TypeError(
-            f"`scalers` must be a list of LossScalers; got {type(scalers).__name__}. Each loss has "
-            "its own. Pass for instance [generator_scaler, discriminator_scaler]."
+            f"`scalers` must be a list of LossScalers; got {type(scalers).__name__}. Each loss "
+            "has its own scaler. Pass for instance [generator_scaler, discriminator_scaler]."
         )
     if len(scalers) != len(verdicts):
         raise ValueError(
-            f"`verdicts` must hold one for each scaler; got {len(verdicts)} for {len(scalers)}. "
-            "Each scale follows its own loss. Pass them in the order of the scalers."
+            f"`verdicts` must hold one verdict per scaler; got {len(verdicts)} verdicts for "
+            f"{len(scalers)} scalers. Each scale follows its own loss. Pass them in the order of "
+            "the scalers."
         )
-    for scaler in scalers:  # before the first moves
+    for scaler in scalers:  # check all before the first one moves
         scaler.check_complete()
     pairs = zip(scalers, verdicts, strict=True)
     return tf.reduce_all([scaler.update(verdict) for scaler, verdict in pairs])
 
 
-def agreed(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:
-    """Returns the verdict of all replicas together, in one all-reduce.
+def agree_on_verdict(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:
+    """Returns the joint verdict of all replicas, using one all-reduce.
 
-    One veto is enough; of several causes the earliest place counts; magnitudes have their
-    maximum. Each replica fills its own row of a table that is zero elsewhere, and the sum
-    over replicas is everybody's table.
+    The joint verdict is finite only if every replica's is. Its cause is the earliest of the
+    replicas' causes, and its magnitude the largest. Each replica fills its own row of a table
+    that is zero elsewhere, so that the sum over replicas is the complete table.
     """
     replicas = context.num_replicas_in_sync
     magnitude = 0.0 if verdict.max_magnitude is None else verdict.max_magnitude
@@ -302,16 +313,16 @@ def agreed(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:
         tf.cast(verdict.cause, tf.float32),
         tf.cast(magnitude, tf.float32),
     ]
-    mine = tf.range(replicas)[:, None] == tf.cast(context.replica_id_in_sync_group, tf.int32)
-    # `where` and not a product: 0 times the NaN of a bad replica would spoil every row.
-    table = tf.where(mine, tf.stack(values)[None], 0.0)
+    own_row = tf.range(replicas)[:, None] == tf.cast(context.replica_id_in_sync_group, tf.int32)
+    # `where` and not a product: 0 times a NaN would turn the other rows into NaN.
+    table = tf.where(own_row, tf.stack(values)[None], 0.0)
     try:
         table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)
     except RuntimeError as error:
         raise RuntimeError(
-            "`update` must be called straight in the function that `strategy.run` runs, if there "
-            "are several replicas; got called in a loop or an inner tf.function of it. There "
-            "replicas cannot agree. Loop around `strategy.run` instead."
+            "`update` must be called directly in the function that `strategy.run` runs, if there "
+            "are several replicas; got a call inside a loop or an inner tf.function. TensorFlow "
+            "cannot all-reduce there. Put the loop around `strategy.run` instead."
         ) from error
     bad, causes, magnitudes = tf.unstack(table, axis=1)
     first = tf.reduce_min(tf.where(bad > 0, causes, float(max(Cause))))

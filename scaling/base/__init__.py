@@ -1,1 +1,1 @@
-"""What every other room of `scaling` rests on."""
+"""What the rest of `scaling` builds on: argument checks, number formats, verdicts, types."""

@@ -1,4 +1,4 @@
-"""What this room asks of its arguments, from what Python knows: nothing is added to a graph."""
+"""Argument checks. They use static information only and add no ops to a graph."""
 
 import difflib
 import numbers
@@ -7,6 +7,8 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
+from scaling.base.types import RuleState
+
 
 def as_tensor(name: str, value: Any) -> tf.Tensor:
     """Returns `value` as a tensor; raises TypeError, naming the argument, if it cannot be one."""
@@ -14,13 +16,19 @@ def as_tensor(name: str, value: Any) -> tf.Tensor:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"`{name}` must be convertible to tensors; got {type(value).__name__}. TensorFlow has "
-            "no way to do it. Pass tensors, NumPy arrays or numbers."
+            f"`{name}` must be convertible to tensors; got {type(value).__name__}. TensorFlow "
+            "cannot convert this type. Pass tensors, NumPy arrays or numbers."
         ) from error
 
 
 def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:
     """Returns a flag as a tensor: shape (), bool.
+
+    Args:
+        name: the argument's name, for errors.
+        value: a Python bool, or a tensor of shape (), bool.
+        why: one sentence for the error: what the argument is for.
+        remedy: what to do instead, without the final period.
 
     Raises:
         ValueError: if it is not a scalar.
@@ -34,7 +42,7 @@ def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:
 
 
 def check_scalar(name: str, tensor: tf.Tensor, why: str, remedy: str) -> None:
-    """Raises ValueError, naming the argument, if a tensor is known to have a dimension."""
+    """Raises ValueError, naming the argument, if a tensor is known not to be a scalar."""
     if tensor.shape.rank not in (0, None):
         raise ValueError(
             f"`{name}` must be a scalar; got shape {tuple(tensor.shape)}. {why} {remedy}."
@@ -56,40 +64,40 @@ def check_integer(name: str, value: Any, least: int, why: str, remedy: str) -> N
 
 
 def check_state(state: Any, kind: type) -> None:
-    """Raises TypeError unless a rule is handed the state that is its own."""
+    """Raises TypeError unless `state` has the type that a rule uses for its state."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"`state` must be a {kind.__name__}; got {type(state).__name__}. It is all that the "
-            "rule remembers. Pass what its initial_state() or its last advance() returned."
+            f"`state` must be a {kind.__name__}; got {type(state).__name__}. Each rule has a "
+            "state type of its own. Pass what the rule's initial_state() or advance() returned."
         )
 
 
-def loss_scale_of(state: Any) -> Any:
-    """Returns the scale in a rule's state; raises TypeError if it holds none."""
+def loss_scale_of(state: RuleState) -> tf.Tensor:
+    """Returns the scale in a rule's state; raises TypeError if it has none."""
     if not hasattr(state, "loss_scale"):
         raise TypeError(
-            f"`state` must be a rule's state; got {type(state).__name__}. The scale is read from "
-            "it. Pass what the rule's initial_state() or advance() returned."
+            f"`state` must be a rule's state; got {type(state).__name__}. Its `loss_scale` field "
+            "holds the scale. Pass what the rule's initial_state() or advance() returned."
         )
     return state.loss_scale
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Returns the question whether another name was meant, or `otherwise` if none is near.
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Returns a question that suggests the most similar known name, or `otherwise`.
 
     Example:
-        >>> nearest("pytorhc", ["pytorch", "jmp"], "Use one of these.")
+        >>> did_you_mean("pytorhc", ["pytorch", "jmp"], "Use one of these.")
         "Did you mean 'pytorch'?"
     """
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"Did you mean {near[0]!r}?" if near else otherwise
 
 
-def is_number(value: Any) -> bool:
-    """Returns whether `value` is a real number, of Python or NumPy; a bool is none."""
+def is_number(value: Any) -> TypeGuard[float]:
+    """Returns whether `value` is a real number from Python or NumPy; bools do not count."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Returns whether `value` is an integer of Python or NumPy; a bool is not one."""
+    """Returns whether `value` is an int from Python or NumPy; bools do not count."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Powers of two, and where float16 ends: the arithmetic that all of this room rests on."""
+"""The limits of float16, and exact arithmetic with powers of two."""
 
 import math
 from typing import Any
@@ -7,19 +7,19 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import is_number
 
-# Every scale and its reciprocal is a normal float32, so scaling loses no bit.
+# Every scale in this range, and its reciprocal, is a normal float32, so scaling loses no bit.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 HALF_MAX = 65504.0  # the largest finite float16
-# The largest magnitude that float16 rounds to 0: half its smallest number, a tie, goes to even.
+# The largest magnitude that float16 rounds to 0: half its smallest number; ties round to even.
 HALF_FLUSHED = 2.0**-25
-HALF_NORMAL = 2.0**-14  # the smallest float16 that has all of its 11 bits
-HALF_BITS = 40  # between the two: 2^15 < 65504 < 2^16
+HALF_NORMAL = 2.0**-14  # the smallest normal float16; below it, precision is lost
+HALF_BITS = 40  # factors of two from the smallest positive float16, 2^-24, to 2^16 > HALF_MAX
 
 
 def floor_power_of_two(x: tf.Tensor) -> tf.Tensor:
-    """Returns the largest power of two that is at most `x`. Exact: it clears the fraction's bits.
+    """Returns the largest power of two that is at most `x`, exactly, by clearing the fraction bits.
 
     Args:
         x: any shape, float32; positive, normal, finite.
@@ -33,7 +33,7 @@ def floor_power_of_two(x: tf.Tensor) -> tf.Tensor:
 
 
 def two_to_the(exponent: tf.Tensor) -> tf.Tensor:
-    """Returns 2^exponent, exactly; `tf.pow` promises no such thing.
+    """Returns 2^exponent exactly, which `tf.pow` does not guarantee.
 
     Args:
         exponent: any shape, int32, within [-126, 127].
@@ -46,11 +46,11 @@ def two_to_the(exponent: tf.Tensor) -> tf.Tensor:
 
 
 def ceil_log2(x: tf.Tensor) -> tf.Tensor:
-    """Returns the smallest integer e with x <= 2^e. Exact, for normal numbers.
+    """Returns the smallest integer e with x <= 2^e; exact for normal numbers.
 
     Args:
-        x: any shape, float32; not negative. 0 and subnormals are at most 2^-126; what it
-            returns for inf and NaN means nothing.
+        x: any shape, float32; not negative. For 0 and subnormals the result is at most -126;
+            for inf and NaN it is meaningless.
 
     Example:
         >>> ceil_log2(tf.constant([4.0, 4.1, 0.5])).numpy().tolist()
@@ -61,32 +61,70 @@ def ceil_log2(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.right_shift(bits, 23) - 127 + tf.cast(fraction > 0, tf.int32)
 
 
-def check_power_of_two(name: str, value: float, suggestion: float | None = None) -> None:
+def check_power_of_two(name: str, value: Any, suggestion: float) -> None:
     """Raises ValueError, naming the argument, unless `value` is a power of two in range.
 
     Args:
-        name: the argument.
-        value: what was given.
-        suggestion: what to use instead; None suggests the nearest power of two.
+        name: the argument's name.
+        value: the argument's value.
+        suggestion: the value to recommend in the error.
     """
-    in_range = is_number(value) and SMALLEST_SCALE <= as_float(value) <= LARGEST_SCALE
-    if not in_range or math.frexp(value)[0] != 0.5:
+    if not is_power_of_two(value):
         raise ValueError(
-            f"`{name}` must be a power of two between 2^-126 and 2^126; got {value!r}. Only "
-            "multiplying by a power of two, and dividing again, returns the same bits. "
-            f"Use {suggestion or nearest_power_of_two(value)!r}."
+            f"`{name}` must be a power of two between 2^-126 and 2^126; got {value!r}. Only powers "
+            "of two scale and unscale gradients without changing their bits. "
+            f"Use {power_of_two_text(suggestion)}."
         )
 
 
-def nearest_power_of_two(value: Any) -> float:
-    """Returns the power of two to suggest in place of `value`."""
+def is_power_of_two(value: Any) -> bool:
+    """Returns whether `value` is a number that can be a loss scale: a power of two in range.
+
+    Example:
+        >>> is_power_of_two(0.25), is_power_of_two(3), is_power_of_two(2.0**127)
+        (True, False, False)
+    """
+    if not is_number(value) or not SMALLEST_SCALE <= as_float(value) <= LARGEST_SCALE:
+        return False
+    return math.frexp(value)[0] == 0.5
+
+
+def nearest_power_of_two(
+    value: Any, otherwise: float, low: float = SMALLEST_SCALE, high: float = LARGEST_SCALE
+) -> float:
+    """Returns the power of two nearest to `value`, to suggest in its place.
+
+    Args:
+        value: the rejected value, of any type.
+        otherwise: what to return if `value` is not a positive finite number, or if the nearest
+            power of two is not in `[low, high]`.
+        low: the smallest sensible suggestion.
+        high: the largest sensible suggestion.
+
+    Example:
+        >>> nearest_power_of_two(1000, otherwise=32768.0)
+        1024.0
+        >>> nearest_power_of_two(0.0, otherwise=32768.0)
+        32768.0
+    """
     if not is_number(value) or not 0 < as_float(value) < math.inf:
-        return 2.0**15
-    return 2.0 ** min(max(round(math.log2(value)), -126), 126)
+        return otherwise
+    nearest = float(2.0 ** min(max(round(math.log2(value)), -126), 126))
+    return nearest if low <= nearest <= high else otherwise
 
 
-def as_float(value: Any) -> float:
-    """Returns a number as a Python float; an int beyond all floats becomes inf."""
+def power_of_two_text(value: float) -> str:
+    """Returns a power of two as Python code that people can read.
+
+    Example:
+        >>> power_of_two_text(1024.0), power_of_two_text(2.0**-14)
+        ('1024.0', '2.0**-14')
+    """
+    return repr(float(value)) if 2.0**-4 <= value <= 2.0**16 else f"2.0**{round(math.log2(value))}"
+
+
+def as_float(value: float) -> float:
+    """Returns a number as a Python float; an int too large for a float becomes inf."""
     try:
         return float(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""What a step found out about its gradients, and which findings may move the loss scale."""
+"""The verdict on a step's gradients: were they finite, and if not, what caused it."""
 
 import enum
 from typing import NamedTuple, TypeAlias
@@ -9,12 +9,12 @@ from scaling.base.argument_checks import as_flag
 
 
 class Cause(enum.IntEnum):
-    """Where a step first met an inf or a NaN, in the order in which it looks. `NONE`: nowhere.
+    """Where a step first met an inf or NaN, in the order of the step; `NONE` if nowhere.
 
-    Only `BACKWARD` and `REDUCTION` say something about the loss scale: at a smaller
-    scale the same numbers might have fitted. A loss that was infinite before it was
-    scaled, or a gradient that overflows when it is divided by a small scale, would not
-    be cured by backing off, so the other causes leave a rule's state as it is.
+    Only `BACKWARD` and `REDUCTION` say something about the loss scale: at a smaller scale
+    the same numbers might have been finite. Backing off cures neither a loss that was
+    infinite before it was scaled nor a gradient that overflows when it is divided by a
+    small scale, so the other causes leave a rule's state as it is.
 
     Example:
         >>> Cause(3).name
@@ -23,11 +23,11 @@ class Cause(enum.IntEnum):
 
     NONE = 0
     WEIGHTS = 1  # the weights were not finite before the step began
-    FORWARD = 2  # the unscaled loss was not finite: the data or the model
-    BACKWARD = 3  # the loss was finite, a scaled gradient on some replica was not: the scale
+    FORWARD = 2  # the unscaled loss was not finite: the data or the model is at fault
+    BACKWARD = 3  # the loss was finite, a replica's scaled gradients were not: scale too large
     REDUCTION = 4  # every replica's gradients were finite, their sum was not
-    UNSCALING = 5  # the sum was finite, the unscaled gradient or its global norm was not
-    MODEL = 6  # as BACKWARD or REDUCTION, but at the smallest scale: no scale can help
+    UNSCALING = 5  # the sum was finite, an unscaled gradient or the global norm was not
+    MODEL = 6  # like BACKWARD or REDUCTION, but at the smallest scale: no scale can help
 
 
 def find_cause(
@@ -39,24 +39,25 @@ def find_cause(
     unscaled_gradients_finite: tf.Tensor | bool,
     at_min_scale: tf.Tensor | bool = False,
 ) -> tf.Tensor:
-    """Returns the cause of a step from what was finite in it: the first place that was not.
+    """Returns the cause of a step: the first stage at which a value was not finite.
 
-    Pure, and the same on every replica if its arguments are.
+    Pure. If the arguments are the same on every replica, so is the result.
 
     Args:
-        weights_finite: shape (), bool, as all others: before the step.
+        weights_finite: shape (), bool, like all others: the weights before the step.
         loss_finite: the unscaled loss, on every replica.
-        local_gradients_finite: each replica's own scaled gradients, before any sum.
+        local_gradients_finite: each replica's own scaled gradients, before they are summed.
         summed_gradients_finite: the sum over replicas, still scaled.
-        unscaled_gradients_finite: the gradients to apply, their global norm included.
-        at_min_scale: whether the step ran at the rule's smallest scale, so that no backoff
-            is left: overflows are then the model's.
+        unscaled_gradients_finite: the gradients to apply, including their global norm.
+        at_min_scale: whether the step ran at the rule's smallest scale. The scale cannot be
+            lowered any further then, so overflows count as the model's.
 
     Returns:
         A `Cause`: shape (), int32.
 
     Raises:
-        TypeError, ValueError: if one is not one bool.
+        TypeError: if an argument is not a bool.
+        ValueError: if an argument is not a scalar.
 
     Example:
         >>> cause = find_cause(loss_finite=True, local_gradients_finite=False,
@@ -64,37 +65,37 @@ def find_cause(
         >>> Cause(int(cause)).name
         'BACKWARD'
     """
-    for_want_of_range = tf.where(
+    overflow_causes = tf.where(
         as_flag(
             "at_min_scale",
             at_min_scale,
-            "It says whether no smaller scale is left.",
+            "It says whether the scale cannot be lowered any further.",
             "Pass state.loss_scale <= rule.min_scale",
         ),
         [int(Cause.MODEL)] * 2,
         [int(Cause.BACKWARD), int(Cause.REDUCTION)],
     )
-    places = {
+    stages = {
         "unscaled_gradients_finite": (unscaled_gradients_finite, int(Cause.UNSCALING)),
-        "summed_gradients_finite": (summed_gradients_finite, for_want_of_range[1]),
-        "local_gradients_finite": (local_gradients_finite, for_want_of_range[0]),
+        "summed_gradients_finite": (summed_gradients_finite, overflow_causes[1]),
+        "local_gradients_finite": (local_gradients_finite, overflow_causes[0]),
         "loss_finite": (loss_finite, int(Cause.FORWARD)),
         "weights_finite": (weights_finite, int(Cause.WEIGHTS)),
     }
     cause = tf.constant(int(Cause.NONE))
-    for name, (finite, place) in places.items():  # from the last place to the first, which wins
+    for name, (finite, stage_cause) in stages.items():  # last stage first, so the first one wins
         flag = as_flag(
             name,
             finite,
-            "It says whether all numbers were finite at that place.",
-            "Pass scaling.all_finite() of them",
+            "It says whether every value was finite at that stage.",
+            "Pass the result of scaling.all_finite()",
         )
-        cause = tf.where(flag, cause, place)
+        cause = tf.where(flag, cause, stage_cause)
     return cause
 
 
 class Verdict(NamedTuple):
-    """What `advance` is told of one step.
+    """The outcome of one step, as passed to a rule's `advance`.
 
     Example:
         >>> int(Verdict(tf.constant(False)).cause) == Cause.BACKWARD
@@ -104,24 +105,25 @@ class Verdict(NamedTuple):
     """
 
     grads_finite: tf.Tensor  # shape=(), bool: the same on every replica
-    cause: tf.Tensor | Cause = Cause.BACKWARD  # shape=(), int32: read only when not finite
-    max_magnitude: tf.Tensor | None = None  # shape=(), float32: unscaled, for rules that need it
+    cause: tf.Tensor | Cause = Cause.BACKWARD  # shape=(), int32: ignored on finite steps
+    # shape=(), float32: the largest unscaled gradient magnitude, for rules that need it
+    max_magnitude: tf.Tensor | None = None
 
     @property
     def overflowed(self) -> tf.Tensor:
-        """Shape (), bool: not finite, and for a cause that a smaller scale may cure."""
+        """Shape (), bool: whether the step was not finite and a smaller scale may help."""
         cause = tf.convert_to_tensor(self.cause)
         curable = (cause == int(Cause.BACKWARD)) | (cause == int(Cause.REDUCTION))
         return ~tf.convert_to_tensor(self.grads_finite) & curable
 
     @property
     def moves_scale(self) -> tf.Tensor:
-        """Shape (), bool: whether a rule's state may change at all after this step."""
+        """Shape (), bool: whether this step may change a rule's state."""
         return tf.convert_to_tensor(self.grads_finite) | self.overflowed
 
 
-# What `advance` takes: a bare bool means "not finite for want of range", as in systems
-# that tell no causes apart.
+# What `advance` accepts. A bare False counts as an overflow, as in systems that do not
+# distinguish causes.
 VerdictLike: TypeAlias = Verdict | tf.Tensor | bool
 
 
@@ -129,10 +131,10 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
     """Returns `verdict` as a `Verdict`; a bool becomes `Verdict(grads_finite)`.
 
     Args:
-        verdict: a `Verdict`, or grads_finite alone: a Python bool or a bool tensor, shape ().
+        verdict: a `Verdict`, or just grads_finite: a Python bool or a bool tensor, shape ().
 
     Raises:
-        ValueError: if grads_finite is not a scalar, or the cause is a number that none has.
+        ValueError: if grads_finite is not a scalar, or the cause is not the number of a `Cause`.
         TypeError: if grads_finite is not a bool.
 
     Example:
@@ -144,12 +146,13 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
     grads_finite = as_flag(
         name,
         verdict.grads_finite,
-        "It answers whether every gradient was finite.",
+        "It says whether every gradient was finite.",
         "Pass scaling.all_finite(gradients)",
     )
     if not tf.is_tensor(verdict.cause) and verdict.cause not in list(Cause):
         raise ValueError(
             f"`verdict.cause` must be a scaling.Cause; got {verdict.cause!r}. It says where the "
-            "step was first not finite. Pass what scaling.find_cause() returned, or leave it out."
+            "step first met a value that was not finite. Pass the result of scaling.find_cause(), "
+            "or leave it out."
         )
     return verdict._replace(grads_finite=grads_finite)

@@ -1,1 +1,1 @@
-"""A loss scale for every layer of a chain."""
+"""A separate loss scale for every layer of a chain."""

@@ -1,4 +1,4 @@
-"""`layerwise_gradients`: every layer of a chain has a scale of its own, found as it is needed."""
+"""`layerwise_gradients`: differentiates a chain of layers with a separate scale for each."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from scaling.base.argument_checks import as_tensor, check_bool
+from scaling.base.types import Gradient
 from scaling.layerwise.rule import LayerwiseLossScale
 from scaling.ops.gradients import unscale_gradients
 from scaling.rules.constant import FixedLossScaleState
 
 
 class LayerwiseGradients(NamedTuple):
-    """What `layerwise_gradients` returns.
+    """The result of `layerwise_gradients`.
 
     Example:
         >>> LayerwiseGradients._fields
@@ -20,8 +21,9 @@ class LayerwiseGradients(NamedTuple):
     """
 
     loss: tf.Tensor  # as `loss_fn` returned it
-    gradients: list[list[Any]]  # for each layer, like its trainable variables; float32, unscaled
-    total_scales: tf.Tensor  # shape=(layers,), float32: what each layer's were multiplied by
+    # One list per layer, in the order of its trainable variables; float32, unscaled.
+    gradients: list[list[Gradient]]
+    total_scales: tf.Tensor  # shape=(layers,), float32: the scale of each layer's gradients
 
 
 def layerwise_gradients(
@@ -34,29 +36,31 @@ def layerwise_gradients(
 ) -> LayerwiseGradients:
     """Differentiates a chain of layers, each with a loss scale of its own.
 
-    It is backpropagation, written out: from the last layer to the first, the gradient of the
-    layer's outputs is multiplied as `rule` says, and the layer's gradients are divided, in
-    float32, by all that they were multiplied by so far. Powers of two cost no bit.
+    This is backpropagation, layer by layer. From the last layer to the first, the gradient of
+    the layer's outputs is scaled as `rule` says. The gradients of the layer's variables are
+    then divided, in float32, by the total scale so far. All scales are powers of two, so this
+    changes no bits.
 
-    An ordinary loss scale goes around it: let `loss_fn` return `scale_loss(loss, state)` and
-    hand the gradients to `unscale_gradients`. An overflow shows in them as inf or NaN. The
-    layers' `losses` (regularizers) are not part of it.
+    To use an ordinary loss scale in addition, let `loss_fn` return `scale_loss(loss, state)`
+    and pass the gradients to `unscale_gradients`. An overflow appears in the gradients as inf
+    or NaN. The layers' `losses` (regularizers) are not included.
 
     Args:
-        layers: a `keras.Sequential`, or a list of callables, each of which takes what the
-            one before returns; those with `variables` and `trainable_variables` are trained.
-        inputs: a tensor: what the first layer takes.
-        loss_fn: takes what the last layer returns; its sum is what is differentiated.
-        rule: a `LayerwiseLossScale`; None for one with the paper's bounds.
-        training: handed to those layers that are Keras's.
+        layers: a `keras.Sequential`, or a list of callables, each of which takes the output of
+            the one before. Those that have `variables` and `trainable_variables` are trained.
+        inputs: a tensor, the input of the first layer.
+        loss_fn: a function of the last layer's output. If its result is not a scalar, the sum
+            is differentiated.
+        rule: a `LayerwiseLossScale`; None means one with the paper's bounds.
+        training: passed to Keras layers.
 
     Returns:
         The loss, the gradients and each layer's total scale.
 
     Raises:
-        TypeError: if another argument is not what it is said to be.
-        ValueError: if `layers` is another model, empty, or trains a layer twice; if no
-            gradient reaches a layer that is trained.
+        TypeError: if `inputs`, `loss_fn`, `rule` or `training` has the wrong type.
+        ValueError: if `layers` is not a chain, is empty, or trains a layer twice; or if no
+            gradient reaches a trainable layer.
 
     Example:
         >>> import keras
@@ -66,105 +70,124 @@ def layerwise_gradients(
         [[[4, 2], [2]], [[2, 1], [1]]]
     """
     rule = LayerwiseLossScale() if rule is None else rule
-    layers = _chain(layers)
-    _check_rest(loss_fn, rule, training)
-    passes: list[_Pass] = []
+    layers = _as_chain(layers)
+    _check_arguments(loss_fn, rule, training)
+    passes: list[_LayerPass] = []
     outputs = as_tensor("inputs", inputs)
     for layer in layers:
         passes.append(_forward(layer, outputs, training, is_first=not passes))
         outputs = passes[-1].outputs
-    _check_once(layers)
+    _check_trained_once(layers)
     with tf.GradientTape() as tape:
         tape.watch(outputs)
         loss = loss_fn(outputs)
     gradient, total = tape.gradient(loss, outputs), tf.constant(1.0)
     gradients, totals = [], []
-    for done in reversed(passes):
-        gradient, of_layer, total = _backward(done, gradient, total, rule)
-        gradients.append(of_layer)
+    for layer_pass in reversed(passes):
+        gradient, layer_gradients, total = _backward(layer_pass, gradient, total, rule)
+        gradients.append(layer_gradients)
         totals.append(total)
     return LayerwiseGradients(loss, gradients[::-1], tf.stack(totals[::-1]))
 
 
-class _Pass(NamedTuple):
-    """One layer's forward pass, and the tape that saw it and nothing else."""
+class _LayerPass(NamedTuple):
+    """One layer's forward pass, and the tape that recorded it alone."""
 
-    layer: Any
+    layer: Callable[..., tf.Tensor]
     inputs: tf.Tensor
-    below: list[tf.Tensor]  # the inputs, if a gradient goes further down
+    watched_inputs: list[tf.Tensor]  # the inputs if they need a gradient, otherwise empty
     outputs: tf.Tensor
     tape: tf.GradientTape
 
 
-def _forward(layer: Any, inputs: tf.Tensor, training: bool, is_first: bool) -> _Pass:
-    """Calls a layer."""
-    below = [inputs] if inputs.dtype.is_floating and not is_first else []
+def _forward(
+    layer: Callable[..., tf.Tensor], inputs: tf.Tensor, training: bool, is_first: bool
+) -> _LayerPass:
+    """Calls a layer and records its forward pass."""
+    watched_inputs = [inputs] if inputs.dtype.is_floating and not is_first else []
     keywords = {"training": training} if isinstance(layer, tf.keras.layers.Layer) else {}
     with tf.GradientTape() as tape:
-        tape.watch(below)
+        tape.watch(watched_inputs)
         outputs = layer(inputs, **keywords)
-    return _Pass(layer, inputs, below, outputs, tape)
+    return _LayerPass(layer, inputs, watched_inputs, outputs, tape)
 
 
 def _backward(
-    done: _Pass, gradient: Any, above: tf.Tensor, rule: LayerwiseLossScale
-) -> tuple[Any, list[Any], tf.Tensor]:
-    """Returns the gradient of a layer's inputs, scaled, those of its variables, and the scale."""
-    variables = list(getattr(done.layer, "trainable_variables", ()))
+    layer_pass: _LayerPass, gradient: Gradient, above: tf.Tensor, rule: LayerwiseLossScale
+) -> tuple[Gradient, list[Gradient], tf.Tensor]:
+    """Backpropagates through one layer.
+
+    Args:
+        layer_pass: the layer's forward pass.
+        gradient: the gradient of its outputs, scaled by `above`; None if there is none.
+        above: the total scale of the layer above; shape (), float32.
+        rule: chooses the layer's scale.
+
+    Returns:
+        The scaled gradient of the layer's inputs, or None; the unscaled gradients of its
+        trainable variables; and the layer's total scale.
+    """
+    variables = list(getattr(layer_pass.layer, "trainable_variables", ()))
     if gradient is None:
         if variables:
             raise ValueError(
-                f"`layers` must pass a gradient down to {done.layer!r}; got None. Something "
-                "between it and the loss has no gradient. Freeze it, or mend that."
+                f"`layers` must pass a gradient to {layer_pass.layer!r}; got None. A layer between "
+                "it and the loss is not differentiable. Set `trainable = False` on this layer, or "
+                "replace that one."
             )
         return None, [], above
-    kernels = [kernel for kernel in getattr(done.layer, "variables", ()) if _is_kernel(kernel)]
-    total = rule.total_scale(gradient, done.inputs, kernels, above)
-    # In float32: in half precision the scale alone can be infinite.
-    gradient = tf.cast(tf.cast(gradient, tf.float32) * (total / above), done.outputs.dtype)
-    below, of_layer = done.tape.gradient(done.outputs, (done.below, variables), gradient)
-    of_layer = unscale_gradients(of_layer, FixedLossScaleState(total))
-    return (below[0] if below else None), of_layer, total
+    layer_variables = getattr(layer_pass.layer, "variables", ())
+    kernels = [variable for variable in layer_variables if _is_kernel(variable)]
+    total = rule.total_scale(gradient, layer_pass.inputs, kernels, above)
+    # In float32, because the scale alone can be infinite in half precision.
+    gradient = tf.cast(tf.cast(gradient, tf.float32) * (total / above), layer_pass.outputs.dtype)
+    input_gradients, variable_gradients = layer_pass.tape.gradient(
+        layer_pass.outputs, (layer_pass.watched_inputs, variables), gradient
+    )
+    variable_gradients = unscale_gradients(variable_gradients, FixedLossScaleState(total))
+    return (input_gradients[0] if input_gradients else None), variable_gradients, total
 
 
-def _chain(layers: Any) -> list[Any]:
-    """Returns the layers of a chain, first to last, or refuses what is none."""
+def _as_chain(layers: Any) -> list[Callable[..., tf.Tensor]]:
+    """Returns the layers of a chain, first to last; raises ValueError if it is not a chain."""
     chain = layers.layers if isinstance(layers, tf.keras.Sequential) else layers
     if not isinstance(chain, list | tuple) or not chain or not all(map(callable, chain)):
         raise ValueError(
-            "`layers` must be a keras.Sequential or a list of callables, each fed by the one "
-            f"before; got {layers!r}. Branches that join would need equal scales. Make one layer "
-            "of what branches, and a list of the layers."
+            "`layers` must be a keras.Sequential or a nonempty list of callables; got "
+            f"{layers!r}. Each layer takes the output of the one before: branches that join would "
+            "need equal scales. Wrap branches into one layer, and pass a list of the layers."
         )
     return list(chain)
 
 
-def _check_rest(loss_fn: Any, rule: Any, training: Any) -> None:
-    """Refuses what would be found out only after the forward pass, or never."""
+def _check_arguments(loss_fn: Any, rule: Any, training: Any) -> None:
+    """Checks the arguments of `layerwise_gradients` before the forward pass."""
     if not callable(loss_fn):
         raise TypeError(
-            f"`loss_fn` must be a function of the last layer's outputs; got {loss_fn!r}. It is "
-            "differentiated once, as it stands. Pass for instance tf.reduce_mean."
+            f"`loss_fn` must be a function of the last layer's outputs; got {loss_fn!r}. Names of "
+            "losses are not supported here. Pass for instance tf.reduce_mean."
         )
     if not isinstance(rule, LayerwiseLossScale):
         raise TypeError(
-            f"`rule` must be a LayerwiseLossScale; got {type(rule).__name__}. It looks at one "
-            "layer at a time, where other rules look at steps. Pass LayerwiseLossScale(), or None."
+            f"`rule` must be a LayerwiseLossScale; got {type(rule).__name__}. Other "
+            "rules work on whole steps, not on layers. Pass LayerwiseLossScale(), or None."
         )
-    check_bool("training", training, "Keras's layers are told so.", "True is usual")
+    check_bool(
+        "training", training, "It is passed to Keras layers.", "Use True, the default, or False"
+    )
 
 
-def _check_once(layers: list[Any]) -> None:
-    """Refuses a layer that is trained in two places, now that all layers have their variables."""
+def _check_trained_once(layers: list[Callable[..., tf.Tensor]]) -> None:
+    """Rejects a trainable layer that occurs twice. Called when all layers have been built."""
     trained = [layer for layer in layers if getattr(layer, "trainable_variables", ())]
-    for place, layer in enumerate(trained):
-        if any(layer is other for other in trained[:place]):
+    for index, layer in enumerate(trained):
+        if any(layer is other for other in trained[:index]):
             raise ValueError(
-                f"`layers` must hold a layer once; got {layer!r} twice. Its two gradients have "
-                "two scales. Give each place a layer of its own."
+                f"`layers` must contain each layer once; got {layer!r} twice. Its two gradients "
+                "would have different scales. Use two separate layers."
             )
 
 
 def _is_kernel(variable: Any) -> bool:
-    """Whether a variable is one that gradients are multiplied with: a float matrix, or more."""
+    """Returns whether a variable is a kernel: floats, of rank 2 or more."""
     return len(variable.shape) >= 2 and tf.as_dtype(variable.dtype).is_floating

@@ -1,4 +1,4 @@
-"""`LayerwiseLossScale`: how much a layer's gradient lacks, before the layer takes it down."""
+"""`LayerwiseLossScale`: by how much to scale the gradient of each layer's outputs."""
 
 import dataclasses
 import math
@@ -14,6 +14,7 @@ from scaling.base.number_formats import (
     HALF_MAX,
     check_power_of_two,
     floor_power_of_two,
+    nearest_power_of_two,
 )
 
 SMALLEST_HALF = 2 * HALF_FLUSHED  # the smallest positive float16; the paper rounds it to 6e-8
@@ -21,31 +22,36 @@ SMALLEST_HALF = 2 * HALF_FLUSHED  # the smallest positive float16; the paper rou
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseLossScale:
-    """By how much to multiply the gradient of a layer's outputs, before the layer takes it down.
+    """Chooses by how much to scale the gradient of a layer's outputs before backpropagation.
 
-    The layer multiplies it with its kernel, and products below 2^-24 are lost. If gradient
-    and kernel are independent and normal about 0, a product's deviation is that of the one
-    times that of the other. The scale is the one at which a share of `underflow_share` is
-    lost, but at least 1 and at most `max_layer_scale`, rounded down to a power of two.
+    Backpropagation through the layer multiplies this gradient with the kernel, and float16
+    loses products below 2^-24. If gradient and kernel are independent and normally distributed
+    around 0, the standard deviation of the products is the product of the standard deviations.
+    The scale is the one at which a fraction `underflow_share` of the products is lost, but at
+    least 1 and at most `max_layer_scale`, rounded down to a power of two.
 
-    It is less if a sum of such products could pass 65504, at the worst: of the gradient with
-    the kernel, or with the layer's inputs, which is the kernel's own gradient. For that it
-    may fall below 1 and give back what the layers above have gathered. All scales together
-    stay within `[1, max_total_scale]`: in dense and convolutional layers no gradient is
-    smaller than without the rule, and none overflows that would not.
+    The scale is smaller if, in the worst case, a sum of such products could exceed 65504. The
+    products are those of the gradient with the kernel, and those with the layer's inputs, which
+    form the kernel's gradient. To prevent that, a layer's scale may be less than 1 and so undo
+    scaling by the layers above. The product of all scales stays within
+    `[1, max_total_scale]`. So in dense and convolutional layers no gradient is smaller than
+    without the rule, and none overflows that would not overflow without it.
 
     Attributes:
-        max_layer_scale: the most that one layer multiplies by; a power of two, at least 1.
-        max_total_scale: the most that all layers together multiply by; the same.
-        underflow_share: the share of products that may be lost; between 0 and 1.
+        max_layer_scale: upper bound of the scale of one layer; a power of two, at least 1.
+        max_total_scale: upper bound of the product of all layers' scales; a power of two, at
+            least 1.
+        underflow_share: the fraction of products that may be lost; between 0 and 1.
 
     Raises:
-        ValueError: if a bound is no power of two or below 1, or the share not within (0, 1).
+        ValueError: if a bound is not a power of two or is below 1, or the fraction is not
+            within (0, 1).
 
     Source:
         Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", 2019,
-        https://arxiv.org/abs/1910.12385; the default bounds are theirs. Ours: a layer's own
-        gradient is scaled as well, and leaves room; scales are given back.
+        https://arxiv.org/abs/1910.12385; the default bounds are theirs. Different from the
+        paper: the gradients of a layer's own variables are scaled as well and kept from
+        overflowing, and a layer may undo scaling by the layers above.
 
     Example:
         >>> rule = LayerwiseLossScale(max_layer_scale=2.0**10)
@@ -60,59 +66,63 @@ class LayerwiseLossScale:
     underflow_share: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Refuses bounds below 1, and a share that is none."""
-        for name in ("max_layer_scale", "max_total_scale"):
-            check_power_of_two(name, getattr(self, name))
-            if getattr(self, name) < 1:
+        """Rejects bounds below 1, and fractions outside (0, 1)."""
+        for name, default in (("max_layer_scale", 16.0), ("max_total_scale", 1024.0)):
+            bound = getattr(self, name)
+            check_power_of_two(name, bound, nearest_power_of_two(bound, default, low=2.0))
+            if bound < 1:
                 raise ValueError(
-                    f"`{name}` must be at least 1; got {getattr(self, name)!r}. A layer is never "
-                    "asked to shrink its gradient. Use 1.0 to scale nothing."
+                    f"`{name}` must be at least 1; got {bound!r}. A smaller bound would shrink "
+                    f"gradients. Use {default}, the default."
                 )
         if not is_number(self.underflow_share) or not 0 < self.underflow_share < 1:
             raise ValueError(
                 f"`underflow_share` must be between 0 and 1; got {self.underflow_share!r}. It is "
-                "a share of products, and some are always lost. Use 1e-3."
+                "the fraction of products that may underflow. Use 1e-3, the default."
             )
 
     def total_scale(
         self, gradient: tf.Tensor, inputs: tf.Tensor, kernels: Sequence[Any], above: Any
     ) -> tf.Tensor:
-        """Returns what the gradient of a layer's outputs should be multiplied by in all.
+        """Returns the total scale for the gradient of a layer's outputs.
 
         Args:
-            gradient: of the layer's outputs, times `above`; any shape, any float dtype.
-            inputs: of the layer; any shape and dtype.
-            kernels: of the layer; rank 2 or more, inputs and outputs last, as in `Dense` and
-                `Conv`. Of several, the smallest decides against underflow, the largest
-                against overflow. A layer without any is taken to pass its gradient on.
-            above: the total scale of the layer above; shape (), float32; 1 for the last.
+            gradient: the gradient of the layer's outputs, already scaled by `above`; any shape,
+                any float dtype.
+            inputs: the layer's inputs; any shape and dtype.
+            kernels: the layer's kernels; rank 2 or more, with the input and output dimensions
+                last, as in `Dense` and `Conv`. If there are several, the smallest determines
+                the scale against underflow and the largest the limit against overflow. A layer
+                without kernels is assumed to pass its gradient on unchanged.
+            above: the total scale of the layer above; shape (), float32; 1 for the last layer.
 
         Returns:
             Shape (), float32: a power of two within `[1, max_total_scale]`, at most
             `max_layer_scale` times `above`; `above` itself if the gradient is not finite.
 
         Raises:
-            TypeError: if the gradient is not of a float dtype, or something is no tensor.
-            ValueError: if a kernel has fewer dimensions than two, or `above` has any.
+            TypeError: if the gradient does not have a float dtype, or an argument cannot be
+                converted to tensors.
+            ValueError: if a kernel has fewer than two dimensions, or `above` is not a scalar.
         """
         gradient, inputs = as_tensor("gradient", gradient), as_tensor("inputs", inputs)
         if not gradient.dtype.is_floating:
             raise TypeError(
-                f"`gradient` must be of a float dtype; got {gradient.dtype.name}. It is what "
-                "float16 may flush. Pass the gradient of the layer's outputs."
+                f"`gradient` must have a float dtype; got {gradient.dtype.name}. Only floats can "
+                "underflow. Pass the gradient of the layer's outputs."
             )
         check_scalar(
             "above",
             as_tensor("above", above),
-            "It is one factor for all of the gradient.",
-            "Pass the total scale of the layer above, 1.0 for the last",
+            "It is one factor for the whole gradient.",
+            "Pass the total scale of the layer above, or 1.0 for the last layer",
         )
         kernels = [tf.cast(as_tensor("kernels", kernel), tf.float32) for kernel in kernels]
         for kernel in kernels:
             if len(kernel.shape) < 2:
                 raise ValueError(
-                    f"`kernels` must be of rank 2 or more; got shape {tuple(kernel.shape)}. "
-                    "Gradients are multiplied with matrices. Pass a list, without biases."
+                    f"`kernels` must have rank 2 or more; got shape {tuple(kernel.shape)}. "
+                    "Gradients are multiplied with matrices. Pass a list of kernels without biases."
                 )
         deviation, largest = _deviation(gradient), _largest(gradient)
         if kernels:
@@ -121,25 +131,25 @@ class LayerwiseLossScale:
             sums = [rows * input_size, *(_largest(kernel) * _terms(kernel) for kernel in kernels)]
             deviation *= tf.reduce_min([_deviation(kernel) for kernel in kernels])
             largest *= tf.reduce_max(sums)
-        # So many deviations about 0 hold a share of `underflow_share` of normal numbers.
+        # A fraction `underflow_share` of normal numbers is within this many deviations of 0.
         width = statistics.NormalDist().inv_cdf((1 + self.underflow_share) / 2)
-        wished = tf.math.divide_no_nan(SMALLEST_HALF / width, deviation)
-        wished = tf.clip_by_value(wished, 1.0, self.max_layer_scale)
-        scale = floor_power_of_two(tf.minimum(wished, HALF_MAX / largest))
+        wanted = tf.math.divide_no_nan(SMALLEST_HALF / width, deviation)
+        wanted = tf.clip_by_value(wanted, 1.0, self.max_layer_scale)
+        scale = floor_power_of_two(tf.minimum(wanted, HALF_MAX / largest))
         total = tf.clip_by_value(above * scale, 1.0, self.max_total_scale)
         return tf.where(tf.math.is_finite(largest) & tf.math.is_finite(deviation), total, above)
 
 
 def _deviation(tensor: tf.Tensor) -> tf.Tensor:
-    """The standard deviation about 0: shape (), float32."""
+    """Returns the standard deviation around 0: shape (), float32."""
     return tf.sqrt(tf.reduce_mean(tf.square(tf.cast(tensor, tf.float32))))
 
 
 def _largest(tensor: tf.Tensor) -> tf.Tensor:
-    """The largest magnitude: shape (), float32."""
+    """Returns the largest magnitude: shape (), float32."""
     return tf.cast(tf.reduce_max(tf.abs(tensor)), tf.float32)
 
 
 def _terms(kernel: tf.Tensor) -> float:
-    """How many products add up to one element of the gradient of a layer's inputs."""
-    return math.prod(kernel.shape) / kernel.shape[-2]
+    """Returns how many products are summed in one element of the gradient of a layer's inputs."""
+    return float(math.prod(kernel.shape) / kernel.shape[-2])

@@ -1,1 +1,1 @@
-"""What a step does to tensors: cast, scale, unscale, check."""
+"""The tensor operations of a step: cast, scale, unscale, check."""

@@ -1,27 +1,25 @@
-"""One bool for a whole structure of gradients."""
-
-from typing import Any
+"""The check for inf and NaN in a whole structure of gradients."""
 
 import tensorflow as tf
 
 from scaling.base.argument_checks import as_tensor
+from scaling.base.types import Structure
 
 
-def all_finite(structure: Any) -> tf.Tensor:
+def all_finite(structure: Structure) -> tf.Tensor:
     """Returns whether no element of a structure is inf or NaN. Does not wait for the device.
 
-    The answer is local to the replica that asks: `strategies.agree` makes it everybody's.
+    The result covers the calling replica only; `strategies.agree` combines all replicas.
 
     Args:
-        structure: any structure of tensors, of any shape and dtype; integers are always
-            finite. `tf.IndexedSlices` count by their values, None and an empty structure
-            as finite.
+        structure: any structure of tensors, of any shape and dtype. Integers, None and an empty
+            structure are finite. Of `tf.IndexedSlices` the values are checked.
 
     Returns:
         Shape (), bool.
 
     Raises:
-        TypeError: if something in it is no tensor and cannot become one.
+        TypeError: if a leaf cannot be converted to a tensor.
 
     Example:
         >>> bool(all_finite([tf.constant([1.0, 2.0]), None]))

@@ -1,29 +1,28 @@
-"""Scaling the loss, and unscaling its gradients: once each way, by the same value."""
-
-from typing import Any
+"""Scaling the loss and unscaling its gradients, by the same value."""
 
 import tensorflow as tf
 
 from scaling.base.argument_checks import as_tensor, loss_scale_of
+from scaling.base.types import Gradient, RuleState, Structure
 from scaling.rules.constant import NoLossScaleState
 
 
-def scale_loss(loss: Any, state: Any) -> tf.Tensor:
+def scale_loss(loss: tf.Tensor | float, state: RuleState) -> tf.Tensor:
     """Multiplies a loss by the loss scale, in float32.
 
-    The product is never taken in half precision: a scale of 2^16 or more is already
-    infinite in float16. Under `NoLossScale` the loss comes back as it is.
+    The product is never computed in half precision: float16 cannot represent a scale of 2^16
+    or more. With `NoLossScale` the loss is returned as it is.
 
     Args:
         loss: any shape, any float dtype.
-        state: a rule's state. It is the token of this step: hand the same one to
-            `unscale_gradients`, whatever has become of the scale since.
+        state: a rule's state. Pass the same state to `unscale_gradients`, even if the rule has
+            moved the scale in the meantime.
 
     Returns:
-        The shape of `loss`; float32, or float64 if the loss was.
+        The shape of `loss`; float64 if the loss was, and float32 otherwise.
 
     Raises:
-        TypeError: if the loss is not of a float dtype, or the state holds no scale.
+        TypeError: if the loss does not have a float dtype, or the state has no `loss_scale`.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2.
@@ -39,8 +38,8 @@ def scale_loss(loss: Any, state: Any) -> tf.Tensor:
     loss = as_tensor("loss", loss)
     if not loss.dtype.is_floating:
         raise TypeError(
-            f"`loss` must be of a float dtype; got {loss.dtype.name}. Integers have no gradient. "
-            "Cast what the loss is computed from to float32."
+            f"`loss` must have a float dtype; got {loss.dtype.name}. Integers have no gradient. "
+            "Compute the loss from float32 tensors."
         )
     loss = at_least_float32(loss)
     if isinstance(state, NoLossScaleState):
@@ -48,25 +47,25 @@ def scale_loss(loss: Any, state: Any) -> tf.Tensor:
     return loss * tf.cast(loss_scale, loss.dtype)
 
 
-def unscale_gradients(gradients: Any, state: Any) -> Any:
+def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
     """Divides gradients by the loss scale that their loss was multiplied by, in float32.
 
-    Exact: the scale is a power of two, so the product with its reciprocal has the bits of
-    the unscaled gradient unless one of them overflowed or underflowed. Rows of a sparse
-    gradient that share an index are summed first: their sum can overflow where none of
-    them did, and a norm over the parts is not the norm of the gradient.
+    Exact: the scale is a power of two, so multiplying by its reciprocal restores the bits of
+    the unscaled gradient, unless a value overflows or underflows. Rows of a sparse gradient
+    that share an index are summed first, because their sum can overflow even if no row does,
+    and because the norm of the separate rows is not the norm of the gradient.
 
     Args:
         gradients: any structure of gradients: tensors of any shape and float dtype,
-            `tf.IndexedSlices`, or None for a variable that the loss does not reach.
-        state: the state that was handed to `scale_loss`.
-
-    Raises:
-        TypeError: if a gradient is complex, or not of a float dtype, or the state holds no scale.
+            `tf.IndexedSlices`, or None for a variable that the loss does not depend on.
+        state: the state that was passed to `scale_loss`.
 
     Returns:
         The same structure; float32 (float64 stays float64). None stays None, and
-        `tf.IndexedSlices` stay so, with each index once.
+        `tf.IndexedSlices` stay sparse, with each index once.
+
+    Raises:
+        TypeError: if a gradient does not have a float dtype, or the state has no `loss_scale`.
 
     Example:
         >>> import scaling
@@ -77,14 +76,12 @@ def unscale_gradients(gradients: Any, state: Any) -> Any:
     """
     reciprocal = 1.0 / loss_scale_of(state)
 
-    def unscale(gradient: Any) -> Any:
+    def unscale(gradient: Gradient) -> Gradient:
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
-            gradient = coalesce(gradient)
-            return tf.IndexedSlices(
-                unscale(gradient.values), gradient.indices, gradient.dense_shape
-            )
+            sparse: tf.IndexedSlices = coalesce(gradient)
+            return tf.IndexedSlices(unscale(sparse.values), sparse.indices, sparse.dense_shape)
         gradient = at_least_float32(as_tensor("gradients", gradient))
         if isinstance(state, NoLossScaleState):
             return gradient
@@ -93,16 +90,19 @@ def unscale_gradients(gradients: Any, state: Any) -> Any:
     return tf.nest.map_structure(unscale, gradients)
 
 
-def coalesce(gradient: Any) -> Any:
-    """Sums the rows of a sparse gradient that share an index; anything else passes through.
+def coalesce(gradient: Gradient) -> Gradient:
+    """Sums the rows of a sparse gradient that share an index; returns anything else as it is.
 
     Args:
         gradient: `tf.IndexedSlices` with values of shape (rows, ...), any float dtype; or
-            a tensor or None, returned as it is.
+            a tensor or None, which is returned as it is.
 
     Returns:
-        `tf.IndexedSlices` in which each index occurs once; values at least float32, since
-        a sum of halves can overflow where the gradient does not.
+        `tf.IndexedSlices` in which each index occurs once. The values are at least float32,
+        because a sum in half precision can overflow.
+
+    Raises:
+        TypeError: if the values do not have a float dtype.
 
     Example:
         >>> slices = tf.IndexedSlices(tf.constant([[3.0], [4.0]]), tf.constant([7, 7]))
@@ -119,14 +119,15 @@ def coalesce(gradient: Any) -> Any:
 
 
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns half-precision tensors in float32, float32 and float64 as they are.
+    """Casts half-precision tensors to float32; returns float32 and float64 as they are.
 
     Raises:
-        TypeError: for other dtypes; a cast would drop the imaginary part of a complex one.
+        TypeError: for other dtypes; a cast would drop the imaginary part of a complex number.
     """
     if not tensor.dtype.is_floating:
         raise TypeError(
-            f"`gradients` must be of float dtypes; got {tensor.dtype.name}. Half precision has no "
-            "other numbers. Leave such variables out, or take their real and imaginary parts."
+            f"`gradients` must have float dtypes; got {tensor.dtype.name}. Loss scaling is defined "
+            "for real numbers only. Leave such gradients out, or pass the real and imaginary parts "
+            "of complex ones."
         )
     return tensor if tensor.dtype == tf.float64 else tf.cast(tensor, tf.float32)

@@ -1,11 +1,11 @@
-"""Which number format computes, which one remembers, and whether that needs loss scaling."""
+"""The dtypes of a precision policy: for computing, for variables; and the casts between them."""
 
 import dataclasses
-from typing import Any
 
 import tensorflow as tf
 
 from scaling.base.argument_checks import as_tensor
+from scaling.base.types import Structure
 
 COMPUTE_DTYPES = {
     "float32": "float32",
@@ -16,14 +16,14 @@ COMPUTE_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A precision by its Keras policy name: layers compute in one dtype, weights live in float32.
+    """A precision by its Keras policy name: a compute dtype, and float32 for the weights.
 
     Attributes:
         name: "float32", "mixed_float16" or "mixed_bfloat16".
 
     Raises:
-        ValueError: for any other name. Pure half precision ("float16") is refused because
-            weights kept in half lose updates smaller than 2^-11 of themselves.
+        ValueError: for any other name. Pure half precision ("float16") is not supported
+            because float16 weights lose updates smaller than 2^-11 of the weight.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1 (float32
@@ -40,11 +40,11 @@ class Precision:
     name: str
 
     def __post_init__(self) -> None:
-        """Refuses names that are not one of the three."""
+        """Rejects other names."""
         if self.name not in COMPUTE_DTYPES:
             raise ValueError(
-                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {self.name!r}. The "
-                "weights always stay in float32, so that small updates are not lost. Use "
+                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {self.name!r}. "
+                "Weights always stay in float32, so that small updates are not lost. Use "
                 '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
             )
 
@@ -60,30 +60,30 @@ class Precision:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """True for float16, which ends at 2^-24; bfloat16 has the range of float32."""
+        """Whether gradients can underflow: True for float16; bfloat16 has the range of float32."""
         return self.compute_dtype == "float16"
 
-    def cast_to_compute(self, tree: Any) -> Any:
-        """Returns `tree` with every float tensor in `compute_dtype`; all else as it is.
+    def cast_to_compute(self, tree: Structure) -> Structure:
+        """Returns `tree` with its float tensors cast to `compute_dtype`; leaves the rest as it is.
 
         Raises:
-            TypeError: if something in it is no tensor and cannot become one.
+            TypeError: if a leaf cannot be converted to a tensor.
         """
         return cast_floats(tree, self.compute_dtype)
 
-    def cast_to_variable(self, tree: Any) -> Any:
-        """Returns `tree` with every float tensor in `variable_dtype`; all else as it is.
+    def cast_to_variable(self, tree: Structure) -> Structure:
+        """Returns `tree` with its float tensors cast to `variable_dtype`; leaves the rest as it is.
 
         Raises:
-            TypeError: if something in it is no tensor and cannot become one.
+            TypeError: if a leaf cannot be converted to a tensor.
         """
         return cast_floats(tree, self.variable_dtype)
 
 
-def cast_floats(tree: Any, dtype: str) -> Any:
-    """Casts the float tensors of a structure; integers, bools, strings and None pass through."""
+def cast_floats(tree: Structure, dtype: str) -> Structure:
+    """Casts the float tensors of a structure; leaves integers, bools, strings and None alone."""
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Structure) -> Structure:
         if leaf is None:
             return None
         if isinstance(leaf, tf.IndexedSlices):

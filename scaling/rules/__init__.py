@@ -1,1 +1,1 @@
-"""The loss-scale rules: one frozen value each, with a pure transition."""
+"""The loss-scale rules: frozen dataclasses, each with a pure transition function."""

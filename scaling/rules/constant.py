@@ -1,4 +1,4 @@
-"""The two rules that never move: a fixed loss scale, and none."""
+"""The two rules that never move: a fixed loss scale, and no loss scaling."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -6,13 +6,13 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.base.argument_checks import check_state
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import check_power_of_two, nearest_power_of_two
 from scaling.base.verdict import VerdictLike, as_verdict
-from scaling.rules.rule import use_plain_numbers
+from scaling.rules.rule import normalize_numbers
 
 
 class FixedLossScaleState(NamedTuple):
-    """What `FixedLossScale` remembers: the scale that never moves.
+    """The state of `FixedLossScale`: the scale, which never moves.
 
     Example:
         >>> float(FixedLossScale(8.0).initial_state().loss_scale)
@@ -24,7 +24,7 @@ class FixedLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale:
-    """Keeps one loss scale for the whole run; steps that overflow are skipped all the same.
+    """Keeps one loss scale for the whole run. Steps that overflow are still skipped.
 
     Attributes:
         loss_scale: a power of two in [2^-126, 2^126].
@@ -47,23 +47,24 @@ class FixedLossScale:
     needs_magnitude: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses a scale that would round the gradients."""
-        check_power_of_two("loss_scale", self.loss_scale)
-        use_plain_numbers(self)
+        """Rejects a scale that would round the gradients."""
+        suggestion = nearest_power_of_two(self.loss_scale, 1024.0, low=2.0**-24, high=2.0**40)
+        check_power_of_two("loss_scale", self.loss_scale, suggestion)
+        normalize_numbers(self)
 
     def initial_state(self) -> FixedLossScaleState:
-        """Returns the one state there is."""
+        """Returns the only state of this rule."""
         return FixedLossScaleState(tf.constant(self.loss_scale))
 
     def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
-        """Returns the one state there is, also after one that was saved at another scale."""
+        """Returns the only state of this rule, even if `state` was saved with another scale."""
         check_state(state, FixedLossScaleState)
         as_verdict(verdict)
         return self.initial_state()
 
 
 class NoLossScaleState(NamedTuple):
-    """What `NoLossScale` remembers: a scale of 1, which nobody multiplies by.
+    """The state of `NoLossScale`: a scale of 1, by which nothing is multiplied.
 
     Example:
         >>> float(NoLossScale().initial_state().loss_scale)
@@ -75,7 +76,7 @@ class NoLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NoLossScale:
-    """No loss scaling: what float32 and bfloat16 want. Steps that are not finite are skipped.
+    """No loss scaling, for float32 and bfloat16. Steps that are not finite are still skipped.
 
     Source:
         Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019,
@@ -90,11 +91,11 @@ class NoLossScale:
     needs_magnitude: ClassVar[bool] = False
 
     def initial_state(self) -> NoLossScaleState:
-        """Returns the one state there is."""
+        """Returns the only state of this rule."""
         return NoLossScaleState(tf.constant(1.0))
 
     def advance(self, state: NoLossScaleState, verdict: VerdictLike) -> NoLossScaleState:
-        """Returns the one state there is."""
+        """Returns the only state of this rule."""
         check_state(state, NoLossScaleState)
         as_verdict(verdict)
         return self.initial_state()

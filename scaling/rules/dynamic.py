@@ -1,24 +1,25 @@
-"""`DynamicLossScale`: the rule by which nearly everybody trains in float16."""
+"""`DynamicLossScale`: the growth and backoff rule that most float16 training uses."""
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.argument_checks import check_state, is_integer
+from scaling.base.number_formats import is_power_of_two, nearest_power_of_two, power_of_two_text
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
+    MAX_COUNT,
     check_bounds,
     check_count,
     check_factors,
-    keep_unless,
-    use_plain_numbers,
+    normalize_numbers,
+    select_state,
 )
 
 
 class DynamicLossScaleState(NamedTuple):
-    """What `DynamicLossScale` remembers.
+    """The state of `DynamicLossScale`.
 
     Example:
         >>> state = DynamicLossScale(hysteresis=2, grace_steps=1).initial_state()
@@ -28,45 +29,48 @@ class DynamicLossScaleState(NamedTuple):
 
     loss_scale: tf.Tensor  # shape=(), float32
     finite_steps: tf.Tensor  # shape=(), int32: finite steps in a row; starts at -grace_steps
-    overflows_left: tf.Tensor  # shape=(), int32: overflows until the scale backs off
+    overflows_left: tf.Tensor  # shape=(), int32: further overflows until the scale backs off
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """Raises the loss scale while gradients are finite, and lowers it when they overflow.
 
-    The `growth_interval`-th finite step in a row multiplies the scale by
-    `growth_factor`. An overflow starts that count again; the `hysteresis`-th one since the
-    last refill, and each after it, multiplies the scale by `backoff_factor`. The scale
-    never leaves `[min_scale, max_scale]`. A step that was not finite for a cause no scale
-    can cure (see `Cause`) changes nothing.
+    After `growth_interval` finite steps in a row the scale is multiplied by `growth_factor`.
+    An overflow restarts that count. The `hysteresis`-th overflow since the last refill, and
+    every later one, multiplies the scale by `backoff_factor`. The scale never leaves
+    `[min_scale, max_scale]`. A step that was not finite for a cause that no scale can cure
+    (see `Cause`) changes nothing.
 
     Attributes:
         initial_scale: the first scale; a power of two within the bounds.
-        growth_interval: finite steps in a row before the scale grows; at least 1.
-        growth_factor: what growth multiplies by; a power of two above 1.
-        backoff_factor: what backoff multiplies by; a power of two between 0 and 1.
-        min_scale: the floor; a power of two, at least 2^-126.
-        max_scale: the ceiling; a power of two, at most 2^126. The default is Apex's.
-        hysteresis: overflows it takes to back off; 1 backs off at once.
-        hysteresis_refill: what gives the overflows back. With "growth", all overflows since
-            the last growth count together, in a row or not; with "finite_step", only
-            overflows in a row do.
-        grace_steps: finite steps that do not count towards growth, at the start and after
-            each overflow; 0 counts them all.
-        low_scale_intervals: pairs (scale, interval): below that scale, the growth interval is
-            the pair's if it is the shorter. Empty: one interval for all scales.
+        growth_interval: number of finite steps in a row after which the scale grows, from 1
+            to 2^30; in practice, 2^30 means never.
+        growth_factor: the factor by which the scale grows; a power of two above 1.
+        backoff_factor: the factor by which the scale backs off; a power of two below 1.
+        min_scale: the lower bound of the scale; a power of two, at least 2^-126.
+        max_scale: the upper bound of the scale; a power of two, at most 2^126. The default
+            is Apex's.
+        hysteresis: number of overflows after which the scale backs off; with 1 it backs off at
+            every overflow.
+        hysteresis_refill: what resets the count of overflows. "growth": the scale has grown, so
+            that all overflows since the last growth count, whether in a row or not.
+            "finite_step": any finite step, so that only overflows in a row count.
+        grace_steps: number of finite steps, at the start and after each overflow, that do not
+            count towards growth.
+        low_scale_intervals: pairs (scale, interval). While the loss scale is below `scale`,
+            the growth interval is `interval` if that is shorter.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
-        https://arxiv.org/abs/1710.03740. Bounds and hysteresis are Megatron-LM's and
-        DeepSpeed's; the refill by a finite step is that of Apex's
-        `update_scale_hysteresis` and DeepSpeed's `consecutive_hysteresis`; the grace is
-        DeepSpeed's since 0.17.1; the shorter intervals are icefall's, which grows every 25
-        batches below 2, 100 below 8 and 400 below 32.
+        https://arxiv.org/abs/1710.03740. Bounds and hysteresis follow Megatron-LM and
+        DeepSpeed. The refill by a finite step follows Apex's `update_scale_hysteresis` and
+        DeepSpeed's `consecutive_hysteresis`. `grace_steps` follows DeepSpeed since 0.17.1.
+        `low_scale_intervals` follows icefall, which grows every 25 batches below 2, every 100
+        below 8 and every 400 below 32.
 
     Example:
         >>> rule = DynamicLossScale(initial_scale=8.0, growth_interval=2)
@@ -92,34 +96,36 @@ class DynamicLossScale:
     needs_magnitude: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses constants under which the scale could leave its bounds or never move."""
+        """Rejects constants with which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
         check_count(
-            "growth_interval", self.growth_interval, "It counts finite steps.", "2000 is usual"
+            "growth_interval",
+            self.growth_interval,
+            "It counts finite steps.",
+            "Use 2000, the default",
         )
-        check_count("hysteresis", self.hysteresis, "It counts overflows.", "1 backs off at once")
+        check_count(
+            "hysteresis",
+            self.hysteresis,
+            "It counts overflows.",
+            "Use 1 to back off at every overflow",
+        )
         if self.hysteresis_refill not in ("growth", "finite_step"):
             raise ValueError(
                 '`hysteresis_refill` must be "growth" or "finite_step"; got '
-                f"{self.hysteresis_refill!r}. It says what gives absorbed overflows back. Use "
-                '"growth", as Megatron-LM and DeepSpeed do by default.'
+                f"{self.hysteresis_refill!r}. It says what resets the count of overflows. Use "
+                '"growth", the default of Megatron-LM and DeepSpeed.'
             )
         check_count(
-            "grace_steps", self.grace_steps, "It counts finite steps.", "0 counts them all", least=0
+            "grace_steps",
+            self.grace_steps,
+            "It counts finite steps.",
+            "Use 0 to count every finite step",
+            least=0,
         )
-        pairs = self.low_scale_intervals
-        if not isinstance(pairs, tuple | list) or not all(
-            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
-        ):
-            raise ValueError(
-                f"`low_scale_intervals` must be pairs (scale, interval); got {pairs!r}. Below the "
-                "scale, that interval counts. Use for instance ((2.0, 25), (8.0, 100))."
-            )
-        for scale, interval in pairs:
-            check_power_of_two("low_scale_intervals", scale)
-            check_count("low_scale_intervals", interval, "It counts finite steps.", "25 is usual")
-        use_plain_numbers(self)
+        check_low_scale_intervals(self.low_scale_intervals)
+        normalize_numbers(self)
 
     def initial_state(self) -> DynamicLossScaleState:
         """Returns the state before the first step."""
@@ -141,12 +147,13 @@ class DynamicLossScale:
             The state after the step.
 
         Raises:
-            TypeError, ValueError: if the state is not this rule's, or the verdict not one bool.
+            TypeError: if the state is not this rule's, or the verdict is not a bool.
+            ValueError: if the verdict is not a scalar.
         """
         check_state(state, DynamicLossScaleState)
         verdict = as_verdict(verdict)
         finite_steps = state.finite_steps + 1
-        # `>=` and not `==`: a run that goes on with a shorter interval must still grow.
+        # `>=` and not `==`: a run that resumes with a shorter interval must still grow.
         grows = verdict.grads_finite & (finite_steps >= self._interval_at(state.loss_scale))
         left = tf.minimum(state.overflows_left, self.hysteresis)
         overflows_left = tf.maximum(left - 1, 0)
@@ -155,7 +162,7 @@ class DynamicLossScale:
 
         factor = tf.where(backs_off, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
         moved = DynamicLossScaleState(
-            # Clipped on every step: a state saved under other constants finds into these.
+            # Clipped on every step, so that a state saved with other bounds enters these.
             loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
             finite_steps=tf.where(
                 verdict.overflowed, -self.grace_steps, tf.where(grows, 0, finite_steps)
@@ -166,11 +173,35 @@ class DynamicLossScale:
                 tf.where(verdict.overflowed, overflows_left, left),
             ),
         )
-        return keep_unless(verdict.moves_scale, moved, state)
+        return select_state(verdict.moves_scale, moved, state)
 
     def _interval_at(self, loss_scale: tf.Tensor) -> tf.Tensor:
-        """Returns the growth interval in force at a scale: shape (), int32."""
+        """Returns the growth interval that applies at a scale: shape (), int32."""
         interval = tf.constant(self.growth_interval)
-        for below, shorter in self.low_scale_intervals:
-            interval = tf.where(loss_scale < below, tf.minimum(interval, shorter), interval)
+        for threshold, shorter in self.low_scale_intervals:
+            interval = tf.where(loss_scale < threshold, tf.minimum(interval, shorter), interval)
         return interval
+
+
+def check_low_scale_intervals(pairs: Any) -> None:
+    """Raises ValueError unless `pairs` is a sequence of (power of two, number of steps)."""
+    if not isinstance(pairs, tuple | list) or not all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError(
+            f"`low_scale_intervals` must be pairs (scale, interval); got {pairs!r}. Below each "
+            "scale, its interval applies. Use for instance ((2.0, 25), (8.0, 100))."
+        )
+    for scale, interval in pairs:
+        if not is_power_of_two(scale):
+            suggestion = nearest_power_of_two(scale, 2.0, low=2.0**-24, high=2.0**40)
+            raise ValueError(
+                "`low_scale_intervals` must have powers of two between 2^-126 and 2^126 as scales; "
+                f"got {scale!r}. The loss scale is always a power of two. "
+                f"Use ({power_of_two_text(suggestion)}, {interval!r}) for this pair."
+            )
+        if not is_integer(interval) or not 1 <= interval <= MAX_COUNT:
+            raise ValueError(
+                "`low_scale_intervals` must have ints from 1 to 2^30 as intervals; got "
+                f"{interval!r}. An interval counts finite steps. Use ({scale!r}, 25) for this pair."
+            )

@@ -1,4 +1,4 @@
-"""`HeadroomLossScale`: looks how much room the largest gradient leaves before it grows."""
+"""`HeadroomLossScale`: grows only if the largest gradient leaves enough headroom."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -12,17 +12,17 @@ from scaling.rules.rule import (
     check_bounds,
     check_count,
     check_factors,
-    keep_unless,
-    magnitude_of,
-    use_plain_numbers,
+    normalize_numbers,
+    require_magnitude,
+    select_state,
 )
 
-# One search step: half of float16's range, so that no search jumps over all of it.
+# One search step covers half of float16's range, so that a search cannot jump over all of it.
 SEARCH_FACTOR = 2.0 ** (HALF_BITS // 2)
 
 
 class HeadroomLossScaleState(NamedTuple):
-    """What `HeadroomLossScale` remembers.
+    """The state of `HeadroomLossScale`.
 
     Example:
         >>> bool(HeadroomLossScale().initial_state().found)
@@ -30,43 +30,46 @@ class HeadroomLossScaleState(NamedTuple):
     """
 
     loss_scale: tf.Tensor  # shape=(), float32
-    finite_steps: tf.Tensor  # shape=(), int32: finite steps since the scale was last considered
+    finite_steps: tf.Tensor  # shape=(), int32: finite steps since the last growth check
     peak: tf.Tensor  # shape=(), float32: the largest magnitude in those steps, unscaled
-    found: tf.Tensor  # shape=(), bool: whether some step has shown where the scale belongs
+    found: tf.Tensor  # shape=(), bool: whether a gradient has been measured yet
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
-    """Grows only while the largest gradient leaves room, and finds its first scale by measuring.
+    """Finds its first scale by measuring, and grows only while the largest gradient leaves room.
 
-    The first finite step with a gradient that is not zero sets the scale: to the largest
-    power of two at which that gradient stays `headroom_bits` factors of two below the
-    largest float16. Until then an overflow divides the scale by 2^20 and all-zero
-    gradients multiply it by 2^20: half the width of float16's range, so one or two steps
-    find it, where halving from 2^40 takes twenty.
+    The first finite step with a nonzero gradient sets the scale to the largest power of two
+    at which that gradient stays `headroom_bits` factors of two below the largest float16.
+    Until then an overflow divides the scale by 2^20, and all-zero gradients multiply it by
+    2^20. That is half of float16's range, so one or two steps find the scale, where halving
+    from 2^40 takes twenty.
 
-    From then on the scale is considered after every `growth_interval` finite steps in a
-    row: it is multiplied by `growth_factor` if the largest gradient of those steps would
-    still leave `headroom_bits`, and stays otherwise. An overflow multiplies it by
-    `backoff_factor`: activations' gradients can overflow in the middle of the network, where
-    no variable's gradient shows it. The scale never leaves `[min_scale, max_scale]`. A step
-    that was not finite for a cause no scale can cure (see `Cause`) changes nothing.
+    From then on, growth is considered after every `growth_interval` finite steps in a row.
+    The scale is multiplied by `growth_factor` if the largest gradient of those steps would
+    still leave `headroom_bits`, and stays the same otherwise. An overflow multiplies it by
+    `backoff_factor`: gradients of activations can overflow in the middle of the network
+    although every variable's gradient leaves room. The scale never leaves
+    `[min_scale, max_scale]`. A step that was not finite for a cause that no scale can cure
+    (see `Cause`) changes nothing.
 
     Attributes:
         initial_scale: the first scale; a power of two within the bounds.
-        headroom_bits: factors of two to leave between the largest gradient and 65504.
-        growth_interval: finite steps in a row before the scale is considered; at least 1.
-        growth_factor: what growth multiplies by; a power of two above 1.
-        backoff_factor: what backoff multiplies by; a power of two between 0 and 1.
-        min_scale: the floor; a power of two, at least 2^-126.
-        max_scale: the ceiling; a power of two, at most 2^126.
+        headroom_bits: number of factors of two to leave between the largest gradient and
+            65504, from 0 to 40.
+        growth_interval: number of finite steps in a row after which growth is considered,
+            from 1 to 2^30.
+        growth_factor: the factor by which the scale grows; a power of two above 1.
+        backoff_factor: the factor by which the scale backs off; a power of two below 1.
+        min_scale: the lower bound of the scale; a power of two, at least 2^-126.
+        max_scale: the upper bound of the scale; a power of two, at most 2^126.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
 
     Source:
-        Ours. That the largest magnitude should choose a half-precision scale is in Kuchaiev
-        et al., 2018, https://arxiv.org/abs/1805.10387, and in the delayed scaling of
+        This project. Choosing a half-precision scale by the largest magnitude goes back to
+        Kuchaiev et al., 2018, https://arxiv.org/abs/1805.10387, and the delayed scaling of
         NVIDIA's Transformer Engine.
 
     Example:
@@ -78,7 +81,7 @@ class HeadroomLossScale:
         True
         >>> state = rule.advance(state, scaling.Verdict(
         ...     tf.constant(True), max_magnitude=tf.constant(2.0**-6)))
-        >>> float(state.loss_scale) == 2.0**17  # four bits below 2^21, the last that fits
+        >>> float(state.loss_scale) == 2.0**17  # four bits below 2^21, the largest that fits
         True
     """
 
@@ -93,14 +96,17 @@ class HeadroomLossScale:
     needs_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuses constants under which the scale could leave its bounds or never move."""
+        """Rejects constants with which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
         check_headroom_bits(self.headroom_bits)
         check_count(
-            "growth_interval", self.growth_interval, "It counts finite steps.", "100 is usual"
+            "growth_interval",
+            self.growth_interval,
+            "It counts finite steps.",
+            "Use 100, the default",
         )
-        use_plain_numbers(self)
+        normalize_numbers(self)
 
     def initial_state(self) -> HeadroomLossScaleState:
         """Returns the state before the first step."""
@@ -118,57 +124,58 @@ class HeadroomLossScale:
 
         Args:
             state: the state before the step.
-            verdict: a `Verdict` with `max_magnitude`, unscaled; it is not read if the step
+            verdict: a `Verdict` with an unscaled `max_magnitude`, which is ignored if the step
                 was not finite.
 
         Returns:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's.
-            ValueError: if the verdict has no magnitude.
+            TypeError: if the state is not this rule's, or the verdict is not a bool.
+            ValueError: if the verdict has no magnitude, or is not a scalar.
         """
         check_state(state, HeadroomLossScaleState)
         verdict = as_verdict(verdict)
-        magnitude = magnitude_of(verdict, "HeadroomLossScale")
-        following = self._follow(state, verdict.overflowed, magnitude)
-        searching = self._search(state, verdict.overflowed, magnitude)
-        moved = keep_unless(state.found, following, searching)
-        return keep_unless(verdict.moves_scale, moved, state)
+        magnitude = require_magnitude(verdict, "HeadroomLossScale")
+        tracked = self._track(state, verdict.overflowed, magnitude)
+        searched = self._search(state, verdict.overflowed, magnitude)
+        moved = select_state(state.found, tracked, searched)
+        return select_state(verdict.moves_scale, moved, state)
 
     def _search(
         self, state: HeadroomLossScaleState, overflowed: tf.Tensor, magnitude: tf.Tensor
     ) -> HeadroomLossScaleState:
-        """Returns the state after a step before the scale was found."""
+        """Returns the state after a step during the search, before a gradient was measured."""
         flushed = ~overflowed & (magnitude == 0)
-        blind = state.loss_scale * tf.where(overflowed, 1.0 / SEARCH_FACTOR, SEARCH_FACTOR)
-        measured = floor_power_of_two(self._room() / magnitude)
+        jumped = state.loss_scale * tf.where(overflowed, 1.0 / SEARCH_FACTOR, SEARCH_FACTOR)
+        measured = floor_power_of_two(self._max_scaled_magnitude() / magnitude)
         return HeadroomLossScaleState(
-            loss_scale=self._clip(tf.where(overflowed | flushed, blind, measured)),
+            loss_scale=self._clip(tf.where(overflowed | flushed, jumped, measured)),
             finite_steps=tf.constant(0),
             peak=tf.constant(0.0),
             found=~overflowed & ~flushed,
         )
 
-    def _follow(
+    def _track(
         self, state: HeadroomLossScaleState, overflowed: tf.Tensor, magnitude: tf.Tensor
     ) -> HeadroomLossScaleState:
-        """Returns the state after a step since the scale was found."""
+        """Returns the state after a step that follows the search."""
         finite_steps = state.finite_steps + 1
         peak = tf.maximum(state.peak, magnitude)
-        considers = ~overflowed & (finite_steps >= self.growth_interval)
-        grows = considers & (peak * self.growth_factor <= self._room() / state.loss_scale)
+        checks_growth = ~overflowed & (finite_steps >= self.growth_interval)
+        has_room = peak * self.growth_factor <= self._max_scaled_magnitude() / state.loss_scale
+        grows = checks_growth & has_room
         factor = tf.where(overflowed, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
-        starts_again = overflowed | considers
+        restarts = overflowed | checks_growth
         return HeadroomLossScaleState(
             loss_scale=self._clip(state.loss_scale * factor),
-            finite_steps=tf.where(starts_again, 0, finite_steps),
-            peak=tf.where(starts_again, 0.0, peak),
+            finite_steps=tf.where(restarts, 0, finite_steps),
+            peak=tf.where(restarts, 0.0, peak),
             found=state.found,
         )
 
-    def _room(self) -> float:
-        """The largest scaled gradient that leaves the headroom."""
+    def _max_scaled_magnitude(self) -> float:
+        """Returns the largest scaled gradient magnitude that leaves the headroom."""
         return HALF_MAX / 2.0**self.headroom_bits
 
     def _clip(self, loss_scale: tf.Tensor) -> tf.Tensor:
@@ -176,10 +183,11 @@ class HeadroomLossScale:
 
 
 def check_headroom_bits(bits: int) -> None:
-    """Raises ValueError unless so many factors of two fit between float16's ends."""
-    check_count("headroom_bits", bits, "It counts factors of two.", "4 is usual", least=0)
+    """Raises ValueError unless float16's range has that many factors of two."""
+    remedy = "Use 4, the default"
+    check_count("headroom_bits", bits, "It counts factors of two.", remedy, least=0)
     if bits > HALF_BITS:
         raise ValueError(
-            f"`headroom_bits` must be at most {HALF_BITS}; got {bits!r}. Float16 has no more "
-            "between its smallest and its largest number. 4 is usual."
+            f"`headroom_bits` must be at most {HALF_BITS}; got {bits!r}. Float16 has only that "
+            f"many factors of two between its smallest and its largest number. {remedy}."
         )

@@ -1,4 +1,4 @@
-"""`LogMaxLossScale`: the scale follows the statistics of the largest gradient magnitude."""
+"""`LogMaxLossScale`: the scale follows statistics of the largest gradient magnitude."""
 
 import dataclasses
 import math
@@ -9,13 +9,13 @@ import tensorflow as tf
 from scaling.base.argument_checks import check_state, is_number
 from scaling.base.number_formats import HALF_MAX, two_to_the
 from scaling.base.verdict import VerdictLike, as_verdict
-from scaling.rules.rule import check_bounds, keep_unless, magnitude_of, use_plain_numbers
+from scaling.rules.rule import check_bounds, normalize_numbers, require_magnitude, select_state
 
 LOG2_HALF_MAX = math.log2(HALF_MAX)
 
 
 class LogMaxLossScaleState(NamedTuple):
-    """What `LogMaxLossScale` remembers: running statistics of x, log2 of the largest magnitude.
+    """The state of `LogMaxLossScale`: running statistics of x = log2(largest magnitude).
 
     Example:
         >>> int(LogMaxLossScale().initial_state().steps)
@@ -23,38 +23,39 @@ class LogMaxLossScaleState(NamedTuple):
     """
 
     loss_scale: tf.Tensor  # shape=(), float32
-    steps: tf.Tensor  # shape=(), int32: steps that entered the statistics
-    mean: tf.Tensor  # shape=(), float32: of x, with `mean_decay`
-    slow_mean: tf.Tensor  # shape=(), float32: of x, with `deviation_decay`
-    variance: tf.Tensor  # shape=(), float32: of x about `slow_mean`, with `deviation_decay`
+    steps: tf.Tensor  # shape=(), int32: number of steps in the statistics
+    mean: tf.Tensor  # shape=(), float32: running mean of x, with `mean_decay`
+    slow_mean: tf.Tensor  # shape=(), float32: running mean of x, with `deviation_decay`
+    variance: tf.Tensor  # shape=(), float32: of x around `slow_mean`, with `deviation_decay`
 
 
 @dataclasses.dataclass(frozen=True)
 class LogMaxLossScale:
     """Chooses the scale by the mean and deviation of the largest gradient's logarithm.
 
-    After each step, x = log2 of the largest gradient magnitude enters a running mean m and
-    a running standard deviation s; the scale is the largest power of two at which
+    After each step, x = log2(largest gradient magnitude) enters a running mean m and a
+    running standard deviation s. The scale becomes the largest power of two at which
     m + `deviations` * s still fits into float16, within `[min_scale, max_scale]`. A step
     that overflowed has no magnitude: it counts as the x that would have been one bit too
-    large, and the scale is at most half of what it was. If all gradients are zero, the
-    statistics learn nothing and the scale doubles, since what was there has been flushed. A
-    step that was not finite for a cause no scale can cure (see `Cause`) changes nothing.
+    large, and the scale is at least halved. If all gradients are zero, float16 has flushed
+    them: the statistics stay the same and the scale doubles. A step that was not finite for
+    a cause that no scale can cure (see `Cause`) changes nothing.
 
-    Two faults of the rule as OpenSeq2Seq published it are mended. It feeds an overflow as
-    x = 2^16, which held the scale at its minimum for 11,177 steps; but x = 16, which it may
-    have meant, still throws the scale of a young run down by 20 bits. And a single zero
-    gradient turns its scale into NaN for ever. A third difference: powers of two only.
+    This version corrects two faults of the rule as published in OpenSeq2Seq. There, an
+    overflow counts as x = 2^16, which kept the scale at its minimum for 11,177 steps; x = 16,
+    which may have been intended, still lowers the scale by 20 bits early in a run. And a
+    single zero gradient turns the scale into NaN for good. A third difference is that the
+    scale is always a power of two.
 
     Attributes:
-        initial_scale: the first scale, until a step was finite; a power of two.
-        min_scale: the floor; a power of two, at least 2^-126.
-        max_scale: the ceiling; a power of two, at most 2^126.
-        mean_decay: of the running mean, in [0, 1).
-        deviation_decay: of the running standard deviation, in [0, 1).
-        deviations: how many standard deviations to leave; from 0 to 100. 3.09 leaves one
-            normally distributed step in a thousand to overflow, if nothing else overflows
-            before the variables' gradients do.
+        initial_scale: the scale until the first finite step; a power of two.
+        min_scale: the lower bound of the scale; a power of two, at least 2^-126.
+        max_scale: the upper bound of the scale; a power of two, at most 2^126.
+        mean_decay: decay of the running mean, in [0, 1).
+        deviation_decay: decay of the running standard deviation, in [0, 1).
+        deviations: number of standard deviations to leave as headroom, from 0 to 100. With
+            3.09, one normally distributed step in a thousand overflows, provided that nothing
+            else overflows before the variables' gradients do.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
@@ -82,21 +83,22 @@ class LogMaxLossScale:
     needs_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuses constants under which the scale could leave its bounds, or sums their memory."""
+        """Rejects constants with which the scale could leave its bounds or a mean never move."""
         check_bounds(self)
         for name in ("mean_decay", "deviation_decay"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < 1:
                 raise ValueError(
-                    f"`{name}` must be a number in [0, 1); got {value!r}. It is what a running "
-                    "mean keeps of itself at each step. Use 0.99 for a memory of a hundred steps."
+                    f"`{name}` must be a number in [0, 1); got {value!r}. At each step a running "
+                    "mean keeps this fraction of its value. Use 0.99, which averages over about "
+                    "100 steps."
                 )
         if not is_number(self.deviations) or not 0 <= self.deviations <= 100:
             raise ValueError(
                 f"`deviations` must be a number from 0 to 100; got {self.deviations!r}. It is the "
-                "room to leave, in standard deviations. 3.09 is usual."
+                "headroom in standard deviations. Use 3.09, the default."
             )
-        use_plain_numbers(self)
+        normalize_numbers(self)
 
     def initial_state(self) -> LogMaxLossScaleState:
         """Returns the state before the first step."""
@@ -113,46 +115,46 @@ class LogMaxLossScale:
 
         Args:
             state: the state before the step.
-            verdict: a `Verdict` with `max_magnitude`, unscaled; it is not read if the step
+            verdict: a `Verdict` with an unscaled `max_magnitude`, which is ignored if the step
                 was not finite.
 
         Returns:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's.
-            ValueError: if the verdict has no magnitude.
+            TypeError: if the state is not this rule's, or the verdict is not a bool.
+            ValueError: if the verdict has no magnitude, or is not a scalar.
         """
         check_state(state, LogMaxLossScaleState)
         verdict = as_verdict(verdict)
-        magnitude = magnitude_of(verdict, "LogMaxLossScale")
+        magnitude = require_magnitude(verdict, "LogMaxLossScale")
         scale, overflowed = state.loss_scale, verdict.overflowed
         x = tf.where(overflowed, LOG2_HALF_MAX - log2(scale) + 1.0, log2(magnitude))
-        learned = self._learn(state, x)
-        fitting = self._fitting_scale(learned)
-        learned = learned._replace(
+        updated = self._update_statistics(state, x)
+        fitting = self._fitting_scale(updated)
+        updated = updated._replace(
             loss_scale=tf.where(overflowed, tf.minimum(fitting, self._clip(scale * 0.5)), fitting)
         )
-        blind = state._replace(loss_scale=self._clip(scale * 2.0))
-        moved = keep_unless(overflowed | (magnitude > 0), learned, blind)
-        return keep_unless(verdict.moves_scale, moved, state)
+        doubled = state._replace(loss_scale=self._clip(scale * 2.0))
+        moved = select_state(overflowed | (magnitude > 0), updated, doubled)
+        return select_state(verdict.moves_scale, moved, state)
 
-    def _learn(self, state: LogMaxLossScaleState, x: tf.Tensor) -> LogMaxLossScaleState:
-        """Returns the statistics with one more value in them."""
+    def _update_statistics(self, state: LogMaxLossScaleState, x: tf.Tensor) -> LogMaxLossScaleState:
+        """Returns the state with one more value in its statistics."""
         steps = state.steps + 1
-        share = newest_share(self.mean_decay, steps)
-        slow_share = newest_share(self.deviation_decay, steps)
-        surprise = x - state.slow_mean
+        weight = newest_weight(self.mean_decay, steps)
+        slow_weight = newest_weight(self.deviation_decay, steps)
+        deviation = x - state.slow_mean
         return state._replace(
             steps=steps,
-            mean=state.mean + share * (x - state.mean),
-            slow_mean=state.slow_mean + slow_share * surprise,
-            # West's way: the mean of squares less the square of the mean would cancel.
-            variance=(1.0 - slow_share) * (state.variance + slow_share * tf.square(surprise)),
+            mean=state.mean + weight * (x - state.mean),
+            slow_mean=state.slow_mean + slow_weight * deviation,
+            # West's formula: the mean of squares minus the square of the mean would cancel.
+            variance=(1.0 - slow_weight) * (state.variance + slow_weight * tf.square(deviation)),
         )
 
     def _fitting_scale(self, state: LogMaxLossScaleState) -> tf.Tensor:
-        """Returns the largest power of two that fits the statistics: shape (), float32."""
+        """Returns the largest scale that fits the statistics: a power of two, shape (), float32."""
         x = state.mean + self.deviations * tf.sqrt(state.variance)
         lowest, highest = math.log2(self.min_scale), math.log2(self.max_scale)
         exponent = tf.clip_by_value(tf.floor(LOG2_HALF_MAX - x), lowest, highest)
@@ -167,12 +169,12 @@ def log2(x: tf.Tensor) -> tf.Tensor:
     return tf.math.log(x) / math.log(2.0)
 
 
-def newest_share(decay: float, steps: tf.Tensor) -> tf.Tensor:
-    """Returns what the newest of some values weighs in their decaying mean: 1 for the first.
+def newest_weight(decay: float, steps: tf.Tensor) -> tf.Tensor:
+    """Returns the weight of the newest of `steps` values in their decaying mean; 1 for the first.
 
-    It is (1 - decay) / (1 - decay^steps), written so that a decay near 1 loses no digits.
+    It is (1 - decay) / (1 - decay^steps), computed so that a decay near 1 loses no digits.
     """
     if decay == 0:
         return tf.ones([])
-    share = (1.0 - decay) / -tf.math.expm1(tf.cast(steps, tf.float32) * math.log(decay))
-    return tf.minimum(share, 1.0)  # the first one's may be rounded up
+    weight = (1.0 - decay) / -tf.math.expm1(tf.cast(steps, tf.float32) * math.log(decay))
+    return tf.minimum(weight, 1.0)  # rounding may lift the first weight above 1

@@ -1,11 +1,11 @@
-"""Rules by name, as flags and command lines give them."""
+"""Parses rules from text, as they are written in flags and on command lines."""
 
 import ast
 import dataclasses
 import re
 from typing import Any
 
-from scaling.base.argument_checks import is_number, nearest
+from scaling.base.argument_checks import did_you_mean, is_number
 from scaling.rules.constant import FixedLossScale, NoLossScale
 from scaling.rules.dynamic import DynamicLossScale
 from scaling.rules.headroom import HeadroomLossScale
@@ -27,16 +27,17 @@ RULES: dict[str, type] = {
 
 
 def parse_rule(text: str) -> LossScaleRule:
-    """Returns the rule that a text stands for.
+    """Returns the rule that a text describes.
 
     Args:
-        text: a number, for a fixed scale; or none, dynamic, tolerant, logmax, headroom or a
-            preset's name, each with fields of its rule behind it, separated by colons:
-            "dynamic:growth_interval=500:initial_scale=2^20". Numbers may be powers of two.
+        text: a number, which means a fixed scale; or none, fixed, dynamic, tolerant, logmax,
+            headroom or a preset's name, optionally followed by fields of the rule, separated
+            by colons: "dynamic:growth_interval=500:initial_scale=2^20". A power of two can be
+            written as 2^20.
 
     Raises:
-        TypeError: if it is no text.
-        ValueError: for a name, a field or a number that is not known.
+        TypeError: if `text` is not a string.
+        ValueError: for an unknown name or field, or an invalid value.
 
     Example:
         >>> parse_rule("2^10")
@@ -48,53 +49,56 @@ def parse_rule(text: str) -> LossScaleRule:
     """
     if not isinstance(text, str):
         raise TypeError(
-            f"`text` must be a string; got {text!r}. It is what stands on a command line. Pass for "
-            'instance "dynamic", or make the rule itself.'
+            f"`text` must be a string; got {text!r}. It describes a rule, as in a flag. Pass for "
+            'instance "dynamic", or construct the rule itself.'
         )
     name, *assignments = text.strip().split(":")
     if is_number(number := parse_value(name)):
+        fixed = FixedLossScale(number)
         if assignments:
             raise ValueError(
-                f"`loss_scale` must have no fields behind a number; got {text!r}. A fixed scale "
-                f"never moves. Use {name} alone, or dynamic:initial_scale={text}."
+                f"`loss_scale` must not have fields after a number; got {text!r}. A number means a "
+                f"fixed scale, which has none. Use {name}, or dynamic:initial_scale={text}."
             )
-        return FixedLossScale(number)
+        return fixed
     names = [*RULES, *PRESETS]
     if name not in names:
         raise ValueError(
-            f"`loss_scale` must be a number or one of {', '.join(names)}; got {text!r}. No rule "
-            f"has that name. {nearest(name, names, 'Use for instance 1024 or dynamic.')}"
+            f"`loss_scale` must be a number or one of {', '.join(names)}; got {text!r}. There is "
+            "no rule with that name. "
+            f"{did_you_mean(name, names, 'Use for instance 1024 or dynamic.')}"
         )
-    known = [*fields_of(name), "version"] if name in PRESETS else own_fields(name)
+    known = [*fields_of(name), "version"] if name in PRESETS else rule_fields(name)
     fields: dict[str, Any] = {}
     for assignment in assignments:
         field, equals, value = assignment.partition("=")
         if not equals:
             raise ValueError(
                 f"`loss_scale` must give fields as field=value; got {assignment!r} in {text!r}. A "
-                "name alone says nothing. Use for instance dynamic:growth_interval=500."
+                "field needs a value. Use for instance dynamic:growth_interval=500."
             )
         if field not in known:
             raise ValueError(
                 f"`loss_scale` must name fields of the rule; got {field!r} in {text!r}. {name} has "
-                f"{', '.join(known) or 'no fields'}. {nearest(field, known, 'Name only these.')}"
+                f"{', '.join(known) or 'no fields'}. "
+                f"{did_you_mean(field, known, 'Use only these.' if known else 'Use ' + name + '.')}"
             )
         fields[field] = value if field == "version" else parse_value(value)
     if name == "fixed" and not fields:
         raise ValueError(
-            f"`loss_scale` must say which scale is fixed; got {text!r}. No scale is usual. Use for "
-            "instance 1024 or fixed:loss_scale=1024."
+            f"`loss_scale` must include the value of a fixed scale; got {text!r}. There is no "
+            "default. Use for instance 1024 or fixed:loss_scale=1024."
         )
     return RULES[name](**fields) if name in RULES else preset(name, **fields)
 
 
-def own_fields(name: str) -> list[str]:
-    """Returns the fields of a rule of this room, sorted."""
+def rule_fields(name: str) -> list[str]:
+    """Returns the names of the fields of a rule in `RULES`, sorted."""
     return sorted(field.name for field in dataclasses.fields(RULES[name]))
 
 
 def parse_value(text: str) -> Any:
-    """Returns the number or tuple that a text stands for, or the text if it is neither.
+    """Returns the Python literal or power of two that a text denotes; other text is unchanged.
 
     Example:
         >>> parse_value("2^-3"), parse_value("500"), parse_value("True"), parse_value("growth")

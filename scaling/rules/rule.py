@@ -1,9 +1,9 @@
-"""What every rule is: frozen constants, a first state, and one pure transition.
+"""The interface of a rule, and the helpers and argument checks that rules share.
 
 A rule answers three questions: where the scale starts (`initial_state`), how a step's
-verdict moves it (`advance`), and whether it wants to know the largest gradient magnitude
-(`needs_magnitude`). It holds no variables; what it must remember is its own NamedTuple,
-whose first field is always `loss_scale`: shape (), float32, a power of two.
+verdict moves it (`advance`), and whether it needs the largest gradient magnitude
+(`needs_magnitude`). A rule holds no variables. Its state is a NamedTuple of its own, whose
+first field is always `loss_scale`: shape (), float32, a power of two.
 """
 
 import dataclasses
@@ -12,16 +12,29 @@ from typing import Any, Protocol, TypeVar
 import tensorflow as tf
 
 from scaling.base.argument_checks import check_integer
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import (
+    LARGEST_SCALE,
+    as_float,
+    check_power_of_two,
+    is_power_of_two,
+    nearest_power_of_two,
+    power_of_two_text,
+)
+from scaling.base.types import RuleState
 from scaling.base.verdict import Verdict, VerdictLike
 
-LARGEST_COUNT = 2**30
+MAX_COUNT = 2**30  # counters are int32
 
-State = TypeVar("State", bound=tuple)
+# Bounds that are suggested where the nearest power of two would make no sense.
+USUAL_INITIAL_SCALE = 2.0**15
+USUAL_MIN_SCALE = 2.0**-14
+USUAL_MAX_SCALE = 2.0**24
+
+State = TypeVar("State", bound=tuple[tf.Tensor, ...])
 
 
 class LossScaleRule(Protocol):
-    """What a rule must offer. A rule of one's own needs nothing else.
+    """The interface of a rule. A rule of your own needs nothing else.
 
     Example:
         A scale that halves at every overflow and never grows, for a `LossScaler` or a Trainer:
@@ -43,102 +56,118 @@ class LossScaleRule(Protocol):
     def needs_magnitude(self) -> bool:
         """Whether `advance` reads `Verdict.max_magnitude`; it costs a pass over the gradients."""
 
-    def initial_state(self) -> Any:
+    def initial_state(self) -> RuleState:
         """Returns the state before the first step: a NamedTuple of tensors."""
 
-    def advance(self, state: Any, verdict: VerdictLike) -> Any:
+    # `state` is Any because each rule accepts only its own type of state.
+    def advance(self, state: Any, verdict: VerdictLike) -> RuleState:
         """Returns the state after a step; same type, shapes and dtypes as `state`."""
 
 
-def keep_unless(moves: tf.Tensor, moved: State, state: State) -> State:
-    """Returns `moved` where the verdict may move the scale, and else `state`, field by field."""
-    pairs = zip(moved, state, strict=True)
-    return type(state)(*(tf.where(moves, new, old) for new, old in pairs))
+def select_state(condition: tf.Tensor, if_true: State, if_false: State) -> State:
+    """Returns one of two states, field by field.
+
+    Args:
+        condition: shape (), bool.
+        if_true: the state to return where the condition holds.
+        if_false: the state to return elsewhere.
+    """
+    pairs = zip(if_true, if_false, strict=True)
+    return type(if_false)(*(tf.where(condition, new, old) for new, old in pairs))
 
 
-def magnitude_of(verdict: Verdict, rule: str) -> tf.Tensor:
+def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
     """Returns the verdict's largest magnitude: shape (), float32.
 
     Raises:
-        ValueError: if nobody has measured it.
+        ValueError: if the verdict has none.
     """
     if verdict.max_magnitude is None:
         raise ValueError(
-            f"`verdict.max_magnitude` must be given to {rule}; got None. The rule moves by the "
-            "largest gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
-            "max_magnitude), unscaled."
+            f"`verdict.max_magnitude` must be given to {rule}; got None. This rule moves by the "
+            "largest unscaled gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
+            "max_magnitude)."
         )
     return tf.cast(verdict.max_magnitude, tf.float32)
 
 
 def check_bounds(rule: Any) -> None:
-    """Refuses an `initial_scale`, `min_scale` or `max_scale` with which the scale could go astray.
+    """Checks the `initial_scale`, `min_scale` and `max_scale` of a rule.
 
     Raises:
-        ValueError: if one is no power of two, or they are not in order.
+        ValueError: if one is not a power of two, or they are not in order.
     """
-    for name in ("min_scale", "max_scale", "initial_scale"):
-        check_power_of_two(name, getattr(rule, name))
-    if rule.min_scale > rule.max_scale:
+    initial, low, high = rule.initial_scale, rule.min_scale, rule.max_scale
+    # Beyond these limits a scale fits no float16 gradient, so none is suggested.
+    check_power_of_two(
+        "initial_scale",
+        initial,
+        nearest_power_of_two(initial, USUAL_INITIAL_SCALE, low=2.0**-24, high=2.0**40),
+    )
+    # A suggested bound leaves room between itself and the other bound.
+    start = as_float(initial)
+    highest_floor = (as_float(high) if is_power_of_two(high) else LARGEST_SCALE) / 2
+    usual = min(USUAL_MIN_SCALE, start, highest_floor)
+    check_power_of_two("min_scale", low, nearest_power_of_two(low, usual, high=highest_floor))
+    lowest_ceiling = min(2 * as_float(low), LARGEST_SCALE)
+    usual = max(USUAL_MAX_SCALE, start, lowest_ceiling)
+    check_power_of_two("max_scale", high, nearest_power_of_two(high, usual, low=lowest_ceiling))
+    if low > high:
         raise ValueError(
-            f"`min_scale` must be at most `max_scale`; got {rule.min_scale!r} and "
-            f"{rule.max_scale!r}. No scale lies between them. Lower `min_scale` or raise "
-            "`max_scale`."
+            f"`min_scale` must be at most `max_scale`; got {low!r} and {high!r}. There is no scale "
+            "between them. Lower `min_scale` or raise `max_scale`."
         )
-    if not rule.min_scale <= rule.initial_scale <= rule.max_scale:
+    if not low <= initial <= high:
+        bound, limit = ("max_scale", high) if initial > high else ("min_scale", low)
         raise ValueError(
-            f"`initial_scale` must lie in [min_scale, max_scale] = [{rule.min_scale!r}, "
-            f"{rule.max_scale!r}]; got {rule.initial_scale!r}. The scale never leaves its "
-            "bounds, so it cannot start outside. Move `initial_scale` or widen the bounds."
+            f"`initial_scale` must lie between `min_scale` ({power_of_two_text(low)}) and "
+            f"`max_scale` ({power_of_two_text(high)}); got {initial!r}. The scale never leaves "
+            f"these bounds. Set `initial_scale` to {power_of_two_text(limit)}, or `{bound}` to "
+            f"{power_of_two_text(initial)}."
         )
 
 
 def check_factors(growth_factor: float, backoff_factor: float) -> None:
-    """Refuses factors that are no powers of two, or would never grow or never back off.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Raises ValueError unless both are powers of two, one above 1 and the other below 1."""
     check_power_of_two("growth_factor", growth_factor, suggestion=2.0)
     check_power_of_two("backoff_factor", backoff_factor, suggestion=0.5)
     if growth_factor <= 1:
         raise ValueError(
-            f"`growth_factor` must be greater than 1; got {growth_factor!r}. A factor of "
-            "1 or less never raises the scale again after a backoff. Use 2.0 for the usual "
-            "doubling."
+            f"`growth_factor` must be greater than 1; got {growth_factor!r}. A factor of 1 or less "
+            "would never raise the scale. Use 2.0, which doubles it."
         )
     if backoff_factor >= 1:
         raise ValueError(
-            f"`backoff_factor` must be less than 1; got {backoff_factor!r}. A factor of 1 "
-            "or more never gets out of an overflow. Use 0.5 for the usual halving."
+            f"`backoff_factor` must be less than 1; got {backoff_factor!r}. A factor of 1 or more "
+            "would never lower the scale after an overflow. Use 0.5, which halves it."
         )
 
 
 def check_rule(rule: Any) -> None:
-    """Raises TypeError unless `rule` is one, of this room or of somebody's own."""
+    """Raises TypeError unless `rule` has the methods of a rule."""
     is_rule = hasattr(rule, "initial_state") and hasattr(rule, "advance")
     if not is_rule or isinstance(rule, type):
         raise TypeError(
-            f"`rule` must be a loss-scale rule; got {rule!r}. A rule has initial_state() and "
-            "advance(). Use for instance scaling.DynamicLossScale(growth_interval=500)."
+            f"`rule` must be a loss-scale rule; got {rule!r}. A rule is an object with the methods "
+            "initial_state() and advance(). Use for instance "
+            "scaling.DynamicLossScale(growth_interval=500)."
         )
 
 
-def use_plain_numbers(rule: Any) -> None:
-    """Turns a rule's numbers, which may be NumPy's or ints, into its fields' types, once for all.
+def normalize_numbers(rule: Any) -> None:
+    """Converts a rule's NumPy numbers and ints to the Python types of its fields.
 
-    TensorFlow would take the dtype of a state from them.
+    TensorFlow would otherwise derive the dtypes of the state from them.
     """
     for field in dataclasses.fields(rule):
         if field.type in (float, int):
             object.__setattr__(rule, field.name, field.type(getattr(rule, field.name)))
 
 
-def check_count(name: str, value: int, why: str, remedy: str, least: int = 1) -> None:
+def check_count(name: str, value: Any, why: str, remedy: str, least: int = 1) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int from `least` to 2^30."""
     check_integer(name, value, least, why, remedy)
-    if value > LARGEST_COUNT:
+    if value > MAX_COUNT:
         raise ValueError(
-            f"`{name}` must be at most 2^30; got {value!r}. {why} Counters are int32, and no run "
-            "is that long. Use 2**30 for what shall never come."
+            f"`{name}` must be at most 2^30; got {value!r}. {why} Counters are int32. {remedy}."
         )

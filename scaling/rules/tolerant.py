@@ -1,4 +1,4 @@
-"""`TolerantLossScale`: backs off only when too large a share of the steps overflows."""
+"""`TolerantLossScale`: backs off only when too large a fraction of the steps overflows."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -11,16 +11,16 @@ from scaling.rules.rule import (
     check_bounds,
     check_count,
     check_factors,
-    keep_unless,
-    use_plain_numbers,
+    normalize_numbers,
+    select_state,
 )
 
-# Doubling stops here, so that an interval never leaves int32; nobody waits so many steps.
+# Doubling stops here, so that an interval always fits into int32; no run is that long.
 LONGEST_INTERVAL = 2**30
 
 
 class TolerantLossScaleState(NamedTuple):
-    """What `TolerantLossScale` remembers.
+    """The state of `TolerantLossScale`.
 
     Example:
         >>> state = TolerantLossScale(growth_interval=256).initial_state()
@@ -32,31 +32,32 @@ class TolerantLossScaleState(NamedTuple):
     finite_steps: tf.Tensor  # shape=(), int32: finite steps since the last overflow
     steps: tf.Tensor  # shape=(), int32: steps since the scale last moved
     overflows: tf.Tensor  # shape=(), int32: overflows since the scale last backed off
-    growth_interval: tf.Tensor  # shape=(), int32: moves only if `scale_interval`
+    growth_interval: tf.Tensor  # shape=(), int32: constant unless `scale_interval` is set
 
 
 @dataclasses.dataclass(frozen=True)
 class TolerantLossScale:
-    """Lets single overflows pass; backs off when their share reaches `tolerance`.
+    """Ignores single overflows and backs off when their fraction reaches `tolerance`.
 
     Each `growth_interval`-th finite step since the last overflow multiplies the scale by
-    `growth_factor`. After an overflow, the overflows since the last backoff are divided by
-    the steps since the scale last moved; if that is `tolerance` or more, the scale is
-    multiplied by `backoff_factor`. The step is skipped either way. The scale never leaves
-    `[min_scale, max_scale]`. A step that was not finite for a cause no scale can cure (see
-    `Cause`) changes nothing.
+    `growth_factor`. After an overflow, the number of overflows since the last backoff is
+    divided by the number of steps since the scale last moved; if the result is `tolerance` or
+    more, the scale is multiplied by `backoff_factor`. The step is skipped in either case. The
+    scale never leaves `[min_scale, max_scale]`. A step that was not finite for a cause that no
+    scale can cure (see `Cause`) changes nothing.
 
     Attributes:
         initial_scale: the first scale; a power of two within the bounds.
-        growth_interval: finite steps before the scale grows; at least 1.
-        growth_factor: what growth multiplies by; a power of two above 1.
-        backoff_factor: what backoff multiplies by; a power of two between 0 and 1.
-        min_scale: the floor; a power of two, at least 2^-126. What fairseq calls
-            `threshold_loss_scale`.
-        max_scale: the ceiling; a power of two, at most 2^126.
-        tolerance: the share of steps, in [0, 1), that may overflow; 0 backs off at once.
-        scale_interval: whether growth and backoff multiply the growth interval too, so
-            that a scale that has just come down is tried again sooner.
+        growth_interval: number of finite steps after which the scale grows, from 1 to 2^30.
+        growth_factor: the factor by which the scale grows; a power of two above 1.
+        backoff_factor: the factor by which the scale backs off; a power of two below 1.
+        min_scale: the lower bound of the scale; a power of two, at least 2^-126. Fairseq
+            calls it `threshold_loss_scale`.
+        max_scale: the upper bound of the scale; a power of two, at most 2^126.
+        tolerance: the fraction of steps, in [0, 1), that may overflow; with 0 the scale backs
+            off at every overflow.
+        scale_interval: whether the growth interval grows and shrinks with the scale, so that
+            growth is tried again sooner after a backoff.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
@@ -89,25 +90,28 @@ class TolerantLossScale:
     needs_magnitude: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses constants under which the scale could leave its bounds or never move."""
+        """Rejects constants with which the scale could leave its bounds or never move."""
         check_bounds(self)
         check_factors(self.growth_factor, self.backoff_factor)
         check_count(
-            "growth_interval", self.growth_interval, "It counts finite steps.", "2000 is usual"
+            "growth_interval",
+            self.growth_interval,
+            "It counts finite steps.",
+            "Use 2000, the default",
         )
         if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(
-                f"`tolerance` must be a number in [0, 1); got {self.tolerance!r}. It is the share "
-                "of steps that may overflow, and with 1 the scale would never back off. 0 backs "
-                "off at once."
+                f"`tolerance` must be a number in [0, 1); got {self.tolerance!r}. It is the "
+                "fraction of steps that may overflow; with 1 the scale would never back off. Use "
+                "0.05, the default."
             )
         check_bool(
             "scale_interval",
             self.scale_interval,
-            "It says whether the growth interval moves with the scale.",
-            "True is what metaseq does",
+            "It says whether the growth interval grows and shrinks with the scale.",
+            "Use False, the default, or True to follow metaseq",
         )
-        use_plain_numbers(self)
+        normalize_numbers(self)
 
     def initial_state(self) -> TolerantLossScaleState:
         """Returns the state before the first step."""
@@ -133,7 +137,8 @@ class TolerantLossScale:
             The state after the step.
 
         Raises:
-            TypeError, ValueError: if the state is not this rule's, or the verdict not one bool.
+            TypeError: if the state is not this rule's, or the verdict is not a bool.
+            ValueError: if the verdict is not a scalar.
         """
         check_state(state, TolerantLossScaleState)
         verdict = as_verdict(verdict)
@@ -142,20 +147,20 @@ class TolerantLossScale:
         finite_steps, steps = state.finite_steps + 1, state.steps + 1
         overflows = state.overflows + tf.cast(overflowed, tf.int32)
         grows = verdict.grads_finite & (finite_steps % interval == 0)
-        # In float64, as fairseq divides: 1/20 must reach a tolerance of 0.05.
+        # In float64, like fairseq: 1/20 must reach a tolerance of 0.05.
         share = tf.cast(overflows, tf.float64) / tf.cast(steps, tf.float64)
         backs_off = overflowed & (share >= self.tolerance)
 
         factor = tf.where(backs_off, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
         moved = TolerantLossScaleState(
-            # Clipped on every step: a state saved under other bounds finds into these.
+            # Clipped on every step, so that a state saved with other bounds enters these.
             loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
             finite_steps=tf.where(overflowed, 0, finite_steps),
             steps=tf.where(grows | backs_off, 0, steps),
             overflows=tf.where(backs_off, 0, overflows),
             growth_interval=self._next_interval(state.growth_interval, grows, backs_off),
         )
-        return keep_unless(verdict.moves_scale, moved, state)
+        return select_state(verdict.moves_scale, moved, state)
 
     def _next_interval(
         self, interval: tf.Tensor, grows: tf.Tensor, backs_off: tf.Tensor

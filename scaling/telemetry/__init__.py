@@ -1,1 +1,1 @@
-"""What stands in the gradients: measured, recorded, and rules played over it."""
+"""Gradient statistics: measuring, recording, and simulating rules on recorded runs."""

@@ -1,20 +1,25 @@
-"""Playing a rule over a run's recorded gradients: what it would have done with that run.
+"""Simulates rules on a run's recorded gradients: what would they have done in that run?
 
-What is not known is taken so: a step that the run skipped left no magnitude; it gets that of
-the next applied step, or at the end of the last one, and overflows at the scale at which it did.
-A run in float32 or bfloat16 has range to spare: what overflowed there is helped by no scale. The
-weights are those of the recorded run, whatever a rule would have skipped.
+The simulation makes these assumptions:
+
+- A step that the run skipped has no recorded magnitude. It gets that of the next applied step, or
+  of the last one at the end of the run, and it overflows at every scale from the recorded one up.
+- Overflows of a run in float32 or bfloat16 cannot be cured by any scale, because these formats
+  have far more range than float16.
+- The weights are always those of the recorded run, even where a rule would have skipped other
+  steps.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from scaling.base.number_formats import HALF_MAX, LARGEST_SCALE, SMALLEST_SCALE
+from scaling.base.types import RuleState
 from scaling.base.verdict import Cause, Verdict
 from scaling.rules.named import parse_rule
 from scaling.rules.rule import LossScaleRule
@@ -22,43 +27,44 @@ from scaling.telemetry.record import Record
 from scaling.telemetry.stats import flushed_share
 
 
-class Known(NamedTuple):
-    """What a record tells of each step at another scale; each field of shape (steps,)."""
+class StepEvidence(NamedTuple):
+    """How each recorded step behaves at other scales. Each field has shape (steps,)."""
 
-    magnitude: np.ndarray  # float32: unscaled; of a skipped step, the next applied one's, or at
-    # the end of the record the last one's; 0 if there is none
-    fits_at: np.ndarray  # float32: the scale at which it is known to fit; 0 if none is
-    overflows_at: np.ndarray  # float32: the scale at which it is known to overflow, or inf
-    incurable: np.ndarray  # int32: the cause, if no scale would have helped; else NONE
+    # float32: the largest unscaled magnitude. A skipped step has that of the next applied step,
+    # or of the last applied one; 0 if no step was applied.
+    magnitude: np.ndarray
+    fits_at: np.ndarray  # float32: the scale at which the step was finite; 0 if unknown
+    overflows_at: np.ndarray  # float32: the scale at which the step overflowed; inf if unknown
+    incurable: np.ndarray  # int32: the cause, if no scale would have helped; NONE otherwise
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a rule would have done."""
+    """The result of simulating a rule."""
 
-    name: str
-    loss_scale: np.ndarray  # shape=(steps,), float32: what each step would have used
-    skipped: np.ndarray  # shape=(steps,), bool
-    below_best: int  # steps at a scale below the best fixed one
-    lost: float  # share of the elements, over the steps not skipped, that were flushed to zero
+    name: str  # the rule, as `parse_rule` takes it
+    loss_scale: np.ndarray  # shape=(steps,), float32: the scale of each step
+    skipped: np.ndarray  # shape=(steps,), bool: whether the step would have been skipped
+    below_best: int  # number of steps at a scale below the best fixed scale
+    lost: float  # fraction of elements flushed to zero, averaged over the applied steps
 
 
-def what_is_known(record: Record) -> Known:
-    """Returns what the record tells of its steps at scales other than their own."""
-    bounded = record.precision == "mixed_float16"
-    for_want_of_range = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
-    overflowed = for_want_of_range & bounded
+def gather_evidence(record: Record) -> StepEvidence:
+    """Returns what the record tells about its steps at scales other than the recorded ones."""
+    is_float16 = record.precision == "mixed_float16"
+    out_of_range = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
+    overflowed = out_of_range & is_float16
     applied = np.flatnonzero(~record.skipped)
     magnitude = np.zeros_like(record.max_magnitude)
     if applied.size:
         following = np.searchsorted(applied, np.arange(len(magnitude)))
         magnitude = record.max_magnitude[applied[np.minimum(following, applied.size - 1)]]
-    return Known(
+    return StepEvidence(
         magnitude=magnitude,
-        fits_at=np.where(record.skipped | (not bounded), np.float32(0), record.loss_scale),
+        fits_at=np.where(record.skipped | (not is_float16), np.float32(0), record.loss_scale),
         overflows_at=np.where(overflowed, record.loss_scale, np.float32(np.inf)),
         incurable=np.select(
-            [overflowed, for_want_of_range],
+            [overflowed, out_of_range],
             [np.int32(Cause.NONE), np.int32(Cause.MODEL)],
             record.cause,
         ),
@@ -66,19 +72,19 @@ def what_is_known(record: Record) -> Known:
 
 
 def play(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Plays a rule over a record, in one graph call.
+    """Simulates a rule on a record, in one graph call.
 
     Returns:
-        The scale of each step, shape (steps,), float32; and whether it would have been
+        The scale of each step, shape (steps,), float32; and whether the step would have been
         skipped, shape (steps,), bool.
     """
-    known = what_is_known(record)
+    evidence = gather_evidence(record)
     steps = len(record.step)
 
     def one_step(
-        index: tf.Tensor, state: Any, scales: tf.TensorArray, bad: tf.TensorArray
-    ) -> tuple:
-        here = Known(*(tf.gather(field, index) for field in known))
+        index: tf.Tensor, state: RuleState, scales: tf.TensorArray, skips: tf.TensorArray
+    ) -> tuple[tf.Tensor, RuleState, tf.TensorArray, tf.TensorArray]:
+        here = StepEvidence(*(tf.gather(field, index) for field in evidence))
         scale = state.loss_scale
         too_large = here.magnitude > HALF_MAX / scale
         overflows = (scale >= here.overflows_at) | ((scale > here.fits_at) & too_large)
@@ -86,39 +92,39 @@ def play(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
         skipped = overflows | incurable
         cause = tf.where(incurable, here.incurable, int(Cause.BACKWARD))
         state = rule.advance(state, Verdict(~skipped, cause, here.magnitude))
-        return index + 1, state, scales.write(index, scale), bad.write(index, skipped)
+        return index + 1, state, scales.write(index, scale), skips.write(index, skipped)
 
-    @tf.function
     def all_steps() -> tuple[tf.Tensor, tf.Tensor]:
         arrays = tf.TensorArray(tf.float32, steps), tf.TensorArray(tf.bool, steps)
-        _, _, scales, bad = tf.while_loop(
+        _, _, scales, skips = tf.while_loop(
             lambda index, *_: index < steps,
             one_step,
             (tf.constant(0), rule.initial_state(), *arrays),
         )
-        return scales.stack(), bad.stack()
+        return scales.stack(), skips.stack()
 
-    scales, skipped = all_steps.get_concrete_function()()  # called once: nothing to retrace
+    # Called only once, so a concrete function saves the checks for retracing.
+    scales, skipped = tf.function(all_steps).get_concrete_function()()
     return scales.numpy(), skipped.numpy()
 
 
 def best_fixed_scale(record: Record) -> float:
-    """Returns the largest power of two at which no step overflows for want of range."""
-    known = what_is_known(record)
+    """Returns the largest power of two at which no step overflows float16."""
+    evidence = gather_evidence(record)
     with np.errstate(divide="ignore"):
-        fitting = HALF_MAX / known.magnitude.astype(np.float64)
-    limit = np.minimum(np.maximum(fitting, known.fits_at), known.overflows_at / 2.0)
-    limit = np.min(limit, where=known.incurable == Cause.NONE, initial=LARGEST_SCALE)
+        fitting = HALF_MAX / evidence.magnitude.astype(np.float64)
+    limit = np.minimum(np.maximum(fitting, evidence.fits_at), evidence.overflows_at / 2.0)
+    limit = np.min(limit, where=evidence.incurable == Cause.NONE, initial=LARGEST_SCALE)
     return max(2.0 ** math.floor(math.log2(limit)), SMALLEST_SCALE)
 
 
-def account(name: str, loss_scale: np.ndarray, skipped: np.ndarray, record: Record) -> Outcome:
-    """Sums up how a rule has done: see `Outcome`."""
+def summarize(name: str, loss_scale: np.ndarray, skipped: np.ndarray, record: Record) -> Outcome:
+    """Returns the `Outcome` of a rule, given the scales that it used and its skipped steps."""
     lost = np.zeros(len(loss_scale))
     for scale in np.unique(loss_scale):
-        shares = flushed_share(tf.constant(record.counts), tf.constant(scale)).numpy()
+        lost_by_interval = flushed_share(tf.constant(record.counts), tf.constant(scale)).numpy()
         at_scale = loss_scale == scale
-        lost[at_scale] = shares[record.interval[at_scale]]
+        lost[at_scale] = lost_by_interval[record.interval[at_scale]]
     return Outcome(
         name=name,
         loss_scale=loss_scale,
@@ -129,12 +135,12 @@ def account(name: str, loss_scale: np.ndarray, skipped: np.ndarray, record: Reco
 
 
 def compare(record: Record, rules: Iterable[str]) -> list[Outcome]:
-    """Returns how the run has done, and how each rule would have.
+    """Returns the outcome of the run as it was, followed by the simulated outcome of each rule.
 
     Args:
-        record: of the run.
-        rules: texts as `parse_rule` takes them.
+        record: the recorded run.
+        rules: rules as text, as `parse_rule` takes them.
     """
-    recorded = account("as recorded", record.loss_scale, record.skipped, record)
-    played = [account(text, *play(parse_rule(text), record), record) for text in rules]
-    return [recorded, *played]
+    recorded = summarize("as recorded", record.loss_scale, record.skipped, record)
+    simulated = [summarize(text, *play(parse_rule(text), record), record) for text in rules]
+    return [recorded, *simulated]

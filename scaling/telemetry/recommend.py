@@ -1,4 +1,4 @@
-"""Which loss scale the gradients ask for, and what it would cost, in words."""
+"""Recommends a loss scale for given gradients, and says what it would lose."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from scaling.telemetry.stats import GradientStats, flushed_share
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """A loss scale and what float16 would flush to zero under it. Prints as a sentence or two.
+    """A loss scale, and what float16 would flush to zero with it. Prints as text.
 
     Example:
         >>> advice = Recommendation(8192.0, {"conv1": 0.004}, "Reason.")
@@ -23,12 +23,13 @@ class Recommendation:
     """
 
     loss_scale: float  # a power of two
-    lost: dict[str, float]  # by variable: the share of its elements; variables that lose none
-    # are left out, the others stand in falling order
+    # Fraction of each variable's elements that would be flushed to zero, largest first;
+    # variables that would lose nothing are left out.
+    lost: dict[str, float]
     reason: str
 
     def __str__(self) -> str:
-        """For people."""
+        """Returns the recommendation as one to three sentences."""
         losses = [f"{describe_share(share)} of {name}" for name, share in self.lost.items()]
         lost = ", ".join(losses[:5]) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
         return f"2^{math.log2(self.loss_scale):.0f} would lose {lost or 'nothing'}. {self.reason}"
@@ -37,24 +38,26 @@ class Recommendation:
 def recommend(
     stats: GradientStats, names: Sequence[str] | None = None, headroom_bits: int = 4
 ) -> Recommendation:
-    """Returns the largest loss scale that leaves the largest gradient room, and what it loses.
+    """Returns the largest loss scale that leaves headroom above the largest gradient.
 
-    Of gradients with inf or NaN among them it returns half of their scale. Waits for the
-    device.
+    If a gradient contains inf or NaN, returns half of the scale at which it was computed.
+    Waits for the device.
 
     Args:
-        stats: of one step's gradients; best of a float32 pass (see `gradient_stats`).
-        names: one for each variable, such as `[v.path for v in model.trainable_variables]`;
-            None counts them.
-        headroom_bits: factors of two to leave between the largest gradient and 65504; what
-            `HeadroomLossScale` leaves.
+        stats: statistics of one step's gradients, preferably computed in float32 (see
+            `gradient_stats`).
+        names: one name per gradient, such as `[v.path for v in model.trainable_variables]`;
+            None numbers them.
+        headroom_bits: number of factors of two to leave between the largest gradient and
+            65504; the default is that of `HeadroomLossScale`.
 
     Returns:
-        The scale, and what it would lose in which variable.
+        The scale, and the fraction of each variable that it would lose.
 
     Raises:
-        TypeError: if `stats` are none.
-        ValueError: if there are not as many names as variables, or no such headroom.
+        TypeError: if `stats` is not a `GradientStats`.
+        ValueError: if the numbers of names and gradients differ, or `headroom_bits` is not
+            from 0 to 40.
 
     Example:
         >>> import scaling
@@ -65,16 +68,16 @@ def recommend(
     """
     if not isinstance(stats, GradientStats):
         raise TypeError(
-            f"`stats` must be a GradientStats; got {type(stats).__name__}. The scale follows from "
-            "how often each exponent occurs. Pass scaling.gradient_stats(gradients, state)."
+            f"`stats` must be a GradientStats; got {type(stats).__name__}. The scale is chosen "
+            "by the counts in it. Pass scaling.gradient_stats(gradients, state)."
         )
     check_headroom_bits(headroom_bits)
     variables = int(stats.max_magnitude.shape[0])
     names = [f"gradient {index}" for index in range(variables)] if names is None else list(names)
     if len(names) != variables:
         raise ValueError(
-            f"`names` must hold one name for each gradient; got {len(names)} for {variables}. "
-            "They stand in the order of tf.nest.flatten(gradients). Pass "
+            f"`names` must hold one name per gradient; got {len(names)} names for {variables} "
+            "gradients. The order is that of tf.nest.flatten(gradients). Pass for instance "
             "[v.path for v in model.trainable_variables]."
         )
     magnitudes = np.asarray(stats.max_magnitude)
@@ -85,29 +88,29 @@ def recommend(
             stats,
             names,
             scale / 2.0,
-            f"At 2^{math.log2(scale):.0f}, {bad} elements were inf or NaN: half of that is the "
-            "most to try, if a smaller scale helps at all.",
+            f"At 2^{math.log2(scale):.0f}, {bad} elements were inf or NaN. Try at most half of "
+            "that scale; a smaller one may not help if the model itself overflows.",
         )
     if not magnitudes.any():
         return Recommendation(
             min(scale * 2.0**20, LARGEST_SCALE),
             {},
-            "Every gradient is zero: float16 has flushed them all, or there are none. A scale "
-            "2^20 times as large is worth a try.",
+            "Every gradient is zero: either float16 has flushed them, or they are truly zero. "
+            "Try a scale that is 2^20 times as large.",
         )
     largest = int(np.argmax(magnitudes))
-    room = HALF_MAX / 2.0**headroom_bits / float(magnitudes[largest])
+    largest_scale = HALF_MAX / 2.0**headroom_bits / float(magnitudes[largest])
     return advise(
         stats,
         names,
-        2.0 ** math.floor(math.log2(room)),
-        f"The largest gradient, {magnitudes[largest]:.4g} in {names[largest]}, keeps "
+        2.0 ** math.floor(math.log2(largest_scale)),
+        f"The largest gradient, {magnitudes[largest]:.4g} in {names[largest]}, stays at least "
         f"{headroom_bits} factors of two below the largest float16.",
     )
 
 
 def advise(stats: GradientStats, names: list[str], scale: float, reason: str) -> Recommendation:
-    """Returns the advice to use a scale, brought within bounds, and what it would lose."""
+    """Returns a recommendation of `scale`, clipped to the valid range, with what it would lose."""
     scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
     shares = np.asarray(flushed_share(stats.counts, tf.constant(scale)))
     order = sorted(range(len(names)), key=lambda index: -shares[index])
@@ -116,7 +119,7 @@ def advise(stats: GradientStats, names: list[str], scale: float, reason: str) ->
 
 
 def describe_share(share: float) -> str:
-    """Returns a share as people say it.
+    """Returns a fraction as text, in percent.
 
     Example:
         >>> describe_share(0.004), describe_share(1e-6)

@@ -1,15 +1,16 @@
-"""What a run leaves behind of its gradients, so that other rules can be played over it.
+"""Recorded gradients of a run: the lines that a run writes, and the record read back from them.
 
-A line of `metrics.jsonl` with `"split": "gradients"` holds the steps up to `"step"`: for each
-the loss scale it used, its cause and its largest gradient magnitude, unscaled; and for all of
-them together, how many elements of the applied gradients stood under which binary exponent.
+Each line of `metrics.jsonl` with `"split": "gradients"` covers the steps up to `"step"`. For each
+step it has the loss scale, the cause, and the largest unscaled gradient magnitude. For all of
+them together it has a histogram: how many elements of the applied gradients had which binary
+exponent.
 """
 
 import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,33 +22,55 @@ SPLIT = "gradients"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A run's gradients, step by step: NumPy arrays of shape (steps,)."""
+    """A run's gradients, step by step: NumPy arrays of shape (steps,), unless noted otherwise."""
 
-    precision: str  # of the run: "mixed_float16" was bound to float16's range, others were not
-    shares: int  # of a batch, each with a backward pass of its own: replicas times microbatches
+    precision: str  # of the run; only "mixed_float16" was limited to float16's range
+    shares: int  # number of separate backward passes per batch: replicas times microbatches
     step: np.ndarray  # int64
-    loss_scale: np.ndarray  # float32: what the step used
+    loss_scale: np.ndarray  # float32: the scale that the step used
     cause: np.ndarray  # int32: a `Cause`
     max_magnitude: np.ndarray  # float32: unscaled; NaN where the step was skipped
-    interval: np.ndarray  # int64: which row of `counts` the step belongs to
+    interval: np.ndarray  # int64: the row of `counts` to which the step belongs
     counts: np.ndarray  # shape=(intervals, COUNTS), float32: as in `GradientStats`
 
     @property
     def skipped(self) -> np.ndarray:
         """Whether the step was skipped: shape (steps,), bool."""
-        return self.cause != Cause.NONE
+        return np.asarray(self.cause != Cause.NONE)
 
 
-def record_line(steps: Any, precision: str, shares: int) -> dict[str, Any]:
-    """Returns what stands in one line, ready for `json.dumps`.
+class StepReports(Protocol):
+    """Reports of successive steps, as NumPy arrays; see `trainer.StepReport`."""
+
+    @property
+    def step(self) -> np.ndarray:
+        """The steps' numbers: shape (steps,), int64."""
+
+    @property
+    def loss_scale(self) -> np.ndarray:
+        """The scales that the steps used: shape (steps,), float32."""
+
+    @property
+    def cause(self) -> np.ndarray:
+        """The steps' causes, as `Cause`: shape (steps,), int32."""
+
+    @property
+    def max_magnitude(self) -> np.ndarray:
+        """The largest unscaled gradient magnitudes: shape (steps,), float32."""
+
+    @property
+    def magnitude_counts(self) -> np.ndarray:
+        """Histograms as in `GradientStats.counts`: shape (steps, COUNTS), float32."""
+
+
+def record_line(steps: StepReports, precision: str, shares: int) -> dict[str, Any]:
+    """Returns the content of one line, ready for `json.dumps`.
 
     Args:
-        steps: successive reports of a training step (`trainer.StepReport`): NumPy arrays
-            `step`, `loss_scale`, `cause` and `max_magnitude` of shape (steps,), and
-            `magnitude_counts` of shape (steps, COUNTS). What stands there for a skipped
-            step is not kept.
-        precision: the run's.
-        shares: into how many a batch was cut: replicas times microbatches.
+        steps: the reports of the steps since the last line. The magnitudes of skipped steps are
+            left out.
+        precision: the precision of the run.
+        shares: number of separate backward passes per batch: replicas times microbatches.
     """
     applied = steps.cause == Cause.NONE
     total = steps.magnitude_counts[applied].sum(axis=0)
@@ -72,25 +95,34 @@ def record_line(steps: Any, precision: str, shares: int) -> dict[str, Any]:
 
 
 def read_record(path: str | pathlib.Path) -> Record:
-    """Reads a run's gradients from its `metrics.jsonl`.
+    """Reads a run's recorded gradients from its `metrics.jsonl`.
 
-    A run that was stopped and taken up again may have written a step twice: the later line
-    counts.
+    A run that was stopped and resumed may have written a step twice; the later line counts.
 
     Raises:
-        ValueError: if the file holds no recorded gradients, or a line is damaged.
+        ValueError: if the file has no recorded gradients, or a line is damaged.
     """
-    return record_of(enumerate(pathlib.Path(path).read_text().splitlines(), start=1), path)
+    return parse_record(enumerate(pathlib.Path(path).read_text().splitlines(), start=1), path)
 
 
-def record_of(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Record:
-    """Returns what some lines of a `metrics.jsonl` hold; see `read_record`.
+class _Row(NamedTuple):
+    """One recorded step."""
+
+    step: int
+    loss_scale: float
+    cause: Cause
+    max_magnitude: float
+    interval: int
+
+
+def parse_record(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Record:
+    """Returns the record in some lines of a `metrics.jsonl`; see `read_record`.
 
     Args:
-        lines: each with its number.
-        path: the file they stand in, for errors.
+        lines: pairs of a line's number and its text.
+        path: the file that the lines come from, for errors.
     """
-    rows: list[tuple] = []
+    rows: list[_Row] = []
     counts: list[np.ndarray] = []
     precision, shares = "", 1
     for number, text in lines:
@@ -98,34 +130,19 @@ def record_of(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Rec
             line = json.loads(text)
             if line["split"] != SPLIT:
                 continue
-            steps = len(line["loss_scale"])
-            first = line["step"] - steps + 1
-            while rows and rows[-1][0] >= first:
-                rows.pop()
-            causes = [Cause[name.upper()] for name in line["cause"]]
-            for offset in range(steps):
-                magnitude = line["max_magnitude"][offset]
-                rows.append(
-                    (
-                        first + offset,
-                        line["loss_scale"][offset],
-                        causes[offset],
-                        np.nan if magnitude is None else magnitude,
-                        len(counts),
-                    )
-                )
-            counts.append(counts_of(line))
+            _append_rows(rows, line, interval=len(counts))
+            counts.append(_parse_counts(line))
             precision, shares = line["precision"], line["shares"]
         except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"`path` must hold one JSON object a line; got {text[:60]!r} in line {number} of "
-                f"{path}. The line is damaged ({error!r}). Remove it."
+                f"Line {number} of {path} is damaged ({error!r}): {text[:60]!r}. A run that is "
+                "killed can leave a line unfinished. Delete the line."
             ) from error
     if not rows:
         raise ValueError(
-            f"`path` must hold recorded gradients; got none in {path}. They cost a pass over the "
-            "gradients at each step, so a run keeps them only if it is told to. Train with "
-            "record_gradients=True, or --record_gradients."
+            f"{path} has no recorded gradients. Recording takes another pass over the gradients "
+            "at every step, so it is off by default. Train with record_gradients=True, or "
+            "--record_gradients."
         )
     step, loss_scale, cause, magnitude, interval = zip(*rows, strict=True)
     return Record(
@@ -140,8 +157,28 @@ def record_of(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Rec
     )
 
 
-def counts_of(line: dict[str, Any]) -> np.ndarray:
-    """Returns a line's counts: shape (COUNTS,), float32."""
+def _append_rows(rows: list[_Row], line: dict[str, Any], interval: int) -> None:
+    """Appends the steps of a line; they replace earlier rows of the same steps."""
+    steps = len(line["loss_scale"])
+    first = line["step"] - steps + 1
+    while rows and rows[-1].step >= first:
+        rows.pop()
+    causes = [Cause[name.upper()] for name in line["cause"]]
+    for offset in range(steps):
+        magnitude = line["max_magnitude"][offset]
+        rows.append(
+            _Row(
+                first + offset,
+                line["loss_scale"][offset],
+                causes[offset],
+                np.nan if magnitude is None else magnitude,
+                interval,
+            )
+        )
+
+
+def _parse_counts(line: dict[str, Any]) -> np.ndarray:
+    """Returns the counts of a line: shape (COUNTS,), float32."""
     counts = np.zeros(COUNTS, np.float32)
     counts[ZERO] = line["zeros"]
     for exponent, count in line["exponents"].items():

@@ -1,14 +1,16 @@
-"""What stands in the gradients: how many are inf, NaN or zero, and how large the others are."""
+"""Gradient statistics: counts of inf, NaN and zero, and a histogram of binary exponents."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from scaling.base.argument_checks import as_tensor, loss_scale_of
 from scaling.base.number_formats import HALF_FLUSHED, HALF_NORMAL, ceil_log2, check_power_of_two
+from scaling.base.types import Gradient, RuleState, Structure
 from scaling.ops.gradients import at_least_float32, coalesce
 
-# A magnitude in (2^(e-1), 2^e] is counted under e; what lies outside goes to the end columns.
+# A magnitude in (2^(e-1), 2^e] is counted in the column of exponent e. Smaller and larger
+# magnitudes are counted in the first and the last column.
 LOWEST_EXPONENT = -96
 HIGHEST_EXPONENT = 31
 EXPONENTS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
@@ -17,7 +19,7 @@ COUNTS = EXPONENTS + 3
 
 
 class GradientStats(NamedTuple):
-    """The counts of some gradients, one row a variable; every share follows from them.
+    """Counts of gradient elements by magnitude, one row per variable.
 
     Example:
         >>> import scaling
@@ -29,76 +31,77 @@ class GradientStats(NamedTuple):
 
     loss_scale: tf.Tensor  # shape=(), float32: the scale the gradients were computed at
     counts: tf.Tensor  # shape=(variables, COUNTS), float32: elements by exponent, 0, inf, NaN
-    max_magnitude: tf.Tensor  # shape=(variables,), float32: of the finite ones, unscaled
+    max_magnitude: tf.Tensor  # shape=(variables,), float32: of finite elements, unscaled
 
     @property
     def size(self) -> tf.Tensor:
-        """Elements: shape (variables,), float32."""
+        """Number of elements: shape (variables,), float32."""
         return tf.reduce_sum(self.counts, axis=1)
 
     @property
     def zero_count(self) -> tf.Tensor:
-        """Elements that are zero, flushed ones among them: shape (variables,), float32."""
+        """Number of zeros, flushed elements included: shape (variables,), float32."""
         return self.counts[:, ZERO]
 
     @property
     def inf_count(self) -> tf.Tensor:
-        """Elements that are inf or -inf: shape (variables,), float32."""
+        """Number of elements that are inf or -inf: shape (variables,), float32."""
         return self.counts[:, INF]
 
     @property
     def nan_count(self) -> tf.Tensor:
-        """Elements that are NaN: shape (variables,), float32."""
+        """Number of elements that are NaN: shape (variables,), float32."""
         return self.counts[:, NAN]
 
     @property
     def underflow(self) -> tf.Tensor:
-        """The share of elements that underflow in float16: shape (variables,), float32, in [0, 1].
+        """Fraction of elements that underflow in float16: shape (variables,), float32, in [0, 1].
 
-        Those are zero when they are scaled, or at most 2^-14, where float16 begins to lose bits.
-        True zeros are among them: float16 does not tell one from what it flushed.
+        These are the elements that are at most 2^-14 after scaling, where float16 begins to lose
+        bits. Zeros count too: a true zero cannot be told from one that float16 has flushed.
         """
         low = magnitudes_up_to(HALF_NORMAL / self.loss_scale, self.counts)
         return tf.math.divide_no_nan(low + self.zero_count, self.size)
 
     def flushed(self, factor: float = 1.0) -> tf.Tensor:
-        """Returns the share of elements that float16 flushes to zero, now or at another scale.
+        """Returns the fraction of elements that float16 flushes to zero, at any loss scale.
 
-        Those are the elements, not zero, that are at most 2^-25 when they are scaled.
+        These are the nonzero elements that are at most 2^-25 after scaling.
 
         Args:
-            factor: what to multiply the loss scale by; a power of two. 1 is now, 2 and 0.5
-                are one growth and one backoff away.
+            factor: by what to multiply the loss scale; a power of two. With 1 the scale is the
+                current one, with 2 it has grown once, with 0.5 it has backed off once.
 
         Returns:
             Shape (variables,), float32, in [0, 1].
 
         Raises:
-            ValueError: if the factor is no power of two.
+            ValueError: if the factor is not a power of two.
         """
         check_power_of_two("factor", factor, suggestion=2.0)
         return flushed_share(self.counts, self.loss_scale * factor)
 
 
-def gradient_stats(gradients: Any, state: Any) -> GradientStats:
-    """Counts what stands in the gradients. Does not wait for the device; costs a pass or two.
+def gradient_stats(gradients: Structure, state: RuleState) -> GradientStats:
+    """Counts gradient elements by magnitude. Does not wait for the device.
 
-    What has been through float16 has already lost what it flushes now: such elements are
-    zeros, and `flushed()` then says only what a lower scale would lose. Gradients of a
-    float32 pass show all of it, at every scale.
+    Costs one or two passes over the gradients. If they were computed in float16, elements
+    that it flushed are already zeros, and `flushed()` tells only what a smaller scale would
+    flush in addition. Gradients that were computed in float32 give the full answer for every
+    scale.
 
     Args:
         gradients: any structure of unscaled gradients, as `unscale_gradients` returns them:
-            any shape and float dtype; rows of `tf.IndexedSlices` are summed first; None has
-            no elements.
+            any shape and float dtype. Rows of `tf.IndexedSlices` that share an index are
+            summed first. None has no elements.
         state: the state that their loss was scaled with.
 
     Returns:
-        One row for each gradient, in the order of `tf.nest.flatten`. A count above 2^24 is
-        rounded to float32.
+        The counts, one row per gradient in the order of `tf.nest.flatten`. Counts above 2^24
+        are rounded to float32.
 
     Raises:
-        TypeError: if a gradient is not of a float dtype, or the state holds no scale.
+        TypeError: if a gradient does not have a float dtype, or the state has no `loss_scale`.
 
     Example:
         >>> import scaling
@@ -108,7 +111,7 @@ def gradient_stats(gradients: Any, state: Any) -> GradientStats:
         (1, 1.5)
     """
     loss_scale = tf.convert_to_tensor(loss_scale_of(state))
-    rows = [row_of(gradient) for gradient in tf.nest.flatten(gradients)]
+    rows = [count_elements(gradient) for gradient in tf.nest.flatten(gradients)]
     counts, largest = zip(*rows, strict=True) if rows else ([], [])
     return GradientStats(
         loss_scale=loss_scale,
@@ -117,8 +120,8 @@ def gradient_stats(gradients: Any, state: Any) -> GradientStats:
     )
 
 
-def row_of(gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns one gradient's counts, shape (COUNTS,), and its largest finite magnitude, ()."""
+def count_elements(gradient: Gradient) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns a gradient's counts, shape (COUNTS,), and its largest finite magnitude, shape ()."""
     if gradient is None:
         return tf.zeros([COUNTS]), tf.zeros([])
     gradient = coalesce(gradient)
@@ -129,17 +132,17 @@ def row_of(gradient: Any) -> tuple[tf.Tensor, tf.Tensor]:
     column = tf.clip_by_value(ceil_log2(magnitude) - LOWEST_EXPONENT, 0, EXPONENTS - 1)
     column = tf.where(magnitude == 0, ZERO, column)
     column = tf.where(finite, column, tf.where(tf.math.is_nan(magnitude), NAN, INF))
-    # Not tf.math.bincount: it computes its size, and XLA wants a constant.
+    # Not tf.math.bincount: it computes its output size, and XLA needs a constant.
     counts = tf.raw_ops.DenseBincount(
         input=column, size=COUNTS, weights=tf.zeros([0], tf.int32), binary_output=False
     )
-    # The 0 is for a gradient without elements.
+    # The appended 0 is the maximum of a gradient without elements.
     largest = tf.reduce_max(tf.concat([tf.where(finite, magnitude, 0.0), [0.0]], axis=0))
     return tf.cast(counts, tf.float32), largest
 
 
 def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
-    """Returns the share of elements that are not zero, but would be in float16.
+    """Returns the fraction of elements that are not zero but would be flushed by float16.
 
     Args:
         counts: shape (rows, COUNTS), float32.
@@ -153,7 +156,7 @@ def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
 
 
 def magnitudes_up_to(bound: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Returns how many elements of each row are not zero and at most a power of two: (rows,)."""
+    """Returns, per row, how many nonzero elements are at most a power of two: shape (rows,)."""
     exponents = tf.range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
     return tf.reduce_sum(
         tf.where(exponents <= ceil_log2(bound), counts[:, :EXPONENTS], 0.0), axis=1

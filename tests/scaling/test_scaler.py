@@ -74,7 +74,7 @@ class Scaler(RuleBasedStateMachine):
     @rule()
     def unscale_again(self):
         """A token used twice is an error, and changes nothing."""
-        with pytest.raises(ValueError, match="`token` must be used once"):
+        with pytest.raises(ValueError, match="`token` must be used only once"):
             self.scaler.unscale(tf.constant(1.0), self.used[-1])
 
     @rule(verdict=st.sampled_from([True, False, *Cause]))
@@ -189,8 +189,8 @@ def test_one_scaler_for_each_loss_with_a_joint_verdict():
         scaling.update_together(scalers, [True, True])
     assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
     assert str(error.value) == (
-        "`verdicts` must hold one for each scaler; got 1 for 2. Each scale follows its own loss. "
-        "Pass them in the order of the scalers."
+        "`verdicts` must hold one verdict per scaler; got 1 verdicts for 2 scalers. Each scale follows "
+        "its own loss. Pass them in the order of the scalers."
     )
 
 
@@ -371,47 +371,47 @@ def updated_twice(scaler):
 
 
 NEITHER = (
-    "`update` must come after `scale` and `unscale`; got neither since the last update in "
-    "this graph, on this replica. A step moves the scale once. Call `scale` first, then "
-    "`unscale`, in the same function as `update`."
+    "`update` must come after `scale` and `unscale`; got neither since the last update in this "
+    "graph and on this replica. Each step moves the scale once. Call `scale`, `unscale` and "
+    "`update` in this order, in the same function."
 )
 # Calls out of order, each with its message.
 MISTAKES = [
     (
         not_a_token,
-        "`token` must be what `scale` returned; got DynamicLossScaleState. It holds the scale "
-        "that multiplied the loss. Call `scale` first.",
+        "`token` must be the token that `scale` returned; got DynamicLossScaleState. It holds the "
+        "scale that multiplied the loss. Call `scale` first, and pass its token.",
     ),
     (
         twice,
-        "`token` must be used once; got one that was used before. Its gradients would be "
-        "divided twice. Call `scale` first, for each `unscale`.",
+        "`token` must be used only once; got one that was used before. Gradients must not be "
+        "unscaled twice. Call `scale` once for each `unscale`.",
     ),
     (
         of_another,
-        "`token` must come from this scaler; got one of another scaler. The two may stand at "
-        "different scales. Call `unscale` on the scaler whose `scale` returned it.",
+        "`token` must come from this scaler; got one from another scaler. The two may have "
+        "different scales. Call `unscale` on the scaler whose `scale` returned the token.",
     ),
     (
         from_outside,
-        "`token` must be used where it was made; got one from another graph or replica, or from "
-        "before `reset`. The loss scale may have moved in between. Call `scale` first, in the "
-        "same function as `unscale`.",
+        "`token` must be used in the function that called `scale`; got one from another graph or "
+        "replica, or from before `reset`. The loss scale may have moved since. Call `scale` and "
+        "`unscale` in the same function.",
     ),
     (
         not_unscaled,
-        "`update` must come after every `unscale`; got 2 scaled losses and 1 unscaled. The scale "
-        "would move under the others. Call `unscale` first, once for each `scale`; or `reset`, "
-        "if a step was given up.",
+        "`update` must come after every `unscale`; got 2 calls of `scale` and 1 of `unscale` since "
+        "the last update. The scale must not move before all gradients are unscaled. Call "
+        "`unscale` once for each `scale`, or call `reset` after a step that was abandoned.",
     ),
     (before_reset, "got one from another graph or replica, or from before `reset`."),
     (nothing_scaled, NEITHER),
     (updated_twice, NEITHER),
     (
         in_a_branch,
-        "`update` must be called outside a branch; got called inside a tf.cond, or an `if` on a "
-        "tensor. Both branches are traced, and only one runs. Call it before or after the "
-        "branch; `update` takes the flag itself.",
+        "`update` must be called outside a branch; got a call inside tf.cond, or inside an `if` on "
+        "a tensor. Both branches are traced, but only one runs. Call it before or after the "
+        "branch; `update` takes the flag as its argument.",
     ),
 ]
 
@@ -479,7 +479,9 @@ def test_an_attempt_given_up_is_forgotten_on_request():
         raise KeyboardInterrupt  # noqa: TRY301 - the step itself is interrupted
     except KeyboardInterrupt as error:
         caught.append((error, token))  # a notebook keeps the last exception, and its frames
-    with pytest.raises(RuntimeError, match=r"got 2 scaled losses and 1 unscaled.*or `reset`"):
+    with pytest.raises(
+        RuntimeError, match=r"got 2 calls of `scale` and 1 of `unscale`.*or call `reset`"
+    ):
         take_step(scaler, True)
     scaler.reset()
 
@@ -541,8 +543,9 @@ def test_a_scaler_from_outside_the_scope_is_refused(mirrored):
         str(error.value)
         .strip()
         .endswith(
-            "`LossScaler` must be made inside the strategy's scope; got one made outside. Its replicas "
-            "would share one scale, and each move it. Make it within `with strategy.scope():`."
+            "`LossScaler` must be created inside the strategy's scope; got one created outside. The "
+            "replicas would share one scale, and each of them would move it. Create it inside `with "
+            "strategy.scope():`."
         )
     )
     assert float(scaler.loss_scale) == 8.0
@@ -560,9 +563,9 @@ def test_replicas_cannot_agree_inside_a_loop_of_theirs(mirrored):
         tf.function(lambda: mirrored(2).run(loop))()
 
     assert str(error.value).endswith(
-        "`update` must be called straight in the function that `strategy.run` runs, if there are "
-        "several replicas; got called in a loop or an inner tf.function of it. There replicas "
-        "cannot agree. Loop around `strategy.run` instead.\n"
+        "`update` must be called directly in the function that `strategy.run` runs, if there are "
+        "several replicas; got a call inside a loop or an inner tf.function. TensorFlow cannot "
+        "all-reduce there. Put the loop around `strategy.run` instead.\n"
     )
 
 
@@ -607,12 +610,12 @@ def test_a_state_of_other_fields_is_refused():
         scaler.load_state_dict({"loss_scale": 2.0, "counter": 3})
 
     assert str(error.value) == (
-        "`state` must hold loss_scale, finite_steps, overflows_left; got loss_scale, counter. "
-        "These are the fields that DynamicLossScale remembers. Load it into a scaler of the rule "
-        "that it was saved from."
+        "`state` must have the fields loss_scale, finite_steps, overflows_left; got loss_scale, "
+        "counter. These are the fields of a DynamicLossScale state. Load the state into a scaler with "
+        "the rule that it was saved from."
     )
     assert float(scaler.loss_scale) == 2.0**15
-    with pytest.raises(ValueError, match="overflows_left; got nothing"):
+    with pytest.raises(ValueError, match="overflows_left; got none"):
         scaler.load_state_dict({})
     with pytest.raises(ValueError, match=r"`loss_scale` must be a power of two.*got 3.0"):
         scaler.load_state_dict({"loss_scale": 3.0, "finite_steps": 0, "overflows_left": 1})

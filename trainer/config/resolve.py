@@ -11,7 +11,7 @@ from absl import logging
 
 import scaling
 import strategies
-from scaling.base.argument_checks import nearest
+from scaling.base.argument_checks import did_you_mean
 
 
 def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.Strategy:
@@ -74,7 +74,7 @@ def resolve_loss(loss_fn: Any) -> Any:
         known = [name for name, each in vars(keras.losses).items() if callable(each)]
         raise ValueError(
             f"`loss_fn` must be a name that Keras knows; got {loss_fn!r}. keras.losses has none "
-            f"of that name. {nearest(loss_fn, known, 'Use for instance mse.')}"
+            f"of that name. {did_you_mean(loss_fn, known, 'Use for instance mse.')}"
         ) from error
 
 
@@ -86,7 +86,7 @@ def check_optimizer_name(name: str) -> None:
     if name.lower() not in known and keras.saving.get_registered_object(name) is None:
         raise ValueError(
             f"`optimizer` must be a name that Keras knows; got {name!r}. keras.optimizers has none "
-            f"of that name. {nearest(name.lower(), known, 'Use for instance adam.')}"
+            f"of that name. {did_you_mean(name.lower(), known, 'Use for instance adam.')}"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from scaling.telemetry.record import SPLIT, Record, record_of
+from scaling.telemetry.record import SPLIT, Record, parse_record
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         scale=curve_of(dict(scales)),
         skips=skips,
         underflow=by_step(lines.read("underflow", underflow_of)),
-        record=record_of(lines.gradients, path) if gradients else None,
+        record=parse_record(lines.gradients, path) if gradients else None,
         starts=lines.read("run", Start),
         end=next(reversed(lines.read("end", End)), None),
         recoveries=lines.read("recovery", Recovery),
@@ -140,7 +140,7 @@ class Lines:
     def __init__(self, path: pathlib.Path) -> None:
         """Reads the file."""
         self.by_split: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-        self.gradients: list[tuple[int, str]] = []  # as `record_of` takes them
+        self.gradients: list[tuple[int, str]] = []  # as `parse_record` takes them
         self.last_step = 0
         self.unread = 0
         with path.open(encoding="utf-8", errors="replace") as lines:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import scaling
 from scaling import LayerwiseLossScale, layerwise_gradients
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import is_power_of_two
 
 HALF_EPS = 2.0**-11  # what one rounding to float16 moves a normal number by, at most, relatively
 WIDE = LayerwiseLossScale(max_layer_scale=2.0**15, max_total_scale=2.0**100)
@@ -58,7 +58,7 @@ def test_the_scale_is_the_papers(rule, gradient_bits, kernel_bits, above):
     actual = rule.total_scale(tf.constant(gradient), tf.constant(inputs), [kernel], above)
 
     assert plain_total(gradient, inputs, kernel, above, rule) == float(actual)
-    check_power_of_two("total", float(actual))
+    assert is_power_of_two(float(actual))
     assert 1 <= float(actual) <= rule.max_total_scale
     assert float(actual) <= above * rule.max_layer_scale
 
@@ -307,22 +307,22 @@ def test_training_reaches_keras_layers():
         (
             "max_layer_scale",
             10.0,
-            "`max_layer_scale` must be a power of two between 2^-126 and 2^126; got 10.0. Only multiplying by a power of two, and dividing again, returns the same bits. Use 8.0.",
+            "`max_layer_scale` must be a power of two between 2^-126 and 2^126; got 10.0. Only powers of two scale and unscale gradients without changing their bits. Use 8.0.",
         ),
         (
             "max_total_scale",
             0.5,
-            "`max_total_scale` must be at least 1; got 0.5. A layer is never asked to shrink its gradient. Use 1.0 to scale nothing.",
+            "`max_total_scale` must be at least 1; got 0.5. A smaller bound would shrink gradients. Use 1024.0, the default.",
         ),
         (
             "underflow_share",
             0.0,
-            "`underflow_share` must be between 0 and 1; got 0.0. It is a share of products, and some are always lost. Use 1e-3.",
+            "`underflow_share` must be between 0 and 1; got 0.0. It is the fraction of products that may underflow. Use 1e-3, the default.",
         ),
         (
             "underflow_share",
             1.0,
-            "`underflow_share` must be between 0 and 1; got 1.0. It is a share of products, and some are always lost. Use 1e-3.",
+            "`underflow_share` must be between 0 and 1; got 1.0. It is the fraction of products that may underflow. Use 1e-3, the default.",
         ),
     ],
 )
@@ -349,8 +349,7 @@ def test_what_is_no_chain_is_refused(what):
     layers = {"a branching model": branching, "nothing": [], "no callable": [3]}[what]
 
     assert (
-        "`layers` must be a keras.Sequential or a list of callables, each fed by the one before; "
-        f"got {layers!r}. Branches that join would need equal scales. Make one layer of what branches, and a list of the layers."
+        f"`layers` must be a keras.Sequential or a nonempty list of callables; got {layers!r}. Each layer takes the output of the one before: branches that join would need equal scales. Wrap branches into one layer, and pass a list of the layers."
         == refusal(layers)
     )
 
@@ -362,7 +361,7 @@ def test_a_layer_that_is_trained_twice_is_refused():
 
     assert layerwise_gradients([relu, relu], tf.ones([2, 2]), tf.reduce_sum).loss == 4
     assert (
-        f"`layers` must hold a layer once; got {layer!r} twice. Its two gradients have two scales. Give each place a layer of its own."
+        f"`layers` must contain each layer once; got {layer!r} twice. Its two gradients would have different scales. Use two separate layers."
         == refusal([layer, layer])
     )
 
@@ -373,7 +372,7 @@ def test_a_layer_that_no_gradient_reaches_is_refused():
     layer.build([None, 2])
 
     assert (
-        f"`layers` must pass a gradient down to {layer!r}; got None. Something between it and the loss has no gradient. Freeze it, or mend that."
+        f"`layers` must pass a gradient to {layer!r}; got None. A layer between it and the loss is not differentiable. Set `trainable = False` on this layer, or replace that one."
         == refusal([layer, tf.nn.relu, tf.stop_gradient])
     )
     layer.trainable = False

@@ -98,8 +98,8 @@ def test_a_loss_must_be_of_a_float_dtype():
         scaling.scale_loss(tf.constant(3), fixed(2.0))
 
     assert str(error.value) == (
-        "`loss` must be of a float dtype; got int32. Integers have no gradient. Cast what the loss "
-        "is computed from to float32."
+        "`loss` must have a float dtype; got int32. Integers have no gradient. Compute the loss from "
+        "float32 tensors."
     )
 
 
@@ -109,8 +109,8 @@ def test_complex_gradients_are_refused():
         scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))
 
     assert str(error.value) == (
-        "`gradients` must be of float dtypes; got complex64. Half precision has no other numbers. "
-        "Leave such variables out, or take their real and imaginary parts."
+        "`gradients` must have float dtypes; got complex64. Loss scaling is defined for real numbers "
+        "only. Leave such gradients out, or pass the real and imaginary parts of complex ones."
     )
 
 

@@ -53,7 +53,7 @@ def test_an_unknown_precision_is_refused():
         Precision("float16")
 
     assert str(error.value) == (
-        "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'float16'. The "
-        "weights always stay in float32, so that small updates are not lost. Use "
+        "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'float16'. "
+        "Weights always stay in float32, so that small updates are not lost. Use "
         '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
     )

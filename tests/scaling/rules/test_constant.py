@@ -29,7 +29,7 @@ def test_a_fixed_scale_must_be_a_power_of_two():
 
     assert str(error.value) == (
         "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000.0. Only "
-        "multiplying by a power of two, and dividing again, returns the same bits. Use 1024.0."
+        "powers of two scale and unscale gradients without changing their bits. Use 1024.0."
     )
 
 

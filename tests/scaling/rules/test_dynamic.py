@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import example, given
 
 from scaling import Cause, DynamicLossScale, Verdict
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import is_power_of_two
 
 
 # Reaches the floor and stays there.
@@ -41,7 +41,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
         assert expected == oracle.numbers(state), f"diverged at step {step}"
         assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
-        check_power_of_two("loss_scale", float(state.loss_scale))
+        assert is_power_of_two(float(state.loss_scale))
 
 
 @pytest.mark.parametrize("start", [2.0**-126, 2.0**126])
@@ -86,8 +86,8 @@ def test_a_cause_is_read_only_of_steps_that_were_not_finite():
 
 
 POWER = (
-    "`{}` must be a power of two between 2^-126 and 2^126; got {}. Only multiplying by a power of "
-    "two, and dividing again, returns the same bits. Use {}."
+    "`{}` must be a power of two between 2^-126 and 2^126; got {}. Only powers of two scale and "
+    "unscale gradients without changing their bits. Use {}."
 )
 
 
@@ -98,69 +98,79 @@ POWER = (
         ({"initial_scale": -8.0}, POWER.format("initial_scale", -8.0, 32768.0)),
         ({"initial_scale": float("nan")}, POWER.format("initial_scale", "nan", 32768.0)),
         ({"initial_scale": True}, POWER.format("initial_scale", True, 32768.0)),
-        ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, 2.0**126)),
+        ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, "2.0**126")),
         ({"growth_factor": 3.0}, POWER.format("growth_factor", 3.0, 2.0)),
         ({"backoff_factor": 0.8}, POWER.format("backoff_factor", 0.8, 0.5)),
         (
             {"growth_factor": 1.0},
-            "`growth_factor` must be greater than 1; got 1.0. A factor of 1 or less never raises "
-            "the scale again after a backoff. Use 2.0 for the usual doubling.",
+            "`growth_factor` must be greater than 1; got 1.0. A factor of 1 or less would never raise "
+            "the scale. Use 2.0, which doubles it.",
         ),
         (
             {"backoff_factor": 1.0},
-            "`backoff_factor` must be less than 1; got 1.0. A factor of 1 or more never gets out "
-            "of an overflow. Use 0.5 for the usual halving.",
+            "`backoff_factor` must be less than 1; got 1.0. A factor of 1 or more would never "
+            "lower the scale after an overflow. Use 0.5, which halves it.",
         ),
         (
             {"min_scale": 4.0, "max_scale": 2.0, "initial_scale": 2.0},
-            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. No scale lies between them. "
-            "Lower `min_scale` or raise `max_scale`.",
+            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. There is no scale between "
+            "them. Lower `min_scale` or raise `max_scale`.",
         ),
         (
             {"initial_scale": 2.0**25},
-            "`initial_scale` must lie in [min_scale, max_scale] = [6.103515625e-05, 16777216.0]; "
-            "got 33554432.0. The scale never leaves its bounds, so it cannot start outside. Move "
-            "`initial_scale` or widen the bounds.",
+            "`initial_scale` must lie between `min_scale` (2.0**-14) and `max_scale` (2.0**24); got "
+            "33554432.0. The scale never leaves these bounds. Set `initial_scale` to 2.0**24, or "
+            "`max_scale` to 2.0**25.",
+        ),
+        (
+            {"initial_scale": 2.0, "min_scale": 4.0},
+            "`initial_scale` must lie between `min_scale` (4.0) and `max_scale` (2.0**24); got 2.0. "
+            "The scale never leaves these bounds. Set `initial_scale` to 4.0, or `min_scale` to 2.0.",
         ),
         (
             {"growth_interval": 0},
-            "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. 2000 "
-            "is usual.",
+            "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. Use "
+            "2000, the default.",
         ),
         (
             {"growth_interval": 2**30 + 1},
             "`growth_interval` must be at most 2^30; got 1073741825. It counts finite steps. Counters "
-            "are int32, and no run is that long. Use 2**30 for what shall never come.",
+            "are int32. Use 2000, the default.",
         ),
         (
             {"growth_interval": True},
             "`growth_interval` must be an int of at least 1; got True. It counts finite steps. "
-            "2000 is usual.",
+            "Use 2000, the default.",
         ),
         (
             {"hysteresis": 1.5},
-            "`hysteresis` must be an int of at least 1; got 1.5. It counts overflows. 1 backs off "
-            "at once.",
+            "`hysteresis` must be an int of at least 1; got 1.5. It counts overflows. Use 1 to "
+            "back off at every overflow.",
         ),
         (
             {"hysteresis_refill": "never"},
             '`hysteresis_refill` must be "growth" or "finite_step"; got \'never\'. It says what '
-            'gives absorbed overflows back. Use "growth", as Megatron-LM and DeepSpeed do by '
-            "default.",
+            'resets the count of overflows. Use "growth", the default of Megatron-LM and DeepSpeed.',
         ),
         (
             {"grace_steps": -1},
-            "`grace_steps` must be an int of at least 0; got -1. It counts finite steps. 0 counts "
-            "them all.",
+            "`grace_steps` must be an int of at least 0; got -1. It counts finite steps. Use 0 to "
+            "count every finite step.",
         ),
         (
             {"low_scale_intervals": ((3.0, 25),)},
-            POWER.format("low_scale_intervals", 3.0, 4.0),
+            "`low_scale_intervals` must have powers of two between 2^-126 and 2^126 as scales; got 3.0. "
+            "The loss scale is always a power of two. Use (4.0, 25) for this pair.",
         ),
         (
             {"low_scale_intervals": ((2.0, 25), (8.0, 0))},
-            "`low_scale_intervals` must be an int of at least 1; got 0. It counts finite steps. "
-            "25 is usual.",
+            "`low_scale_intervals` must have ints from 1 to 2^30 as intervals; got 0. An interval counts "
+            "finite steps. Use (8.0, 25) for this pair.",
+        ),
+        (
+            {"low_scale_intervals": (2.0, 25)},
+            "`low_scale_intervals` must be pairs (scale, interval); got (2.0, 25). Below each scale, "
+            "its interval applies. Use for instance ((2.0, 25), (8.0, 100)).",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 
 from scaling import Cause, HeadroomLossScale, Verdict
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import is_power_of_two
 
 
 def fits(magnitude):
@@ -53,7 +53,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
         assert expected == oracle.numbers(state), f"diverged at step {step}"
         assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
-        check_power_of_two("loss_scale", float(state.loss_scale))
+        assert is_power_of_two(float(state.loss_scale))
 
 
 @pytest.mark.parametrize("start", [-14, 0, 15, 24])
@@ -85,10 +85,11 @@ def test_a_search_takes_steps_that_a_halving_would_take_twenty_of():
     assert tried == [2.0**40, 2.0**20, 1.0, 2.0**11]
 
 
-INTERVAL = (
-    "`growth_interval` must be an int of at least 1; got {}. It counts finite steps. 100 is usual."
+INTERVAL = "`growth_interval` must be an int of at least 1; got {}. It counts finite steps. Use 100, the default."
+BITS = (
+    "`headroom_bits` must be an int of at least 0; got {}. It counts factors of two. Use 4, the "
+    "default."
 )
-BITS = "`headroom_bits` must be an int of at least 0; got {}. It counts factors of two. 4 is usual."
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,6 @@ def test_no_more_headroom_than_float16_has():
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         HeadroomLossScale(headroom_bits=41)
     assert str(error.value) == (
-        "`headroom_bits` must be at most 40; got 41. Float16 has no more between its smallest and its "
-        "largest number. 4 is usual."
+        "`headroom_bits` must be at most 40; got 41. Float16 has only that many factors of two between "
+        "its smallest and its largest number. Use 4, the default."
     )

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import example, given
 
 from scaling import Cause, LogMaxLossScale, LogMaxLossScaleState, Verdict
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import is_power_of_two
 
 # Where the oracle's exponent is this near to an integer, float32 may round to either side.
 UNDECIDED = 1e-3
@@ -71,7 +71,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
             assert oracle.numbers(expected) == oracle.numbers(state), f"diverged at step {step}"
 
         assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
-        check_power_of_two("loss_scale", float(state.loss_scale))
+        assert is_power_of_two(float(state.loss_scale))
 
 
 @given(generators.log_max_rules(), generators.verdict_histories(max_size=12))
@@ -208,12 +208,12 @@ def test_constants_that_float32_rounds_away_are_refused_or_work(arguments):
 
 
 DECAY = (
-    "`{}` must be a number in [0, 1); got {}. It is what a running mean keeps of itself at each "
-    "step. Use 0.99 for a memory of a hundred steps."
+    "`{}` must be a number in [0, 1); got {}. At each step a running mean keeps this "
+    "fraction of its value. Use 0.99, which averages over about 100 steps."
 )
 ROOM = (
-    "`deviations` must be a number from 0 to 100; got {}. It is the room to leave, in standard "
-    "deviations. 3.09 is usual."
+    "`deviations` must be a number from 0 to 100; got {}. It is the headroom in standard "
+    "deviations. Use 3.09, the default."
 )
 
 

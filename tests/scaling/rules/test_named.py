@@ -60,30 +60,30 @@ KNOWN = (
     [
         (
             "dynamix",
-            f"`loss_scale` must be a number or one of {KNOWN}; got 'dynamix'. No rule has that "
-            "name. Did you mean 'dynamic'?",
+            f"`loss_scale` must be a number or one of {KNOWN}; got 'dynamix'. There is no rule "
+            "with that name. Did you mean 'dynamic'?",
         ),
         (
             "1,024",
-            f"`loss_scale` must be a number or one of {KNOWN}; got '1,024'. No rule has that name. "
-            "Use for instance 1024 or dynamic.",
+            f"`loss_scale` must be a number or one of {KNOWN}; got '1,024'. There is no rule with "
+            "that name. Use for instance 1024 or dynamic.",
         ),
         (
             "dynamic:hysteresis",
             "`loss_scale` must give fields as field=value; got 'hysteresis' in "
-            "'dynamic:hysteresis'. A name alone says nothing. Use for instance "
+            "'dynamic:hysteresis'. A field needs a value. Use for instance "
             "dynamic:growth_interval=500.",
         ),
         (
             "dynamic:hysteresis_refill=growth=now",
             '`hysteresis_refill` must be "growth" or "finite_step"; got \'growth=now\'. It says what '
-            'gives absorbed overflows back. Use "growth", as Megatron-LM and DeepSpeed do by default.',
+            'resets the count of overflows. Use "growth", the default of Megatron-LM and DeepSpeed.',
         ),
         (
             "headroom:bits=3",
             "`loss_scale` must name fields of the rule; got 'bits' in 'headroom:bits=3'. headroom "
             "has backoff_factor, growth_factor, growth_interval, headroom_bits, initial_scale, "
-            "max_scale, min_scale. Name only these.",
+            "max_scale, min_scale. Use only these.",
         ),
         (
             "jmp:intial_scale=8",
@@ -95,27 +95,27 @@ KNOWN = (
         (
             "none:loss_scale=1",
             "`loss_scale` must name fields of the rule; got 'loss_scale' in 'none:loss_scale=1'. "
-            "none has no fields. Name only these.",
+            "none has no fields. Use none.",
         ),
         (
             "fixed",
-            "`loss_scale` must say which scale is fixed; got 'fixed'. No scale is usual. Use for "
+            "`loss_scale` must include the value of a fixed scale; got 'fixed'. There is no default. Use for "
             "instance 1024 or fixed:loss_scale=1024.",
         ),
         (
             "2^10:growth_interval=5",
-            "`loss_scale` must have no fields behind a number; got '2^10:growth_interval=5'. A fixed "
-            "scale never moves. Use 2^10 alone, or dynamic:initial_scale=2^10:growth_interval=5.",
+            "`loss_scale` must not have fields after a number; got '2^10:growth_interval=5'. A number "
+            "means a fixed scale, which has none. Use 2^10, or dynamic:initial_scale=2^10:growth_interval=5.",
         ),
         (
             "2^999",
-            f"`loss_scale` must be a power of two between 2^-126 and 2^126; got {2**999}. Only "
-            f"multiplying by a power of two, and dividing again, returns the same bits. Use {2.0**126}.",
+            f"`loss_scale` must be a power of two between 2^-126 and 2^126; got {2**999}. Only powers of "
+            "two scale and unscale gradients without changing their bits. Use 1024.0.",
         ),
         (
             "1000",
-            "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only "
-            "multiplying by a power of two, and dividing again, returns the same bits. Use 1024.0.",
+            "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only powers of "
+            "two scale and unscale gradients without changing their bits. Use 1024.0.",
         ),
     ],
 )

@@ -292,34 +292,33 @@ def test_the_newest_version_is_the_default(name, version, reference):
             ValueError,
             {"name": "caffe"},
             "`name` must be one of keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, "
-            "metaseq, flax, jmp; got 'caffe'. A preset is known by the system it moves like. Use "
-            "one of these, or scaling.DynamicLossScale with constants of your own.",
+            "metaseq, flax, jmp; got 'caffe'. A preset has the name of the system that it "
+            "reproduces. Use one of these, or scaling.DynamicLossScale with your own constants.",
         ),
         (
             ValueError,
             {"name": "deepspeed", "version": "0.17"},
-            "`version` must be one of 0.16, 0.19 for deepspeed; got '0.17'. Only what the table "
-            "lists was held against the system. Read there where its law changed, or give no "
-            "version.",
+            "`version` must be one of 0.16, 0.19 for deepspeed; got '0.17'. Presets exist only "
+            "for the versions that were tested. Leave `version` out to get the newest one.",
         ),
         (
             ValueError,
             {"name": "megatron", "version": "0.9"},
-            "`version` must be left out for megatron; got '0.9'. Only what the table lists was "
-            "held against the system. Read there where its law changed, or give no version.",
+            "`version` must be left out for megatron; got '0.9'. Presets exist only for the "
+            "versions that were tested. Leave `version` out to get the newest one.",
         ),
         (
             ValueError,
             {"name": "flax", "growth_interval": -1},
-            "`growth_interval` must be an int of at least 0; got -1. It counts as Flax does. 2000 is "
-            "usual.",
+            "`growth_interval` must be an int of at least 0; got -1. It counts finite steps, and Flax "
+            "grows one step after it. Use 2000, the default.",
         ),
         (
             TypeError,
             {"name": "metaseq", "window": 3, "hysteresis": 2},
-            "`overrides` must be fields of the preset's rule; got hysteresis, window. metaseq has"
-            " backoff_factor, growth_factor, growth_interval, initial_scale, max_scale, "
-            "min_scale, scale_interval, tolerance. Use these names.",
+            "`overrides` must be fields of the preset's rule; got hysteresis, window. The rule of "
+            "metaseq has backoff_factor, growth_factor, growth_interval, initial_scale, max_scale, "
+            "min_scale, scale_interval, tolerance. Use one of these names.",
         ),
     ],
 )

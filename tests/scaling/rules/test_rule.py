@@ -130,9 +130,9 @@ def test_rules_that_measure_want_a_magnitude(rule):
             rule.advance(rule.initial_state(), verdict)
 
         assert str(error.value) == (
-            f"`verdict.max_magnitude` must be given to {name(rule)}; got None. The rule moves by "
-            "the largest gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
-            "max_magnitude), unscaled."
+            f"`verdict.max_magnitude` must be given to {name(rule)}; got None. This rule moves "
+            "by the largest unscaled gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
+            "max_magnitude)."
         )
 
 
@@ -143,20 +143,20 @@ def test_a_verdict_must_be_one_bool(rule):
     with pytest.raises(TypeError) as error:
         rule.advance(state, tf.constant(1.0))
     assert str(error.value) == (
-        "`verdict` must be a bool; got float32. It answers whether every gradient was finite. "
+        "`verdict` must be a bool; got float32. It says whether every gradient was finite. "
         "Pass scaling.all_finite(gradients)."
     )
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         rule.advance(state, tf.constant([True, False]))
     assert str(error.value) == (
-        "`verdict` must be a scalar; got shape (2,). It answers whether every gradient was finite. "
+        "`verdict` must be a scalar; got shape (2,). It says whether every gradient was finite. "
         "Pass scaling.all_finite(gradients)."
     )
 
 
 POWER = (
-    "`{}` must be a power of two between 2^-126 and 2^126; got {}. Only multiplying by a power of "
-    "two, and dividing again, returns the same bits. Use {}."
+    "`{}` must be a power of two between 2^-126 and 2^126; got {}. Only powers of two scale and "
+    "unscale gradients without changing their bits. Use {}."
 )
 
 
@@ -165,20 +165,19 @@ POWER = (
     ("arguments", "message"),
     [
         ({"initial_scale": 1000.0}, POWER.format("initial_scale", 1000.0, 1024.0)),
-        ({"min_scale": 0.0}, POWER.format("min_scale", 0.0, 32768.0)),
-        ({"min_scale": 2.0**-127}, POWER.format("min_scale", 2.0**-127, 2.0**-126)),
-        ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, 2.0**126)),
-        ({"max_scale": float("inf")}, POWER.format("max_scale", "inf", 32768.0)),
+        ({"min_scale": 0.0}, POWER.format("min_scale", 0.0, "2.0**-14")),
+        ({"min_scale": 2.0**-127}, POWER.format("min_scale", 2.0**-127, "2.0**-126")),
+        ({"max_scale": 2.0**127}, POWER.format("max_scale", 2.0**127, "2.0**126")),
+        ({"max_scale": float("inf")}, POWER.format("max_scale", "inf", "2.0**24")),
         (
-            {"min_scale": 4.0, "max_scale": 2.0},
-            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. No scale lies between them. "
-            "Lower `min_scale` or raise `max_scale`.",
+            {"min_scale": 4.0, "max_scale": 2.0, "initial_scale": 2.0},
+            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. There is no scale between "
+            "them. Lower `min_scale` or raise `max_scale`.",
         ),
         (
             {"initial_scale": 8.0, "max_scale": 4.0, "min_scale": 1.0},
-            "`initial_scale` must lie in [min_scale, max_scale] = [1.0, 4.0]; got 8.0. The scale "
-            "never leaves its bounds, so it cannot start outside. Move `initial_scale` or widen "
-            "the bounds.",
+            "`initial_scale` must lie between `min_scale` (1.0) and `max_scale` (4.0); got 8.0. The "
+            "scale never leaves these bounds. Set `initial_scale` to 4.0, or `max_scale` to 8.0.",
         ),
     ],
 )
@@ -201,13 +200,13 @@ COUNTERS = [scaling.DynamicLossScale, scaling.TolerantLossScale, scaling.Headroo
         ({"backoff_factor": 0.75}, POWER.format("backoff_factor", 0.75, 0.5)),
         (
             {"growth_factor": 0.5},
-            "`growth_factor` must be greater than 1; got 0.5. A factor of 1 or less never raises "
-            "the scale again after a backoff. Use 2.0 for the usual doubling.",
+            "`growth_factor` must be greater than 1; got 0.5. A factor of 1 or less would never raise "
+            "the scale. Use 2.0, which doubles it.",
         ),
         (
             {"backoff_factor": 2.0},
-            "`backoff_factor` must be less than 1; got 2.0. A factor of 1 or more never gets out "
-            "of an overflow. Use 0.5 for the usual halving.",
+            "`backoff_factor` must be less than 1; got 2.0. A factor of 1 or more would never "
+            "lower the scale after an overflow. Use 0.5, which halves it.",
         ),
     ],
 )

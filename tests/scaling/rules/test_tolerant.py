@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 
 from scaling import TolerantLossScale
-from scaling.base.number_formats import check_power_of_two
+from scaling.base.number_formats import is_power_of_two
 
 
 # A tolerance that the share reaches exactly: the twentieth step overflows, 1/20 >= 0.05.
@@ -36,7 +36,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
         assert expected == oracle.numbers(state), f"diverged at step {step}"
         assert rule.min_scale <= float(state.loss_scale) <= rule.max_scale
-        check_power_of_two("loss_scale", float(state.loss_scale))
+        assert is_power_of_two(float(state.loss_scale))
 
 
 def test_the_growth_interval_never_leaves_int32():
@@ -84,8 +84,8 @@ def test_a_run_that_goes_on_with_a_shorter_interval_grows():
 
 
 TOLERANCE = (
-    "`tolerance` must be a number in [0, 1); got {}. It is the share of steps that may overflow, "
-    "and with 1 the scale would never back off. 0 backs off at once."
+    "`tolerance` must be a number in [0, 1); got {}. It is the fraction of steps that may "
+    "overflow; with 1 the scale would never back off. Use 0.05, the default."
 )
 
 
@@ -104,6 +104,6 @@ def test_a_growth_interval_is_a_count():
         TolerantLossScale(growth_interval=0)
 
     assert str(error.value) == (
-        "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. 2000 is "
-        "usual."
+        "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. Use 2000, "
+        "the default."
     )

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 import scaling
 from scaling import Cause, simulate
 from scaling.base.number_formats import HALF_MAX
-from scaling.telemetry.play import account, best_fixed_scale, compare, play, what_is_known
+from scaling.telemetry.play import best_fixed_scale, compare, gather_evidence, play, summarize
 from scaling.telemetry.record import read_record, record_line
 from scaling.telemetry.stats import COUNTS
 
@@ -123,11 +123,10 @@ def test_a_damaged_line_is_refused_by_its_number(path, line, why):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         read_record(path)
 
-    assert str(error.value).startswith(
-        f"`path` must hold one JSON object a line; got {line[:60]!r} in line 2 of {path}. The line "
-        f"is damaged ({why}"
+    assert str(error.value).startswith(f"Line 2 of {path} is damaged ({why}")
+    assert str(error.value).endswith(
+        f"): {line[:60]!r}. A run that is killed can leave a line unfinished. Delete the line."
     )
-    assert str(error.value).endswith("). Remove it.")
 
 
 def test_a_file_without_gradients_is_refused(path):
@@ -137,9 +136,8 @@ def test_a_file_without_gradients_is_refused(path):
         read_record(path)
 
     assert str(error.value) == (
-        f"`path` must hold recorded gradients; got none in {path}. They cost a pass over the "
-        "gradients at each step, so a run keeps them only if it is told to. Train with "
-        "record_gradients=True, or --record_gradients."
+        f"{path} has no recorded gradients. Recording takes another pass over the gradients at every "
+        "step, so it is off by default. Train with record_gradients=True, or --record_gradients."
     )
 
 
@@ -153,17 +151,17 @@ def test_what_a_record_tells_of_other_scales(path):
         (4.0, Cause.NONE, 3.0),
         (4.0, Cause.REDUCTION, np.nan),
     ]
-    known = what_is_known(written(path, report(steps)))
+    known = gather_evidence(written(path, report(steps)))
 
     assert known.magnitude.tolist() == [3.0, 3.0, 3.0, 3.0]
     assert known.fits_at.tolist() == [0.0, 0.0, 4.0, 0.0]
     assert known.overflows_at.tolist() == [16.0, np.inf, np.inf, 4.0]
     assert known.incurable.tolist() == [Cause.NONE, Cause.FORWARD, Cause.NONE, Cause.NONE]
-    wide = what_is_known(written(path, report(steps), precision="float32"))
+    wide = gather_evidence(written(path, report(steps), precision="float32"))
     assert wide.fits_at.tolist() == [0.0] * 4
     assert wide.overflows_at.tolist() == [np.inf] * 4
     assert wide.incurable.tolist() == [Cause.MODEL, Cause.FORWARD, Cause.NONE, Cause.MODEL]
-    assert what_is_known(written(path, report(steps[:2]))).magnitude.tolist() == [0.0, 0.0]
+    assert gather_evidence(written(path, report(steps[:2]))).magnitude.tolist() == [0.0, 0.0]
 
 
 def steps_of_a_run():
@@ -261,13 +259,13 @@ def test_an_account_adds_up(path):
         precision="float32",
     )
     scales = np.float32([2.0**16, 2.0**2, 2.0**4])
-    outcome = account("mine", scales, np.array([True, False, False]), record)
+    outcome = summarize("mine", scales, np.array([True, False, False]), record)
 
     assert (outcome.name, outcome.below_best) == ("mine", 2)
     assert outcome.lost == pytest.approx(
         (1 / 4 + 0) / 2 if 2.0**-28 * 16 > 2.0**-25 else (1 / 4 + 1 / 2) / 2
     )
-    assert np.isnan(account("none", scales, np.array([True] * 3), record).lost)
+    assert np.isnan(summarize("none", scales, np.array([True] * 3), record).lost)
 
 
 def example_record(path):
@@ -282,7 +280,7 @@ rule         skipped  below 2^15   lost to underflow  last scale
 as recorded        1            0                  -        2^15
 2^4                0            4            50.000%         2^4
 pytorch            1            0             0.000%        2^15
-Lost: besides what the run's own float16 had already flushed, unseen."""
+Lost to underflow: in addition to what the run's own float16 had already flushed."""
 
 
 def test_the_table(path):
@@ -291,14 +289,14 @@ def test_the_table(path):
 
     assert simulate.table(record, compare(record, ["2^4", "pytorch"])) == TABLE
     halved = written(path, report(THREE[:1]), precision="float32", shares=2)
-    assert "Magnitudes are of sums over 2 shares" in simulate.table(halved, compare(halved, []))
+    assert "Magnitudes are of sums over 2 parts" in simulate.table(halved, compare(halved, []))
     wide = written(path, report(THREE[:1]), precision="float32", shares=8)
     assert simulate.table(wide, compare(wide, [])) == (
         "1 steps in float32; best fixed scale: 2^19\n"
         "rule         skipped  below 2^19   lost to underflow  last scale\n"
         "as recorded        0            1             0.000%         2^3\n"
-        "Magnitudes are of sums over 8 shares of a batch; float16 holds one share at a time, so that "
-        "fewer steps may overflow."
+        "Magnitudes are of sums over 8 parts of a batch, but float16 holds one part at a time, so "
+        "fewer steps may overflow in reality."
     )
 
 
@@ -340,7 +338,7 @@ def test_the_program(path, parsed, capsys):
     simulate.main(["simulate", str(path)])
     picture = path.with_name("scales.png")
 
-    assert capsys.readouterr().out == f"{TABLE}\ndrawn in {picture}\n"
+    assert capsys.readouterr().out == f"{TABLE}\nPlot written to {picture}\n"
     assert picture.read_bytes()[:4] == b"\x89PNG"
     picture.unlink()
     parsed.plot = ""
@@ -362,10 +360,10 @@ def test_the_program_says_what_is_wrong(path, parsed, capsys, monkeypatch):
     with pytest.raises(SystemExit) as error:
         simulate.main(["simulate", str(path)])
     assert str(error.value) == (
-        "matplotlib is needed to draw the scales; it is not installed. It comes with an extra of "
-        "its own. Run pip install 'halfstep[plot]', or pass --plot= for no picture."
+        "Plotting the scales needs matplotlib, which is not installed. Run pip install "
+        "'halfstep[plot]', or pass --plot= for no plot."
     )
     assert "as recorded" in capsys.readouterr().out
     with pytest.raises(app.UsageError) as usage:
         simulate.main(["simulate"])
-    assert str(usage.value) == "give one file: python -m scaling.simulate RUN/metrics.jsonl"
+    assert str(usage.value) == "Pass one file: python -m scaling.simulate RUN/metrics.jsonl"

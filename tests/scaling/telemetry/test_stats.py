@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import example, given
 
 import scaling
-from scaling.base.number_formats import HALF_MAX, check_power_of_two
+from scaling.base.number_formats import HALF_MAX, is_power_of_two
 from scaling.telemetry.recommend import describe_share
 from scaling.telemetry.stats import COUNTS
 
@@ -117,7 +117,7 @@ def test_the_recommended_scale_is_the_largest_that_leaves_room(gradient):
     """Four bits are left at the recommended scale, and would not be at twice that."""
     advice = scaling.recommend(scaling.gradient_stats([gradient], at(1.0)))
     largest = float(np.abs(gradient).max())
-    check_power_of_two("loss_scale", advice.loss_scale)
+    assert is_power_of_two(advice.loss_scale)
     if largest:
         assert largest * advice.loss_scale * 16 <= HALF_MAX or advice.loss_scale == 2.0**-126
         assert largest * advice.loss_scale * 32 > HALF_MAX or advice.loss_scale == 2.0**126
@@ -136,8 +136,8 @@ def test_the_recommendation_says_what_it_would_lose_and_where():
     assert advice.loss_scale == 2.0**11
     assert advice.lost == {"conv1": 0.75, "conv2": pytest.approx(1e-3)}
     assert str(advice) == (
-        "2^11 would lose 75.00% of conv1, 0.10% of conv2. The largest gradient, 1 in conv1, keeps "
-        "4 factors of two below the largest float16."
+        "2^11 would lose 75.00% of conv1, 0.10% of conv2. The largest gradient, 1 in conv1, stays "
+        "at least 4 factors of two below the largest float16."
     )
 
 
@@ -149,8 +149,8 @@ def test_what_has_overflowed_is_no_reason_to_go_up(gradients):
 
     assert advice.loss_scale == 2.0**14
     assert str(advice) == (
-        "2^14 would lose nothing. At 2^15, 2 elements were inf or NaN: half of that is the most to "
-        "try, if a smaller scale helps at all."
+        "2^14 would lose nothing. At 2^15, 2 elements were inf or NaN. Try at most half of that "
+        "scale; a smaller one may not help if the model itself overflows."
     )
 
 
@@ -169,8 +169,8 @@ def test_a_recommendation_without_loss_is_short():
     stats = scaling.gradient_stats([tf.constant([0.25]), tf.constant([-0.5, 0.0])], at(1.0))
 
     assert str(scaling.recommend(stats)) == (
-        "2^12 would lose nothing. The largest gradient, 0.5 in gradient 1, keeps 4 factors of two "
-        "below the largest float16."
+        "2^12 would lose nothing. The largest gradient, 0.5 in gradient 1, stays at least 4 "
+        "factors of two below the largest float16."
     )
 
 
@@ -188,8 +188,8 @@ def test_without_any_gradient_the_recommendation_is_to_look_higher():
 
     assert advice.loss_scale == 2.0**22
     assert str(advice) == (
-        "2^22 would lose nothing. Every gradient is zero: float16 has flushed them all, or there "
-        "are none. A scale 2^20 times as large is worth a try."
+        "2^22 would lose nothing. Every gradient is zero: either float16 has flushed them, or they "
+        "are truly zero. Try a scale that is 2^20 times as large."
     )
 
 
@@ -200,6 +200,6 @@ def test_names_must_match():
         scaling.recommend(stats, ["a", "b"])
 
     assert str(error.value) == (
-        "`names` must hold one name for each gradient; got 2 for 1. They stand in the order of "
-        "tf.nest.flatten(gradients). Pass [v.path for v in model.trainable_variables]."
+        "`names` must hold one name per gradient; got 2 names for 1 gradients. The order is that of "
+        "tf.nest.flatten(gradients). Pass for instance [v.path for v in model.trainable_variables]."
     )

@@ -63,21 +63,21 @@ def weightless():
         ),
         (
             {"precision": "fp16"},
-            "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'fp16'. The "
-            "weights always stay in float32, so that small updates are not lost. Use "
+            "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'fp16'. "
+            "Weights always stay in float32, so that small updates are not lost. Use "
             '"mixed_float16" or "mixed_bfloat16" to compute in half precision.',
         ),
         (
             {"loss_scale": 1000},
             "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only "
-            "multiplying by a power of two, and dividing again, returns the same bits. Use 1024.0.",
+            "powers of two scale and unscale gradients without changing their bits. Use 1024.0.",
         ),
         (
             {"loss_scale": "dynamite"},
             "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, "
             "headroom, "
             "keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, metaseq, flax, jmp; got "
-            "'dynamite'. No rule has that name. Did you mean 'dynamic'?",
+            "'dynamite'. There is no rule with that name. Did you mean 'dynamic'?",
         ),
         (
             {"loss_scale": [1]},

@@ -160,9 +160,8 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path):
         read_record(path)
 
     assert str(error.value) == (
-        f"`path` must hold recorded gradients; got none in {path}. They cost a pass over the "
-        "gradients at each step, so a run keeps them only if it is told to. Train with "
-        "record_gradients=True, or --record_gradients."
+        f"{path} has no recorded gradients. Recording takes another pass over the gradients at every "
+        "step, so it is off by default. Train with record_gradients=True, or --record_gradients."
     )
     assert "DenseBincount" not in operations(trainer)
     assert "DenseBincount" in operations(recording(tmp_path))
@@ -216,7 +215,7 @@ def test_the_program_prints_a_table_and_draws(tmp_path):
         "recorded",
         str(read_record(tmp_path / "metrics.jsonl").skipped.sum()),
     ]
-    assert lines[-1] == f"drawn in {tmp_path / 'scales.png'}"
+    assert lines[-1] == f"Plot written to {tmp_path / 'scales.png'}"
     assert (tmp_path / "scales.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -228,5 +227,5 @@ def test_the_program_says_what_it_cannot_read(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     assert result.returncode == 1
-    assert "`path` must hold recorded gradients" in result.stderr
+    assert "has no recorded gradients" in result.stderr
     assert "Traceback" not in result.stderr
