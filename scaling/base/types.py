@@ -1,6 +1,6 @@
 """Names for the types that pass through this package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import tensorflow as tf
@@ -19,6 +19,9 @@ class RuleState(Protocol):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Shape (), float32: the scale of the next step, a power of two."""
+
+    def __iter__(self) -> Iterator[tf.Tensor]:
+        """Iterates over the fields."""
 
     @property
     def _replace(self) -> Callable[..., "RuleState"]:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import check_integer, is_integer, is_number, nearest
+from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number
 
 
 def check_count(name: str, value: object) -> None:
@@ -75,7 +75,7 @@ def check_no_unknown_arguments(unknown: dict[str, Any], function: Callable[..., 
     for name in unknown:
         raise TypeError(
             f"`{name}` must be an argument of Trainer; got an unknown name. It would have no "
-            f"effect. {nearest(name, known, 'Remove it.')}"
+            f"effect. {did_you_mean(name, known, 'Remove it.')}"
         )
 
 
@@ -100,7 +100,7 @@ def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
     if value not in choices:
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. There are no "
-            f"other choices. {nearest(str(value), map(str, choices), 'Pass one of these.')}"
+            f"other choices. {did_you_mean(str(value), map(str, choices), 'Pass one of these.')}"
         )
 
 

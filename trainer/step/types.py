@@ -1,10 +1,12 @@
 """Types that are passed from file to file on the way through a step."""
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
+
+from scaling.base.types import RuleState
 
 # A batch in the structure of the user's data; the first dimension of every tensor is the example.
 Batch: TypeAlias = "tf.Tensor | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
@@ -22,16 +24,8 @@ Variable: TypeAlias = keras.Variable | tf.Variable
 # `StepPlan.held_back`. The positions are strings because TensorFlow sorts the keys of a dict.
 Written: TypeAlias = dict[str, tf.Tensor]
 
-
-class ScaleState(Protocol):
-    """The state of a loss-scale rule: a NamedTuple of tensors whose first is the scale."""
-
-    @property
-    def loss_scale(self) -> tf.Tensor:
-        """The loss scale: shape (), float32."""
-
-    def __iter__(self) -> Iterator[tf.Tensor]:
-        """Iterates over the fields."""
+# The state of a loss-scale rule: a NamedTuple of tensors whose first is the scale.
+ScaleState: TypeAlias = RuleState
 
 
 class StepInputs(NamedTuple):
