@@ -52,6 +52,7 @@ THREE_REPLICAS = (
     "laws/test_transaction.py",
     "laws/test_retry.py",
     "trainer/config/test_skip_policy.py",
+    "trainer/monitor/test_stuck.py",
     "trainer/step/test_randomness.py",
 )
 ONE_REPLICA = ("trainer/step/test_objective.py", "trainer/step/test_fused.py")

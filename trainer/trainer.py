@@ -37,7 +37,7 @@ from trainer.config.resolve import (
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_data, target_step
 from trainer.data.iterator_state import DataPosition
-from trainer.evaluation.ema_weights import as_asked
+from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.export import check_export, export
 from trainer.log.console import resolve_style
 from trainer.log.run_log import RunLog
@@ -506,7 +506,7 @@ class Trainer(Task):
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
         self._start(found.first, lambda batch, training: self.predict_batch(batch))  # noqa: ARG005
-        with as_asked(self._parts.plan, averaged):
+        with evaluated_weights(self._parts.plan, averaged):
             return self._parts.evaluator.predict(found.dataset, precision)
 
     def dry_run(
@@ -592,7 +592,7 @@ class Trainer(Task):
         """
         self._check_started("export")
         check_export(self.model, path, precision)
-        with as_asked(self._parts.plan, averaged):
+        with evaluated_weights(self._parts.plan, averaged):
             return export(self.model, pathlib.Path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
@@ -641,7 +641,7 @@ class Trainer(Task):
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model as it was evaluated into a folder."""
-        with as_asked(self._parts.plan, averaged=None):
+        with evaluated_weights(self._parts.plan, averaged=None):
             export_model(self.model, folder)
 
     def _evaluate(
@@ -650,7 +650,7 @@ class Trainer(Task):
         """Returns the results of an evaluation, or None if it may be stopped, and was."""
         self._evaluating = True
         try:
-            with as_asked(self._parts.plan, averaged):
+            with evaluated_weights(self._parts.plan, averaged):
                 return self._parts.evaluator.evaluate(found.dataset, precision, stoppable=stoppable)
         finally:
             self._evaluating = False

@@ -118,13 +118,10 @@ def test_a_job_that_loses_a_worker_resumes_from_its_checkpoint(undisturbed, tmp_
     print(f"worker {victim} killed: the other ended after {seconds:.1f} s")  # noqa: T201
     assert left == 1
     assert seconds < 30
-    assert (
-        f"WorkerLostError: `strategy` must keep all its workers; got an end of worker {victim} "
-        in printed
-    )
-    assert f"({address}) after step " in printed
+    assert f"WorkerLostError: Lost worker {victim} ({address}) after step " in printed
     if victim:
-        assert f"The last checkpoint is {model_dir}/ckpt-" in printed
+        restart = "Restart all workers with the same command to continue from"
+        assert f"{restart} {model_dir}/ckpt-" in printed
     assert not (model_dir / f"ckpt-{STEPS}").exists()
 
     (tmp_path / "noisy-0.jsonl").unlink()
@@ -161,7 +158,7 @@ def test_data_that_only_one_worker_cannot_read_end_the_job(tmp_path):
 
     assert codes == [1, 1]
     assert "DataError: The training data raised InvalidArgumentError after step 4" in worker
-    assert "got an end of worker 1 " in chief
+    assert "Lost worker 1 (" in chief
 
 
 @pytest.mark.slow
@@ -176,12 +173,15 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
         chief, worker = (path.read_text() for path in job.output_files)
 
     start = (
-        "ValueError: `eval_data` must be the same on every worker; got data of several lengths: "
+        "ValueError: `eval_data` must be the same on every worker; got data of different lengths: "
     )
-    why = " Each replica takes its share of every batch. Do not divide them beforehand."
+    why = (
+        " has batches left. Each replica takes its own share of every batch. Do not divide the "
+        "data between workers."
+    )
     assert codes == [1, 1]
-    assert f"{start}others have some left.{why}" in chief
-    assert f"{start}some are left here.{why}" in worker
+    assert f"{start}another worker{why}" in chief
+    assert f"{start}this worker{why}" in worker
     assert (model_dir / "ckpt-6").exists()
 
 

@@ -97,11 +97,11 @@ def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManage
     A function that is traced inside the context keeps computing in float32 afterwards.
     """
     half = [layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")]
-    return with_dtype_policy("float32", half)
+    return layers_under_policy("float32", half)
 
 
 @contextlib.contextmanager
-def with_dtype_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
+def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Gives layers another dtype policy, keeps their variables, and restores the policy after.
 
     Setting a layer's `dtype_policy` is public; finding all layers is not.

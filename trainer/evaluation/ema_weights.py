@@ -1,4 +1,4 @@
-"""The moving averages of the weights that optimizers keep, in the weights' place for a while."""
+"""Evaluates with the moving averages that optimizers keep of the weights (EMA)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,50 +9,54 @@ from trainer.step.rollback import read_copies, write_copies
 
 
 def keeps_average(plan: StepPlan) -> bool:
-    """Returns whether every optimizer of a run keeps one."""
+    """Returns whether every optimizer of a run keeps a moving average of its weights."""
     return all(objective.optimizer.use_ema for objective in plan.objectives)
 
 
 @contextlib.contextmanager
 def averaged_weights(plan: StepPlan) -> Iterator[None]:
-    """Within, the model's weights are their averages; before the first update, themselves.
+    """A context in which the model's weights are replaced by their moving averages.
 
-    The weights are put back bit for bit, also when something raises within.
+    Before the first update there are no averages, and the weights stay as they are. On exit the
+    weights are restored bit for bit, also after an exception.
     """
     variables: list[Any] = list(plan.model.trainable_variables)
     weights = read_copies(variables, plan.strategy)
     try:
         with plan.strategy.scope():
             for objective in plan.objectives:
-                # Keras's own way to end a training: it writes the averages over the weights.
+                # Keras calls this at the end of `fit`: it overwrites weights by averages.
                 if objective.optimizer.iterations.numpy():
-                    own = [variables[position] for position in objective.positions]
-                    objective.optimizer.finalize_variable_values(own)
+                    moved = [variables[position] for position in objective.positions]
+                    objective.optimizer.finalize_variable_values(moved)
         yield
     finally:
         write_copies(variables, weights, plan.strategy)
 
 
-def as_asked(plan: StepPlan, averaged: bool | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context with the weights that were asked for.
+def evaluated_weights(
+    plan: StepPlan, averaged: bool | None
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the model has the weights to evaluate or export.
 
     Args:
-        plan: the run's.
-        averaged: whether the averages; None: if there are any.
+        plan: the run's plan.
+        averaged: True for the moving averages, False for the weights as they are trained, None
+            for the averages if the run keeps them.
 
     Raises:
-        TypeError: if it was not asked in these words.
-        ValueError: if there are none.
+        TypeError: if `averaged` is neither a bool nor None.
+        ValueError: if it is True and the run keeps no averages.
     """
     if averaged is not None and not isinstance(averaged, bool):
         raise TypeError(
-            f"`averaged` must be True, False or None; got {averaged!r}. It says whether the "
-            "moving average takes the weights' place. Leave it at None."
+            f"`averaged` must be True, False or None; got {averaged!r}. It selects the moving "
+            "average of the weights. Pass None to use the average if the run keeps one."
         )
     if averaged and not keeps_average(plan):
         raise ValueError(
-            "`averaged` must be None or False if no average is kept; got True. There is nothing to "
-            "put in the weights' place. Train with ema_momentum=."
+            "`averaged` must be None or False if the run keeps no average of the weights; got "
+            "True. There is no average to use. Train with ema_momentum=, or leave averaged= out."
         )
     use = keeps_average(plan) if averaged is None else averaged
     return averaged_weights(plan) if use else contextlib.nullcontext()

@@ -1,9 +1,9 @@
-"""Evaluation and prediction: a forward pass over each replica's share, and what is left of it."""
+"""Evaluation and prediction: each replica runs the model forward on its share of a batch."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -19,26 +19,52 @@ from trainer.step.losses import losses_and_aux, weighted_sum
 from trainer.step.objective import Objective
 from trainer.step.randomness import seed_states
 from trainer.step.replica import my_share
-from trainer.task import Task
 
 PRECISIONS = ("float32", "train")
 
 
+class EvaluationTask(Protocol):
+    """What evaluation uses of a task. `trainer.task.Task` has all of it, and documents it."""
+
+    @property
+    def model(self) -> keras.Model | tf.Module:
+        """The model to evaluate."""
+
+    @property
+    def metrics(self) -> dict[str, keras.metrics.Metric]:
+        """The metrics of the evaluation, by name."""
+
+    def compute_loss(self, batch: Any, training: bool) -> Any:
+        """Returns one loss per example, or (losses, aux)."""
+
+    def example_weights(self, batch: Any) -> tf.Tensor:
+        """Returns the weight of each example of a global batch: shape (examples,)."""
+
+    def update_metrics(self, batch: Any, aux: Any) -> None:
+        """Updates `metrics` with a replica's examples, and the aux of `compute_loss`."""
+
+    def predict_batch(self, batch: Any) -> Any:
+        """Returns the model's outputs for a replica's examples."""
+
+
 class Evaluator:
-    """Runs a task's model forward, in float32 or as in training; keeps what it has traced.
+    """Runs a task's model forward, in float32 or in its training precision.
+
+    It traces one graph per precision, and keeps it.
 
     Args:
         task: the model, the loss and the metrics.
         strategy: where the replicas run.
-        objectives: what is trained; their losses are added up.
+        objectives: what is trained; the evaluated loss is the sum of their losses.
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
-        stop: shape (), bool: while it is true, what may be stopped is.
-        jit_compile: whether XLA compiles what computes as in training.
+        stop: shape (), bool: whether the run was asked to stop, which ends evaluations during
+            training.
+        jit_compile: whether XLA compiles what computes in the training precision.
     """
 
     def __init__(
         self,
-        task: Task,
+        task: EvaluationTask,
         strategy: tf.distribute.Strategy,
         objectives: Sequence[Objective],
         eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
@@ -54,28 +80,27 @@ class Evaluator:
         self._is_keras = isinstance(task.model, keras.Model)
 
         def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
-            as_in_training = precision == "train" or not self._is_keras
-            return (
-                tf.function(method, jit_compile=True) if jit_compile and as_in_training else method
-            )
+            in_training_precision = precision == "train" or not self._is_keras
+            compiled = jit_compile and in_training_precision
+            return tf.function(method, jit_compile=True) if compiled else method
 
-        self._compute_loss = {way: forward(task.compute_loss, way) for way in PRECISIONS}
-        self._precision = PRECISIONS[0]  # of the evaluation that is running
+        self._compute_loss = {each: forward(task.compute_loss, each) for each in PRECISIONS}
+        self._precision = PRECISIONS[0]  # precision of the evaluation that is running
         self._evaluate = {
-            way: tf.function(
+            each: tf.function(
                 functools.partial(evaluate_all, eval_step, stop, strategy), autograph=False
             )
-            for way in PRECISIONS
+            for each in PRECISIONS
         }
         self._predict = {
-            # By place: what stands by name, TensorFlow would take for an argument of the graph.
-            way: tf.function(
+            # Positional, because tf.function turns keyword arguments of a partial into inputs.
+            each: tf.function(
                 functools.partial(
-                    predict_batch, strategy, task.model, forward(task.predict_batch, way)
+                    predict_batch, strategy, task.model, forward(task.predict_batch, each)
                 ),
                 autograph=False,
             )
-            for way in PRECISIONS
+            for each in PRECISIONS
         }
 
     def evaluate(
@@ -83,7 +108,13 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Returns the weighted mean loss and the task's metrics over a data set.
 
-        None if it may be stopped, and was.
+        Args:
+            dataset: global batches.
+            precision: one of `PRECISIONS`.
+            stoppable: whether a request to stop the run ends the evaluation.
+
+        Returns:
+            The results by name; None if the evaluation was stopped.
         """
         for metric in self._task.metrics.values():
             metric.reset_state()
@@ -95,13 +126,16 @@ class Evaluator:
         if strategies.any_worker(bool(left), self._strategy):
             if stopped:
                 return None
-            raise unequal(bool(left))
+            raise unequal_lengths(bool(left))
         metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
     @without_autograph
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns a global batch's weighted sum of losses, and of weights; see `eval_step`."""
+        """Returns a batch's weighted sum of losses and its sum of weights: shape (), float32.
+
+        See `Trainer.eval_step`.
+        """
         weights = check_weights(call_user(self._task.example_weights, batch), batch)
         compute_loss = self._compute_loss[self._precision]
         arguments = (batch, weights, self._task, self._objectives, compute_loss)
@@ -110,17 +144,17 @@ class Evaluator:
         return total, tf.reduce_sum(weights)
 
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
-        """Returns the model's outputs over a data set, as NumPy arrays."""
+        """Returns the model's outputs for a data set, in its order, as NumPy arrays."""
         with self._computing_in(precision):
             outputs = [self._predict[precision](batch) for batch in dataset]
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
     def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Checks `precision`, and holds a Keras model's layers in float32 while it is traced."""
+        """Checks `precision`; returns a context in which a Keras model is traced in it."""
         if precision not in PRECISIONS:
             raise ValueError(
                 f'`precision` must be "float32" or "train" here; got {precision!r}. Evaluation '
-                "computes in float32, or in whatever the model is trained in. Use one of the two."
+                "computes in float32 or in the training precision. Pass one of the two."
             )
         if precision == "float32" and self._is_keras:
             return computing_in_float32(self._task.model)
@@ -131,49 +165,65 @@ def evaluate_all(
     eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
     stop: tf.Variable,
     strategy: tf.distribute.Strategy,
-    iterator: Any,
+    iterator: tf.data.Iterator,
     stoppable: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Evaluates every batch that is left in an iterator. Trace it in a `tf.function`.
+    """Evaluates the remaining batches of an iterator. Trace it in a `tf.function`.
+
+    Args:
+        eval_step: evaluates one global batch; see `Trainer.eval_step`.
+        stop: shape (), bool: whether the run was asked to stop.
+        strategy: where the replicas run.
+        iterator: of a `tf.data.Dataset` of global batches.
+        stoppable: shape (), bool: whether `stop` ends the evaluation.
 
     Returns:
-        The weighted sum of losses and the sum of weights, over all replicas: shape (), float32;
-        and whether a batch is left: shape (), bool.
+        The weighted sum of losses and the sum of weights over all replicas: shape (), float32; and
+        whether a batch is left: shape (), bool.
     """
 
-    def going(following: Any) -> tf.Tensor:
+    def may_continue(following: tf.experimental.Optional) -> tf.Tensor:
         end = ~following.has_value() | (stop.read_value() & stoppable)
         return ~strategies.any_worker(end, strategy)
 
-    def body(following: Any, going_on: tf.Tensor, total: tf.Tensor, weight: tf.Tensor) -> tuple:
-        del going_on
+    def body(
+        following: tf.experimental.Optional,
+        continues: tf.Tensor,
+        total: tf.Tensor,
+        weight: tf.Tensor,
+    ) -> tuple[tf.experimental.Optional, tf.Tensor, tf.Tensor, tf.Tensor]:
+        del continues
         losses, weights = call_user(eval_step, following.get_value())
         following = iterator.get_next_as_optional()
-        return following, going(following), total + losses, weight + weights
+        return following, may_continue(following), total + losses, weight + weights
 
     first = iterator.get_next_as_optional()
     following, _, total, weight = tf.while_loop(
-        lambda following, going_on, *_: going_on,  # noqa: ARG005
+        lambda following, continues, *_: continues,  # noqa: ARG005
         body,
-        (first, going(first), tf.constant(0.0), tf.constant(0.0)),
+        (first, may_continue(first), tf.constant(0.0), tf.constant(0.0)),
         parallel_iterations=1,
     )
     return total, weight, following.has_value()
 
 
-def unequal(left: bool) -> ValueError:
-    """Returns the error for an evaluation that not all workers could end."""
+def unequal_lengths(left: bool) -> ValueError:
+    """Returns the error for evaluation data that end earlier on some workers.
+
+    Args:
+        left: whether this worker has batches left.
+    """
+    found = "this worker has batches left" if left else "another worker has batches left"
     return ValueError(
-        "`eval_data` must be the same on every worker; got data of several lengths: "
-        f"{'some are left here' if left else 'others have some left'}. Each replica takes its "
-        "share of every batch. Do not divide them beforehand."
+        f"`eval_data` must be the same on every worker; got data of different lengths: {found}. "
+        "Each replica takes its own share of every batch. Do not divide the data between workers."
     )
 
 
 def replica_evaluate(
     batch: Any,
     weights: tf.Tensor,
-    task: Task,
+    task: EvaluationTask,
     objectives: Sequence[Objective],
     compute_loss: Callable[..., Any],
 ) -> tf.Tensor:
@@ -182,15 +232,15 @@ def replica_evaluate(
     Args:
         batch: the global batch.
         weights: shape (global_batch,), float32.
-        task: whose metrics are updated, with real examples only.
-        objectives: whose losses are added up.
-        compute_loss: the task's, compiled or not.
+        task: its metrics are updated, without padding examples.
+        objectives: what is trained; their losses are added up.
+        compute_loss: `task.compute_loss`, compiled or not.
 
     Returns:
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    with nothing_written(task.model):
+    with without_writes(task.model):
         result = call_user(compute_loss, share.batch, training=False)
     losses, aux = losses_and_aux(result, share.batch, objectives)
     call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
@@ -198,26 +248,40 @@ def replica_evaluate(
 
 
 def predict_batch(
-    strategy: tf.distribute.Strategy, model: Any, method: Callable[[Any], Any], batch: Any
+    strategy: tf.distribute.Strategy,
+    model: keras.Model | tf.Module,
+    method: Callable[[Any], Any],
+    batch: Any,
 ) -> Any:
-    """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`."""
+    """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`.
+
+    Args:
+        strategy: where the replicas run.
+        model: the model that `method` calls; nothing in it is written.
+        method: `Task.predict_batch`, compiled or not.
+        batch: the global batch.
+    """
     shares = strategy.run(replica_predict, args=(batch, model, method))
     return tf.nest.map_structure(lambda share: strategy.gather(share, axis=0), shares)
 
 
-def replica_predict(batch: Any, model: Any, method: Callable[[Any], Any]) -> Any:
+def replica_predict(
+    batch: Any, model: keras.Model | tf.Module, method: Callable[[Any], Any]
+) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     share = my_share(batch, tf.ones([rows]))
-    with nothing_written(model):
+    with without_writes(model):
         outputs = call_user(method, share.batch)
     return real_rows(outputs, share)
 
 
-def nothing_written(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which a Keras model writes nothing.
+def without_writes(
+    model: keras.Model | tf.Module,
+) -> contextlib.AbstractContextManager[keras.StatelessScope]:
+    """Returns a context in which a Keras model writes to none of its variables.
 
-    Else a random number that is drawn in an evaluation would be missing in the training.
+    Without it, an evaluation would advance the seed generators from which training draws.
     """
     variables = [*held_back_variables(model), *seed_states(model)]
     return keras.StatelessScope([(variable, variable.value) for variable in variables])

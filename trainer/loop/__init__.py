@@ -1,1 +1,1 @@
-"""The inner loop: many steps in one graph call."""
+"""The inner loop: many training steps per call from Python."""

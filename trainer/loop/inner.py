@@ -1,4 +1,4 @@
-"""The inner loop: many steps in one graph call, with nothing for the host to do in between."""
+"""The inner loop: many steps in one graph call, without any work on the host in between."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,8 +12,8 @@ from trainer.step.report import StepReport, report_spec
 def run_steps(
     train_step: Callable[[Any], StepReport],
     halted: tf.Variable,
-    stop_asked: Callable[[], tf.Tensor],
-    iterator: Any,
+    stop_requested: Callable[[], tf.Tensor],
+    iterator: tf.data.Iterator,
     num_steps: tf.Tensor,
     *,
     recorded: int = 0,
@@ -21,42 +21,46 @@ def run_steps(
 ) -> tuple[StepReport, Any]:
     """Takes steps on the next batches. Trace it in a `tf.function`, in cross-replica context.
 
+    The loop ends before `num_steps` when the run is halted or asked to stop.
+
     Args:
-        train_step: takes a global batch, attempts an update, and reports.
-        halted: shape (), bool: no step is taken while it is true: the run must not go on.
-        stop_asked: returns shape (), bool: whether somebody has asked the run to end, maybe from
-            another thread; the same on every worker.
+        train_step: takes a global batch, attempts an update, and returns a report.
+        halted: shape (), bool: whether the run must not continue; then no step is taken.
+        stop_requested: returns shape (), bool: whether the run was asked to stop, possibly from
+            another thread. It must return the same value on every worker.
         iterator: of a `tf.data.Dataset` of global batches; it must not end within these steps.
-        num_steps: shape (), int32: a tensor, since a Python number would retrace.
-        recorded: the variables whose gradients' magnitudes are counted.
-        keep_overflows: whether to end early at the first skip of a row, and to bring its batch
-            back: the weights are still that step's.
+        num_steps: shape (), int32. A tensor, because a Python number would cause a retrace.
+        recorded: number of variables whose gradient magnitudes are counted; 0 counts none.
+        keep_overflows: whether to end after the first of consecutive skipped steps and to return
+            its batch, while the weights are still the ones which that step used.
 
     Returns:
-        The reports of the steps taken, each field with one more dimension: (steps, ...); and the
-        last batch, or () if it is not to be kept.
+        The reports of the steps taken, each field with a leading dimension: (steps, ...); and the
+        last batch, or () without `keep_overflows`.
     """
     specs = report_spec(recorded)
     fields = [
         tf.TensorArray(spec.dtype, 0, dynamic_size=True, element_shape=spec.shape) for spec in specs
     ]
     batch_spec = iterator.element_spec if keep_overflows else ()
-    no_batch = tf.nest.map_structure(empty, batch_spec)
+    no_batch = tf.nest.map_structure(zeros_of, batch_spec)
 
-    def body(index: tf.Tensor, going: tf.Tensor, batch: Any, fields: list[tf.TensorArray]) -> tuple:
-        del going
+    def body(
+        index: tf.Tensor, may_continue: tf.Tensor, batch: Any, fields: list[tf.TensorArray]
+    ) -> tuple[tf.Tensor, tf.Tensor, Any, list[tf.TensorArray]]:
+        del may_continue
         batch, waited = timed_next(iterator)
         report = call_user(train_step, batch)._replace(data_wait_secs=waited)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
-        going = ~(halted.read_value() | stop_asked())
+        may_continue = ~(halted.read_value() | stop_requested())
         if keep_overflows:
-            going &= report.consecutive_skips != 1
-        return index + 1, going, batch if keep_overflows else (), written
+            may_continue &= report.consecutive_skips != 1
+        return index + 1, may_continue, batch if keep_overflows else (), written
 
     _, _, batch, fields = tf.while_loop(
-        lambda index, going, *_: going & (index < num_steps),
+        lambda index, may_continue, *_: may_continue & (index < num_steps),
         body,
-        (tf.constant(0), ~(halted.read_value() | stop_asked()), no_batch, fields),
+        (tf.constant(0), ~(halted.read_value() | stop_requested()), no_batch, fields),
         shape_invariants=(
             tf.TensorShape([]),
             tf.TensorShape([]),
@@ -68,17 +72,17 @@ def run_steps(
     return StepReport(*(field.stack() for field in fields)), batch
 
 
-def timed_next(iterator: Any) -> tuple[Any, tf.Tensor]:
-    """Returns the next batch, and the seconds it was waited for: shape (), float32."""
-    asked = tf.timestamp()
-    with tf.control_dependencies([asked]):
+def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
+    """Returns the next batch, and the seconds spent waiting for it: shape (), float32."""
+    start = tf.timestamp()
+    with tf.control_dependencies([start]):
         batch = next(iterator)
     with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-        return batch, tf.cast(tf.timestamp() - asked, tf.float32)
+        return batch, tf.cast(tf.timestamp() - start, tf.float32)
 
 
-def empty(spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns a tensor that a spec fits: 0 where it leaves a dimension open."""
+def zeros_of(spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns zeros that match a spec; dimensions of unknown size get size 0."""
     return tf.zeros([dimension or 0 for dimension in spec.shape], spec.dtype)
 
 
@@ -89,14 +93,14 @@ def next_stop(
     intervals: Iterable[int | None],
     marks: Iterable[int] = (),
 ) -> int:
-    """Returns the step at which the next inner loop ends.
+    """Returns the step at which the next inner loop ends: the first of all that are given.
 
     Args:
-        step: where it begins.
-        target: the last step of all.
-        steps_per_loop: the most steps it may take.
-        intervals: it ends at every multiple of these, if it meets one; None has none.
-        marks: and at each of these steps.
+        step: the step at which the loop begins.
+        target: the last step of the run.
+        steps_per_loop: the largest number of steps in one loop.
+        intervals: periods in steps; a loop ends at every multiple of each. None has no multiples.
+        marks: single steps at which a loop ends as well.
 
     Example:
         >>> next_stop(10, target=1000, steps_per_loop=100, intervals=[None, 25])
@@ -108,7 +112,7 @@ def next_stop(
 
 
 def crossed(interval: int | None, before: int, step: int) -> bool:
-    """Returns whether a multiple of `interval` lies in (before, step].
+    """Returns whether a multiple of `interval` lies in (before, step]; None has no multiples.
 
     Example:
         >>> crossed(25, 20, 30), crossed(25, 30, 40), crossed(None, 0, 100)

@@ -1,1 +1,1 @@
-"""What watches a run: signals, skips, divergence, lost workers, periodic actions."""
+"""Watches a run: periodic actions, stop signals, stuck and diverged runs, lost workers."""

@@ -1,42 +1,44 @@
-"""A run that diverges: noticed in its losses, and taken back to where all was well."""
+"""Divergence: detected from the losses, and answered by going back to a good checkpoint."""
 
 import dataclasses
 import math
+import pathlib
 from typing import Any
 
 import numpy as np
 
 from scaling.base.argument_checks import is_number
-from trainer.base.argument_checks import check_count
+from trainer.base.argument_checks import check_bool, check_count
 from trainer.step.report import StepReport
 
 
 class DivergedError(RuntimeError):
-    """The run has diverged more often than it may be taken back, or to nowhere."""
+    """The run diverged too often, or before its first checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """When a run counts as diverged, and what is then done.
+    """When a run counts as diverged, and what happens then.
 
-    The last good checkpoint is restored: the newest from before the offence. From there the run
-    draws other random numbers, and `Task.on_recovery` may lower a learning rate.
+    The run goes back to the newest checkpoint from before the divergence. From there it draws new
+    random numbers, and `Task.on_recovery` can change settings, for example lower a learning rate.
 
     Args:
-        loss_above: a loss above this is an offence; None has no bound.
-        rise: so is a mean loss over the last `window` applied steps of more than this times the
-            lowest such mean before; above 1. It is meant for losses that are positive. None lets
-            losses rise.
-        window: steps.
-        max_recoveries: how often a run may be taken back; once more ends it.
-        skip_data: whether the batches from the checkpoint to the offence are left out.
+        loss_above: a loss above this bound is a divergence; None sets no bound.
+        rise: a mean loss over the last `window` applied steps of more than `rise` times the lowest
+            such mean so far is a divergence. It must be above 1 and suits positive losses only.
+            None lets losses rise.
+        window: the number of applied steps in a mean.
+        max_recoveries: how often a run may go back; the next divergence ends it.
+        skip_data: whether to skip the batches between the checkpoint and the divergence.
 
     Raises:
-        ValueError: unless at least one of the first two is given, and all make sense.
+        ValueError: if neither `loss_above` nor `rise` is given, or a number is out of range.
+        TypeError: if `skip_data` is not a bool.
 
     Example:
-        >>> watch = Divergence(loss_above=100.0, rise=2.0, window=50)
-        >>> watch.max_recoveries
+        >>> divergence = Divergence(loss_above=100.0, rise=2.0, window=50)
+        >>> divergence.max_recoveries
         3
     """
 
@@ -47,71 +49,69 @@ class Divergence:
     skip_data: bool = False
 
     def __post_init__(self) -> None:
-        """Checks every field."""
+        """Checks the arguments."""
         if self.loss_above is None and self.rise is None:
             raise ValueError(
-                "`loss_above` must be given if `rise` is not; got None for both. Nothing would "
-                "count as divergence. Pass loss_above=, rise=, or both."
+                "`loss_above` must be given if `rise` is not; got None for both. No loss would "
+                "count as a divergence. Pass loss_above=, rise=, or both."
             )
         bound, rise = self.loss_above, self.rise
         if bound is not None and not (is_number(bound) and math.isfinite(bound)):
             raise ValueError(
-                f"`loss_above` must be a finite number or None; got {bound!r}. A loss that is inf "
-                "or NaN is never applied anyway. Use a loss that no good step has."
+                f"`loss_above` must be a finite number or None; got {bound!r}. Steps with a loss "
+                "of inf or NaN are skipped anyway. Pass a loss that no healthy step reaches."
             )
         if rise is not None and not (is_number(rise) and 1.0 < rise < math.inf):
             raise ValueError(
-                f"`rise` must be a finite number above 1, or None; got {rise!r}. It is how many "
-                "times the lowest mean loss is too much. Use for instance 2.0."
+                f"`rise` must be a finite number above 1, or None; got {rise!r}. It multiplies the "
+                "lowest mean loss to give the bound. Pass 2.0, for example."
             )
         check_count("window", self.window)
         check_count("max_recoveries", self.max_recoveries)
-        if not isinstance(self.skip_data, bool):
-            raise TypeError(
-                f"`skip_data` must be True or False; got {self.skip_data!r}. It says whether the "
-                "batches on the way to the offence are left out. Use one of the two."
-            )
+        check_bool("skip_data", self.skip_data)
 
 
 @dataclasses.dataclass(frozen=True)
-class Offence:
-    """What counted as divergence."""
+class Detection:
+    """A divergence that was found in the losses."""
 
-    first: int  # the step it began with: checkpoints of earlier steps are good
-    last: int  # the step it was seen at
-    what: str  # for a person
+    first: int  # step at which it began: checkpoints of earlier steps are good
+    last: int  # step at which it was detected
+    what: str  # description for the log and for errors
 
 
 class LossWatch:
-    """Remembers as much of a run's losses as it takes to judge the next ones.
+    """Looks for divergence in a run's losses, and remembers only what that takes.
 
     Args:
-        divergence: when they are bad.
+        divergence: when a run counts as diverged.
     """
 
     def __init__(self, divergence: Divergence) -> None:
-        """Knows no loss yet."""
+        """Starts without any losses."""
         self._divergence = divergence
-        self._recent: list[tuple[int, float]] = []  # the last `window` applied steps
-        self._lowest: float | None = None  # of the means over such windows
-        self.recoveries = 0  # how often the run was taken back
+        self._recent: list[
+            tuple[int, float]
+        ] = []  # (step, loss) of the last `window` applied steps
+        self._lowest: float | None = None  # lowest mean loss of any window so far
+        self.recoveries = 0  # number of times that the run went back
 
-    def look(self, steps: StepReport) -> Offence | None:
-        """Takes the latest reports; returns the first offence in them, or None.
+    def detect(self, steps: StepReport) -> Detection | None:
+        """Takes the latest reports, and returns the first divergence in them or None.
 
         Args:
-            steps: each field a NumPy array of shape (steps,).
+            steps: reports whose fields are NumPy arrays of shape (steps,).
         """
         for place in np.flatnonzero(steps.grads_finite):
-            offence = self._look_at(int(steps.step[place]), float(steps.loss[place]))
-            if offence:
-                return offence
+            found = self._detect_at(int(steps.step[place]), float(steps.loss[place]))
+            if found:
+                return found
         return None
 
-    def _look_at(self, step: int, loss: float) -> Offence | None:
+    def _detect_at(self, step: int, loss: float) -> Detection | None:
         bound, rise = self._divergence.loss_above, self._divergence.rise
         if bound is not None and loss > bound:
-            return Offence(step, step, f"loss {loss:g} above {bound:g} at step {step}")
+            return Detection(step, step, f"loss {loss:g} above {bound:g} at step {step}")
         if rise is None:
             return None
         self._recent = [*self._recent, (step, loss)][-self._divergence.window :]
@@ -120,33 +120,55 @@ class LossWatch:
         mean = math.fsum(loss for _, loss in self._recent) / len(self._recent)
         if self._lowest is not None and mean > rise * self._lowest:
             first = self._recent[0][0]
-            return Offence(
-                first,
-                step,
-                f"mean loss {mean:g} of steps {first} to {step} above {rise:g} x {self._lowest:g}",
+            what = (
+                f"mean loss {mean:g} over steps {first} to {step}, above {rise:g} x the lowest "
+                f"mean so far, {self._lowest:g}"
             )
+            return Detection(first, step, what)
         self._lowest = mean if self._lowest is None else min(self._lowest, mean)
         return None
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of it: what JSON can hold."""
+        """Returns everything it remembers as JSON types, for checkpoints."""
         return {"recent": self._recent, "lowest": self._lowest, "recoveries": self.recoveries}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` returned."""
+        """Restores what `state` returned."""
         self._recent = [(int(step), float(loss)) for step, loss in state["recent"]]
         self._lowest, self.recoveries = state["lowest"], state["recoveries"]
 
 
-def check_divergence(divergence: Any, model_dir: Any) -> None:
-    """Raises TypeError or ValueError unless a run can be watched, and taken back."""
+def diverged_error(
+    detection: Detection, recoveries: int, restored: pathlib.Path | None
+) -> DivergedError:
+    """Returns the error that ends a diverged run.
+
+    Args:
+        detection: the divergence that cannot be recovered from.
+        recoveries: the number of times that the run went back before.
+        restored: the checkpoint that was restored, or None if none is old enough.
+    """
+    times = {0: "", 1: " after 1 recovery"}.get(recoveries, f" after {recoveries} recoveries")
+    state = (
+        f"The last good checkpoint, {restored}, was restored."
+        if restored
+        else "There is no checkpoint from before that step to go back to."
+    )
+    return DivergedError(
+        f"Training diverged{times}: {detection.what}. {state} Lower the learning rate, clip "
+        "the gradients, or check the data of these steps."
+    )
+
+
+def check_divergence(divergence: object, model_dir: object) -> None:
+    """Raises TypeError or ValueError unless `divergence` is None, or one with a `model_dir`."""
     if divergence is not None and not isinstance(divergence, Divergence):
         raise TypeError(
-            f"`divergence` must be a trainer.Divergence, or None; got {divergence!r}. It says when "
-            "a run counts as diverged. Use for instance Divergence(loss_above=100.0)."
+            f"`divergence` must be a trainer.Divergence or None; got {divergence!r}. It says when "
+            "a run counts as diverged. Pass Divergence(loss_above=100.0), for example."
         )
     if divergence is not None and model_dir is None:
         raise ValueError(
-            "`divergence` must be None without `model_dir`; got one. A run is taken back to a "
-            "checkpoint. Pass model_dir=."
+            "`divergence` must be None without `model_dir`; got a Divergence. A diverged run goes "
+            "back to a checkpoint. Pass model_dir= as well."
         )

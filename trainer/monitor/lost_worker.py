@@ -1,6 +1,7 @@
-"""What is said when another worker's process has ended, or answers no more."""
+"""A lost worker: another worker's process has ended or no longer responds."""
 
 import contextlib
+import pathlib
 import re
 from collections.abc import Callable, Iterator
 
@@ -12,35 +13,46 @@ TASK = re.compile(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker's process has ended or answers no more, so that no step can be taken."""
+    """Another worker's process has ended or no longer responds, so no step can be taken."""
 
 
 @contextlib.contextmanager
-def naming_the_lost(strategy: tf.distribute.Strategy, where: Callable[[], str]) -> Iterator[None]:
-    """Within, TensorFlow's error for a lost worker is a WorkerLostError that names it.
+def worker_loss_explained(
+    strategy: tf.distribute.Strategy, progress: Callable[[], tuple[int, pathlib.Path | None]]
+) -> Iterator[None]:
+    """Turns TensorFlow's error for a lost worker into a WorkerLostError that names the worker.
 
     Args:
-        strategy: whose workers.
-        where: returns what to say of where the run stands.
+        strategy: the strategy whose workers take the steps.
+        progress: returns the number of attempted steps, and the newest checkpoint or None.
     """
     try:
         yield
     except tf.errors.OpError as error:
-        lost = strategies.has_workers(strategy) and lost_task(strategy, error.message)
+        lost = strategies.has_workers(strategy) and lost_worker(strategy, error.message)
         if not lost:
             raise
+        step, checkpoint = progress()
+        remedy = f"to continue from {checkpoint}." if checkpoint else "to start over."
         raise WorkerLostError(
-            f"`strategy` must keep all its workers; got an end of {lost} {where()} No step can be "
-            "taken without it. See what it has printed, and start all of them again with the same "
-            "command."
+            f"Lost {lost} after step {step}. Check what it printed for the cause. Restart all "
+            f"workers with the same command {remedy}"
         ) from error
 
 
-def lost_task(strategy: tf.distribute.Strategy, message: str) -> str | None:
-    """Returns the task that TensorFlow's message says is gone, and its address; None of none."""
+def lost_worker(strategy: tf.distribute.Strategy, message: str) -> str | None:
+    """Returns the lost task and its address, for example "worker 1 (host:2222)".
+
+    Args:
+        strategy: a strategy with several workers.
+        message: TensorFlow's error message.
+
+    Returns:
+        None if the message names no other task of the job.
+    """
     cluster = strategy.cluster_resolver
-    own = (cluster.task_type, str(cluster.task_id))
+    this_task = (cluster.task_type, str(cluster.task_id))
     for kind, index in TASK.findall(message):
-        if (kind, index) != own:
+        if (kind, index) != this_task:
             return f"{kind} {index} ({cluster.cluster_spec().task_address(kind, int(index))})"
     return None

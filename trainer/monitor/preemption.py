@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT while a run goes on: stop soon and save; asked twice, leave at once.
+"""SIGTERM and SIGINT during a run: the first one saves and stops, the second exits at once.
 
-Python runs a signal's handler between two of its own instructions, and so only when a graph
-call has returned. But the arrival itself is written to a socket at once, by the interpreter's
-own handler in C (`signal.set_wakeup_fd`); a thread reads it there.
+Python runs a signal handler only between two bytecode instructions, so not before a graph call has
+returned. But the interpreter's own handler in C writes the signal's number to a socket right away
+(`signal.set_wakeup_fd`), where a thread reads it.
 """
 
 import os
@@ -12,39 +12,42 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from types import FrameType, TracebackType
+from typing import Self
 
-# 75 is EX_TEMPFAIL of sysexits.h: nothing is wrong, try again.
+# EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again.
 EXIT_CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+# What `signal.signal` takes and returns.
+Handler = Callable[[int, FrameType | None], object] | int | None
+
 
 class StopSignals:
-    """Within, the first signal calls a function, in a thread; the second ends the process.
+    """A context in which the first stop signal calls a function and the second ends the process.
 
-    Signals belong to a process's main thread: in any other this does nothing.
+    Only a process's main thread may handle signals. In any other thread this does nothing.
 
     Args:
-        ask_to_stop: what the first one calls.
+        request_stop: called at the first signal, in a thread of its own.
     """
 
-    def __init__(self, ask_to_stop: Callable[[], Any]) -> None:
-        """Changes nothing yet."""
-        self._ask_to_stop = ask_to_stop
-        self._handlers: dict[signal.Signals, Any] = {}
+    def __init__(self, request_stop: Callable[[], object]) -> None:
+        """Leaves the handlers as they are until the context is entered."""
+        self._request_stop = request_stop
+        self._handlers: dict[signal.Signals, Handler] = {}
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> Self:
-        """Takes over both signals."""
+        """Installs a handler for both signals and starts the thread that reads them."""
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._listen, daemon=True)
             self._thread.start()
-            self._handlers = {each: signal.signal(each, leave_alone) for each in SIGNALS}
-            ENTERED.add(self)
+            self._handlers = {each: signal.signal(each, ignore_signal) for each in SIGNALS}
+            ACTIVE.add(self)
         return self
 
     def __exit__(
@@ -53,19 +56,19 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Gives them back to who had them."""
+        """Restores the previous handlers."""
         self.close()
 
     def close(self) -> None:
-        """Gives them back to who had them, and hears of those that have come before."""
+        """Restores the previous handlers, and processes signals that arrived before."""
         if self._handlers:
-            self.give_back()
-            self._writer.shutdown(socket.SHUT_WR)  # ends the thread when it has read what is left
+            self.restore_handlers()
+            self._writer.shutdown(socket.SHUT_WR)  # ends the thread after the last byte
             self._thread.join()
             self._writer.close()
 
-    def give_back(self) -> None:
-        """Gives both signals back to who had them."""
+    def restore_handlers(self) -> None:
+        """Restores the previous handlers and the previous wakeup descriptor."""
         if self._handlers:
             for each, handler in self._handlers.items():
                 signal.signal(each, handler)
@@ -73,52 +76,53 @@ class StopSignals:
         self._handlers = {}
 
     def _listen(self) -> None:
-        """Reads the numbers of signals, one byte each, until the other end is closed."""
+        """Reads signal numbers, one byte each, until the other end of the socket is closed."""
         while byte := self._reader.recv(1):
             if byte[0] not in SIGNALS:
                 continue
             if self.received:
-                # Whatever becomes of the words: who reads them may be gone, or be waiting, too.
+                # Exits even if the write fails or blocks, because its reader is gone or waits.
                 threading.Timer(0.5, os._exit, [128 + byte[0]]).start()
-                sys.stderr.write("asked a second time to stop: gone at once, nothing is saved\n")
+                sys.stderr.write("second stop signal: exiting at once, nothing more is saved\n")
                 sys.stderr.flush()
-                # Not sys.exit, which waits for the graph call. What is half written is beside its
-                # place and will be removed.
+                # Not sys.exit, which would wait for the graph call. A half-written checkpoint has
+                # a temporary name, and the next run removes it.
                 os._exit(128 + byte[0])
             self.received = signal.Signals(byte[0])
-            self._ask_to_stop()
+            self._request_stop()
         self._reader.close()
 
     def end_process(self, *, others: bool = False) -> None:
-        """Raises what a signal asks for, when all is saved; returns if none has come.
+        """Ends the process if a stop signal was received. Call it after everything is saved.
 
         Args:
-            others: whether another worker has been sent one.
+            others: whether another worker has received a signal.
 
         Raises:
             KeyboardInterrupt: after SIGINT.
             SystemExit: after SIGTERM, with EXIT_CODE.
         """
-        self.close()  # what comes from now on is not for the run
+        self.close()  # signals from now on are not meant for the run
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
         if self.received or others:
             sys.exit(EXIT_CODE)
 
 
-ENTERED: "weakref.WeakSet[StopSignals]" = weakref.WeakSet()
+# All contexts that are open in this process.
+ACTIVE: "weakref.WeakSet[StopSignals]" = weakref.WeakSet()
 
 
-def give_back_in_child() -> None:
-    """Lets a forked process die of its signals, and not tell its parent of them."""
-    for each in list(ENTERED):
-        each.give_back()
+def restore_handlers_in_child() -> None:
+    """Lets a forked process be ended by signals, and keeps them from reaching its parent."""
+    for each in list(ACTIVE):
+        each.restore_handlers()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=give_back_in_child)
+    os.register_at_fork(after_in_child=restore_handlers_in_child)
 
 
-def leave_alone(number: int, frame: Any) -> None:
-    """Handles a signal by doing nothing: the thread has been told of it."""
+def ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Does nothing: the thread that reads the socket handles the signal."""
     del number, frame

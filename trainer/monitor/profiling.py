@@ -1,4 +1,4 @@
-"""A profile of some steps, for TensorBoard's profiler."""
+"""A profile of a range of steps, for TensorBoard's profiler."""
 
 import pathlib
 from typing import Any
@@ -10,8 +10,8 @@ class Profile:
     """Starts TensorFlow's profiler before one step and stops it after another.
 
     Args:
-        steps: the first and the last step of it.
-        model_dir: of the run; the profile goes to `plugins/profile` in it.
+        steps: the first and the last step to profile.
+        model_dir: the run's folder; the profile is written to `plugins/profile` in it.
     """
 
     def __init__(self, steps: tuple[int, int], model_dir: pathlib.Path) -> None:
@@ -19,17 +19,17 @@ class Profile:
         self._first, self._last = steps
         self._folder = model_dir
         self._running = False
-        # An inner loop has to end here, so that nothing else is in it.
+        # Inner loops must end at these steps, so that the profile holds no other step.
         self.ends = (self._first - 1, self._last)
 
     def before(self, step: int) -> None:
-        """Starts it, if step + 1 is the first."""
+        """Starts the profiler if the first step to profile follows `step`."""
         if step + 1 == self._first:
             tf.profiler.experimental.start(str(self._folder))
             self._running = True
 
     def after(self, step: int) -> bool:
-        """Stops it, if the last has come; returns whether that was so."""
+        """Stops the profiler once the last step to profile is done; returns whether it did."""
         ended = self._running and step >= self._last
         if ended:
             tf.profiler.experimental.stop()
@@ -37,18 +37,19 @@ class Profile:
         return ended
 
 
-def check_profile(steps: Any, model_dir: Any) -> None:
-    """Raises ValueError unless `profile_steps` are two steps in order, and there is a folder."""
+def check_profile(steps: Any, model_dir: object) -> None:
+    """Raises ValueError unless `profile_steps` is None, or two steps in order with a folder."""
     if steps is None:
         return
-    whole = isinstance(steps, (tuple, list)) and all(type(step) is int for step in steps)
-    if not whole or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+    are_ints = isinstance(steps, (tuple, list)) and all(type(step) is int for step in steps)
+    if not are_ints or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         raise ValueError(
-            f"`profile_steps` must be the first and the last step to profile; got {steps!r}. Each "
-            "is at least 1, the last not before the first. Pass for instance (101, 110)."
+            f"`profile_steps` must be the first and the last step to profile; got {steps!r}. Both "
+            "must be at least 1, and the last must not come before the first. Pass (101, 110), "
+            "for example."
         )
     if model_dir is None:
         raise ValueError(
-            f"`profile_steps` must be None without `model_dir`; got {steps!r}. A profile is a "
-            "file. Pass model_dir=."
+            f"`profile_steps` must be None without `model_dir`; got {steps!r}. The profile is "
+            "written there. Pass model_dir= as well."
         )

@@ -23,10 +23,10 @@ from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
 from trainer.loop.inner import crossed, next_stop
-from trainer.monitor.divergence import DivergedError, LossWatch, Offence
-from trainer.monitor.lost_worker import naming_the_lost
+from trainer.monitor.divergence import Detection, LossWatch, diverged_error
+from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
-from trainer.monitor.stuck import TrainingStuckError, check_alive
+from trainer.monitor.stuck import TrainingStuckError, check_not_stuck
 from trainer.replay.recorder import keep_overflow
 from trainer.run.build import Parts
 from trainer.step.randomness import check_no_stateful_ops
@@ -72,7 +72,7 @@ class Training:
         self._step = self._start = Totals.from_state(parts.state).attempted
         self._saved_at = parts.checkpoints.facts.get("step")
         self._saved = time.monotonic()
-        self._offence: Offence | None = None  # seen, and not yet answered
+        self._offence: Detection | None = None  # seen, and not yet answered
         steps = trainer.profile_steps if trainer.is_chief else None
         self._profile = Profile(steps, trainer.model_dir) if steps else None
         self._results: dict[int, float] = {}  # of the evaluations, by step: the best metric's
@@ -123,7 +123,7 @@ class Training:
     def run(self) -> None:
         """Takes inner loops until the target, or until somebody asks to stop."""
         following = self._log.progress_bar(self._start, self._target)
-        with following, naming_the_lost(self._trainer.strategy, self._where):
+        with following, worker_loss_explained(self._trainer.strategy, self._progress):
             self._run()
 
     def conclude(self, began: float) -> TrainSummary:
@@ -159,11 +159,9 @@ class Training:
         value, step = ranked[0]
         return f"{self._trainer.saving.best_metric} {sign * value:.4f} at step {step}"
 
-    def _where(self) -> str:
-        """Returns after which step something has happened, and what is saved of the run."""
-        latest = self._parts.checkpoints.latest
-        saved = f"The last checkpoint is {latest}." if latest else "Nothing was saved."
-        return f"after step {Totals.from_state(self._parts.state).attempted}. {saved}"
+    def _progress(self) -> tuple[int, pathlib.Path | None]:
+        """Returns the number of attempted steps, and the newest checkpoint or None."""
+        return Totals.from_state(self._parts.state).attempted, self._parts.checkpoints.latest
 
     def _run(self) -> None:
         trainer = self._trainer
@@ -289,14 +287,16 @@ class Training:
             return
         record = self._parts.recorder.latest if self._parts.recorder else None
         try:
-            check_alive(steps, self._trainer.skip_policy, self._parts.plan.variable_names, record)
+            check_not_stuck(
+                steps, self._trainer.skip_policy, self._parts.plan.variable_names, record
+            )
         except TrainingStuckError:
             self._write_log()
             raise
         if self._watch and not self._offence:
-            self._offence = self._watch.look(steps)
+            self._offence = self._watch.detect(steps)
 
-    def _recover(self, offence: Offence, watch: LossWatch) -> None:
+    def _recover(self, offence: Detection, watch: LossWatch) -> None:
         """Takes the run back to before an offence."""
         divergence, checkpoints = self._trainer.divergence, self._parts.checkpoints
         self._offence = None
@@ -306,7 +306,7 @@ class Training:
         with self._trainer.strategy.scope():
             path = checkpoints.restore(before=offence.first)
         if tries > divergence.max_recoveries or path is None:
-            raise self._diverged(offence, watch, path)
+            raise diverged_error(offence, watch.recoveries, path)
         self._step = Totals.from_state(self._parts.state).attempted
         self._position.read(path, checkpoints.facts["batches_taken"])
         left_out = offence.last - self._step if divergence.skip_data else 0
@@ -322,17 +322,6 @@ class Training:
         self._log.say(f"diverged: {offence.what}; back to step {self._step}")
         self._trainer.on_recovery(offence.last, self._step)
         self._save(anew=True)  # or a run that is killed now would not know that it was here
-
-    def _diverged(self, offence: Offence, watch: LossWatch, path: Any) -> DivergedError:
-        if path is None:
-            why = "There is no checkpoint of a step before that."
-        else:
-            why = f"The last good checkpoint, {path}, was restored."
-        return DivergedError(
-            f"`divergence` must not be met more than {self._trainer.divergence.max_recoveries} "
-            f"times; got {offence.what}, after {watch.recoveries} recoveries. {why} Lower the "
-            "learning rate, clip, or look at the data of these steps."
-        )
 
     def _write_log(self) -> None:
         """Prints and writes what has happened since the last time."""

@@ -4,15 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, all_copies, assert_same_bits, attempt, copies, slopes
+from helpers import Linear, all_copies, attempt, copies, slopes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scaling
 from scaling import Cause
-from trainer import Totals, Trainer, TrainingStuckError
-from trainer.data.batches import untuned
-from trainer.monitor.stuck import HINTS
+from trainer import Totals, Trainer
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 LARGEST = float(np.finfo(np.float32).max)
@@ -247,86 +245,6 @@ def test_bad_weights_take_precedence_over_their_consequences(three, variable, va
     assert three._parts.state.halted.numpy()
 
 
-class Two(Linear):
-    """Two dense layers in float32."""
-
-    def build_model(self):
-        """All weights are 1."""
-        layers = [
-            keras.layers.Dense(units, use_bias=False, kernel_initializer="ones") for units in (2, 1)
-        ]
-        return keras.Sequential([keras.Input([1]), *layers])
-
-    def build_optimizer(self):
-        """A low learning rate, so that the loss stays small."""
-        return keras.optimizers.SGD(2.0**-10, momentum=0.5)
-
-
-def batches_of(*slopes_in_turn, replicas=1):
-    """A dataset of batches with one slope each, the same on every replica."""
-    slope = np.repeat(np.float32(slopes_in_turn)[:, None], replicas, axis=1)
-    data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": slope}
-    return untuned(tf.data.Dataset.from_tensor_slices(data))
-
-
-@pytest.mark.parametrize(
-    ("replicas", "value", "counts"), [(1, np.nan, "0 inf, 1 NaN"), (3, -np.inf, "1 inf, 0 NaN")]
-)
-def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, value, counts):
-    """L17: one bad element in one weight ends the run at once: no further step runs in that graph
-    call, no other weight or slot moves, and the previous checkpoint stays the newest.
-    """
-    strategy = mirrored(replicas) if replicas > 1 else "default"
-    arguments = {
-        "model_dir": tmp_path,
-        "verbose": False,
-        "checkpoint_interval": 10,
-        "strategy": strategy,
-    }
-    trainer = Two(loss_scale="dynamic", **arguments)
-    data = batches_of(1.0, replicas=replicas)
-    trainer.train(data, steps=4)
-    good = all_copies(trainer)
-    trainer.model.trainable_variables[1].assign([[1.0], [value]])
-    before = all_copies(trainer)
-    with pytest.raises(TrainingStuckError) as error:
-        trainer.train(data, steps=40)
-
-    name = trainer.model.trainable_variables[1].path
-    assert str(error.value) == (
-        "`weights` must be finite; got 1 skipped steps in a row by step 5, the last one weights, "
-        "in "
-        f"the weights of {name}: {counts}. The loss scale went 2^15. {HINTS[Cause.WEIGHTS]}"
-    )
-    assert trainer.totals == Totals(4, {"weights": 1})
-    assert_same_bits(before, all_copies(trainer))
-    assert sorted(path.name for path in tmp_path.glob("ckpt-*")) == ["ckpt-4"]
-    resumed = Two(loss_scale="dynamic", **arguments)
-    resumed.train(data, steps=4)
-    assert list(map(repr, good.values())) == list(map(repr, all_copies(resumed).values()))
-    assert resumed.train(data, steps=6).totals == Totals(6, {})
-
-
-def test_weights_that_an_update_ruined_end_the_run():
-    """L17: an applied step can leave an infinite weight, here because of the learning rate. The
-    next step, in the same graph call, ends the run.
-    """
-
-    class Rising(Linear):
-        def build_optimizer(self):
-            rate = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 3e38])
-            return keras.optimizers.SGD(rate)
-
-    trainer = Rising(verbose=False, steps_per_loop=20)
-    with pytest.raises(
-        TrainingStuckError, match="got 1 skipped steps in a row by step 4, the last"
-    ):
-        trainer.train(batches_of(4.0), steps=40)
-
-    assert trainer.totals == Totals(3, {"weights": 1})
-    assert trainer.weight == -np.inf
-
-
 def test_an_overflow_at_the_floor_is_attributed_to_the_model():
     """L17: the same overflow has the cause "backward" above `min_scale` and "model" at it, where
     the whole state of the rule stays unchanged.
@@ -397,113 +315,6 @@ def test_without_attribution_a_bad_loss_is_still_not_retried():
 
     assert (report.grads_finite, report.retries) == (False, 0)
     assert trainer.loss_scale == 2.0**9
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
-    """L11: on_nonfinite_loss="raise" ends the run at the step with the bad loss, in the middle of a
-    graph call, and not at an overflow before it. "skip" skips the batch and continues.
-    """
-    history = [1.0, 2.0**12, 1.0, np.nan, 1.0, 1.0]
-    slope = np.ones([len(history), replicas], np.float32)
-    slope[:, -1] = history
-    # Each replica's share of the mean is a power of two, exact in float16.
-    data = {"x": np.ones([*slope.shape, 1], np.float32), "slope": replicas * slope}
-    made = {
-        choice: Linear(
-            strategy=mirrored(replicas) if replicas > 1 else "default",
-            loss_scale="dynamic",
-            on_nonfinite_loss=choice,
-            verbose=False,
-            **HALF,
-        )
-        for choice in ("raise", "skip")
-    }
-    with pytest.raises(TrainingStuckError) as error:
-        made["raise"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6)
-    totals = made["skip"].train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=6).totals
-
-    assert str(error.value) == (
-        "`compute_loss` must return finite losses; got 1 skipped steps in a row by step 4, the "
-        "last "
-        f"one forward, in the losses on replica {replicas - 1}: 0 inf, 1 NaN. The loss scale went "
-        f"2^15, 2^14. {HINTS[Cause.FORWARD]}"
-    )
-    assert made["raise"].totals == Totals(2, {"forward": 1, "backward": 1})
-    assert made["raise"].weight == 1.0 - 2 * replicas
-    assert totals == Totals(4, {"forward": 1, "backward": 1})
-    assert made["skip"].weight == 1.0 - 4 * replicas
-
-
-def test_max_consecutive_skips_ends_the_run():
-    """L11: the run ends at the `max_consecutive_skips`-th consecutive skip, wherever the graph call
-    would end. Skips that are not consecutive do not end it.
-    """
-    trainer = Linear(loss_scale="dynamic", max_consecutive_skips=3, steps_per_loop=7, verbose=False)
-    history = [np.inf, np.inf, 1.0, np.nan, np.inf, 1.0, 1.0, np.inf, np.nan, -np.inf, 1.0, 1.0]
-    with pytest.raises(TrainingStuckError) as error:
-        trainer.train(batches_of(*history), steps=12)
-
-    assert str(error.value) == (
-        "`max_consecutive_skips` must not be reached; got 3 skipped steps in a row by step 10, the "
-        "last one forward, in the losses on replica 0: 1 inf, 0 NaN. The loss scale went 2^15. "
-        f"{HINTS[Cause.FORWARD]}"
-    )
-    assert trainer.totals == Totals(3, {"forward": 7})
-    assert trainer.weight == -2.0
-    assert trainer.train(batches_of(1.0), steps=12).totals == Totals(5, {"forward": 7})
-
-
-def holding(**arguments):
-    """A run with on_stuck="hold": it warns, and ends after ten times two consecutive skips."""
-    return Linear(
-        loss_scale="dynamic",
-        on_stuck="hold",
-        max_consecutive_skips=2,
-        steps_per_loop=3,
-        log_interval=6,
-        verbose=False,
-        **arguments,
-    )
-
-
-def warnings_in(caplog):
-    """The messages logged as warnings."""
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_holding_warns_and_then_ends(caplog):
-    """L11: "hold" warns at every log line and ends the run after ten times
-    `max_consecutive_skips`.
-    """
-    trainer = holding()
-    with caplog.at_level("WARNING"), pytest.raises(TrainingStuckError) as error:
-        trainer.train(batches_of(np.nan), steps=100)
-
-    assert str(error.value) == (
-        "`max_consecutive_skips` must not be reached; got 20 skipped steps in a row by step 20, "
-        "the "
-        "last one forward, in the losses on replica 0: 0 inf, 1 NaN. The loss scale went 2^15. "
-        f"{HINTS[Cause.FORWARD]}"
-    )
-    assert warnings_in(caplog) == [
-        f"A step was skipped, cause forward. {HINTS[Cause.FORWARD]}",
-        *[f"{count} steps in a row were skipped; the run ends at 20." for count in (6, 12, 18)],
-    ]
-    assert trainer.totals == Totals(0, {"forward": 20})
-
-
-def test_holding_goes_on_when_good_batches_come_back(caplog):
-    """L11: a run that holds applies the next good batch and starts counting resumed."""
-    trainer = holding()
-    history = [*[np.inf] * 12, 1.0, *[np.inf] * 19, 1.0, 1.0]
-    with caplog.at_level("WARNING"):
-        totals = trainer.train(batches_of(*history), steps=len(history)).totals
-
-    assert totals == Totals(3, {"forward": 31})
-    assert trainer.weight == -2.0
-    counts = [text.split()[0] for text in warnings_in(caplog) if "in a row" in text]
-    assert counts == ["6", "12", "5", "11", "17"]
 
 
 class Steep(Linear):
@@ -657,23 +468,6 @@ def test_retries_come_before_float32():
     assert [report.grads_finite for report in reports] == [False, False, True, False]
     assert trainer.totals == Totals(1, {"model": 3}, retries=6, float32_steps=1)
     assert trainer.loss_scale == 1.0
-
-
-def test_what_float32_cannot_take_either_ends_the_run():
-    """L11: if the float32 step is skipped too, the run ends."""
-    trainer = Steep(
-        loss_scale=FLOOR, on_stuck="float32", max_consecutive_skips=4, verbose=False, **HALF
-    )
-    with pytest.raises(TrainingStuckError) as error:
-        trainer.train(batches_of(np.nan), steps=50)
-
-    assert str(error.value) == (
-        "`max_consecutive_skips` must not be reached; got 5 skipped steps in a row by step 5, the "
-        "last one forward, in the losses on replica 0: 0 inf, 1 NaN. The loss scale went 2^0. "
-        f"{HINTS[Cause.FORWARD]}"
-    )
-    assert trainer.totals == Totals(0, {"forward": 5}, float32_steps=1)
-    assert trainer.weight == 1.0
 
 
 def test_a_module_cannot_be_computed_in_float32():

@@ -15,7 +15,7 @@ WEIGHTS = np.random.default_rng(2).random(11).astype(np.float32)
 
 
 def classifier(**arguments):
-    """Three classes of five features, with accuracy."""
+    """A classifier of five features into three classes, with accuracy."""
     return Trainer(
         **{
             "model": lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(3)]),
@@ -30,7 +30,7 @@ def classifier(**arguments):
 
 
 def reference(logits, weights=None):
-    """Loss and accuracy in plain NumPy, in float64."""
+    """Returns loss and accuracy, computed with NumPy in float64."""
     logits = logits.astype(np.float64)
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(Y)), Y]
     hits = logits.argmax(1) == Y
@@ -41,7 +41,9 @@ def reference(logits, weights=None):
 @pytest.mark.parametrize("global_batch", [5, 11])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_every_example_counts_once(mirrored, replicas, global_batch, weights):
-    """Loss and metrics over ragged batches and empty shares are those of the whole set, in order."""
+    """Loss and metrics equal those of the whole data set, with short batches and empty shares too, and
+    predictions keep the order of the data.
+    """
     trainer = classifier(strategy=mirrored(replicas) if replicas > 1 else "default")
     data = (X, Y) if weights is None else (X, Y, weights)
     results = trainer.evaluate(data, global_batch=global_batch)
@@ -55,7 +57,7 @@ def test_every_example_counts_once(mirrored, replicas, global_batch, weights):
 
 @pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
 def test_a_half_model_is_evaluated_in_float32(precision):
-    """Its predictions are a float32 model's, bit for bit; precision="train" keeps the rounding."""
+    """Its predictions equal a float32 model's bit for bit; precision="train" keeps the rounding."""
     half, full = classifier(precision=precision), classifier()
     full.model.set_weights(half.model.get_weights())
     ours = half.predict(X, global_batch=4)
@@ -68,7 +70,7 @@ def test_a_half_model_is_evaluated_in_float32(precision):
 
 
 def test_training_and_evaluation_have_metrics_of_their_own(capsys):
-    """Evaluating in the middle of training leaves the training metrics as they were."""
+    """Evaluating in the middle of training does not change the training metrics."""
     trainer = classifier(log_interval=6, verbose=True)
     trainer.train(
         (X, Y),
@@ -79,14 +81,14 @@ def test_training_and_evaluation_have_metrics_of_their_own(capsys):
     )
     out = capsys.readouterr().out
 
-    # 66 examples were trained on, a multiple of 1/66; 2 were evaluated.
+    # 66 examples were trained on, so the accuracy is a multiple of 1/66; only 2 were evaluated.
     accuracy = float(out.split("accuracy ")[2].split()[0])
     assert accuracy * 66 == pytest.approx(round(accuracy * 66), abs=0.01)
     assert out.count("validation at step") == 2
 
 
-def test_arrays_are_evaluated_on_while_training(capsys):
-    """They are batched like the training data."""
+def test_evaluation_data_may_be_arrays(capsys):
+    """Arrays passed as eval_data are batched like the training data."""
     trainer = classifier(verbose=True)
     trainer.train((X, Y), steps=2, global_batch=4, eval_data=(X, Y))
     results = trainer.evaluate((X, Y), global_batch=4)
@@ -94,8 +96,8 @@ def test_arrays_are_evaluated_on_while_training(capsys):
     assert f"validation at step 2: loss {results['loss']:.4f}" in capsys.readouterr().out
 
 
-def test_metrics_of_no_applied_step_are_not_shown_as_0(capsys):
-    """Where every step was skipped there is neither a loss nor an accuracy."""
+def test_metrics_without_an_applied_step_are_shown_as_missing(capsys):
+    """If every step was skipped, the log shows neither a loss nor an accuracy."""
     trainer = classifier(verbose=True)
     trainer.train((X * np.inf, Y), steps=1, global_batch=11)
 
@@ -103,7 +105,7 @@ def test_metrics_of_no_applied_step_are_not_shown_as_0(capsys):
 
 
 def test_metrics_are_updated_on_applied_steps_only():
-    """A skipped step's examples are not counted."""
+    """The examples of a skipped step do not count."""
     trainer = classifier(log_interval=100)
     bad = X.copy()
     bad[3] = np.inf
@@ -119,7 +121,7 @@ def test_metrics_are_updated_on_applied_steps_only():
     "loss", ["mse", keras.losses.MeanSquaredError(), lambda y, p: (y - p)[:, 0] ** 2]
 )
 def test_losses_in_any_form(loss):
-    """A name, a Keras loss without its reduction, or a function."""
+    """loss_fn may be a name, a Keras loss (whose reduction is ignored) or a function."""
     y = np.random.default_rng(3).standard_normal([11, 1]).astype(np.float32)
     trainer = Trainer(
         model=lambda: linear_model(inputs=5), optimizer="sgd", loss_fn=loss, verbose=False
@@ -130,7 +132,7 @@ def test_losses_in_any_form(loss):
 
 
 def test_a_sequence_loss_is_averaged_within_the_example():
-    """A Keras loss of shape (batch, time) becomes one loss per example, its mean over time."""
+    """A Keras loss of shape (batch, time) is averaged over time to one loss per example."""
     y = np.random.default_rng(3).standard_normal([6, 4, 2]).astype(np.float32)
     trainer = Trainer(
         model=lambda: keras.Sequential([keras.Input([4, 2]), keras.layers.Dense(2)]),
@@ -144,7 +146,7 @@ def test_a_sequence_loss_is_averaged_within_the_example():
 
 
 def test_a_module_predicts_as_it_trains():
-    """A plain `tf.Module` is called as it is."""
+    """A `tf.Module` computes in evaluation exactly as in training."""
 
     class Doubling(tf.Module):
         def __init__(self):
@@ -162,9 +164,9 @@ def test_a_module_predicts_as_it_trains():
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_an_evaluation_draws_no_numbers_from_the_training(mirrored, replicas):
-    """A loss that draws from the model's generator draws the same in training, with evaluations and
-    predictions in between or without: they write nothing.
+def test_an_evaluation_does_not_advance_seed_generators(mirrored, replicas):
+    """Evaluations and predictions during training do not change what training draws from the model's
+    seed generators, because they write to no variable.
     """
 
     class Noisy(Linear):

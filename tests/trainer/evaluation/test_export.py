@@ -1,4 +1,4 @@
-"""A trained model, written for others."""
+"""Export of a trained model."""
 
 import keras
 import numpy as np
@@ -9,12 +9,12 @@ from trainer import Trainer
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 
-# Keras, when it reads a file with NumPy 2.
+# Keras warns when it reads a file with NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 
 class Scaled(keras.layers.Layer):
-    """Multiplies by a number that it may forget to write down; not registered with Keras."""
+    """Multiplies by a number that its config leaves out; not registered with Keras."""
 
     def __init__(self, factor=1.0, **arguments):
         """Keeps the number."""
@@ -27,7 +27,7 @@ class Scaled(keras.layers.Layer):
 
 
 def trained(layer=None, **arguments):
-    """A network that has taken three steps."""
+    """Trains a small network for three steps."""
 
     def model():
         layers = [keras.layers.Dense(16), keras.layers.BatchNormalization(), layer or Scaled()]
@@ -48,12 +48,12 @@ def trained(layer=None, **arguments):
 
 @pytest.fixture(scope="module")
 def run():
-    """One run for all that only look at it."""
+    """One run, shared by all tests that do not change it."""
     return trained()
 
 
 def loaded(path):
-    """The model in a file: a function of inputs, and its variables that hold real numbers."""
+    """Loads an exported model: returns its function of inputs and its floating-point variables."""
     if path.suffix == ".keras":
         found = keras.saving.load_model(path, custom_objects={"Scaled": Scaled}, compile=False)
         call = found
@@ -67,8 +67,8 @@ def loaded(path):
 @pytest.mark.parametrize("name", ["model.keras", "folder"])
 @pytest.mark.parametrize("precision", ["train", "float32", "float16", "bfloat16"])
 def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
-    """In every precision and both formats: loaded without the trainer, the weights have the dtype that
-    was asked for, and the outputs are the trained model's but for rounding.
+    """In every precision and both formats, the loaded model has weights of the requested dtype, and
+    its outputs equal the trained model's up to rounding.
     """
     path = tmp_path / name
     difference = run.export(path, precision=precision, compare_on=X)
@@ -81,12 +81,12 @@ def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
     assert np.abs(ours - theirs).max() / np.abs(ours).max() == pytest.approx(difference, abs=1e-6)
     assert difference <= 8 * eps
     assert difference == 0 or precision != "train"
-    # The model itself is as it was.
+    # Exporting does not change the model itself.
     assert {layer.compute_dtype for layer in run.model.layers[:3]} == {"float16"}
 
 
-def test_from_replicas_and_with_the_average(mirrored, tmp_path):
-    """A SavedModel of a mirrored model holds plain variables, with the averaged weights in them."""
+def test_a_mirrored_model_is_exported_with_its_average(mirrored, tmp_path):
+    """A SavedModel of a mirrored model holds plain variables with the averaged weights."""
     run = trained(strategy=mirrored(2), ema_momentum=0.5)
     run.export(tmp_path / "average", compare_on=X)
     run.export(tmp_path / "plain", averaged=False, compare_on=X)
@@ -97,30 +97,31 @@ def test_from_replicas_and_with_the_average(mirrored, tmp_path):
     assert plain[0].numpy().tobytes() == run.model.variables[0].numpy().tobytes()
 
 
-def test_a_layer_that_forgets_is_found_out(tmp_path):
-    """Whatever its config does not say is lost in the file, and noticed."""
+def test_a_setting_missing_from_the_config_is_detected(tmp_path):
+    """A setting that get_config() leaves out is lost in the file, and `compare_on` detects it."""
     run = trained(Scaled())
     run.model.layers[2].factor = 3.0
     path = tmp_path / "model.keras"
-    with pytest.raises(ValueError, match="`path` must predict what the model does") as error:
+    with pytest.raises(ValueError, match="does not predict what the trained model does") as error:
         run.export(path, compare_on=X)
 
     assert str(error.value).startswith(
-        f"`path` must predict what the model does; got {path}, whose outputs are off by "
+        f"The exported model in {path} does not predict what the trained model does: its outputs "
+        "differ by "
     )
     assert str(error.value).endswith(
-        "of the largest, where rounding explains 0.031. A layer keeps something that its "
-        "config does not say. Write its get_config(), or do not use this file."
+        "of the largest output, and rounding explains at most 0.031. Probably a layer's "
+        "get_config() leaves out a setting. Correct it and export again, and do not use this file."
     )
 
 
-def test_what_cannot_be_written_is_refused(run):
-    """Other endings, and other precisions."""
+def test_other_formats_and_precisions_are_refused(run):
+    """The suffix and the precision are checked before anything is written."""
     with pytest.raises(ValueError, match=r"\.keras") as error:
         run.export("model.h5")
     assert str(error.value) == (
-        "`path` must end in .keras, or be a folder for a SavedModel; got 'model.h5'. The format is "
-        'told by it. Use for instance "model.keras".'
+        "`path` must end in .keras, or have no suffix for a SavedModel; got 'model.h5'. The suffix "
+        'selects the format. Pass "model.keras", for example.'
     )
     with pytest.raises(ValueError, match="precision") as error:
         run.export("model.keras", precision="half")

@@ -1,4 +1,4 @@
-"""A run that diverges is taken back to where all was well, a bounded number of times."""
+"""A run that diverges goes back to a good checkpoint, a bounded number of times."""
 
 import json
 
@@ -10,34 +10,34 @@ from helpers import Linear, all_copies, assert_same_bits
 
 from trainer import DivergedError, Divergence
 from trainer.checkpoint.folder import committed
-from trainer.monitor.divergence import LossWatch
+from trainer.monitor.divergence import Detection, LossWatch, check_divergence, diverged_error
 from trainer.step.report import StepReport
 
 
 class Noisy(Linear):
-    """Its loss is the slope of the batch; Dropout's noise shows whether numbers are drawn anew."""
+    """Its loss is the slope of the batch; Dropout's noise shows whether new numbers are drawn."""
 
     def build_model(self):
-        """The weight, behind a dropout."""
+        """One weight after a dropout layer."""
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
         return keras.Sequential([keras.Input([1]), keras.layers.Dropout(0.5), dense])
 
     def build_optimizer(self):
-        """So slow that the loss is what the data say."""
+        """A low learning rate, so that the loss depends on the data alone."""
         return keras.optimizers.SGD(1e-6, momentum=0.9)
 
     def compute_loss(self, batch, training):
-        """The slope, and a trace of the noise."""
+        """The slope plus a small amount of noise."""
         predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)
         return batch["slope"] + 1e-3 * predictions[:, 0]
 
     def on_recovery(self, step, restored):
-        """Writes it down."""
+        """Records the call."""
         self.__dict__.setdefault("recovered", []).append((step, restored))
 
 
 def data(*slopes):
-    """Batches of two examples, one after the other, with a slope each."""
+    """Returns a dataset of batches of two examples, with one slope per batch."""
     batches = {
         "x": np.ones([len(slopes), 2, 1], np.float32),
         "slope": np.repeat(np.array(slopes, np.float32)[:, None], 2, axis=1),
@@ -46,7 +46,7 @@ def data(*slopes):
 
 
 def run(model_dir, divergence, steps, slopes, **arguments):
-    """Trains on these slopes, one step each; returns the trainer."""
+    """Trains one step on each slope; returns the trainer."""
     arguments = {"checkpoint_interval": 2, "steps_per_loop": 3, "log_interval": 1} | arguments
     trainer = Noisy(model_dir=model_dir, divergence=divergence, seed=1, verbose=False, **arguments)
     trainer.train(data(*slopes), steps=steps)
@@ -54,13 +54,13 @@ def run(model_dir, divergence, steps, slopes, **arguments):
 
 
 def recoveries(model_dir):
-    """The lines of `metrics.jsonl` that tell of them."""
+    """Returns the lines of `metrics.jsonl` about recoveries."""
     lines = (model_dir / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["split"] == "recovery"]
 
 
 def reports(losses, first=1, applied=None):
-    """Reports of as many steps."""
+    """Returns the reports of one step per loss."""
     applied = np.ones(len(losses), bool) if applied is None else np.array(applied)
     fields = dict.fromkeys(StepReport._fields, np.zeros(len(losses)))
     fields |= {
@@ -71,10 +71,9 @@ def reports(losses, first=1, applied=None):
     return StepReport(**fields)
 
 
-def test_a_loss_above_the_bound_restores_and_leaves_out_the_span(tmp_path):
-    """The newest checkpoint before the offence is restored, and with skip_data the batches from there
-    to the offence, it included, are left out: the run ends with the bits of one that was never
-    given them, but for its noise. All of it is recorded.
+def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
+    """The newest checkpoint from before the divergence is restored, and with skip_data the batches up
+    to and including the bad one are skipped. The recovery is recorded in metrics.jsonl and run.json.
     """
     slopes = [1, 1, 1, 1, 1, 50, 1, 1, 1, 1]
     trainer = run(tmp_path, Divergence(loss_above=10.0, skip_data=True), 8, slopes)
@@ -89,30 +88,27 @@ def test_a_loss_above_the_bound_restores_and_leaves_out_the_span(tmp_path):
     assert (saved["batches_taken"], saved["divergence"]["recoveries"]) == (10, 1)
 
 
-def test_without_leaving_out_data_the_run_comes_to_the_same_batch(tmp_path):
-    """A bounded number of times: the same batch is as bad each time, so the run ends, restored to the
-    last good checkpoint, with an error that says what, how often, and where it stands.
+def test_without_skip_data_the_run_meets_the_same_batch_again(tmp_path):
+    """The same batch diverges each time, so after max_recoveries the run ends at the last good
+    checkpoint, with an error that says what happened, how often, and what was restored.
     """
     slopes = [1, 1, 1, 50, 1]
     divergence = Divergence(loss_above=10.0, max_recoveries=2)
     with pytest.raises(DivergedError) as caught:
         run(tmp_path, divergence, 5, slopes)
 
-    message = str(caught.value)
-    start, rest = message.split("; got ")
-    what, rest = rest.split(", after ")
-    assert start == "`divergence` must not be met more than 2 times"
-    assert what.endswith(" above 10 at step 4")
-    assert rest == (
-        f"2 recoveries. The last good checkpoint, {tmp_path / 'ckpt-2'}, was restored. Lower the "
-        "learning rate, clip, or look at the data of these steps."
+    start, rest = str(caught.value).split(": loss ")
+    assert start == "Training diverged after 2 recoveries"
+    assert rest.split(" above ")[1] == (
+        f"10 at step 4. The last good checkpoint, {tmp_path / 'ckpt-2'}, was restored. Lower the "
+        "learning rate, clip the gradients, or check the data of these steps."
     )
     assert [line["restored"] for line in recoveries(tmp_path)] == [2, 2]
     assert list(committed(tmp_path, "ckpt")) == [0, 2]
 
 
-def test_each_recovery_draws_other_numbers(tmp_path):
-    """With the same numbers the same batches would come to the same end."""
+def test_each_recovery_draws_new_random_numbers(tmp_path):
+    """The seed changes at each recovery; with the same numbers the same batches would diverge again."""
     drawn = []
 
     class Drawing(Noisy):
@@ -135,8 +131,8 @@ def test_each_recovery_draws_other_numbers(tmp_path):
 
 
 def test_a_killed_run_remembers_its_recoveries(tmp_path):
-    """What was left out and how often the run was taken back are saved at once: started again right
-    after a recovery, it ends as if it had gone on.
+    """A recovery saves its count and the skipped data at once: a run that is killed right after it and
+    started again ends with the same bits as one that was not killed.
     """
     slopes = [1, 1, 1, 1, 1, 50, 1, 1, 1, 1]
     divergence = Divergence(loss_above=10.0, skip_data=True)
@@ -168,10 +164,11 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
 
 
 def test_a_loss_that_rises_past_a_window(tmp_path):
-    """The mean loss of the last window is held against the lowest such mean before; the checkpoint is
-    from before that window began, and later ones, which are no longer good, go.
+    """The mean loss of the last window is compared with the lowest mean so far. The run goes back to a
+    checkpoint from before that window, and later checkpoints are removed.
     """
-    # Means of three: 4, 4, 4.33, 5, 6.33 at step 7: more than 1.5 x 4. The window began at step 5.
+    # Means of three: 4, 4, 4.33, 5, and 6.33 at step 7, which is above 1.5 x 4. That window
+    # begins at step 5.
     slopes = [4, 4, 4, 4, 5, 6, 8, 4, 4, 4, 4, 4]
     divergence = Divergence(rise=1.5, window=3, max_recoveries=1, skip_data=True)
     trainer = run(tmp_path, divergence, 8, slopes)
@@ -181,39 +178,116 @@ def test_a_loss_that_rises_past_a_window(tmp_path):
     assert (trainer.totals.attempted, trainer._trained_on[1].taken) == (8, 11)
 
 
-def test_what_the_watch_sees():
-    """Only applied steps count; the offence is the first; the window begins with its first step."""
+def test_the_first_divergence_of_applied_steps_is_detected():
+    """Skipped steps do not count, and a divergence by `rise` begins with the first step of its window."""
     bound = LossWatch(Divergence(loss_above=2.0))
-    assert bound.look(reports([1.0, 2.0, 9.0], applied=[True, True, False])) is None
-    found = bound.look(reports([1.0, 3.0, 9.0], first=4))
+    assert bound.detect(reports([1.0, 2.0, 9.0], applied=[True, True, False])) is None
+    found = bound.detect(reports([1.0, 3.0, 9.0], first=4))
     assert (found.first, found.last, found.what) == (5, 5, "loss 3 above 2 at step 5")
 
     rise = LossWatch(Divergence(rise=2.0, window=2))
-    assert rise.look(reports([1.0, 1.0, 2.0])) is None
-    found = rise.look(reports([2.5], first=4))
+    assert rise.detect(reports([1.0, 1.0, 2.0])) is None
+    found = rise.detect(reports([2.5], first=4))
     assert (found.first, found.last) == (3, 4)
-    assert found.what == "mean loss 2.25 of steps 3 to 4 above 2 x 1"
+    assert found.what == ("mean loss 2.25 over steps 3 to 4, above 2 x the lowest mean so far, 1")
 
 
-def test_the_watch_goes_on_where_it_was():
-    """Its state, through JSON, is all that it remembers."""
+def test_a_restored_watch_continues_where_it_was_saved():
+    """Its state survives JSON and holds everything that it remembers."""
     losses = [3.0, 1.0, 1.5, 1.0, 2.5, 2.0, 9.0]
     whole = LossWatch(Divergence(rise=3.0, window=2))
-    expected = [whole.look(reports([loss], first=place)) for place, loss in enumerate(losses)]
+    expected = [whole.detect(reports([loss], first=place)) for place, loss in enumerate(losses)]
     assert expected[-1] is not None
     for cut in range(len(losses)):
         before = LossWatch(Divergence(rise=3.0, window=2))
-        found = [before.look(reports([loss], first=i)) for i, loss in enumerate(losses[:cut])]
+        found = [before.detect(reports([loss], first=i)) for i, loss in enumerate(losses[:cut])]
         after = LossWatch(Divergence(rise=3.0, window=2))
         after.set_state(json.loads(json.dumps(before.state())))
-        found += [after.look(reports([loss], first=i + cut)) for i, loss in enumerate(losses[cut:])]
+        found += [
+            after.detect(reports([loss], first=i + cut)) for i, loss in enumerate(losses[cut:])
+        ]
 
         assert found == expected
 
 
-def test_without_a_checkpoint_before_the_offence_the_run_ends(tmp_path):
-    """A window that reaches back past the oldest checkpoint leaves nowhere to go."""
+def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):
+    """If the window began before the oldest checkpoint, no checkpoint can be restored."""
     divergence = Divergence(rise=1.5, window=6)
     slopes = [1] * 6 + [3] * 6
-    with pytest.raises(DivergedError, match="There is no checkpoint of a step before that"):
+    with pytest.raises(DivergedError, match="There is no checkpoint from before that step"):
         run(tmp_path, divergence, 12, slopes, max_to_keep=1, checkpoint_interval=3)
+
+
+@pytest.mark.parametrize(
+    ("recoveries", "times"), [(0, ""), (1, " after 1 recovery"), (3, " after 3 recoveries")]
+)
+def test_the_error_says_how_often_and_from_where(recoveries, times):
+    """Without a checkpoint to go back to, the error says so."""
+    found = Detection(4, 4, "loss 50 above 10 at step 4")
+
+    assert str(diverged_error(found, recoveries, None)) == (
+        f"Training diverged{times}: loss 50 above 10 at step 4. There is no checkpoint from before "
+        "that step to go back to. Lower the learning rate, clip the gradients, or check the data "
+        "of "
+        "these steps."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {},
+            "`loss_above` must be given if `rise` is not; got None for both. No loss would count "
+            "as "
+            "a divergence. Pass loss_above=, rise=, or both.",
+        ),
+        (
+            {"loss_above": np.inf},
+            "`loss_above` must be a finite number or None; got inf. Steps with a loss of inf or "
+            "NaN "
+            "are skipped anyway. Pass a loss that no healthy step reaches.",
+        ),
+        (
+            {"rise": 1.0},
+            "`rise` must be a finite number above 1, or None; got 1.0. It multiplies the lowest "
+            "mean loss to give the bound. Pass 2.0, for example.",
+        ),
+        (
+            {"rise": 2.0, "window": 0},
+            "`window` must be an int of at least 1; got 0. It is a count. Pass a positive integer.",
+        ),
+        (
+            {"rise": 2.0, "skip_data": 1},
+            "`skip_data` must be True or False; got 1. It switches something on or off. Pass one "
+            "of "
+            "the two.",
+        ),
+    ],
+)
+def test_what_counts_as_divergence_is_checked(arguments, message):
+    """At least one bound is needed, and every number is checked."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        Divergence(**arguments)
+
+    assert str(error.value) == message
+
+
+def test_divergence_needs_a_model_dir(tmp_path):
+    """A run can only go back to checkpoints if it has a folder for them."""
+    divergence = Divergence(loss_above=10.0)
+    check_divergence(None, None)
+    check_divergence(divergence, tmp_path)
+    with pytest.raises(ValueError, match="`divergence`") as error:
+        check_divergence(divergence, None)
+    assert str(error.value) == (
+        "`divergence` must be None without `model_dir`; got a Divergence. A diverged run goes back "
+        "to a checkpoint. Pass model_dir= as well."
+    )
+    with pytest.raises(TypeError) as error:
+        check_divergence(100.0, tmp_path)
+    assert str(error.value) == (
+        "`divergence` must be a trainer.Divergence or None; got 100.0. It says when a run counts "
+        "as "
+        "diverged. Pass Divergence(loss_above=100.0), for example."
+    )

@@ -630,12 +630,12 @@ def test_a_label_out_of_range_is_a_forward_cause_under_xla():
         labelled([7] * 8, precision="mixed_float16")
 
     assert str(error.value) == (
-        "`max_consecutive_skips` must not be reached; got 4 skipped steps in a row by step 4, the "
-        "last one forward, in the losses on replica 0: 0 inf, 4 NaN. The loss scale went 2^15. The "
-        "loss itself was not finite before it was "
-        "scaled, so no loss scale can help. Look at the data and the model: inf or NaN in the "
-        "inputs, a log or a division of 0, activations beyond 65504 in float16. Under XLA a label "
-        "outside the model's classes gives a NaN loss, where TensorFlow would raise."
+        "Training is stuck: 4 steps in a row were skipped by step 4. Cause of the last skip: "
+        "forward, in the losses on replica 0: 0 inf, 4 NaN. Latest loss scales: 2^15. The loss was "
+        "not finite before it was scaled, so no loss scale can help. Check the data and the model "
+        "for inf or NaN in the inputs, the logarithm of 0, a division by 0, and activations above "
+        "65504 in float16. Under XLA, a label outside the model's classes gives a NaN loss where "
+        "TensorFlow would raise an error."
     )
 
 
