@@ -13,7 +13,6 @@ import tensorflow as tf
 from helpers import STEEP, Linear, overflowing
 from rich.console import Console
 
-from trainer import Trainer
 from trainer.log.model_table import build_table, total_size, variable_rows
 from trainer.log.writers import append_row
 
@@ -172,31 +171,3 @@ def test_numbers_for_a_spreadsheet(tmp_path):
     assert [row["accuracy"] for row in more] == ["", "", "", "0.5"]
     assert more[0]["loss"] == "3.0"
     assert more[-1]["loss_scale"] == ""
-
-
-def test_a_profile_is_of_the_steps_that_were_asked_for(tmp_path, monkeypatch):
-    """The loop ends where the profile begins and ends, and TensorBoard finds the file."""
-    seen = []
-    for name in ("start", "stop"):
-        real = getattr(tf.profiler.experimental, name)
-        monkeypatch.setattr(
-            tf.profiler.experimental,
-            name,
-            lambda *where, real=real, name=name: (
-                seen.append((name, trainer.totals.attempted)),
-                real(*where),
-            ),
-        )
-    trainer = Trainer(
-        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
-        optimizer="sgd",
-        loss_fn="mse",
-        model_dir=tmp_path,
-        profile_steps=(7, 9),
-        steps_per_loop=5,
-        verbose=False,
-    )
-    trainer.train((X, X), steps=12, global_batch=8)
-
-    assert seen == [("start", 6), ("stop", 9)]
-    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))

@@ -690,9 +690,9 @@ def test_only_a_keras_model_is_exported():
         trainer.export("model.keras")
 
     assert str(error.value) == (
-        "`export` must be asked of a trainer of a keras.Model; got Line. Only Keras can write one "
-        "to "
-        "a file with its layers. Use tf.saved_model.save, or "
+        "`export` must be called on a trainer of a keras.Model; got Line. Keras's file formats "
+        "hold "
+        "only Keras models. Use tf.saved_model.save, or "
         "tf.train.Checkpoint(model=trainer.model)."
     )
 

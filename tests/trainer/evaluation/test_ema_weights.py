@@ -1,0 +1,134 @@
+"""Moving averages of the weights (EMA) in evaluation and export."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import Linear, all_copies, assert_same_bits, slopes
+
+from trainer.evaluation.ema_weights import averaged_weights, evaluated_weights
+
+
+@pytest.fixture(scope="module")
+def averaging():
+    """A run with weights 0, -1 and -2 after its three updates."""
+    trainer = Linear(ema_momentum=0.5, verbose=False)
+    trainer.train(slopes(1.0), steps=3, global_batch=1)
+    return trainer
+
+
+def test_the_weights_are_restored_after_an_exception(averaging):
+    """Inside the context the weights are the averages; an exception restores their bits."""
+    before = all_copies(averaging)
+    seen = []
+
+    def fail():
+        with averaged_weights(averaging._parts.plan):
+            seen.append(averaging.weight)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+
+    assert seen == [-1.25]
+    assert_same_bits(before, all_copies(averaging))
+
+
+def test_without_an_update_the_weights_stay():
+    """If the only step was skipped, there is no average yet, and the weights are used."""
+    trainer = Linear(ema_momentum=0.5, verbose=False)
+    trainer.train(slopes(np.nan), steps=1, global_batch=1)
+    with averaged_weights(trainer._parts.plan):
+        assert trainer.weight == 1.0
+
+
+@pytest.mark.parametrize(("averaged", "weight"), [(None, -1.25), (True, -1.25), (False, -2.0)])
+def test_the_average_is_the_default(averaging, averaged, weight):
+    """None uses the average if the run keeps one."""
+    with evaluated_weights(averaging._parts.plan, averaged):
+        assert averaging.weight == weight
+
+
+def test_averaged_is_a_bool_or_none(averaging):
+    """Another value is refused before any weight is touched."""
+    with pytest.raises(TypeError) as error:
+        evaluated_weights(averaging._parts.plan, "yes")
+
+    assert str(error.value) == (
+        "`averaged` must be True, False or None; got 'yes'. It selects the moving average of the "
+        "weights. Pass None to use the average if the run keeps one."
+    )
+
+
+# Raised by Keras when it saves: NumPy 2 expects another signature of its variables.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_average_is_what_is_evaluated_and_exported(mirrored, tmp_path, replicas):
+    """`ema_momentum` keeps a moving average of the weights over updates. Evaluation, prediction and
+    export use it by default, and the weights have their bits again afterwards.
+    """
+    trainer = Linear(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        ema_momentum=0.5,
+        verbose=False,
+    )
+    data = slopes(*[1.0] * replicas)
+    trainer.train(data, steps=3, global_batch=replicas)
+    weights = [0.0, -1.0, -2.0]
+    average = weights[0]
+    for weight in weights[1:]:
+        average = 0.5 * average + 0.5 * weight
+    path = tmp_path / "model.keras"
+    trainer.export(path)
+
+    assert trainer.evaluate(data, global_batch=replicas)["loss"] == average
+    assert trainer.evaluate(data, global_batch=replicas, averaged=False)["loss"] == -2.0
+    assert keras.saving.load_model(path).get_weights()[0].item() == average
+    assert trainer.weight == -2.0
+    assert (
+        trainer.predict(data["x"], global_batch=replicas).ravel().tolist() == [average] * replicas
+    )
+
+
+def test_an_average_that_is_not_kept():
+    """Asking for an average that is not kept is an error."""
+    trainer = Linear(verbose=False)
+    trainer.train(slopes(1.0), steps=1, global_batch=1)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        trainer.evaluate(slopes(1.0), global_batch=1, averaged=True)
+
+    assert str(error.value) == (
+        "`averaged` must be None or False if the run keeps no average of the weights; got True. "
+        "There is no average to use. Train with ema_momentum=, or leave averaged= out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ema_momentum", "message"),
+    [
+        (
+            1.0,
+            "`ema_momentum` must be strictly between 0 and 1; got 1.0. Each update keeps this "
+            "fraction of the old average. 0.999 is a common choice.",
+        ),
+        (
+            0.9,
+            "`ema_momentum` must be None if the optimizer keeps an average; got 0.9 beside the "
+            "optimizer's ema_momentum=0.99. One average is enough. Set one of the two.",
+        ),
+    ],
+)
+def test_two_averages_are_refused(ema_momentum, message):
+    """The momentum must be below 1, and the trainer's and the optimizer's averages exclude each
+    other.
+    """
+
+    class Averaging(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(1.0, use_ema=True)
+
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        Averaging(ema_momentum=ema_momentum, verbose=False).train(
+            slopes(1.0), steps=1, global_batch=1
+        )
+
+    assert str(error.value) == message

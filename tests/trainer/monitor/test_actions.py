@@ -1,0 +1,163 @@
+"""Actions: functions that a run calls every so many steps or seconds."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import Linear, slopes
+
+from trainer import Action, TrainingStuckError
+from trainer.monitor.actions import check_actions
+
+
+class Counter:
+    """A callable whose state is kept in checkpoints."""
+
+    def __init__(self):
+        """Starts at 0."""
+        self.calls = 0
+
+    def __call__(self, trainer):
+        """Counts."""
+        self.calls += 1
+
+    def state_dict(self):
+        """Returns the count."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        """Restores the count."""
+        self.calls = state["calls"]
+
+
+def test_actions_are_due_by_steps():
+    """An inner loop ends at every multiple of the period, where the action runs; nothing else in
+    the run changes.
+    """
+    seen = []
+    action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=7)
+    trainer = Linear(steps_per_loop=5, actions=[action], verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
+
+    assert seen == [7, 14]
+    assert trainer.totals.applied == 20
+
+
+def test_actions_are_due_by_seconds(monkeypatch):
+    """Periods in seconds are checked after every inner loop, counting from when the action was
+    created.
+    """
+    now = [100.0]
+    monkeypatch.setattr("trainer.monitor.actions.time.monotonic", lambda: now[0])
+    seen = []
+
+    def passing(trainer):
+        now[0] += 4.0
+        seen.append(("passed", trainer.totals.attempted))
+
+    by_steps = Action(passing, every_steps=1)
+    by_time = Action(lambda trainer: seen.append(("due", trainer.totals.attempted)), every_secs=10)
+    trainer = Linear(actions=[by_steps, by_time], verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=8, global_batch=2)
+
+    assert [step for kind, step in seen if kind == "due"] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("periods", "message"),
+    [
+        (
+            {},
+            "`every_steps` must be given if and only if `every_secs` is not; got None and None. An "
+            "action has one period. Pass exactly one of the two.",
+        ),
+        (
+            {"every_steps": 3, "every_secs": 1.0},
+            "`every_steps` must be given if and only if `every_secs` is not; got 3 and 1.0. An "
+            "action has one period. Pass exactly one of the two.",
+        ),
+        (
+            {"every_secs": -1.0},
+            "`every_secs` must be a positive number; got -1.0. It is a period in seconds. Pass 60 "
+            "for once a minute.",
+        ),
+        (
+            {"every_steps": 0},
+            "`every_steps` must be an int of at least 1; got 0. It is a count. Pass a positive "
+            "integer.",
+        ),
+    ],
+)
+def test_an_action_has_one_period(periods, message):
+    """An action needs exactly one period, and it must be positive."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        Action(print, **periods)
+
+    assert str(error.value) == message
+
+
+def test_a_run_that_ends_in_an_error_calls_no_action():
+    """A run that must end raises before the next action runs, even if the next log line is due much
+    later.
+    """
+    seen = []
+    action = Action(lambda trainer: seen.append(trainer.totals.attempted), every_steps=2)
+    trainer = Linear(on_nonfinite_loss="raise", actions=[action], log_interval=100, verbose=False)
+    with pytest.raises(TrainingStuckError, match="the loss was not finite at step 1"):
+        trainer.train(slopes(np.nan), steps=50, global_batch=1)
+
+    assert seen == []
+    assert trainer.totals.attempted == 1
+
+
+def test_an_action_keeps_its_clock_and_its_state(monkeypatch):
+    """The state goes through JSON, and a restored action continues its period and its count."""
+    now = [100.0]
+    monkeypatch.setattr("trainer.monitor.actions.time.monotonic", lambda: now[0])
+    saved, restored = Action(Counter(), every_secs=10), Action(Counter(), every_secs=10)
+    saved(None)
+    now[0] += 4.0
+    state = json.loads(json.dumps(saved.state()))
+    now[0] += 1000.0
+    restored.set_state(state)
+
+    assert state == {"elapsed_secs": 4.0, "call": {"calls": 1}}
+    assert restored.call.calls == 1
+    now[0] += 5.5
+    assert not restored.is_due(0, 1)
+    now[0] += 0.5
+    assert restored.is_due(0, 1)
+
+
+def test_a_function_without_state_saves_only_its_clock():
+    """Restoring the state of another action does not call a method that is not there."""
+    action = Action(print, every_steps=10)
+    action.set_state({"elapsed_secs": 0.0, "call": {"calls": 3}})
+
+    assert action.state()["call"] is None
+
+
+@pytest.mark.parametrize("actions", [print, [print], [Action(print, every_steps=1), 3]])
+def test_actions_are_a_list_of_actions(actions):
+    """A function alone is refused, because it has no period."""
+    check_actions(())
+    check_actions([Action(print, every_steps=1)])
+    wrong = actions[-1] if isinstance(actions, list) else actions
+    with pytest.raises(TypeError) as error:
+        check_actions(actions)
+
+    assert str(error.value) == (
+        f"`actions` must be a list of trainer.Action; got {wrong!r}. An Action says what to call "
+        "and how often. Pass [Action(call, every_steps=100)], for example."
+    )
+
+
+def test_an_action_calls_a_function():
+    """Anything that cannot be called is refused."""
+    with pytest.raises(TypeError) as error:
+        Action(3, every_steps=1)
+
+    assert str(error.value) == (
+        "`call` must be a function; got int. It is called with the trainer. Pass lambda trainer: "
+        "print(trainer.totals), for example."
+    )
