@@ -6,9 +6,11 @@ off (`without_autograph`), and `call_user` turns it on again where a user's func
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -18,4 +20,8 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # AutoGraph converts whatever a converted function calls, so converting `_call` is enough.
 call_user = tf.autograph.to_graph(_call)
 
-without_autograph = tf.autograph.experimental.do_not_convert
+
+def without_autograph(function: Function) -> Function:
+    """Returns a function that AutoGraph does not rewrite. Use it as a decorator."""
+    plain: Function = tf.autograph.experimental.do_not_convert(function)
+    return plain

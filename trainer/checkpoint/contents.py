@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.step.held_back import contents
+from trainer.step.held_back import leaves
 from trainer.step.rollback import copies_of, tensorflow_variable, variables_in_reach
 from trainer.step.types import Variable
 
@@ -118,7 +118,7 @@ def attributes_with_variables(owner: object, known: Sequence[Any]) -> tf.Module:
     elsewhere = variables_in_reach(known, held_back=())
     holder = tf.Module()
     for name, value in vars(owner).items():
-        for place, leaf in enumerate(contents(value)):
+        for place, leaf in enumerate(leaves(value)):
             if variables_in_reach([leaf], held_back=elsewhere):
                 setattr(holder, f"{name}_{place}", leaf)
     return holder

@@ -19,7 +19,7 @@ from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.step import StepPlan, TrainState, plan_step
-from trainer.step.checks import check_model, check_policies
+from trainer.step.checks import check_dtype_policies, check_model
 
 # Variables of `TrainState` whose names in a checkpoint are older than the names they have now.
 SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
@@ -167,7 +167,7 @@ def build_model(trainer: Any, batch: Any, forward: Callable[..., Any]) -> None:
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
     if isinstance(model, keras.Model) and model.trainable_variables:
-        check_policies(model, trainer.precision)
+        check_dtype_policies(model, trainer.precision)
 
 
 def make_plan(trainer: Any) -> StepPlan:

@@ -26,7 +26,7 @@ from trainer.run.build import Parts, parts_of_plan
 from trainer.run.dry_run import put_back
 from trainer.step.fused import fused_rule
 from trainer.step.plan import StepPlan, compiled_as
-from trainer.step.xla import COMPILE_MODES, check_compile_mode, has_one_replica, runs_on_cpu
+from trainer.step.xla import COMPILE_MODES, can_compile_update, check_compile_mode
 
 LONG = 1000  # steps; in fewer, measuring is not won back
 MOST_SECS = 15.0  # no mode is begun that would not be ready by then
@@ -74,7 +74,9 @@ def initial_compile_mode(
         check_compile_mode(jit_compile, strategy)
         return jit_compile
     dtype = precision.compute_dtype
-    return dtype != "float32" and runs_on_cpu(strategy) and computes_in_loops(dtype)
+    return (
+        dtype != "float32" and strategies.capabilities(strategy).on_cpu and computes_in_loops(dtype)
+    )
 
 
 @functools.cache
@@ -114,8 +116,8 @@ def modes_to_try(trainer: Any, plan: StepPlan) -> list[bool | str]:
         return [plan.jit_compile]
     optimizers = [each.optimizer for each in plan.objectives]
     unfused = any(fused_rule(optimizer) is None for optimizer in optimizers)
-    update = ["update"] if unfused and has_one_replica(strategy) else []
-    if trainer.precision.compute_dtype == "bfloat16" and runs_on_cpu(strategy):
+    update = ["update"] if unfused and can_compile_update(strategy) else []
+    if trainer.precision.compute_dtype == "bfloat16" and strategies.capabilities(strategy).on_cpu:
         # XLA's own products know nothing of a processor's instructions for it.
         return [False, "elementwise", *update, True]
     return [False, True, *update, "elementwise"]

@@ -1,4 +1,4 @@
-"""The step without a `Trainer` around it: for a loop of one's own, under any strategy."""
+"""The training step without a `Trainer` around it, for custom loops under any strategy."""
 
 from trainer.step.attempt import attempt_step
 from trainer.step.clip import Clip

@@ -110,7 +110,8 @@ def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     """Cuts tensors of a share down to its real examples; an empty share is a placeholder row."""
     if tf.get_static_value(share.examples):  # known while tracing, so every row is real
         return tree
-    return tf.nest.map_structure(lambda tensor: tensor[: share.examples], tree)
+    rows: Tree = tf.nest.map_structure(lambda tensor: tensor[: share.examples], tree)
+    return rows
 
 
 def add(total: Gradient, part: Gradient) -> Gradient:

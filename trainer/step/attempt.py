@@ -16,7 +16,7 @@ import strategies
 from trainer.base.autograph import call_user, without_autograph
 from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
-from trainer.step.checks import check_same_rule, check_weights
+from trainer.step.checks import check_weights
 from trainer.step.outcomes import combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import key_source
@@ -59,7 +59,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         The step's report, each field of shape (). A loop of your own stops when `run.halted` is
         true.
     """
-    check_same_rule(plan, run)
+    check_plan_and_run(plan, run)
     weights = check_weights(call_user(plan.example_weights, batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
     # The same for every attempt: at another scale the same random numbers are drawn.
@@ -89,6 +89,27 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         data_wait_secs=tf.constant(0.0),  # only a loop that reads the data knows
         **last.outcome._asdict(),
     )
+
+
+def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
+    """Raises TypeError or ValueError unless these are a plan, and a state with the same rule."""
+    if not isinstance(plan, StepPlan):
+        raise TypeError(
+            f"`plan` must be a StepPlan; got {type(plan).__name__}. It holds the constants of the "
+            "step. Pass the result of plan_step()."
+        )
+    if not isinstance(run, TrainState):
+        raise TypeError(
+            f"`run` must be a TrainState; got {type(run).__name__}. It holds the loss scale and "
+            "the step counts. Create it with TrainState(plan.rule)."
+        )
+    in_plan, in_run = plan.rule, run.loss_scaler.rule
+    if in_plan is not in_run and in_plan != in_run:
+        raise ValueError(
+            f"`run` must have the same loss-scale rule as `plan`; got {in_run!r}, and the plan has "
+            f"{in_plan!r}. One rule would update the other's state. Create it with "
+            "TrainState(plan.rule)."
+        )
 
 
 def attempt_until_applied(
@@ -130,11 +151,7 @@ def attempt_until_applied(
     )
     # Going down to the floor did not help, and coming up again would take thousands of steps.
     no_scale_helps = last.outcome.cause == int(scaling.Cause.MODEL)
-    kept = tf.nest.map_structure(
-        lambda moved, first: tf.where(no_scale_helps, first, moved),
-        last.scale_state,
-        last.without_retry,
-    )
+    kept = select(no_scale_helps, last.without_retry, last.scale_state)
     return last._replace(scale_state=kept), attempts - 1
 
 
@@ -163,9 +180,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     without_retry = plan.rule.advance(state, verdict)
     if inputs.in_float32 is not None:
         # What fits in float32 says nothing about the scale that half precision needs.
-        without_retry = tf.nest.map_structure(
-            lambda new, old: tf.where(inputs.in_float32, old, new), without_retry, state
-        )
+        without_retry = select(inputs.in_float32, state, without_retry)
         curable &= ~inputs.in_float32
     after = without_retry
     if plan.max_retries:
@@ -207,8 +222,15 @@ def advance_until_scale_moves(
         lambda tries, _, after: (tries + 1, after, plan.rule.advance(after, verdict)),
         (tf.constant(0), state, after),
     )
-    helped = moved.loss_scale != state.loss_scale
-    return tf.nest.map_structure(lambda new, old: tf.where(helped, new, old), moved, after)
+    return select(moved.loss_scale != state.loss_scale, moved, after)
+
+
+def select(flag: tf.Tensor, state: ScaleState, otherwise: ScaleState) -> ScaleState:
+    """Returns one of two loss-scale states: `state` if `flag` is true. `flag` has shape ()."""
+    selected: ScaleState = tf.nest.map_structure(
+        lambda one, other: tf.where(flag, one, other), state, otherwise
+    )
+    return selected
 
 
 def attempt_groups(
@@ -238,8 +260,9 @@ def attempt_groups(
         return combined(agreed.outcome, attempt_groups(inputs, before, plan, place=place + 1))
 
     # The condition is outside the replicas, because there are collectives behind it.
-    return tf.cond(
+    outcome: Outcome = tf.cond(
         agreed.outcome.grads_finite,
         apply,
         lambda: diagnosed(agreed, group, inputs.scale_state, plan),
     )
+    return outcome

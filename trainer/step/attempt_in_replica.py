@@ -38,7 +38,7 @@ def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Ou
         for group in groups:
             stack.enter_context(optimizers_prepared(group, plan))
         # Each group has a source of its own, so the step's is left out.
-        outcome = plan.strategy.run(replica, args=(inputs._replace(random=()), sources))
+        outcome: Outcome = plan.strategy.run(replica, args=(inputs._replace(random=()), sources))
     return on_first_replica(outcome, plan.strategy)
 
 
@@ -66,8 +66,9 @@ def attempt_from(
         later = attempt_from(place + 1, inputs, sources, before, plan)
         return combined(result.outcome, later)
 
-    return tf.cond(
+    outcome: Outcome = tf.cond(
         result.outcome.grads_finite,
         apply,
         lambda: diagnosed(result, group, inputs.scale_state, plan),
     )
+    return outcome

@@ -1,32 +1,34 @@
-"""Keras's BatchNormalization of images in one kernel of TensorFlow's.
+"""Keras's BatchNormalization of images, computed by TensorFlow's fused kernel.
 
 Keras 3 computes it in about nine operations, each of which reads or writes every activation.
-TensorFlow has one kernel for its forward pass in training, and one for its gradient (Ioffe and
-Szegedy, arXiv:1502.03167, section 3); docs/performance.md has figures. XLA joins Keras's
-operations by itself, and knows the kernel only as these.
+TensorFlow has one kernel for the forward pass in training and one for its gradient (Ioffe and
+Szegedy, arXiv:1502.03167, section 3); docs/performance.md has measurements. Where XLA compiles the
+pass, there is nothing to gain: XLA fuses Keras's operations itself, and would expand the
+kernel into the same operations.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from trainer.base.keras_private import all_layers, replaced_calls
+from trainer.step.types import Model
 
-LEAST_EPSILON = 1.001e-5  # that every kernel takes
+MIN_EPSILON = 1.001e-5  # the smallest epsilon that the kernel accepts on every device
 
 
-def fused_batch_norm(model: Any, *, wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Within, layers that the kernel can compute are, in training; nothing differs but rounding.
+def fused_batch_norm(model: Model, *, wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which BatchNormalization layers use the fused kernel in training.
 
-    Trace a function inside it; the layers are left as they were.
+    Layers that the kernel cannot compute keep Keras's operations. Results differ by rounding only.
+    Trace a function inside the context; the layers are restored when it ends.
 
     Args:
-        model: whose layers; a `tf.Module` has none.
-        wanted: False changes nothing.
+        model: the model whose layers to change; a `tf.Module` has none.
+        wanted: whether to change them; False makes the context do nothing.
     """
     wanted &= isinstance(model, keras.Model)
     layers = [layer for layer in all_layers(model) if can_be_fused(layer)] if wanted else []
@@ -34,38 +36,38 @@ def fused_batch_norm(model: Any, *, wanted: bool) -> contextlib.AbstractContextM
 
 
 def can_be_fused(layer: keras.Layer) -> bool:
-    """Returns whether a layer is Keras's own, and does what the kernel does."""
+    """Returns whether a layer is Keras's own BatchNormalization, with settings the kernel has."""
     return (
         type(layer) is keras.layers.BatchNormalization
         and layer.trainable
         and not layer.renorm
         and not layer.synchronized
-        and layer.epsilon >= LEAST_EPSILON
-        and "call" not in vars(layer)  # a probe's, or somebody else's
+        and layer.epsilon >= MIN_EPSILON
+        and "call" not in vars(layer)  # not replaced already, for example by a layer probe
     )
 
 
 def fused_call(
     layer: keras.layers.BatchNormalization,
-    usual: Callable[..., tf.Tensor],
-    inputs: Any,
+    keras_call: Callable[..., tf.Tensor],
+    inputs: tf.Tensor,
     training: bool | None = None,
-    mask: Any = None,
-) -> Any:
-    """Calls a layer; by the kernel if these inputs are images, channels last.
+    mask: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Calls a layer, with the fused kernel if the inputs are images with channels last.
 
     Args:
-        layer: whose variables are read and written.
-        usual: its own `call`.
-        inputs: shape (examples, height, width, channels) for the kernel; else of any.
+        layer: the layer whose variables are read and written.
+        keras_call: the layer's own `call`, for everything that the kernel cannot compute.
+        inputs: for the kernel, shape (examples, height, width, channels).
         training: as in Keras.
-        mask: likewise; the kernel knows none.
+        mask: as in Keras; the kernel does not support one.
     """
     images = isinstance(inputs, tf.Tensor) and inputs.shape.rank == 4 and layer.axis in (-1, 3)
     if not (training and mask is None and images and inputs.dtype.size <= 4):
-        return usual(inputs, training=training, mask=mask)
+        return keras_call(inputs, training=training, mask=mask)
     channels = inputs.shape[-1]
-    made = tf.raw_ops.FusedBatchNormV3(
+    result = tf.raw_ops.FusedBatchNormV3(
         x=inputs,
         scale=as_float32(layer.gamma) if layer.scale else tf.ones([channels]),
         offset=as_float32(layer.beta) if layer.center else tf.zeros([channels]),
@@ -73,18 +75,18 @@ def fused_call(
         variance=[],
         epsilon=layer.epsilon,
     )
-    # The kernel's is the estimate from a sample; Keras keeps the variance of what it has seen.
+    # The kernel returns the unbiased variance; Keras tracks the biased one.
     count = tf.cast(tf.size(inputs) // channels, tf.float32)
-    variance = made.batch_variance * (count - 1) / count
-    for statistic, seen in (
-        (layer.moving_mean, made.batch_mean),
+    variance = result.batch_variance * (count - 1) / count
+    for statistic, in_batch in (
+        (layer.moving_mean, result.batch_mean),
         (layer.moving_variance, variance),
     ):
         kept = as_float32(statistic) * layer.momentum
-        statistic.assign(kept + seen * (1.0 - layer.momentum))
-    return tf.cast(made.y, layer.compute_dtype)
+        statistic.assign(kept + in_batch * (1.0 - layer.momentum))
+    return tf.cast(result.y, layer.compute_dtype)
 
 
 def as_float32(variable: keras.Variable) -> tf.Tensor:
-    """Returns what a layer sees of its variable, as Keras casts it."""
+    """Returns a variable's value as its layer sees it under autocast, as float32."""
     return keras.ops.cast(variable, "float32")

@@ -1,31 +1,31 @@
-"""Clipping: the last thing that happens to a gradient before the optimizer sees it."""
+"""Clips the gradients: the last operation on them before the optimizer."""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
 from scaling.base.argument_checks import is_number
-from trainer.step.gradients import numbers
+from trainer.step.gradients import gradient_values
+from trainer.step.types import Gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """At most one bound on the gradients; None is no bound. Named as Keras's optimizers name them.
+    """At most one bound on the gradients, named as in Keras's optimizers. None means no bound.
 
     Args:
-        global_clipnorm: on the 2-norm of all gradients together: they are scaled down alike.
-        clipnorm: on the 2-norm of each variable's gradient.
-        clipvalue: on the magnitude of each element.
+        global_clipnorm: largest 2-norm of all gradients together; all are scaled by one factor.
+        clipnorm: largest 2-norm of each variable's gradient.
+        clipvalue: largest magnitude of each element.
 
     Raises:
-        ValueError: if one is not positive and finite, or there are two.
+        ValueError: if a bound is not positive and finite, or if there is more than one.
 
     Source:
         Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
-        2013, section 3.2, https://arxiv.org/abs/1211.5063, for the norms.
+        2013, section 3.2, https://arxiv.org/abs/1211.5063, for clipping by norm.
 
     Example:
         >>> gradients = [tf.constant([3.0, 4.0]), None]
@@ -40,17 +40,19 @@ class Clip:
 
     def __post_init__(self) -> None:
         """Checks the bounds."""
-        for name, bound in self.bounds().items():
+        bounds = self.bounds()
+        for name, bound in bounds.items():
             if not is_number(bound) or not 0 < bound < math.inf:
+                what = "magnitude of an element" if name == "clipvalue" else "norm"
                 raise ValueError(
-                    f"`{name}` must be None or positive and finite; got {bound!r}. It is the "
-                    "largest that a gradient's norm or element may be. 1.0 is usual."
+                    f"`{name}` must be None, or positive and finite; got {bound!r}. It is the "
+                    f"largest {what} that a gradient keeps. Use 1.0, for example."
                 )
-        if len(self.bounds()) > 1:
-            found = ", ".join(f"{name}={bound!r}" for name, bound in self.bounds().items())
+        if len(bounds) > 1:
+            found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())
             raise ValueError(
-                f"`{next(iter(self.bounds()))}` must be None beside another bound; got {found}. "
-                "Clipping twice is never meant. Set one of them."
+                f"`{next(iter(bounds))}` must be None if another bound is set; got {found}. "
+                "Gradients are clipped once. Set only one bound."
             )
 
     def bounds(self) -> dict[str, float]:
@@ -60,34 +62,36 @@ class Clip:
         }
 
 
-def clip(gradients: list[Any], gradient_norm: tf.Tensor, bound: Clip) -> list[Any]:
-    """Returns the gradients within their bound.
+def clip(gradients: list[Gradient], gradient_norm: tf.Tensor, bound: Clip) -> list[Gradient]:
+    """Returns the gradients, clipped.
 
     Args:
-        gradients: summed, unscaled and coalesced; None survives.
+        gradients: the summed, unscaled and coalesced gradients; None stays None.
         gradient_norm: their global norm: shape (), float32.
-        bound: which.
+        bound: the bound to apply, if it sets one.
     """
     if bound.global_clipnorm is not None:
         factor = bound.global_clipnorm / tf.maximum(gradient_norm, bound.global_clipnorm)
-        return changed(gradients, lambda values: values * tf.cast(factor, values.dtype))
+        return map_values(gradients, lambda values: values * tf.cast(factor, values.dtype))
     if bound.clipnorm is not None:
-        return changed(gradients, lambda values: tf.clip_by_norm(values, bound.clipnorm))
+        return map_values(gradients, lambda values: tf.clip_by_norm(values, bound.clipnorm))
     if bound.clipvalue is not None:
         largest = bound.clipvalue
-        return changed(gradients, lambda values: tf.clip_by_value(values, -largest, largest))
+        return map_values(gradients, lambda values: tf.clip_by_value(values, -largest, largest))
     return gradients
 
 
-def changed(gradients: list[Any], change: Callable[[tf.Tensor], tf.Tensor]) -> list[Any]:
-    """Applies a function to each gradient's numbers, sparse ones' rows included."""
+def map_values(
+    gradients: list[Gradient], function: Callable[[tf.Tensor], tf.Tensor]
+) -> list[Gradient]:
+    """Applies a function to the values of each gradient; of a sparse one, to the rows it has."""
 
-    def with_changed_numbers(gradient: Any) -> Any:
+    def mapped(gradient: Gradient) -> Gradient:
         if gradient is None:
             return None
-        values = change(numbers(gradient))
+        values = function(gradient_values(gradient))
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return values
 
-    return [with_changed_numbers(gradient) for gradient in gradients]
+    return [mapped(gradient) for gradient in gradients]

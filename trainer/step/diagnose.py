@@ -10,7 +10,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 import scaling
-from trainer.step.gradients import count_nonfinite, numbers, squares_in_float32
+from trainer.step.gradients import count_nonfinite, gradient_values, half_squared_norm
 from trainer.step.microbatch import NonfiniteFlags
 from trainer.step.types import Gradient, ScaleState
 
@@ -146,12 +146,12 @@ def findings_by_cause(
 
 def count_by_variable(values: list[Gradient]) -> tf.Tensor:
     """Returns how many elements of each value are inf, and NaN: shape (variables, 2), int32."""
-    return tf.stack([count_nonfinite(numbers(value)) for value in values])
+    return tf.stack([count_nonfinite(gradient_values(value)) for value in values])
 
 
 def squares_overflow(values: list[Gradient]) -> tf.Tensor:
     """Returns which values have a sum of squares beyond float32: shape (variables,), bool."""
-    return ~tf.math.is_finite(tf.stack([squares_in_float32(value) for value in values]))
+    return ~tf.math.is_finite(tf.stack([half_squared_norm(value) for value in values]))
 
 
 def first_row(counts: tf.Tensor) -> tf.Tensor:

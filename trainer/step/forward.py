@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import regularizers_in_float32
-from trainer.step.checks import check_not_rounded
+from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
 from trainer.step.losses import losses_and_aux
 from trainer.step.microbatch import MicrobatchPlan
@@ -47,7 +47,7 @@ def forward(
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
         added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in plan.model.losses)
-    scope.check_all_known()
+    scope.check_no_unknown_variables()
     after = [scope.get_current_value(variable) for variable in plan.held_back]
     return ForwardPass(losses, aux, tf.convert_to_tensor(added, tf.float32), after)
 
@@ -65,5 +65,5 @@ def written_by(model: Model, before: list[tf.Tensor], after: list[tf.Tensor]) ->
     }
     for position in written:
         if position < len(model.trainable_variables):
-            check_not_rounded(model, model.trainable_variables[position])
+            check_not_assigned_in_half(model, model.trainable_variables[position])
     return {str(position): value for position, value in written.items()}

@@ -1,38 +1,39 @@
-"""Updates in one pass over memory, by TensorFlow's own kernels, for the rules that have one.
+"""Optimizer updates by TensorFlow's fused kernels: one pass over memory for each variable.
 
-An optimizer of Keras is a dozen operations for each variable, and each of them reads and
-writes all of it. TensorFlow has kernels that do the whole rule of Adam, of SGD and of its
-momentum at once, with the same operations in the same order. Everything around the rule
-(schedules, weight decay, moving averages, constraints, counting) stays Keras's.
+A Keras optimizer runs about a dozen operations for each variable, and each of them reads and
+writes the whole variable. TensorFlow has kernels that compute the whole rule of Adam, SGD and SGD
+with momentum, with the same operations in the same order. Everything around the rule (schedules,
+weight decay, moving averages, constraints, counting) is still done by Keras.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
 
 from trainer.base.keras_private import slot_variables
 
-Rule = Callable[[Any, Any, Any], None]  # (gradient, variable, learning_rate)
+# (gradient, variable, learning_rate) -> None, as `keras.optimizers.Optimizer.update_step`.
+UpdateRule: TypeAlias = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
 
 
 @contextlib.contextmanager
 def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Within, `optimizer.apply` moves dense float32 variables by one kernel each, if it has one.
+    """Within the context, `optimizer.apply` uses a fused kernel for each variable, if it can.
 
-    Others are moved as ever: another rule, another dtype, sparse gradients, `amsgrad`.
+    Sparse gradients, other dtypes than float32, other rules and `amsgrad` use Keras's operations.
     """
     fused = fused_rule(optimizer)
     if fused is None:
         yield
         return
-    general = optimizer.update_step
+    keras_rule = optimizer.update_step
 
-    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         dense = isinstance(gradient, tf.Tensor) and gradient.dtype == tf.float32
-        rule = fused if dense and variable.dtype == tf.float32 else general
+        rule = fused if dense and variable.dtype == tf.float32 else keras_rule
         rule(gradient, variable, learning_rate)
 
     optimizer.update_step = update_step
@@ -42,10 +43,10 @@ def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         del optimizer.update_step
 
 
-def fused_rule(optimizer: keras.optimizers.Optimizer) -> Rule | None:
-    """Returns how to move one variable by one kernel, or None.
+def fused_rule(optimizer: keras.optimizers.Optimizer) -> UpdateRule | None:
+    """Returns a function that updates one variable with one kernel, or None if there is no kernel.
 
-    A subclass counts, as AdamW does, as long as it has not changed the rule.
+    Subclasses, such as AdamW, are included as long as they inherit the rule unchanged.
     """
     rule = type(optimizer).update_step
     if rule is keras.optimizers.Adam.update_step and not optimizer.amsgrad:
@@ -55,21 +56,26 @@ def fused_rule(optimizer: keras.optimizers.Optimizer) -> Rule | None:
     return None
 
 
-def adam(optimizer: Any) -> Rule:
-    """Returns Adam's rule: Kingma & Ba, ICLR 2015, section 2, its last paragraph's order."""
-    powers: list[tf.Tensor] = []  # the same for all variables of an update
+def adam(optimizer: keras.optimizers.Adam) -> UpdateRule:
+    """Returns Adam's rule.
 
-    def rule(gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
+    Source:
+        Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, in the order of
+        operations given in the last paragraph of section 2.
+    """
+    powers: list[tf.Tensor] = []  # of beta_1 and beta_2; the same for all variables of an update
+
+    def rule(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         if not powers:
             step = tf.cast(optimizer.iterations + 1, tf.float32)
             powers.extend(
                 tf.pow(float(beta), step) for beta in (optimizer.beta_1, optimizer.beta_2)
             )
-        first, second = slot_variables(optimizer, variable)
+        first_moment, second_moment = slot_variables(optimizer, variable)
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
-            m=first.handle,
-            v=second.handle,
+            m=first_moment.handle,
+            v=second_moment.handle,
             beta1_power=powers[0],
             beta2_power=powers[1],
             lr=tf.cast(learning_rate, tf.float32),
@@ -82,10 +88,10 @@ def adam(optimizer: Any) -> Rule:
     return rule
 
 
-def momentum(optimizer: Any) -> Rule:
-    """Returns the rule of SGD with momentum, Nesterov's or not."""
+def momentum(optimizer: keras.optimizers.SGD) -> UpdateRule:
+    """Returns the rule of SGD with momentum, Nesterov's included."""
 
-    def rule(gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
+    def rule(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         [velocity] = slot_variables(optimizer, variable)
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable.handle,
@@ -99,8 +105,8 @@ def momentum(optimizer: Any) -> Rule:
     return rule
 
 
-def sgd(gradient: tf.Tensor, variable: Any, learning_rate: Any) -> None:
-    """Takes a step of SGD."""
+def sgd(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
+    """Updates a variable by SGD without momentum."""
     tf.raw_ops.ResourceApplyGradientDescent(
         var=variable.handle, alpha=tf.cast(learning_rate, tf.float32), delta=gradient
     )

@@ -1,23 +1,23 @@
-"""The numbers in a gradient, be it dense, sparse or missing."""
-
-from typing import Any
+"""The values of a gradient, whether it is dense, sparse or missing."""
 
 import tensorflow as tf
 
+from trainer.step.types import Gradient
 
-def numbers(gradient: Any) -> tf.Tensor:
-    """Returns the numbers in a coalesced gradient; a missing one has none."""
+
+def gradient_values(gradient: Gradient) -> tf.Tensor:
+    """Returns the values of a coalesced gradient: a sparse one's rows; shape (0,) for None."""
     if gradient is None:
         return tf.zeros([0])
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def squares_in_float32(gradient: Any) -> tf.Tensor:
-    """Returns half the sum of a gradient's squares, in float32: shape ()."""
-    return tf.nn.l2_loss(tf.cast(numbers(gradient), tf.float32))
+def half_squared_norm(gradient: Gradient) -> tf.Tensor:
+    """Returns half the sum of a gradient's squares: shape (), float32."""
+    return tf.nn.l2_loss(tf.cast(gradient_values(gradient), tf.float32))
 
 
 def count_nonfinite(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns how many elements of a tensor are inf, and how many NaN: shape (2,), int32."""
-    kinds = (tf.math.is_inf(tensor), tf.math.is_nan(tensor))
-    return tf.stack([tf.math.count_nonzero(kind, dtype=tf.int32) for kind in kinds])
+    """Returns the number of elements that are inf, and that are NaN: shape (2,), int32."""
+    flags = (tf.math.is_inf(tensor), tf.math.is_nan(tensor))
+    return tf.stack([tf.math.count_nonzero(flag, dtype=tf.int32) for flag in flags])

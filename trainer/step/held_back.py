@@ -1,4 +1,4 @@
-"""What Keras writes in a forward pass, held back until the verdict is known."""
+"""Holds back what a Keras model assigns in its forward pass until the verdict is known."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.step.types import Model
+
 
 class HoldBack(keras.StatelessScope):
-    """Within, Keras's variables have the values they are given, and writes are kept apart."""
+    """A scope in which Keras variables have given values, and assignments are only recorded."""
 
     def __init__(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> None:
         """Takes a value for each variable."""
@@ -16,37 +18,38 @@ class HoldBack(keras.StatelessScope):
         self._known = {id(variable) for variable in variables}
         self._unknown: list[keras.Variable] = []
 
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Called by Keras for each assignment."""
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Records an assignment. Keras calls it."""
         if id(update[0]) not in self._known:
             self._unknown.append(update[0])
         super().add_update(update)
 
-    def check_all_known(self) -> None:
-        """Raises ValueError if something else was written: it would be lost without a word."""
+    def check_no_unknown_variables(self) -> None:
+        """Raises ValueError if other variables were assigned: their values would be lost."""
         for variable in self._unknown:
             raise ValueError(
-                "`compute_loss` must write no Keras variable but the model's; got "
-                f"{variable.path!r}, written in the forward pass. It would not be kept: a random "
-                "number would repeat in every step. Draw with seed=, from a "
-                "keras.random.SeedGenerator that the model or the trainer holds; update metrics in "
-                "update_metrics()."
+                "`compute_loss` must not assign Keras variables other than those of the model and "
+                f"its layers; got an assignment to {variable.path!r}. The new value would be lost, "
+                "and a random generator would repeat its numbers in every step. For random "
+                "numbers, pass seed= a keras.random.SeedGenerator that the model or the trainer "
+                "holds. Update metrics in update_metrics()."
             )
 
 
-def held_back_variables(model: Any, others: Sequence[Any] = ()) -> list[keras.Variable]:
-    """Returns what a Keras model computes with, its weights first; nothing for a `tf.Module`.
+def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable]:
+    """Returns the variables that a Keras model computes with, its weights first.
 
-    Seed generators are not among it: see `randomness.seed_states`.
+    Seed generators are not included: see `randomness.seed_states`. For a `tf.Module` the list is
+    empty.
 
     Args:
         model: the model.
-        others: what else the loss may call: layers, in containers however deep.
+        others: other objects that the loss may call: layers, in nested containers.
     """
     if not isinstance(model, keras.Model):
         return []
     found = [*model.trainable_variables, *model.non_trainable_variables]
-    for leaf in contents(others):
+    for leaf in leaves(others):
         if isinstance(leaf, keras.Layer) and leaf is not model:
             found += leaf.non_trainable_variables
     once = {id(variable): variable for variable in found if not is_seed_state(variable)}
@@ -55,13 +58,13 @@ def held_back_variables(model: Any, others: Sequence[Any] = ()) -> list[keras.Va
 
 def is_seed_state(variable: keras.Variable) -> bool:
     """Returns whether a variable is the state of a seed generator."""
-    return variable.name == "seed_generator_state"
+    return str(variable.name) == "seed_generator_state"
 
 
-def contents(root: Any) -> list[Any]:
-    """Returns what is in a container, however deep; anything else is in itself."""
+def leaves(root: Any) -> list[Any]:
+    """Returns the objects in nested containers; anything that is not a container is a leaf."""
     if isinstance(root, Mapping):
         root = list(root.values())
     if isinstance(root, (list, tuple, set)):
-        return [leaf for item in root for leaf in contents(item)]
+        return [leaf for item in root for leaf in leaves(item)]
     return [root]

@@ -1,26 +1,27 @@
-"""What the step measures of its summed, unscaled gradients."""
+"""Measures the summed, unscaled gradients: their norm, largest magnitude and underflow."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 import scaling
-from trainer.step.gradients import numbers, squares_in_float32
+from trainer.step.gradients import gradient_values, half_squared_norm
+from trainer.step.types import Gradient, ScaleState
 
 
-def global_norm(gradients: list[Any]) -> tf.Tensor:
-    """Returns the 2-norm of all gradients together, in float32: shape ().
+def global_norm(gradients: list[Gradient]) -> tf.Tensor:
+    """Returns the 2-norm of all gradients together: shape (), float32.
 
-    It is finite only if every element is. In bfloat16, elements of 1e30 are finite while
-    their squares, which Adam would keep, are not: then it is infinite.
+    It is finite only if every element is. It is also infinite if only the squares overflow, which
+    Adam would keep: a bfloat16 gradient of 1e30 is finite, and its square is not.
     """
-    return tf.sqrt(2.0 * tf.add_n([squares_in_float32(gradient) for gradient in gradients]))
+    return tf.sqrt(2.0 * tf.add_n([half_squared_norm(gradient) for gradient in gradients]))
 
 
 class Measured(NamedTuple):
-    """What was measured; the fields of `Outcome` of these names."""
+    """The measurements of a step; see the fields of `Outcome` with the same names."""
 
     max_magnitude: tf.Tensor
     magnitude_counts: tf.Tensor
@@ -28,25 +29,25 @@ class Measured(NamedTuple):
 
 
 def measure(
-    gradients: list[Any],
-    state: Any,
+    gradients: list[Gradient],
+    scale_state: ScaleState,
     positions: Sequence[int],
     *,
     magnitude: bool,
     recorded: int,
 ) -> Measured:
-    """Measures the unscaled gradients as far as somebody has asked for it.
+    """Measures what the rule or the user has asked for in the unscaled gradients.
 
     Args:
-        gradients: coalesced; a missing one has no numbers.
-        state: the loss-scale rule's.
-        positions: of their variables in `model.trainable_variables`.
-        magnitude: whether the largest magnitude is wanted: a pass over the gradients.
-        recorded: the number of trainable variables if magnitudes shall be counted, too: a few
-            more passes; 0 if not.
+        gradients: the coalesced gradients; None has no values.
+        scale_state: the loss-scale rule's state.
+        positions: positions of their variables in `model.trainable_variables`.
+        magnitude: whether to find the largest magnitude, which takes a pass over the gradients.
+        recorded: number of trainable variables if magnitudes are to be counted too, which takes a
+            few more passes; 0 if not.
     """
     if recorded:
-        stats = scaling.gradient_stats(gradients, state)
+        stats = scaling.gradient_stats(gradients, scale_state)
         places = tf.reshape(tf.constant(positions, tf.int32), [-1, 1])
         return Measured(
             tf.reduce_max(stats.max_magnitude),
@@ -55,7 +56,7 @@ def measure(
         )
     nothing = tf.zeros([0])
     if magnitude:
-        present = [numbers(gradient) for gradient in gradients if gradient is not None]
+        present = [gradient_values(gradient) for gradient in gradients if gradient is not None]
         largest = [tf.cast(tf.reduce_max(tf.abs(values)), tf.float32) for values in present]
         return Measured(tf.reduce_max(tf.stack(largest)), nothing, nothing)
     return Measured(tf.constant(math.nan), nothing, nothing)

@@ -1,36 +1,37 @@
-"""What a step minimizes: a loss, the variables that it moves, and the optimizer that moves them."""
+"""What a step minimizes: losses, the variables that each one trains, and their optimizers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 
-# The name of the objective of a run that has no other: no attribute of a model is called so.
+from trainer.step.types import Model, Variable
+
+# The name of the objective of a run with a single optimizer. No attribute can have this name.
 ONLY = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """One loss and what it trains."""
+    """One loss, the variables that it trains, and the optimizer that updates them."""
 
     name: str
     optimizer: keras.optimizers.Optimizer
-    positions: tuple[int, ...]  # of its variables in `model.trainable_variables`
+    positions: tuple[int, ...]  # positions of the variables in `model.trainable_variables`
 
 
 def objectives_of(
-    model: Any, optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]
+    model: Model, optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]
 ) -> list[Objective]:
-    """Returns who trains what: one optimizer everything, or several each a part of the model.
+    """Returns one objective for all variables, or one for each of several optimizers.
 
     Args:
-        model: a `keras.Model` or `tf.Module`, built. With several optimizers it has one
-            attribute of each one's name, a model or layer or module of its own.
-        optimizers: one, or several by name.
+        model: a `keras.Model` or `tf.Module`, built. With several optimizers, it has an attribute
+            for each optimizer's name, which is a model, layer or module.
+        optimizers: one optimizer, or several by name.
 
     Raises:
-        ValueError: if a variable would be trained by no optimizer, or by two.
+        ValueError: if a variable belongs to no optimizer, or to two.
     """
     variables = list(model.trainable_variables)
     if not isinstance(optimizers, Mapping):
@@ -39,12 +40,12 @@ def objectives_of(
         Objective(name, optimizer, positions_of_part(name, model))
         for name, optimizer in optimizers.items()
     ]
-    check_partition(objectives, variables)
+    check_each_variable_has_one_optimizer(objectives, variables)
     return objectives
 
 
-def positions_of_part(name: str, model: Any) -> tuple[int, ...]:
-    """Returns where the variables of a part of a model stand in `model.trainable_variables`.
+def positions_of_part(name: str, model: Model) -> tuple[int, ...]:
+    """Returns the positions of a part's variables in `model.trainable_variables`.
 
     Raises:
         ValueError: if there is no such part, or it has no trainable variables.
@@ -52,9 +53,9 @@ def positions_of_part(name: str, model: Any) -> tuple[int, ...]:
     part = getattr(model, name, None)
     if not hasattr(part, "trainable_variables"):
         raise ValueError(
-            f"`model` must have a part for each optimizer's name; got {name!r}, which is no model, "
-            f"layer or module in {type(model).__name__}. Its variables are the ones that this "
-            "optimizer moves. Name the optimizers in build_optimizer() like the parts."
+            f"`model` must have an attribute for each optimizer's name; got {name!r}, which is not "
+            f"a model, layer or module of {type(model).__name__}. Each optimizer updates the "
+            "variables of the part with its name. Use the parts' names in build_optimizer()."
         )
     held = {id(variable) for variable in getattr(part, "trainable_variables", ())}
     variables = enumerate(model.trainable_variables)
@@ -62,19 +63,23 @@ def positions_of_part(name: str, model: Any) -> tuple[int, ...]:
     if not positions:
         raise ValueError(
             "`model` must have trainable variables in each optimizer's part; got none in "
-            f"{name!r}. There is nothing to update. Set its trainable to True, or leave its "
-            "optimizer out."
+            f"{name!r}. There is nothing to update. Set its trainable to True, or leave out its "
+            "optimizer."
         )
     return positions
 
 
-def check_partition(objectives: Sequence[Objective], variables: Sequence[Any]) -> None:
+def check_each_variable_has_one_optimizer(
+    objectives: Sequence[Objective], variables: Sequence[Variable]
+) -> None:
     """Raises ValueError unless every variable belongs to exactly one objective."""
     for position, variable in enumerate(variables):
         owners = [objective.name for objective in objectives if position in objective.positions]
         if len(owners) != 1:
+            found = f"in the parts {' and '.join(map(repr, owners))}" if owners else "in no part"
+            effect = "updated twice" if owners else "never updated"
             raise ValueError(
-                f"`model` must have each trainable variable in one optimizer's part; got "
-                f"{getattr(variable, 'path', variable.name)!r} in {owners or 'none'}. It would be "
-                "updated twice, or never. Keep the parts apart, and name an optimizer for each."
+                "`model` must have each trainable variable in exactly one optimizer's part; got "
+                f"{getattr(variable, 'path', variable.name)!r} {found}. It would be {effect}. "
+                "Make the parts disjoint, and name an optimizer for each of them."
             )

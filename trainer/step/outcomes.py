@@ -48,6 +48,7 @@ def combined(first: Outcome, later: Outcome) -> Outcome:
 
 def on_first_replica(structure: Tree, strategy: tf.distribute.Strategy) -> Tree:
     """Returns the first replica's values of what `strategy.run` returned."""
-    return tf.nest.map_structure(
+    first: Tree = tf.nest.map_structure(
         lambda value: strategy.experimental_local_results(value)[0], structure
     )
+    return first

@@ -170,8 +170,8 @@ def plan_step(
     """
     example_weights = ones if example_weights is None else example_weights
     update_metrics = no_metrics if update_metrics is None else update_metrics
-    checks.check_kinds(strategy, rule, clip)
-    checks.check_lists(halting_causes, others)
+    checks.check_strategy_rule_and_clip(strategy, rule, clip)
+    checks.check_causes_and_others(halting_causes, others)
     checks.check_functions(
         compute_loss=compute_loss, example_weights=example_weights, update_metrics=update_metrics
     )

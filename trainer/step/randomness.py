@@ -1,10 +1,10 @@
-"""Random numbers as a function of (seed, step, replica, microbatch, draw), with no state to lose.
+"""Random numbers as a function of (seed, step, replica, microbatch, draw).
 
-Keras draws from seed generators: each holds a key and a count, and every draw counts one
-on. Before each forward pass every generator is given a key of its own, made from the run's
-seed, the step, the replica and the microbatch. So a run that is taken up again, a step that
-is attempted again and a step that is replayed see the same numbers; replicas and
-microbatches see different ones; and there is nothing to save or to put back.
+Keras draws from seed generators. Each one holds a key and a counter, and every draw increments the
+counter. Before each forward pass, every generator is given a new key, computed from the run's
+seed, the step, the replica and the microbatch. So a resumed run, a retried step and a replayed
+step draw the same numbers, while replicas and microbatches draw different ones. No generator state
+has to be saved or rolled back.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.step.held_back import contents, is_seed_state
+from trainer.step.held_back import is_seed_state, leaves
+from trainer.step.types import Model
 
 
-def key_source(random: tf.Tensor, phase: int, phases: int) -> tf.Tensor:
-    """Returns what all keys of one phase of a step are made from: shape (2,), int64.
+def key_source(random: tf.Tensor, group: int, num_groups: int) -> tf.Tensor:
+    """Returns what the keys of one update group of a step are computed from: shape (2,), int64.
 
     Args:
-        random: the run's seed, and the steps attempted before this one: shape (2,), int64.
-        phase: which of the step's phases: from 0.
-        phases: how many there are.
+        random: the run's seed, and the number of steps before this one: shape (2,), int64.
+        group: index of the update group in the step.
+        num_groups: number of update groups in a step.
     """
-    return tf.stack([random[0], random[1] * phases + phase])
+    return tf.stack([random[0], random[1] * num_groups + group])
 
 
 def make_keys(
@@ -36,19 +37,19 @@ def make_keys(
 ) -> tf.Tensor:
     """Returns a key for each generator in each of a replica's microbatches.
 
-    It is computed outside XLA, whose numbers would be others.
+    Call it outside of what XLA compiles, because XLA would compute other numbers.
 
     Args:
-        source: shape (2,), int64: see `key_source`.
-        replica: which one.
-        num_replicas: of how many.
-        num_microbatches: of each replica.
-        generators: how many generators the forward pass may draw from.
+        source: the result of `key_source`: shape (2,), int64.
+        replica: index of the replica.
+        num_replicas: number of replicas.
+        num_microbatches: number of microbatches of each replica.
+        generators: number of generators that the forward pass may draw from.
 
     Returns:
-        Shape (num_microbatches, generators, 2), int64, in [0, 2^62). Keys are random
-        themselves: a generator counts on from its key, and would soon meet another's if keys
-        were neighbours.
+        Shape (num_microbatches, generators, 2), int64, in [0, 2^62). The keys themselves are
+        random: a generator counts up from its key, so with neighboring keys two generators would
+        soon draw the same numbers.
     """
     place = source[1] * num_replicas + tf.cast(replica, tf.int64)
     return tf.random.stateless_uniform(
@@ -60,43 +61,52 @@ def make_keys(
     )
 
 
-def seed_states(model: Any, others: Sequence[Any] = ()) -> list[keras.Variable]:
-    """Returns the states of all seed generators that a loss may draw from, each once.
+def seed_states(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable]:
+    """Returns the states of all seed generators that a loss may draw from, without repetition.
 
     Args:
         model: a `keras.Model` or a `tf.Module`.
-        others: what else there is: generators, layers and modules, in containers however deep.
+        others: other objects that the loss may use: generators, layers and modules, in nested
+            containers.
     """
-    states = []
-    for leaf in contents([model, *others]):
-        if isinstance(leaf, keras.Layer):
-            states += [variable for variable in leaf.variables if is_seed_state(variable)]
-        elif isinstance(leaf, tf.Module):
-            inside = [contents(vars(inner)) for inner in (leaf, *leaf.submodules)]
-            # A layer is no module, and a module's `submodules` do not look into it.
-            within = [one for each in inside for one in each if not isinstance(one, tf.Module)]
-            states += seed_states((), within)
-        elif isinstance(leaf, keras.random.SeedGenerator):
-            states.append(leaf.state)
+    states = seed_states_within([model, *others])
     return list({id(state): state for state in states}.values())
 
 
-def check_no_stateful_ops(graph: Any) -> None:
-    """Raises ValueError if a step draws random numbers that depend on how often it was called.
+def seed_states_within(roots: Sequence[Any]) -> list[keras.Variable]:
+    """Returns the states of all seed generators in some objects; shared ones are repeated."""
+    states = []
+    for leaf in leaves(roots):
+        if isinstance(leaf, keras.Layer):
+            states += [variable for variable in leaf.variables if is_seed_state(variable)]
+        elif isinstance(leaf, tf.Module):
+            values = [each for part in (leaf, *leaf.submodules) for each in leaves(vars(part))]
+            # A layer is not a module, so `submodules` does not list the layers of a module.
+            states += seed_states_within(
+                [each for each in values if not isinstance(each, tf.Module)]
+            )
+        elif isinstance(leaf, keras.random.SeedGenerator):
+            states.append(leaf.state)
+    return states
+
+
+def check_no_stateful_ops(graph: tf.Graph) -> None:
+    """Raises ValueError if a step's random numbers depend on how often it was called.
 
     Args:
-        graph: of the traced step, whose inner functions are looked at, too.
+        graph: the graph of the traced step; its inner functions are searched too.
     """
     definition = graph.as_graph_def()
     inner = [node for function in definition.library.function for node in function.node_def]
     for node in [*definition.node, *inner]:
-        # Such ops have two seeds as attributes, and keep a count of their own. Those of cuDNN
-        # have them for a dropout inside the kernel, which Keras does not use; and the one that
-        # finds equal classes among samples draws nothing.
+        # Stateful random ops have two seeds as attributes and keep a counter. Two kinds of ops
+        # have these attributes and draw nothing: cuDNN's, whose seeds are for a dropout inside the
+        # kernel that Keras does not use, and ComputeAccidentalHits, which compares samples.
         if "seed2" in node.attr and not node.op.startswith(("Cudnn", "ComputeAccidentalHits")):
             raise ValueError(
                 "`train_step` must draw random numbers from seed generators; got the stateful op "
-                f"{node.op} at {node.name!r}. It would draw other numbers after a restart, and in "
-                "an attempt that is repeated. Use keras.random with seed= a "
-                "keras.random.SeedGenerator, or tf.random.Generator, made where the model is."
+                f"{node.op} at {node.name!r}. It would draw different numbers after a restart, and "
+                "when a step is attempted again. Call keras.random with seed= a "
+                "keras.random.SeedGenerator, or use a tf.random.Generator; create either one "
+                "together with the model."
             )

@@ -140,4 +140,7 @@ def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGro
         return result._replace(aux=aux)
 
     # There is no collective behind this condition: the all-reduce comes later.
-    return tf.cond(in_float32, run_in_float32, lambda: accumulate(group.differentiate, inputs))
+    result: Microbatch = tf.cond(
+        in_float32, run_in_float32, lambda: accumulate(group.differentiate, inputs)
+    )
+    return result

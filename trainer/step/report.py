@@ -1,4 +1,4 @@
-"""What one step tells of itself."""
+"""The report of a step: what was computed, whether it was applied, and why not."""
 
 from typing import NamedTuple
 
@@ -9,36 +9,39 @@ from scaling.telemetry.stats import COUNTS
 
 
 class Outcome(NamedTuple):
-    """What came of one attempt at an update; the same on every replica."""
+    """The outcome of one attempt at an update; the same on every replica."""
 
     loss: tf.Tensor  # shape=(), float32: weighted mean over the global batch, unscaled
     regularization_loss: tf.Tensor  # shape=(), float32: the sum of `model.losses`, unscaled
-    gradient_norm: tf.Tensor  # shape=(), float32: global, unscaled, before clipping
+    gradient_norm: tf.Tensor  # shape=(), float32: global norm, unscaled, before clipping
     grads_finite: tf.Tensor  # shape=(), bool: whether the update was applied
     cause: tf.Tensor  # shape=(), int32: a `scaling.Cause`
-    bad_replica: tf.Tensor  # shape=(), int32: the first that met an inf or NaN; -1: none alone
-    bad_variable: tf.Tensor  # shape=(), int32: the first that one was met in, by its position in
-    # `model.trainable_variables`; -1: none (the loss, or only the norm of all together)
-    inf_count: tf.Tensor  # shape=(), int32: of its gradient summed over replicas; or of losses
+    bad_replica: tf.Tensor  # shape=(), int32: first replica that met an inf or NaN; -1: no single
+    # replica did
+    bad_variable: tf.Tensor  # shape=(), int32: position in `model.trainable_variables` of the first
+    # variable that has one; -1: none (it is in the losses, or only in the norm of all gradients)
+    inf_count: tf.Tensor  # shape=(), int32: number of inf in that variable's gradient, summed over
+    # replicas; or among the losses
     nan_count: tf.Tensor  # shape=(), int32: the same for NaN
-    max_magnitude: tf.Tensor  # shape=(), float32: of the gradients, unscaled; NaN if not asked for
-    magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32: elements by exponent, as in
-    # `scaling.GradientStats`, over all variables; shape (0,) if not asked for
-    underflow: tf.Tensor  # shape=(trainable_variables,), float32: the share of each gradient that
-    # float16 underflows, as `scaling.GradientStats.underflow`; shape (0,) if not asked for
+    max_magnitude: tf.Tensor  # shape=(), float32: largest magnitude in the unscaled gradients; NaN
+    # if it was not measured
+    magnitude_counts: tf.Tensor  # shape=(COUNTS,), float32: elements of all gradients by exponent,
+    # as in `scaling.GradientStats`; shape (0,) if they were not counted
+    underflow: tf.Tensor  # shape=(trainable_variables,), float32: fraction of each gradient that
+    # underflows in float16: see `scaling.GradientStats.underflow`; shape (0,) if not counted
 
 
 class StepReport(NamedTuple):
-    """One attempted step. The inner loop returns many at once: then each field is (steps,)."""
+    """The report of one attempted step; or of many, and then each field has shape (steps, ...)."""
 
-    step: tf.Tensor  # shape=(), int64: attempted steps so far, this one included
+    step: tf.Tensor  # shape=(), int64: number of attempted steps, this one included
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this step's last attempt
     retries: tf.Tensor  # shape=(), int32: further attempts with the same batch
-    consecutive_skips: tf.Tensor  # shape=(), int64: up to this step; 0 if it was applied
-    in_float32: tf.Tensor  # shape=(), bool: whether it was computed in float32, as a way out
-    examples: tf.Tensor  # shape=(), int64: in the global batch
+    consecutive_skips: tf.Tensor  # shape=(), int64: skips in a row, up to this step; 0 if applied
+    in_float32: tf.Tensor  # shape=(), bool: whether it was computed in float32, after many skips
+    examples: tf.Tensor  # shape=(), int64: number of examples in the global batch
     data_wait_secs: tf.Tensor  # shape=(), float32: how long the loop waited for the batch
-    # From here on as in `Outcome`, of the last attempt.
+    # The remaining fields are those of `Outcome`, from the last attempt.
     loss: tf.Tensor
     regularization_loss: tf.Tensor
     gradient_norm: tf.Tensor
@@ -54,10 +57,10 @@ class StepReport(NamedTuple):
 
 
 def outcome_spec(recorded: int = 0) -> Outcome:
-    """Returns each field's shape and dtype.
+    """Returns an `Outcome` with the `tf.TensorSpec` of each field.
 
     Args:
-        recorded: the variables whose gradients' magnitudes are counted; 0 if none are.
+        recorded: number of variables whose gradients' magnitudes are counted; 0 if they are not.
     """
     counts = COUNTS if recorded else 0
     number, integer = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int32)
@@ -78,26 +81,26 @@ def outcome_spec(recorded: int = 0) -> Outcome:
 
 
 def report_spec(recorded: int = 0) -> StepReport:
-    """Returns each field's shape and dtype; see `outcome_spec`."""
-    whole = tf.TensorSpec([], tf.int64)
+    """Returns a `StepReport` with the `tf.TensorSpec` of each field; see `outcome_spec`."""
+    count = tf.TensorSpec([], tf.int64)
     return StepReport(
-        step=whole,
+        step=count,
         loss_scale=tf.TensorSpec([], tf.float32),
         retries=tf.TensorSpec([], tf.int32),
-        consecutive_skips=whole,
+        consecutive_skips=count,
         in_float32=tf.TensorSpec([], tf.bool),
-        examples=whole,
+        examples=count,
         data_wait_secs=tf.TensorSpec([], tf.float32),
         **outcome_spec(recorded)._asdict(),
     )
 
 
 def describe_skip(report: StepReport, variable_names: list[str]) -> str:
-    """Returns why a step was skipped, in words.
+    """Returns a text that says why a step was skipped.
 
     Args:
-        report: of one skipped step, in plain numbers.
-        variable_names: of `model.trainable_variables`.
+        report: the report of one skipped step, in plain numbers.
+        variable_names: the names of `model.trainable_variables`.
 
     Example:
         >>> numbers = dict.fromkeys(StepReport._fields, 0) | {"cause": 3, "inf_count": 12}
@@ -105,20 +108,22 @@ def describe_skip(report: StepReport, variable_names: list[str]) -> str:
         'backward, in dense/kernel on replica 0: 12 inf, 0 NaN'
     """
     cause = scaling.Cause(int(report.cause))
-    places = {
-        scaling.Cause.WEIGHTS: "in the weights of {}",
-        scaling.Cause.FORWARD: "in the losses",
-        scaling.Cause.UNSCALING: "in the unscaled gradient of {}",
-    }
-    name = variable_names[int(report.bad_variable)] if report.bad_variable >= 0 else None
-    place = places.get(cause, "in {}").format(name or "all gradients together")
-    if cause is scaling.Cause.FORWARD and not report.inf_count + report.nan_count:
-        place = "in model.losses or in what a layer would write"
+    if cause is scaling.Cause.FORWARD:
+        in_losses = report.inf_count + report.nan_count
+        place = "the losses" if in_losses else "model.losses or a value that a layer would assign"
+    elif report.bad_variable < 0:
+        place = "the global norm of the gradients"
+    else:
+        places = {
+            scaling.Cause.WEIGHTS: "the weights of {}",
+            scaling.Cause.UNSCALING: "the unscaled gradient of {}",
+        }
+        place = places.get(cause, "{}").format(variable_names[int(report.bad_variable)])
     replica = f" on replica {int(report.bad_replica)}" if report.bad_replica >= 0 else ""
     counts = f"{int(report.inf_count)} inf, {int(report.nan_count)} NaN"
-    return f"{cause.name.lower()}, {place}{replica}: {counts}"
+    return f"{cause.name.lower()}, in {place}{replica}: {counts}"
 
 
 def step_of(steps: StepReport, place: int) -> StepReport:
-    """Returns the report of one step out of many."""
+    """Returns the report of one of many steps."""
     return StepReport(*(field[place] for field in steps))

@@ -1,63 +1,69 @@
-"""What a skipped step must put back: the variables that nobody could hold back beforehand.
+"""Rolls back a skipped step: restores variables whose assignments could not be held back.
 
-A Keras model's own writes are held back until the verdict is known. A `tf.Module` writes
-its variables itself, and so does a `tf.Variable` or a `tf.random.Generator` anywhere in
-reach of the loss. Their values are read before the step and written back if it is skipped:
-every replica's own, since copies may differ.
+What a Keras model assigns is held back until the verdict is known. A `tf.Module` assigns its
+variables itself, and the loss can reach other `tf.Variable`s and `tf.random.Generator`s. Their
+values are read before the step and written back if it is skipped, for each replica's copy
+separately, because copies may differ.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from trainer.step.held_back import contents
+from trainer.step.held_back import leaves
+from trainer.step.types import Variable
 
-Copies = list[list[tf.Tensor]]
+# For each variable, the value of every replica's copy on this worker.
+Copies: TypeAlias = list[list[tf.Tensor]]
 
 
-def variables_in_reach(roots: Collection[Any], held_back: Collection[Any]) -> list[Any]:
-    """Returns the variables under some objects, of TensorFlow or of Keras, each once.
+def variables_in_reach(roots: Collection[Any], held_back: Collection[Variable]) -> list[Variable]:
+    """Returns the TensorFlow and Keras variables that some objects hold, without repetition.
 
     Args:
-        roots: models, modules, variables, containers of them; anything else is ignored.
+        roots: models, modules, variables, and containers of them; anything else is ignored.
         held_back: variables to leave out.
     """
     holder = tf.Module()
-    for place, root in enumerate(contents(roots)):
-        setattr(holder, f"root_{place}", root)  # which ignores what has no variables
+    for place, root in enumerate(leaves(roots)):
+        setattr(holder, f"root_{place}", root)  # tracked only if it can hold variables
     nodes = tf.train.TrackableView(holder).descendants()
     found = {id(node): node for node in nodes if isinstance(node, (tf.Variable, keras.Variable))}
     known = {id(variable) for variable in held_back}
     return [variable for key, variable in found.items() if key not in known]
 
 
-def read_copies(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> Copies:
+def read_copies(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> Copies:
     """Returns the values of every replica's copy. Call it in cross-replica context."""
     return [[copy.read_value() for copy in copies_of(variable, strategy)] for variable in variables]
 
 
 def write_copies(
-    variables: Sequence[Any], values: Copies, strategy: tf.distribute.Strategy
+    variables: Sequence[Variable], values: Copies, strategy: tf.distribute.Strategy
 ) -> bool:
-    """Writes back what `read_copies` returned, bit for bit; returns True.
+    """Writes back what `read_copies` returned, bit for bit. Call it in cross-replica context.
 
-    Call it in cross-replica context.
+    Returns:
+        True, for `tf.cond`.
     """
     for variable, old in zip(variables, values, strict=True):
-        # Copy by copy: an assignment to all of them at once would be aggregated, and at three
-        # replicas the mean of three equal numbers need not be that number.
+        # Each copy on its own: assigning to all at once would aggregate the values, and the mean
+        # of three equal numbers is not always that number.
         for copy, value in zip(copies_of(variable, strategy), old, strict=True):
             copy.assign(value)
     return True
 
 
-def copies_of(variable: Any, strategy: tf.distribute.Strategy) -> tuple[tf.Variable, ...]:
+def copies_of(variable: Variable, strategy: tf.distribute.Strategy) -> tuple[tf.Variable, ...]:
     """Returns every replica's copy of a variable on this worker."""
-    return strategy.experimental_local_results(tensorflow_variable(variable))
+    copies: tuple[tf.Variable, ...] = strategy.experimental_local_results(
+        tensorflow_variable(variable)
+    )
+    return copies
 
 
-def tensorflow_variable(variable: Any) -> Any:
-    """Returns the variable of TensorFlow that a variable of Keras keeps its value in."""
+def tensorflow_variable(variable: Variable) -> tf.Variable:
+    """Returns the `tf.Variable` in which a Keras variable keeps its value; others are returned."""
     return variable.value if isinstance(variable, keras.Variable) else variable

@@ -1,7 +1,6 @@
-"""What a run remembers beside its model and optimizer: the loss scale, and how its steps ended."""
+"""The state of a run apart from model and optimizer: loss scale, seed, and counts of steps."""
 
 import secrets
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,22 +12,23 @@ from trainer.step.report import Outcome
 
 
 class TrainState(tf.Module):
-    """The run's own variables; made in the strategy's scope, kept in the checkpoint.
+    """The run's own variables. Create it in the strategy's scope; it is saved in checkpoints.
 
-    Steps are counted by how they ended, so that attempted = applied + skipped holds by
-    construction: `outcomes[Cause.NONE]` are the applied ones. Retries are counted apart.
+    Steps are counted by cause, so that attempted = applied + skipped holds by construction:
+    `outcomes[Cause.NONE]` is the number of applied steps. Retries are counted separately.
     """
 
     def __init__(self, rule: scaling.LossScaleRule, seed: int | None = None) -> None:
-        """Starts at step 0, at the rule's first scale.
+        """Starts at step 0, with the rule's initial scale.
 
         Args:
             rule: the loss-scale rule.
-            seed: of all random numbers that steps draw, from 0 to 2^63 - 1; None takes one by
-                chance.
+            seed: the seed of all random numbers that steps draw, from 0 to 2^63 - 1; None chooses
+                one at random.
 
         Raises:
-            TypeError, ValueError: if one of them is something else.
+            TypeError: if `rule` is not a loss-scale rule.
+            ValueError: if `seed` is outside its range.
         """
         check_seed(seed, bits=63, why="It is kept as an int64.")
         super().__init__(name="train_state")
@@ -39,22 +39,39 @@ class TrainState(tf.Module):
         self.retries = counter("retries")
         self.float32_steps = counter("float32_steps")
         self.consecutive_skips = counter("consecutive_skips")
-        # Whether a run must not go on. The inner loop asks before each step.
+        # Whether the run must stop. The inner loop reads it before each step.
         self.halted = tf.Variable(initial_value=False, trainable=False, name="halted")
 
     @property
     def step(self) -> tf.Tensor:
-        """Attempted steps: shape (), int64."""
+        """Number of attempted steps: shape (), int64."""
         return tf.reduce_sum(self.outcomes)
 
     def due_in_float32(self, float32_after: int | None) -> tf.Tensor | None:
-        """Returns whether so many steps were skipped in a row that the next is in float32."""
+        """Returns whether the next step is computed in float32: shape (), bool.
+
+        Args:
+            float32_after: number of skips in a row from which on it is; None for never.
+
+        Returns:
+            None if `float32_after` is None.
+        """
         return None if float32_after is None else self.consecutive_skips >= float32_after
 
     def count(
-        self, outcome: Outcome, retries: Any, in_float32: tf.Tensor | None, plan: StepPlan
+        self, outcome: Outcome, retries: tf.Tensor, in_float32: tf.Tensor | None, plan: StepPlan
     ) -> None:
-        """Counts one step, and halts the run if it was one too many. In cross-replica context."""
+        """Counts one step, and halts the run if its cause or the number of skips requires it.
+
+        Call it in cross-replica context.
+
+        Args:
+            outcome: the outcome of the step's last attempt.
+            retries: number of further attempts: shape (), int32.
+            in_float32: whether the step was computed in float32: shape (), bool; None if no step
+                ever is.
+            plan: the run's constants.
+        """
         self.outcomes.assign_add(tf.one_hot(outcome.cause, len(scaling.Cause), dtype=tf.int64))
         if plan.max_retries:
             self.retries.assign_add(tf.cast(retries, tf.int64))
@@ -67,5 +84,5 @@ class TrainState(tf.Module):
 
 
 def counter(name: str, *shape: int) -> tf.Variable:
-    """Returns a variable of int64 zeros that only cross-replica context assigns."""
+    """Returns an int64 variable of zeros. Assign it in cross-replica context only."""
     return tf.Variable(np.zeros(shape, np.int64), trainable=False, name=name)

@@ -1,25 +1,28 @@
-"""What of a step XLA compiles, and what TensorFlow runs operation by operation.
+"""Compile modes: which part of a step XLA compiles. TensorFlow runs the rest op by op.
 
-XLA joins operations, and so reads and writes less memory; TensorFlow's own kernels know more
-of the processor's instructions for products and convolutions. Which is faster depends on the
-model, the dtype and the device: `jit_compile="auto"` measures.
+XLA fuses operations, so it reads and writes less memory. TensorFlow's own kernels make better use
+of a CPU's instructions for matrix products and convolutions. Which of the two is faster depends on
+the model, the dtype and the device; `jit_compile="auto"` measures it.
 """
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
 import strategies
 from trainer.base.argument_checks import check_choice
 from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
+from trainer.step.types import Gradient
 
-# What may be compiled, and how a person calls it.
+UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
+
+# What XLA may compile, with the text for logs.
 COMPILE_MODES: dict[bool | str, str] = {
     False: "nothing",
     "update": "the optimizer's update",
-    "elementwise": "what is element-wise",
+    "elementwise": "element-wise operations",
     True: "forward and backward passes",
 }
 
@@ -37,47 +40,51 @@ ELEMENTWISE = frozenset({
 # fmt: on
 
 
-def check_compile_mode(jit_compile: Any, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError unless a step can be compiled in this way."""
+def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError unless XLA can compile this part of a step under this strategy."""
     check_choice("jit_compile", jit_compile, tuple(COMPILE_MODES))
-    if jit_compile == "update" and not has_one_replica(strategy):
+    if jit_compile == "update" and not can_compile_update(strategy):
+        others = ", ".join(repr(mode) for mode in COMPILE_MODES if mode != "update")
         raise ValueError(
             '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; '
-            f'got "update" with {strategy.num_replicas_in_sync} replicas. Keras moves the copies '
-            "of a variable together, which XLA cannot compile. Use one of the other ways."
+            f"got 'update' under {type(strategy).__name__} with replicas: "
+            f"{strategy.num_replicas_in_sync}. XLA can compile the optimizer's update only where "
+            f"a variable has one copy, on the device that updates it. Use one of {others}."
         )
 
 
-def has_one_replica(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether an update is one replica's own affair."""
-    others = strategies.is_asynchronous(strategy) or strategies.decides_inside(strategy)
-    return strategy.num_replicas_in_sync == 1 and not others
-
-
-def runs_on_cpu(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all of a strategy's replicas compute on CPU devices."""
-    return strategies.capabilities(strategy).on_cpu
+def can_compile_update(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether XLA can compile the optimizer's update: on one replica's own device."""
+    found = strategies.capabilities(strategy)
+    return found.num_replicas == 1 and not found.asynchronous and not found.decides_in_replica
 
 
 def compiled_differentiation(
     differentiate: Callable[[PassInputs], Microbatch], jit_compile: bool | str
 ) -> Differentiate:
-    """Returns a forward and backward pass as a `tf.function`, compiled as a mode says."""
+    """Returns a forward and backward pass as a `tf.function`, compiled in this mode."""
 
     def run(inputs: PassInputs) -> Microbatch:
         with elementwise_scope() if jit_compile == "elementwise" else contextlib.nullcontext():
             return differentiate(inputs)
 
-    return tf.function(run, autograph=False, jit_compile=jit_compile is True or None)
+    compiled: Differentiate = tf.function(
+        run, autograph=False, jit_compile=jit_compile is True or None
+    )
+    return compiled
 
 
 def elementwise_scope() -> contextlib.AbstractContextManager[None]:
-    """Within, XLA compiles clusters of operations other than products, convolutions and pooling."""
-    return tf.xla.experimental.jit_scope(compile_ops=lambda node: node.op in ELEMENTWISE)
+    """Returns a context in which XLA compiles clusters of the operations in `ELEMENTWISE`."""
+    scope: contextlib.AbstractContextManager[None] = tf.xla.experimental.jit_scope(
+        compile_ops=lambda node: node.op in ELEMENTWISE
+    )
+    return scope
 
 
-def compiled_update(apply: Callable[..., None], jit_compile: bool | str) -> Callable[..., None]:
-    """Returns an update, as one program of XLA's if it shall be."""
+def compiled_update(apply: UpdateFunction, jit_compile: bool | str) -> UpdateFunction:
+    """Returns the optimizer's update, compiled by XLA in mode "update"."""
     if jit_compile != "update":
         return apply
-    return tf.function(apply, autograph=False, jit_compile=True)
+    compiled: UpdateFunction = tf.function(apply, autograph=False, jit_compile=True)
+    return compiled
