@@ -325,9 +325,12 @@ def test_what_keras_would_lose_is_refused(what):
         list(attempt(trainer, [slopes(1.0)]))
 
     text = str(error.value).rstrip()
-    start = "`compute_loss` must write no Keras variable but the model's; got '"
-    assert text[text.index(start) :].partition("', ")[2] == (
-        "written in the forward pass. It would not be kept: a random number would repeat in every "
-        "step. Draw with seed=, from a keras.random.SeedGenerator that the model or the trainer "
-        "holds; update metrics in update_metrics()."
+    start = (
+        "`compute_loss` must not assign Keras variables other than those of the model and its "
+        "layers; got an assignment to '"
+    )
+    assert text[text.index(start) + len(start) :].partition("'. ")[2] == (
+        "The new value would be lost, and a random generator would repeat its numbers in every "
+        "step. For random numbers, pass seed= a keras.random.SeedGenerator that the model or the "
+        "trainer holds. Update metrics in update_metrics()."
     )

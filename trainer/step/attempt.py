@@ -20,7 +20,7 @@ from trainer.step.checks import check_weights
 from trainer.step.outcomes import combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import key_source
-from trainer.step.replica import replica_step
+from trainer.step.replica import ReplicaResult, replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
@@ -250,7 +250,7 @@ def attempt_groups(
     group, last = plan.groups[place], place + 1 == len(plan.groups)
     replica = functools.partial(replica_step, group=group, plan=plan)
     source = key_source(inputs.random, place, len(plan.groups))
-    result = plan.strategy.run(replica, args=(inputs._replace(random=source),))
+    result: ReplicaResult = plan.strategy.run(replica, args=(inputs._replace(random=source),))
     agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
 
     def apply() -> Outcome:

@@ -77,9 +77,9 @@ def check_each_variable_has_one_optimizer(
         owners = [objective.name for objective in objectives if position in objective.positions]
         if len(owners) != 1:
             found = f"in the parts {' and '.join(map(repr, owners))}" if owners else "in no part"
-            effect = "updated twice" if owners else "never updated"
+            effect = "be updated twice" if owners else "never be updated"
             raise ValueError(
                 "`model` must have each trainable variable in exactly one optimizer's part; got "
-                f"{getattr(variable, 'path', variable.name)!r} {found}. It would be {effect}. "
+                f"{getattr(variable, 'path', variable.name)!r} {found}. It would {effect}. "
                 "Make the parts disjoint, and name an optimizer for each of them."
             )

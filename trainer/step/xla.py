@@ -47,9 +47,9 @@ def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) ->
         others = ", ".join(repr(mode) for mode in COMPILE_MODES if mode != "update")
         raise ValueError(
             '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; '
-            f"got 'update' under {type(strategy).__name__} with replicas: "
-            f"{strategy.num_replicas_in_sync}. XLA can compile the optimizer's update only where "
-            f"a variable has one copy, on the device that updates it. Use one of {others}."
+            f"got 'update' under {type(strategy).__name__} with {strategy.num_replicas_in_sync} "
+            "replicas. XLA can compile the optimizer's update only where a variable has one copy, "
+            f"on the device that updates it. Use one of {others}."
         )
 
 

@@ -103,8 +103,8 @@ def weightless():
         ),
         (
             {"global_clipnorm": -1.0},
-            "`global_clipnorm` must be None or positive and finite; got -1.0. It is the largest "
-            "that a gradient's norm or element may be. 1.0 is usual.",
+            "`global_clipnorm` must be None, or positive and finite; got -1.0. It is the largest "
+            "norm that a gradient keeps. Use 1.0, for example.",
         ),
     ],
 )
@@ -128,15 +128,15 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
         ),
         (
             {"model": lambda: 3},
-            "`model` must be a keras.Model or a tf.Module; got int. The step needs to find its "
-            "variables. Return one from build_model(), or pass model=.",
+            "`model` must be a keras.Model or a tf.Module; got int. These keep track of "
+            "their variables. Return one from build_model(), or pass model=.",
         ),
         (
             {"model": half},
-            "`model` must be built under the policy 'float32'; got layer 'dense' under "
-            "'mixed_float16'. The precision is chosen when layers are made. Build it in "
-            "build_model() or pass a function as model=, and leave dtype= out, or give the trainer "
-            "the precision the model has.",
+            "`model` must be built under the dtype policy 'float32'; got layer 'dense' under "
+            "'mixed_float16'. A layer keeps the policy under which it was created. Create the "
+            "model in build_model(), or pass a function as model=, and leave out dtype=; or pass "
+            "the model's precision to the trainer.",
         ),
         (
             {
@@ -145,20 +145,20 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
                 ),
                 "precision": "mixed_float16",
             },
-            "`model` must be built under the policy 'mixed_float16'; got layer 'dense' under "
-            "'float32'. The precision is chosen when layers are made. Build it in build_model() or "
-            "pass a function as model=, and leave dtype= out, or give the trainer the precision "
-            "the "
-            "model has.",
+            "`model` must be built under the dtype policy 'mixed_float16'; got layer 'dense' under "
+            "'float32'. A layer keeps the policy under which it was created. Create the model in "
+            "build_model(), or pass a function as model=, and leave out dtype=; or pass the "
+            "model's precision to the trainer.",
         ),
         (
             {
                 "model": lambda: keras.Sequential([keras.layers.Dense(1)], name="blind"),
                 "precision": "mixed_float16",
             },
-            "`model` must know its input before it runs under 'mixed_float16'; got Sequential "
-            "'blind' without one. Keras would give it a half-precision input, which rounds token "
-            "ids above 256 or 2048. Put keras.Input(shape, dtype=...) first.",
+            "`model` must declare its inputs to run under 'mixed_float16'; got Sequential 'blind' "
+            "without an input. Keras would cast its inputs to half precision, which rounds token "
+            "ids above 2048 (float16) or 256 (bfloat16). Make keras.Input(shape, dtype=...) its "
+            "first layer.",
         ),
         (
             {
@@ -168,21 +168,18 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
                 "precision": "mixed_float16",
             },
             "`model` must keep its weights in float32; got 'sequential/dense/kernel' in float16. "
-            "Half precision loses every update smaller than 2^-11 of a weight. Use a mixed_ "
-            "policy, "
-            "which computes in half and keeps float32 master weights.",
+            "Updates smaller than 2^-11 of a weight would be lost. Use a mixed_ dtype policy, "
+            "which computes in half precision and keeps float32 weights.",
         ),
         (
             {"model": compiled},
-            "`model` must not be compiled; got 'sequential', on which compile() was called. Its "
-            "own "
-            "optimizer and loss would be ignored, and under mixed_float16 it wraps the optimizer "
-            "in "
-            "a second loss scaling. Leave compile() out.",
+            "`model` must not be compiled; got 'sequential', on which compile() was called. The "
+            "optimizer and loss given there would be ignored, and under mixed_float16 compile() "
+            "wraps the optimizer in a second loss scaling. Remove the call to compile().",
         ),
         (
             {"model": OwnStep},
-            "`model` must not have its own train_step; got OwnStep. It would never be called. "
+            "`model` must not override train_step; got OwnStep. The trainer would never call it. "
             "Override Trainer.compute_loss instead.",
         ),
         (
@@ -199,23 +196,23 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
         (
             {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
             "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step scales "
-            "and unscales, and two scalings would overflow. Pass its .inner_optimizer.",
+            "the loss already, and scaled twice it would overflow. Pass its .inner_optimizer.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=8.0)},
-            "`optimizer` must have no loss_scale_factor; got 8.0. It would divide gradients that "
-            "are unscaled already. Leave it out, and give the trainer loss_scale=.",
+            "`optimizer` must not set loss_scale_factor; got 8.0. It would divide gradients that "
+            "are unscaled already. Leave it out, and pass loss_scale= to the trainer.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)},
-            "`optimizer` must have no gradient_accumulation_steps; got 2. It accumulates over "
-            "batches, so that the schedule runs on parts of a step. Leave it out, and give the "
-            "trainer num_microbatches=.",
+            "`optimizer` must not set gradient_accumulation_steps; got 2. The optimizer would "
+            "accumulate over several steps, and its schedule would advance in each of them. Leave "
+            "it out, and pass num_microbatches= to the trainer.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.SGD(clipvalue=2.0), "global_clipnorm": 1.0},
-            "`global_clipnorm` must be None if the optimizer clips too; got 1.0 beside the "
-            "optimizer's clipvalue=2.0. Clipping twice is never meant. Set one of the two.",
+            "`global_clipnorm` must be None if the optimizer clips; got 1.0, and the optimizer has "
+            "clipvalue=2.0. Gradients are clipped once. Set only one of the two.",
         ),
         (
             {"loss_fn": None},
@@ -236,7 +233,7 @@ def test_models_and_optimizers_are_refused_before_the_first_step(arguments, mess
 def test_variables_of_another_strategy_are_refused(mirrored):
     """A model built outside the scope has one copy of its weights and is refused."""
     with pytest.raises(
-        ValueError, match="`model` must be made in the scope of the trainer's strategy"
+        ValueError, match="`model` must be created in the strategy's scope; got variable '"
     ):
         train(make(model=linear_model(), strategy=mirrored(2)))
 
@@ -245,7 +242,7 @@ def test_an_optimizer_of_another_strategy_is_refused(mirrored):
     """L10: an optimizer built outside the scope would count every replica's update and
     is refused.
     """
-    with pytest.raises(ValueError, match="`optimizer` must be made in the scope of the trainer's"):
+    with pytest.raises(ValueError, match="`optimizer` must be created in the strategy's scope"):
         train(make(optimizer=keras.optimizers.Adam(), strategy=mirrored(2)))
 
 
@@ -266,7 +263,7 @@ def test_a_sequential_inside_a_model_must_know_its_input():
     """A nested Sequential without an input shape is refused, because float16 would turn id 2049
     into 2048.
     """
-    with pytest.raises(ValueError, match="got Sequential 'inner' without one"):
+    with pytest.raises(ValueError, match="got Sequential 'inner' without an input"):
         train(make(model=Blind, precision="mixed_float16"))
 
 
@@ -286,10 +283,10 @@ def test_weights_written_in_the_forward_pass_are_refused():
         str(error.value)
         .rstrip()
         .endswith(
-            f"`model` must not assign its weights in half precision; got "
-            f"{trainer.model.trainable_variables[0].path!r} of layer "
-            f"{trainer.model.layers[0].layer.name!r}, assigned under 'mixed_bfloat16'. The float32 "
-            "weight would be rounded in every step. Make that layer with dtype='float32'."
+            "`model` must not assign its weights in half precision; got an assignment to "
+            f"{trainer.model.trainable_variables[0].path!r} by layer "
+            f"{trainer.model.layers[0].layer.name!r} under 'mixed_bfloat16'. The float32 weight "
+            "would be rounded in every step. Create that layer with dtype='float32'."
         )
     )
     assert trainer.totals.attempted == 0
@@ -305,7 +302,9 @@ def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
         return keras.Sequential([keras.Input([1]), norm, keras.layers.Dense(1)])
 
     assert train(make(model=synchronized)).totals.applied == 1
-    with pytest.raises(ValueError, match="no synchronized layers on several replicas; got 'norm'"):
+    with pytest.raises(
+        ValueError, match="not have synchronized layers with several replicas; got 'norm'"
+    ):
         train(make(model=synchronized, strategy=mirrored(2)))
 
 

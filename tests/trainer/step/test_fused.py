@@ -120,7 +120,8 @@ def test_an_update_of_several_replicas_is_not_compiled(mirrored):
         SmallImages(jit_compile="update", strategy=mirrored(3))
 
     assert str(error.value) == (
-        '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; '
-        'got "update" with 3 replicas. Keras moves the copies of a variable together, which XLA '
-        "cannot compile. Use one of the other ways."
+        '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; got '
+        "'update' under MirroredStrategy with 3 replicas. XLA can compile the optimizer's update "
+        "only where a variable has one copy, on the device that updates it. Use one of False, "
+        "'elementwise', True."
     )

@@ -1,10 +1,10 @@
-"""The numbers in dense, sparse and missing gradients."""
+"""The values of dense, sparse and missing gradients."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.step.gradients import count_nonfinite, numbers, squares_in_float32
+from trainer.step.gradients import count_nonfinite, gradient_values, half_squared_norm
 
 SPARSE = tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([1]), tf.constant([5, 2]))
 
@@ -14,9 +14,9 @@ SPARSE = tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([1]), tf.consta
     [(None, []), (tf.constant([1.0, 2.0]), [1.0, 2.0]), (SPARSE, [[3.0, 4.0]])],
     ids=["missing", "dense", "sparse"],
 )
-def test_numbers(gradient, expected):
-    """A missing gradient has no numbers, and a sparse one has those of its rows."""
-    assert numbers(gradient).numpy().tolist() == expected
+def test_gradient_values(gradient, expected):
+    """A missing gradient has no values, and a sparse one has those of its rows."""
+    assert gradient_values(gradient).numpy().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_numbers(gradient, expected):
 )
 def test_squares_are_summed_in_float32(gradient, expected):
     """Half the sum of squares is computed in float32, whatever the gradient's dtype is."""
-    found = squares_in_float32(gradient)
+    found = half_squared_norm(gradient)
 
     assert (found.dtype, float(found)) == (tf.float32, expected)
 

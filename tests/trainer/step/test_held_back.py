@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.step.held_back import HoldBack, contents, held_back_variables, is_seed_state
+from trainer.step.held_back import HoldBack, held_back_variables, is_seed_state, leaves
 
 
 def model():
@@ -15,7 +15,7 @@ def model():
 
 
 def test_values_are_read_and_writes_are_held_back():
-    """Inside the scope a variable has the given value and a write is visible; the variable itself keeps
+    """Inside the scope a variable has the given value, and writes are visible; the variable itself keeps
     its value.
     """
     variable = keras.Variable(1.0)
@@ -23,7 +23,7 @@ def test_values_are_read_and_writes_are_held_back():
         seen = variable + 1.0
         variable.assign(5.0)
         after = scope.get_current_value(variable)
-    scope.check_all_known()
+    scope.check_no_unknown_variables()
 
     assert (float(seen), float(after), float(variable)) == (3.0, 5.0, 1.0)
 
@@ -35,9 +35,9 @@ def test_a_write_to_another_variable_is_an_error():
         unknown.assign(3.0)
 
     with pytest.raises(
-        ValueError, match=r"`compute_loss` must write no .*; got 'unknown', written"
+        ValueError, match=r"`compute_loss` must not assign .*; got an assignment to 'unknown'\. "
     ):
-        scope.check_all_known()
+        scope.check_no_unknown_variables()
 
 
 def test_weights_come_first_and_seeds_are_left_out():
@@ -56,7 +56,7 @@ def test_weights_come_first_and_seeds_are_left_out():
 
 
 def test_statistics_of_other_layers_are_held_back_once():
-    """Layers beside the model add their statistics, in containers too, and each only once."""
+    """Layers other than the model add their statistics, in containers too, and each only once."""
     made, other = model(), keras.layers.BatchNormalization()
     other.build([None, 1])
     found = held_back_variables(made, [{"a": [other, made.layers[1]]}, other, made, "text"])
@@ -79,13 +79,13 @@ def test_statistics_of_other_layers_are_held_back_once():
         ("text", ["text"]),
     ],
 )
-def test_contents(root, expected):
-    """Containers are flattened to any depth; anything else is its own content."""
-    assert contents(root) == expected
+def test_leaves(root, expected):
+    """Containers are flattened to any depth; anything else is a leaf."""
+    assert leaves(root) == expected
 
 
 def test_an_array_is_not_a_container():
     """A NumPy array is one item."""
     array = np.zeros(3)
 
-    assert contents([array])[0] is array
+    assert leaves([array])[0] is array

@@ -426,43 +426,43 @@ def frozen():
         (
             Pair,
             critic,
-            "`model` must have a part for each optimizer's name; got 'critic', which is no model, "
-            "layer or module in Pair. Its variables are the ones that this optimizer moves. Name the "
-            "optimizers in build_optimizer() like the parts.",
+            "`model` must have an attribute for each optimizer's name; got 'critic', which is not a "
+            "model, layer or module of Pair. Each optimizer updates the variables of the part with "
+            "its name. Use the parts' names in build_optimizer().",
         ),
         (
             Pair,
             no_part,
-            "`model` must have a part for each optimizer's name; got 'name', which is no model, layer "
-            "or module in Pair. Its variables are the ones that this optimizer moves. Name the "
-            "optimizers in build_optimizer() like the parts.",
+            "`model` must have an attribute for each optimizer's name; got 'name', which is not a "
+            "model, layer or module of Pair. Each optimizer updates the variables of the part with "
+            "its name. Use the parts' names in build_optimizer().",
         ),
         (
             frozen,
             build_optimizers,
             "`model` must have trainable variables in each optimizer's part; got none in "
-            "'discriminator'. There is nothing to update. Set its trainable to True, or leave its "
-            "optimizer out.",
+            "'discriminator'. There is nothing to update. Set its trainable to True, or leave "
+            "out its optimizer.",
         ),
         (
             Spare,
             build_optimizers,
-            "`model` must have each trainable variable in one optimizer's part; got '{model}/gain' in "
-            "none. It would be updated twice, or never. Keep the parts apart, and name an optimizer "
-            "for each.",
+            "`model` must have each trainable variable in exactly one optimizer's part; got "
+            "'{model}/gain' in no part. It would never be updated. Make the parts disjoint, and name "
+            "an optimizer for each of them.",
         ),
         (
             Shared,
             build_optimizers,
-            "`model` must have each trainable variable in one optimizer's part; got 'tied/kernel' in "
-            "['discriminator', 'generator']. It would be updated twice, or never. Keep the parts "
-            "apart, and name an optimizer for each.",
+            "`model` must have each trainable variable in exactly one optimizer's part; got "
+            "'tied/kernel' in the parts 'discriminator' and 'generator'. It would be updated twice. "
+            "Make the parts disjoint, and name an optimizer for each of them.",
         ),
         (
             Pair,
             same_twice,
-            "`optimizer` must be another object for each name; got one twice. Its slots belong to one "
-            "part of the model. Make one for each.",
+            "`optimizer` must have a separate optimizer for each name; got the same one twice. Its "
+            "slot variables belong to one part of the model. Create one optimizer for each name.",
         ),
     ],
 )

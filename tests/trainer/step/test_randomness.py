@@ -331,17 +331,17 @@ def test_xla_is_handed_the_same_keys(mirrored, full, kind):
     assert len(set(keys)) == len(keys) / EXAMPLES
 
 
-def all_keys(seed, step, phases, replicas, num_microbatches, generators):
-    """The keys of one step, shape (phases, replicas, num_microbatches, generators, 2)."""
+def all_keys(seed, step, groups, replicas, num_microbatches, generators):
+    """The keys of one step, shape (groups, replicas, num_microbatches, generators, 2)."""
     random = tf.constant([seed, step], tf.int64)
-    places = itertools.product(range(phases), range(replicas))
+    places = itertools.product(range(groups), range(replicas))
     made = [
         make_keys(
-            key_source(random, phase, phases), replica, replicas, num_microbatches, generators
+            key_source(random, group, groups), replica, replicas, num_microbatches, generators
         ).numpy()
-        for phase, replica in places
+        for group, replica in places
     ]
-    return np.reshape(made, [phases, replicas, num_microbatches, generators, 2])
+    return np.reshape(made, [groups, replicas, num_microbatches, generators, 2])
 
 
 few = st.integers(1, 3)
@@ -352,12 +352,12 @@ few = st.integers(1, 3)
 @example(0, 0, 1, 1, 1, 1)  # all zeros
 @example(2**63 - 1, 2**32, 2, 3, 2, 3)  # the largest seed
 @example(0, 2, 2, 3, 1, 1)  # positions that products and sums could confuse
-def test_no_two_keys_are_near(seed, step, phases, replicas, num_microbatches, generators):
-    """Keys lie in [0, 2^62), and no first half occurs twice in three steps, whatever the phase,
-    replica, microbatch and generator. Counting changes the second half only, so no generator
+def test_no_two_keys_are_near(seed, step, groups, replicas, num_microbatches, generators):
+    """Keys lie in [0, 2^62), and no first half occurs twice in three steps, whatever the update
+    group, replica, microbatch and generator. Counting changes the second half only, so no generator
     reaches another's numbers.
     """
-    sizes = (phases, replicas, num_microbatches, generators)
+    sizes = (groups, replicas, num_microbatches, generators)
     keys = np.stack([all_keys(seed, step + later, *sizes) for later in range(3)])
     firsts = keys[..., 0].ravel().tolist()
 
@@ -378,7 +378,7 @@ def test_keys_fill_their_range():
 
 def test_keys_are_what_they_were():
     """A run that is resumed by a newer version must draw the same numbers: these are the keys of
-    seed 1, the step after 5 others, the second of two phases and the third of four replicas.
+    seed 1, the step after 5 others, the second of two update groups and the third of four replicas.
     """
     source = key_source(tf.constant([1, 5], tf.int64), 1, 2)
 
@@ -466,9 +466,9 @@ def test_a_stateful_random_op_is_refused(draw, op, node):
 
     assert str(error.value) == (
         "`train_step` must draw random numbers from seed generators; got the stateful op "
-        f"{op} at {node!r}. It would draw other numbers after a restart, and in an attempt that is "
-        "repeated. Use keras.random with seed= a keras.random.SeedGenerator, or "
-        "tf.random.Generator, made where the model is."
+        f"{op} at {node!r}. It would draw different numbers after a restart, and when a step "
+        "is attempted again. Call keras.random with seed= a keras.random.SeedGenerator, or use a "
+        "tf.random.Generator; create either one together with the model."
     )
 
 

@@ -42,7 +42,7 @@ def skipped(cause, replica=-1, variable=-1, infs=0, nans=0):
         ),
         (
             skipped(Cause.FORWARD),
-            "forward, in model.losses or in what a layer would write: 0 inf, 0 NaN",
+            "forward, in model.losses or a value that a layer would assign: 0 inf, 0 NaN",
         ),
         (
             skipped(Cause.BACKWARD, replica=0, variable=0, infs=3),
@@ -62,7 +62,7 @@ def skipped(cause, replica=-1, variable=-1, infs=0, nans=0):
         ),
         (
             skipped(Cause.UNSCALING),
-            "unscaling, in the unscaled gradient of all gradients together: 0 inf, 0 NaN",
+            "unscaling, in the global norm of the gradients: 0 inf, 0 NaN",
         ),
     ],
 )
