@@ -1,4 +1,4 @@
-"""Types that are passed from file to file on the way through a step."""
+"""Names for the types that are passed between the files of the step."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
@@ -6,16 +6,24 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from scaling.base.types import RuleState
+from scaling.base.types import Gradient, RuleState
+
+__all__ = [
+    "Aux",
+    "Batch",
+    "Gradient",
+    "Model",
+    "ScaleState",
+    "StepInputs",
+    "Variable",
+    "Written",
+]
 
 # A batch in the structure of the user's data; the first dimension of every tensor is the example.
 Batch: TypeAlias = "tf.Tensor | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
 
 # What `compute_loss` returns beside the losses: any structure of tensors; `()` if nothing.
 Aux: TypeAlias = Batch
-
-# A dense gradient, a sparse one (of an embedding), or None if the loss does not reach the variable.
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 Model: TypeAlias = keras.Model | tf.Module
 Variable: TypeAlias = keras.Variable | tf.Variable
@@ -24,15 +32,15 @@ Variable: TypeAlias = keras.Variable | tf.Variable
 # `StepPlan.held_back`. The positions are strings because TensorFlow sorts the keys of a dict.
 Written: TypeAlias = dict[str, tf.Tensor]
 
-# The state of a loss-scale rule: a NamedTuple of tensors whose first is the scale.
+# The state of a loss-scale rule: a NamedTuple of tensors whose first field is `loss_scale`.
 ScaleState: TypeAlias = RuleState
 
 
 class StepInputs(NamedTuple):
-    """What one attempt at an update computes from; the same on every replica."""
+    """The inputs of one attempt at an update; the same on every replica."""
 
     batch: Batch  # the global batch
     weights: tf.Tensor  # shape=(global_batch,), float32: weight of each example's loss
-    scale_state: ScaleState  # its one scale multiplies the loss and divides the gradients
+    scale_state: ScaleState  # its `loss_scale` multiplies the loss and divides the gradients
     random: tf.Tensor  # shape=(2,), int64: the run's seed, and the number of steps before this one
     in_float32: tf.Tensor | None  # shape=(), bool: compute in float32; None if that never happens
