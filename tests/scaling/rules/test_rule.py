@@ -1,8 +1,5 @@
 """What every rule keeps to, and what all of them rest on: bounds, causes, powers of two."""
 
-import itertools
-import math
-
 import generators
 import numpy as np
 import oracle
@@ -11,7 +8,6 @@ import tensorflow as tf
 
 import scaling
 from scaling import Cause, Verdict
-from scaling.base.number_formats import ceil_log2, floor_power_of_two, two_to_the
 
 COUNTING = [
     scaling.DynamicLossScale(growth_interval=2, hysteresis=2, max_scale=2.0**17),
@@ -26,12 +22,20 @@ COUNTING = [
     scaling.TolerantLossScale(growth_interval=3, tolerance=0.25),
     scaling.TolerantLossScale(growth_interval=2, scale_interval=True),
 ]
+
+
 MEASURING = [
     scaling.LogMaxLossScale(),
     scaling.HeadroomLossScale(growth_interval=2),
 ]
+
+
 MOVING = [*COUNTING, *MEASURING]
+
+
 RULES = [*MOVING, scaling.FixedLossScale(8.0), scaling.NoLossScale()]
+
+
 CLASSES = sorted({type(rule) for rule in MOVING}, key=lambda rule: rule.__name__)
 
 
@@ -236,90 +240,3 @@ def test_numbers_are_numbers_of_whatever_type(rule, number):
         expected, state = same.advance(expected, verdict), typed.advance(state, verdict)
 
         assert oracle.numbers(expected) == oracle.numbers(state), f"at step {step}"
-
-
-def first_that_failed(weights, loss, local, summed, unscaled, at_min):
-    """The cause, in plain Python: the first place in the order of the step that was not finite."""
-    overflow = {Cause.BACKWARD, Cause.REDUCTION}
-    places = zip(list(Cause)[1:6], (weights, loss, local, summed, unscaled), strict=True)
-    cause = next((cause for cause, finite in places if not finite), Cause.NONE)
-    return Cause.MODEL if at_min and cause in overflow else cause
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
-def test_the_cause_is_the_first_place_that_was_not_finite(mode):
-    """L17: for all 64 combinations of what was finite in a step, and L15: eager, graph, XLA."""
-    find = scaling.find_cause
-    if mode != "eager":
-        find = tf.function(find, jit_compile=mode == "xla")
-    for flags in itertools.product([False, True], repeat=6):
-        weights, loss, local, summed, unscaled, at_min = map(tf.constant, flags)
-        cause = find(
-            weights_finite=weights,
-            loss_finite=loss,
-            local_gradients_finite=local,
-            summed_gradients_finite=summed,
-            unscaled_gradients_finite=unscaled,
-            at_min_scale=at_min,
-        )
-
-        assert first_that_failed(*flags) == int(cause), flags
-        assert ((), tf.int32) == (cause.shape, cause.dtype)
-
-
-def test_weights_that_nobody_looked_at_are_taken_to_be_finite():
-    """L17: without a word on the weights or the floor, the first of the other places counts."""
-    cause = scaling.find_cause(
-        loss_finite=True,
-        local_gradients_finite=False,
-        summed_gradients_finite=False,
-        unscaled_gradients_finite=False,
-    )
-
-    assert int(cause) == Cause.BACKWARD
-
-
-def test_which_causes_move_a_scale():
-    """L17: overflows are the steps that were not finite in the backward pass or the reduction; only
-    they and finite steps move a scale.
-    """
-    for finite, cause in itertools.product([False, True], Cause):
-        verdict = Verdict(tf.constant(finite), cause)
-        curable = cause in generators.CURABLE
-
-        assert (not finite and curable) == bool(verdict.overflowed), (finite, cause)
-        assert (finite or curable) == bool(verdict.moves_scale), (finite, cause)
-
-
-def normal_numbers():
-    """Both ends and some of the middle of every power of two, as float32."""
-    fractions = [1.0, 1.0 + 2.0**-23, 1.25, 1.5, 2.0 - 2.0**-23]
-    return np.array(
-        [math.ldexp(fraction, e) for e in range(-126, 128) for fraction in fractions], np.float32
-    )
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_powers_of_two_are_exact_at_every_exponent(jit_compile):
-    """L1: rounding to a power of two, both ways, agrees with `math.frexp` at every exponent."""
-    numbers = normal_numbers()
-    down, up = (tf.function(f, jit_compile=jit_compile) for f in (floor_power_of_two, ceil_log2))
-    parts = [math.frexp(number) for number in numbers.tolist()]  # in [0.5, 1), and an exponent
-
-    assert [math.ldexp(0.5, e) for _, e in parts] == down(tf.constant(numbers)).numpy().tolist()
-    assert [e - (m == 0.5) for m, e in parts] == up(tf.constant(numbers)).numpy().tolist()
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_two_to_the_is_exact_at_every_exponent(jit_compile):
-    """L1: 2^exponent agrees with `math.ldexp` at every exponent that has a normal float32."""
-    exponents = range(-126, 128)
-    powers = tf.function(two_to_the, jit_compile=jit_compile)(tf.range(-126, 128))
-
-    assert [math.ldexp(1.0, exponent) for exponent in exponents] == powers.numpy().tolist()
-
-
-@pytest.mark.parametrize("small", [0.0, 2.0**-149, 2.0**-127])
-def test_ceil_log2_of_what_is_below_the_normal_numbers(small):
-    """0 and subnormals are at most 2^-126."""
-    assert int(ceil_log2(tf.constant(small, tf.float32))) <= -126

@@ -1,0 +1,108 @@
+"""Exact arithmetic with powers of two, and the checks and suggestions for them."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from scaling.base.number_formats import (
+    ceil_log2,
+    check_power_of_two,
+    floor_power_of_two,
+    is_power_of_two,
+    nearest_power_of_two,
+    power_of_two_text,
+    two_to_the,
+)
+
+
+def normal_numbers():
+    """Both ends and some of the middle of every power of two, as float32."""
+    fractions = [1.0, 1.0 + 2.0**-23, 1.25, 1.5, 2.0 - 2.0**-23]
+    return np.array(
+        [math.ldexp(fraction, e) for e in range(-126, 128) for fraction in fractions], np.float32
+    )
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_powers_of_two_are_exact_at_every_exponent(jit_compile):
+    """L1: rounding to a power of two, both ways, agrees with `math.frexp` at every exponent."""
+    numbers = normal_numbers()
+    down, up = (tf.function(f, jit_compile=jit_compile) for f in (floor_power_of_two, ceil_log2))
+    parts = [math.frexp(number) for number in numbers.tolist()]  # in [0.5, 1), and an exponent
+
+    assert [math.ldexp(0.5, e) for _, e in parts] == down(tf.constant(numbers)).numpy().tolist()
+    assert [e - (m == 0.5) for m, e in parts] == up(tf.constant(numbers)).numpy().tolist()
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_two_to_the_is_exact_at_every_exponent(jit_compile):
+    """L1: 2^exponent agrees with `math.ldexp` at every exponent that has a normal float32."""
+    exponents = range(-126, 128)
+    powers = tf.function(two_to_the, jit_compile=jit_compile)(tf.range(-126, 128))
+
+    assert [math.ldexp(1.0, exponent) for exponent in exponents] == powers.numpy().tolist()
+
+
+@pytest.mark.parametrize("small", [0.0, 2.0**-149, 2.0**-127])
+def test_ceil_log2_of_what_is_below_the_normal_numbers(small):
+    """0 and subnormals are at most 2^-126."""
+    assert int(ceil_log2(tf.constant(small, tf.float32))) <= -126
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -2.0, 3, 2.0**-127, 2.0**127, 2**5000, math.inf, math.nan, True, "8", None, [8.0]],
+    ids=lambda value: str(value)[:12],
+)
+def test_what_is_not_a_power_of_two_in_range_is_an_error(value):
+    """L3: only powers of two between 2^-126 and 2^126 are loss scales, whatever their type."""
+    assert not is_power_of_two(value)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        check_power_of_two("factor", value, suggestion=2.0)
+    assert str(error.value) == (
+        f"`factor` must be a power of two between 2^-126 and 2^126; got {value!r}. Only powers of "
+        "two scale and unscale gradients without changing their bits. Use 2.0."
+    )
+
+
+@pytest.mark.parametrize("value", [1, 2.0**-126, 2.0**126, np.float16(0.5), np.int64(8), 2**126])
+def test_powers_of_two_of_every_type_are_accepted(value):
+    """L3: floats and ints from Python and NumPy, up to both ends of the range."""
+    assert is_power_of_two(value)
+    check_power_of_two("factor", value, suggestion=2.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "suggestion"),
+    [
+        (1000, 1024.0),
+        (np.float32(0.3), 0.25),
+        (1e-300, 8.0),  # 2^-126 is below the lower limit
+        (1e300, 8.0),
+        (0, 8.0),
+        (-1000.0, 8.0),
+        (math.inf, 8.0),
+        (2**5000, 8.0),
+        (math.nan, 8.0),
+        ("1000", 8.0),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_the_nearest_power_of_two_is_suggested_if_it_makes_sense(value, suggestion):
+    """The alternative is returned for values without a nearest power of two within the limits."""
+    nearest = nearest_power_of_two(value, otherwise=8.0, low=2.0**-24, high=2.0**40)
+
+    assert nearest == suggestion
+    assert type(nearest) is float
+
+
+@pytest.mark.parametrize("exponent", [-126, -15, -5, -4, 0, 10, 16, 17, 126])
+def test_a_power_of_two_is_written_as_code(exponent):
+    """The text evaluates to the number; large and small powers are written as powers."""
+    text = power_of_two_text(2.0**exponent)
+    base, _, power = text.partition("**")
+
+    assert float(base) ** float(power or 1) == 2.0**exponent
+    assert len(text) <= 9

@@ -1,0 +1,132 @@
+"""The cause of a step, and the verdict that rules receive."""
+
+import itertools
+
+import generators
+import pytest
+import tensorflow as tf
+
+import scaling
+from scaling import Cause, Verdict, as_verdict
+
+
+def first_that_failed(weights, loss, local, summed, unscaled, at_min):
+    """The cause, in plain Python: the first place in the order of the step that was not finite."""
+    overflow = {Cause.BACKWARD, Cause.REDUCTION}
+    places = zip(list(Cause)[1:6], (weights, loss, local, summed, unscaled), strict=True)
+    cause = next((cause for cause, finite in places if not finite), Cause.NONE)
+    return Cause.MODEL if at_min and cause in overflow else cause
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_the_cause_is_the_first_place_that_was_not_finite(mode):
+    """L17: for all 64 combinations of what was finite in a step, and L15: eager, graph, XLA."""
+    find = scaling.find_cause
+    if mode != "eager":
+        find = tf.function(find, jit_compile=mode == "xla")
+    for flags in itertools.product([False, True], repeat=6):
+        weights, loss, local, summed, unscaled, at_min = map(tf.constant, flags)
+        cause = find(
+            weights_finite=weights,
+            loss_finite=loss,
+            local_gradients_finite=local,
+            summed_gradients_finite=summed,
+            unscaled_gradients_finite=unscaled,
+            at_min_scale=at_min,
+        )
+
+        assert first_that_failed(*flags) == int(cause), flags
+        assert ((), tf.int32) == (cause.shape, cause.dtype)
+
+
+def test_weights_that_nobody_looked_at_are_taken_to_be_finite():
+    """L17: without a word on the weights or the floor, the first of the other places counts."""
+    cause = scaling.find_cause(
+        loss_finite=True,
+        local_gradients_finite=False,
+        summed_gradients_finite=False,
+        unscaled_gradients_finite=False,
+    )
+
+    assert int(cause) == Cause.BACKWARD
+
+
+def test_which_causes_move_a_scale():
+    """L17: overflows are the steps that were not finite in the backward pass or the reduction; only
+    they and finite steps move a scale.
+    """
+    for finite, cause in itertools.product([False, True], Cause):
+        verdict = Verdict(tf.constant(finite), cause)
+        curable = cause in generators.CURABLE
+
+        assert (not finite and curable) == bool(verdict.overflowed), (finite, cause)
+        assert (finite or curable) == bool(verdict.moves_scale), (finite, cause)
+
+
+def test_a_bool_becomes_a_verdict():
+    """A bare False is an overflow, and a `Verdict` keeps its cause and its magnitude."""
+    bare = as_verdict(False)
+    whole = as_verdict(Verdict(tf.constant(False), Cause.MODEL, tf.constant(3.0)))
+
+    assert (bool(bare.grads_finite), bare.cause, bare.max_magnitude) == (
+        False,
+        Cause.BACKWARD,
+        None,
+    )
+    assert (bool(whole.grads_finite), whole.cause) == (False, Cause.MODEL)
+    assert float(whole.max_magnitude) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "error", "message"),
+    [
+        (
+            1.0,
+            TypeError,
+            "`verdict` must be a bool; got float32. It says whether every gradient was finite. Pass "
+            "scaling.all_finite(gradients).",
+        ),
+        (
+            Verdict([True, False]),
+            ValueError,
+            "`verdict.grads_finite` must be a scalar; got shape (2,). It says whether every gradient "
+            "was finite. Pass scaling.all_finite(gradients).",
+        ),
+        (
+            Verdict(False, 9),
+            ValueError,
+            "`verdict.cause` must be a scaling.Cause; got 9. It says where the step first met a value "
+            "that was not finite. Pass the result of scaling.find_cause(), or leave it out.",
+        ),
+    ],
+)
+def test_what_is_not_a_verdict_is_an_error(verdict, error, message):
+    """The error names the part of the verdict that is wrong."""
+    with pytest.raises(error) as caught:
+        as_verdict(verdict)
+
+    assert message == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["weights_finite", "loss_finite", "local_gradients_finite", "summed_gradients_finite"],
+)
+def test_find_cause_names_the_argument_that_is_not_a_bool(argument):
+    """Every flag must be one bool."""
+    flags = dict.fromkeys(
+        [
+            "loss_finite",
+            "local_gradients_finite",
+            "summed_gradients_finite",
+            "unscaled_gradients_finite",
+        ],
+        True,
+    )
+    with pytest.raises(TypeError) as error:
+        scaling.find_cause(**flags | {argument: 1.0})
+
+    assert str(error.value) == (
+        f"`{argument}` must be a bool; got float32. It says whether every value was finite at that "
+        "stage. Pass the result of scaling.all_finite()."
+    )

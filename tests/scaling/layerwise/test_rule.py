@@ -1,0 +1,119 @@
+"""`LayerwiseLossScale` against plain Python, and its errors."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from scaling import LayerwiseLossScale
+from scaling.base.number_formats import is_power_of_two
+
+WIDE = LayerwiseLossScale(max_layer_scale=2.0**15, max_total_scale=2.0**100)
+
+
+def plain_total(gradient, inputs, kernel, above, rule):
+    """The paper's rule in plain Python and float64, for one dense kernel."""
+    low, high = 0.0, 1.0  # erfinv by bisection: erf is all that `math` has
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.erf(middle) < rule.underflow_share else (low, middle)
+    gradient, kernel, inputs = (np.float64(array) for array in (gradient, kernel, inputs))
+    deviation = np.sqrt(np.mean(gradient**2)) * np.sqrt(np.mean(kernel**2))
+    wished = 2.0**-24 / (low * math.sqrt(2) * deviation) if deviation else 1.0
+    rows, fan_in = len(gradient), kernel.shape[1]
+    worst = abs(gradient).max() * max(rows, rows * abs(inputs).max(), fan_in * abs(kernel).max())
+    wished = min(max(wished, 1.0), rule.max_layer_scale)
+    scale = 2.0 ** math.floor(math.log2(min(wished, 65504 / worst) if worst else wished))
+    return min(max(above * scale, 1.0), rule.max_total_scale)
+
+
+RULES = st.builds(
+    LayerwiseLossScale,
+    max_layer_scale=st.sampled_from([1.0, 16.0, 2.0**20]),
+    max_total_scale=st.sampled_from([1.0, 1024.0, 2.0**100]),
+    underflow_share=st.sampled_from([1e-3, 1e-2, 0.5]),
+)
+
+
+# Nothing to scale: no gradient, no kernel; the scale above is kept.
+@example(LayerwiseLossScale(), -200, 0, 2.0**5)
+@example(LayerwiseLossScale(), 0, -200, 2.0**5)
+# Gives back some of what is above, and all of it.
+@example(WIDE, 14, 4, 2.0**30)
+@example(WIDE, 15, 4, 4.0)
+@given(RULES, st.integers(-26, 15), st.integers(-20, 4), st.sampled_from([1.0, 4.0, 2.0**30]))
+def test_the_scale_is_the_papers(rule, gradient_bits, kernel_bits, above):
+    """Statistics, share, room and bounds, as plain Python has them; always a power of two."""
+    rng = np.random.default_rng(gradient_bits + 1000)
+    above = min(above, rule.max_total_scale)
+    gradient = np.float16(rng.uniform(-1, 1, [6, 5]) * 2.0**gradient_bits)
+    kernel = np.float32(rng.uniform(-1, 1, [4, 5]) * 2.0**kernel_bits)
+    inputs = np.float16(rng.uniform(-3, 3, [6, 4]))
+    actual = rule.total_scale(tf.constant(gradient), tf.constant(inputs), [kernel], above)
+
+    assert plain_total(gradient, inputs, kernel, above, rule) == float(actual)
+    assert is_power_of_two(float(actual))
+    assert 1 <= float(actual) <= rule.max_total_scale
+    assert float(actual) <= above * rule.max_layer_scale
+
+
+@pytest.mark.parametrize("share", [1e-3, 1e-2])
+def test_the_share_of_products_is_lost_that_was_asked_for(share):
+    """Of a million normal products the share that was asked for falls below 2^-24, or up to twice
+    that, since the scale is rounded down to a power of two and normals are flat about 0.
+    """
+    rule = LayerwiseLossScale(2.0**30, 2.0**30, underflow_share=share)
+    size = tf.fill([8, 8], 2.0**-15)  # a deviation of 2^-15 to the last bit
+    scale = float(rule.total_scale(size, size, [size], 1.0))
+    products = np.random.default_rng(0).standard_normal(1_000_000) * 2.0**-30 * scale
+    lost = np.mean(np.abs(products) < 2.0**-24)
+    noise = 3 * math.sqrt(share / 1_000_000)  # three binomial deviations
+
+    assert share - noise < lost < 2 * share + 2 * noise
+
+
+def test_ids_are_no_magnitudes():
+    """An Embedding's inputs choose rows: however large they are, they take no room."""
+    gradient, kernel = tf.fill([2, 3], 2.0**-10), tf.fill([9, 3], 2.0**-10)
+    totals = [
+        float(WIDE.total_scale(gradient, inputs, [kernel], 1.0))
+        for inputs in (tf.ones([2, 1]), tf.constant([[0], [2**30]]))
+    ]
+
+    assert totals == [32.0, 32.0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "max_layer_scale",
+            10.0,
+            "`max_layer_scale` must be a power of two between 2^-126 and 2^126; got 10.0. Only powers of two scale and unscale gradients without changing their bits. Use 8.0.",
+        ),
+        (
+            "max_total_scale",
+            0.5,
+            "`max_total_scale` must be at least 1; got 0.5. A smaller bound would shrink gradients. Use 1024.0, the default.",
+        ),
+        (
+            "underflow_share",
+            0.0,
+            "`underflow_share` must be between 0 and 1; got 0.0. It is the fraction of products that may underflow. Use 1e-3, the default.",
+        ),
+        (
+            "underflow_share",
+            1.0,
+            "`underflow_share` must be between 0 and 1; got 1.0. It is the fraction of products that may underflow. Use 1e-3, the default.",
+        ),
+    ],
+)
+def test_constants_are_refused(field, value, message):
+    """Bounds that are no power of two or below 1, and a share that is none."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        LayerwiseLossScale(**{field: value})
+
+    assert message == str(error.value)
