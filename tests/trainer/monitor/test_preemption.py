@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and `stop`: a run that is asked to end does so soon, and saved."""
+"""SIGTERM, SIGINT and `stop`: a run that is asked to stop saves and ends soon."""
 
 import contextlib
 import itertools
@@ -18,16 +18,16 @@ from helpers import Linear, slopes
 from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, train
 
 from trainer.checkpoint import folder
-from trainer.monitor import preemption as signals
+from trainer.monitor import preemption
 
 SCRIPT = pathlib.Path(signalled_run.__file__)
 ROOT = SCRIPT.parents[1]
 STOPPED = (signal.SIGTERM, signal.SIGINT)
 ONE_LONG = ["one long step", "one long save"]
-TARGET = 600  # beyond wherever a signal meets a run
+TARGET = 600  # more steps than any run takes before its signal
 PHASES = ["training", "evaluating", "saving", "acting", "saving in a thread"]
 
-STRUCK_TWICE = """
+SIGNALLED_TWICE = """
 import importlib.util, os, signal, sys, time
 spec = importlib.util.spec_from_file_location("signals", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
@@ -41,10 +41,10 @@ with module.StopSignals(list):
 
 
 @pytest.fixture(autouse=True)
-def mine():
-    """Handlers and a wakeup descriptor of the test's own, which must be there again at its end.
+def own_handlers():
+    """Installs handlers and a wakeup descriptor that must be in place again after the test.
 
-    They also keep a signal that comes too late from ending the tests.
+    They also keep a late signal from ending the test process.
     """
     strays = []
 
@@ -71,37 +71,37 @@ def mine():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The bits of a run that nobody has disturbed."""
+    """The bits of a run without interruptions."""
     return finish(tmp_path_factory.mktemp("undisturbed"))
 
 
 def wait_until(condition, process=None):
-    """Waits for a condition; fails if the process ends before, or two minutes have gone."""
+    """Waits for a condition; fails if the process ends first, or after two minutes."""
     end = time.monotonic() + 120
     while not condition():
-        assert process is None or process.poll() is None, "it has ended"
-        assert time.monotonic() < end, "it does not come"
+        assert process is None or process.poll() is None, "the process has ended"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.001)
 
 
 def in_phase(model_dir, phase):
-    """Whether a run is where it is slow, and beyond its beginning."""
+    """Returns whether a run is in its slow phase, after its first steps."""
     if "sav" in phase:
         return any(model_dir.glob("ckpt-*.tmp/*"))
     lines = events(model_dir)
     loops = [place for place, line in enumerate(lines) if line.startswith("loop")]
-    # Some batches have been fetched ahead, and are trained on in no time.
+    # Prefetched batches are trained on without delay, so the first steps are fast.
     enough = 8 if phase == "training" else 1
     return bool(loops) and lines[loops[0] :].count(phase) >= enough
 
 
-def came_from(model_dir):
-    """The step at which a run has begun its first inner loop."""
+def first_loop_step(model_dir):
+    """Returns the step at which a run began its first inner loop."""
     return next(int(line.split()[1]) for line in events(model_dir) if line.startswith("loop"))
 
 
-def last_commit(model_dir):
-    """The step of the newest checkpoint, all of which are sound."""
+def newest_checkpoint(model_dir):
+    """Returns the step of the newest checkpoint, after reading the manifests of all."""
     found = folder.committed(model_dir, "ckpt")
     for path in found.values():
         folder.read_manifest(path)
@@ -109,14 +109,14 @@ def last_commit(model_dir):
 
 
 @contextlib.contextmanager
-def a_thread(function, *args):
-    """Runs a function in a thread meanwhile; raises what it raised."""
+def in_a_thread(function, *args):
+    """Runs a function in a thread during the context; raises its exception at the end."""
     raised = []
 
     def guarded():
         try:
             function(*args)
-        except BaseException as error:  # noqa: BLE001 - handed on
+        except BaseException as error:  # noqa: BLE001 - raised below
             raised.append(error)
 
     thread = threading.Thread(target=guarded)
@@ -130,10 +130,10 @@ def a_thread(function, *args):
 
 
 def ask_in_phase(trainer, phase, wait, ask, seen):
-    """Waits for a phase; notes the step that the run is at, and asks it to stop."""
+    """Waits for a phase, records the step that the run has reached, and asks it to stop."""
     wait_until(lambda: in_phase(trainer.model_dir, phase))
     time.sleep(wait)
-    if phase == "training":  # in the middle of a step, however long the signal takes to arrive
+    if phase == "training":  # in the middle of a step
         count = events(trainer.model_dir).count(phase)
         wait_until(lambda: events(trainer.model_dir).count(phase) > count)
         time.sleep(SLOW[phase] / 3)
@@ -142,21 +142,21 @@ def ask_in_phase(trainer, phase, wait, ask, seen):
 
 
 def interrupted(trainer, phase, wait, number=signal.SIGTERM):
-    """Sends a signal to this process while the trainer trains; returns what train raised, and the
-    step at the signal.
+    """Sends a signal to this process while the trainer trains; returns the exception that train
+    raised, and the step at the time of the signal.
     """
     seen = []
     (trainer.model_dir / EVENTS).unlink(missing_ok=True)
     send = (ask_in_phase, trainer, phase, wait, lambda: os.kill(os.getpid(), number), seen)
-    with a_thread(*send), pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
+    with in_a_thread(*send), pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
         train(trainer, phase, 10**6)
     return raised.value, seen[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def processes(tmp_path_factory, full):
-    """Runs in processes of their own, by what is slow in them: with their folders, and what they
-    print. They start together, and before other tests, since starting takes long.
+    """Starts one run per slow phase, each in a process and a folder of its own. They start together
+    and before the other tests, because starting a process takes long.
     """
     folders = {slow: tmp_path_factory.mktemp("process") for slow in ONE_LONG}
     folders |= {slow: tmp_path_factory.mktemp("process") for slow in PHASES[: 3 if full else 1]}
@@ -177,28 +177,28 @@ def processes(tmp_path_factory, full):
 
 
 def finish(model_dir):
-    """Takes up a run in this process, and trains to the end; returns its bits."""
+    """Resumes a run in this process and trains to the target; returns its bits."""
     (model_dir / EVENTS).unlink(missing_ok=True)
     trainer = make(model_dir)
     train(trainer, "nothing", TARGET)
     return bits(trainer)
 
 
-def test_an_interrupted_notebook_can_go_on(tmp_path, undisturbed):
-    """SIGINT: `train` raises KeyboardInterrupt when all is saved; called again, in the same process
-    and with the same target, it comes to the same bits.
+def test_an_interrupted_notebook_can_continue(tmp_path, undisturbed):
+    """After SIGINT, `train` saves and raises KeyboardInterrupt. Called again in the same process with
+    the same target, it ends with the same bits as an uninterrupted run.
     """
     trainer = make(tmp_path, "training")
     batches = trainer.slow_data()
     seen = []
     interrupt = (ask_in_phase, trainer, "training", 0.2)
-    with a_thread(*interrupt, lambda: os.kill(os.getpid(), signal.SIGINT), seen):  # noqa: SIM117
+    with in_a_thread(*interrupt, lambda: os.kill(os.getpid(), signal.SIGINT), seen):  # noqa: SIM117
         with pytest.raises(KeyboardInterrupt):
             trainer.train(batches, steps=TARGET)
     step = trainer.totals.attempted
 
     assert seen[0] <= step <= seen[0] + 2 < TARGET
-    assert last_commit(tmp_path) == step
+    assert newest_checkpoint(tmp_path) == step
     trainer.hurry = True
     assert trainer.train(batches, steps=TARGET).steps_run == TARGET - step
     assert bits(trainer) == undisturbed
@@ -207,8 +207,8 @@ def test_an_interrupted_notebook_can_go_on(tmp_path, undisturbed):
 
 @pytest.mark.parametrize("when", ["reading", "building", "beginning"])
 def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undisturbed, when):
-    """While the first batch is read, while the model is built, and in `on_train_begin`: no step is
-    taken; the same command begins then.
+    """A signal while the first batch is read, while the model is built or in `on_train_begin` ends the
+    run before its first step, and the same command then starts it.
     """
 
     def strike():
@@ -237,18 +237,18 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undistu
 
     assert raised.value.code == 75
     assert trainer.totals.attempted == 0
-    assert (trainer.weight, last_commit(tmp_path), events(tmp_path)) == (1.0, 0, [])
+    assert (trainer.weight, newest_checkpoint(tmp_path), events(tmp_path)) == (1.0, 0, [])
     assert finish(tmp_path) == undisturbed
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_is_stopped_from_another_thread(tmp_path, mirrored, undisturbed, replicas):
-    """`stop` ends the inner loop within two steps, and `train` returns; the next call goes on."""
+    """`stop` ends the inner loop within two steps and `train` returns; the next call continues."""
     strategy = mirrored(replicas) if replicas > 1 else "default"
     trainer = make(tmp_path, "training", strategy=strategy)
     batches = trainer.slow_data()
     seen = []
-    with a_thread(ask_in_phase, trainer, "training", 0.3, trainer.stop, seen):
+    with in_a_thread(ask_in_phase, trainer, "training", 0.3, trainer.stop, seen):
         summary = trainer.train(batches, steps=10**6)
 
     assert seen[0] <= summary.step <= seen[0] + 2
@@ -259,8 +259,8 @@ def test_a_run_is_stopped_from_another_thread(tmp_path, mirrored, undisturbed, r
         assert bits(trainer) == undisturbed
 
 
-def test_stop_between_two_calls_is_not_meant_for_the_next():
-    """Who stops a run that does not go on stops nothing."""
+def test_stop_between_two_calls_does_not_stop_the_next():
+    """A call of `stop` outside `train` has no effect."""
     trainer = Linear(verbose=False)
     trainer.stop()
 
@@ -273,7 +273,7 @@ def test_stop_between_two_calls_is_not_meant_for_the_next():
 
 
 def test_a_run_in_another_thread_leaves_signals_alone():
-    """They belong to the main thread: its handlers and its wakeup descriptor stay as they are."""
+    """Signals belong to the main thread: its handlers and its wakeup descriptor are not changed."""
     seen, inside, looked = [], threading.Event(), threading.Event()
 
     class Elsewhere(Linear):
@@ -284,7 +284,7 @@ def test_a_run_in_another_thread_leaves_signals_alone():
 
     before = [signal.getsignal(each) for each in STOPPED]
     run = {"steps": 2, "global_batch": 2}
-    with a_thread(lambda: Elsewhere(verbose=False).train(slopes(1.0, 2.0), **run)):
+    with in_a_thread(lambda: Elsewhere(verbose=False).train(slopes(1.0, 2.0), **run)):
         assert inside.wait(60)
         wakeup = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(wakeup)
@@ -294,8 +294,8 @@ def test_a_run_in_another_thread_leaves_signals_alone():
     assert wakeup != -1
 
 
-def test_signals_are_given_back_when_a_run_raises():
-    """As the fixture looks after every test of this file; meanwhile they are the run's."""
+def test_handlers_are_restored_when_a_run_raises():
+    """The run installs its own handlers; the fixture of this file checks that they are restored."""
     meanwhile = []
 
     class Raising(Linear):
@@ -307,24 +307,24 @@ def test_signals_are_given_back_when_a_run_raises():
         Raising(verbose=False).train(slopes(1.0, 2.0), steps=2, global_batch=2)
 
     assert str(raised.value) == "as it was asked to"
-    assert meanwhile == [signals.leave_alone] * 2
+    assert meanwhile == [preemption.ignore_signal] * 2
 
 
-def test_a_signal_in_the_last_moment_is_heard():
-    """What has come before the run gives signals back is the run's: it is neither lost, nor does it
-    ask a run to stop that is over.
+def test_a_signal_at_the_last_moment_is_handled():
+    """A signal that arrives before the run restores the handlers ends that run: it is not lost, and
+    it does not ask a run to stop that has already ended.
     """
     asked = []
 
     def struck_at_its_end():
-        with signals.StopSignals(lambda: asked.append(1)) as stop:
+        with preemption.StopSignals(lambda: asked.append(1)) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             stop.end_process()
 
     for _ in range(50):
         with pytest.raises(SystemExit):
             struck_at_its_end()
-    with signals.StopSignals(lambda: asked.append(2)) as stop:
+    with preemption.StopSignals(lambda: asked.append(2)) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
     over = list(asked)
     time.sleep(0.05)
@@ -333,14 +333,14 @@ def test_a_signal_in_the_last_moment_is_heard():
     assert stop.received is signal.SIGTERM
 
 
-# Python, since TensorFlow has threads: the child touches nothing of theirs.
+# Python warns because TensorFlow has threads; the child does not use TensorFlow.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_has_signals_of_its_own():
-    """A child of the run, a worker of some action, dies of SIGTERM, and the run does not hear of it."""
+def test_a_forked_process_handles_its_own_signals():
+    """SIGTERM ends a forked child, for example one that an action started, and not the run."""
     stray = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ready, begun = os.pipe()
     try:
-        with signals.StopSignals(list) as stop:
+        with preemption.StopSignals(list) as stop:
             child = os.fork()
             if not child:
                 os.write(begun, b"!")
@@ -356,9 +356,9 @@ def test_a_forked_process_has_signals_of_its_own():
     assert stop.received is None
 
 
-def test_a_run_whose_reader_has_gone_is_stopped_all_the_same(tmp_path, monkeypatch):
-    """Who reads its output, as `tee` does, is sent the same signal, and may end before the run does:
-    the run is saved, and the code is 75.
+def test_a_run_stops_even_if_its_output_is_closed(tmp_path, monkeypatch):
+    """A process that reads the run's output, such as `tee`, gets the same signal and may end first.
+    The run is still saved and exits with code 75.
     """
     reading, writing = os.pipe()
 
@@ -379,13 +379,13 @@ def test_a_run_whose_reader_has_gone_is_stopped_all_the_same(tmp_path, monkeypat
             with contextlib.suppress(BrokenPipeError):
                 gone.close()
 
-    assert last_commit(tmp_path) == 0
+    assert newest_checkpoint(tmp_path) == 0
     assert raised.value.code == 75
 
 
 @pytest.mark.parametrize("reader", ["gone", "asleep"])
-def test_a_second_signal_ends_a_process_that_cannot_say_so(reader):
-    """Who reads what it prints may have gone at the same signal, as `tee` does, or wait."""
+def test_a_second_signal_ends_a_process_that_cannot_print(reader):
+    """The process exits even if the reader of its standard error has ended or does not read."""
     reading, writing = os.pipe()
     if reader == "gone":
         os.close(reading)
@@ -396,7 +396,7 @@ def test_a_second_signal_ends_a_process_that_cannot_say_so(reader):
                 os.write(writing, bytes(4096))
         os.set_blocking(writing, True)
     process = subprocess.Popen(
-        [sys.executable, "-c", STRUCK_TWICE, signals.__file__], stderr=writing
+        [sys.executable, "-c", SIGNALLED_TWICE, preemption.__file__], stderr=writing
     )
     os.close(writing)
     try:
@@ -408,7 +408,7 @@ def test_a_second_signal_ends_a_process_that_cannot_say_so(reader):
 
 @pytest.mark.parametrize("phase", ["training", "evaluating", "saving"])
 def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, phase):
-    """The same of a process, as a scheduler sees it: the code says that it may be started again."""
+    """A stopped process exits with code 75, which tells a scheduler to start it again."""
     if phase not in processes:
         pytest.skip("in the full run")
     process, model_dir = processes[phase]
@@ -416,13 +416,13 @@ def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, ph
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
-    step = last_commit(model_dir)
-    print(f"a process, in {phase}: honoured, at step {step}")  # noqa: T201
+    step = newest_checkpoint(model_dir)
+    print(f"a process, in {phase}: stopped, at step {step}")  # noqa: T201
 
     assert step > 0
     assert not any(model_dir.glob("*.tmp"))
     assert finish(model_dir) == undisturbed
-    assert came_from(model_dir) == step
+    assert first_loop_step(model_dir) == step
 
 
 @pytest.mark.parametrize(
@@ -430,8 +430,8 @@ def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, ph
     [("one long step", signal.SIGTERM, 128 + 15), ("one long save", signal.SIGINT, 128 + 2)],
 )
 def test_a_second_signal_ends_the_process_at_once(processes, undisturbed, slow, second, code):
-    """It waits neither for a graph call nor for a save; what was committed before is intact, what is
-    half written is removed at the next start, and the run is taken up.
+    """It waits neither for a graph call nor for a save. Earlier checkpoints are intact, a half-written
+    one is removed at the next start, and the run resumes.
     """
     process, model_dir = processes[slow]
     newest = model_dir / f"ckpt-{2 * INTERVAL}"
@@ -446,43 +446,42 @@ def test_a_second_signal_ends_the_process_at_once(processes, undisturbed, slow, 
     process.send_signal(second)
     assert process.wait(30) == code
     seconds = time.monotonic() - began
-    print(f"{slow}: gone {seconds:.2f} s after the second signal")  # noqa: T201
+    print(f"{slow}: exited {seconds:.2f} s after the second signal")  # noqa: T201
 
-    words = "asked a second time to stop: gone at once, nothing is saved\n"
-    assert (model_dir / "printed.txt").read_text().endswith(words)
-    step = last_commit(model_dir)
+    message = "second stop signal: exiting at once, nothing more is saved\n"
+    assert (model_dir / "printed.txt").read_text().endswith(message)
+    step = newest_checkpoint(model_dir)
     assert step == (INTERVAL if slow == "one long save" else 2 * INTERVAL)
     assert unfinished.exists() == (slow == "one long save")
     assert finish(model_dir) == undisturbed
-    assert came_from(model_dir) == step
+    assert first_loop_step(model_dir) == step
     assert not unfinished.exists()
 
 
 def test_a_signal_ends_a_run_soon_and_saved(tmp_path, undisturbed, full):
-    """SIGTERM in a graph call of a million steps, in an evaluation, in a save or while an action
-    sleeps: the inner loop ends within two steps, that step is saved, and `train` raises SystemExit
-    with code 75. The same command goes on from that step, and in the end it has the bits of a run
-    that nobody has disturbed.
+    """After SIGTERM in a graph call of a million steps, in an evaluation, in a save or in an action,
+    the inner loop ends within two steps, that step is saved, and `train` raises SystemExit with code
+    75. The same command continues from that step and ends with the bits of an uninterrupted run.
     """
-    chance = random.Random(3)  # noqa: S311  # nothing to keep secret
+    chance = random.Random(3)  # noqa: S311  # not for cryptography
     phases = [PHASES[place % len(PHASES)] for place in range(17)] if full else PHASES[:4]
-    honoured, late, step = [], [], 0
+    in_time, late, step = [], [], 0
     for phase in phases:
         trainer = make(tmp_path, phase)
         error, seen = interrupted(trainer, phase, chance.uniform(0, 0.25))
-        assert came_from(tmp_path) == step
+        assert first_loop_step(tmp_path) == step
         step = trainer.totals.attempted
         late.append(step - seen)
-        honoured.append(
-            error.code == signals.EXIT_CODE == 75
-            # Two, and one that may end between the look at the count and the signal.
+        in_time.append(
+            error.code == preemption.EXIT_CODE == 75
+            # Two, and one more that may end between reading the count and the signal.
             and 0 <= step - seen <= 3
-            and last_commit(tmp_path) == step
+            and newest_checkpoint(tmp_path) == step
         )
     print(  # noqa: T201
-        f"in this process: {sum(honoured)} of {len(honoured)} honoured, {late} steps later"
+        f"in this process: {sum(in_time)} of {len(in_time)} stopped in time, {late} steps later"
     )
 
-    assert all(honoured)
+    assert all(in_time)
     assert finish(tmp_path) == undisturbed
-    assert came_from(tmp_path) == step
+    assert first_loop_step(tmp_path) == step
