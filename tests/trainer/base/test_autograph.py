@@ -1,4 +1,4 @@
-"""AutoGraph rewrites what a user has written, and nothing of ours."""
+"""AutoGraph rewrites user functions and none of the library's own."""
 
 import keras
 import tensorflow as tf
@@ -14,48 +14,48 @@ from helpers import (
 
 
 class Branching(SmallImages):
-    """Everything a user may write has an `if` that depends on a tensor."""
+    """Every method that a user may override contains an `if` that depends on a tensor."""
 
     def example_weights(self, batch):
-        """1, if there are labels above 0."""
+        """Returns weights of 1 if there are labels above 0."""
         weights = tf.zeros([8])
         if tf.reduce_max(batch[1]) > 0:
             weights += 1.0
         return weights
 
     def compute_loss(self, batch, training):
-        """The losses, or their halves."""
+        """Halves the losses if they are large."""
         losses = super().compute_loss(batch, training)
         if tf.reduce_mean(losses) > 100.0:
             losses = losses / 2.0
         return losses, losses
 
     def build_metrics(self):
-        """The loss again."""
+        """Returns a mean of the losses."""
         return {"mean": keras.metrics.Mean()}
 
     def update_metrics(self, batch, aux):
-        """Counts all but huge ones."""
+        """Updates the mean unless the losses are very large."""
         del batch
         if tf.reduce_max(aux) < 1000.0:
             self.metrics["mean"].update_state(aux)
 
     def train_step(self, batch):
-        """Looks at the pixels first."""
+        """Halves the pixels if they are large."""
         pixels = batch[0]
         if tf.reduce_sum(pixels) > 1e6:
             pixels /= 2.0
         return super().train_step((pixels, batch[1]))
 
     def predict_batch(self, batch):
-        """Of pixels that are not too large."""
+        """Halves the pixels if they are large."""
         if tf.reduce_sum(batch) > 1e6:
             batch = batch / 2.0
         return self.model(batch, training=False)
 
 
-def test_a_user_may_write_if():
-    """Python's `if` may depend on a tensor wherever a user's function is called."""
+def test_user_functions_may_branch_on_tensors():
+    """Python's `if` may depend on a tensor in every user function."""
     trainer = Branching(optimizer=adam, seed=1, verbose=False)
     summary = trainer.train((IMAGES, LABELS), steps=5, global_batch=8, eval_data=(IMAGES, LABELS))
 
@@ -64,7 +64,7 @@ def test_a_user_may_write_if():
     assert trainer.predict(IMAGES, global_batch=8).shape == (8, 3)
 
 
-OWN = """
+COUNT_REWRITES = """
 from trainer import Trainer
 import keras, numpy as np, sys, tensorflow as tf
 from tensorflow.python.autograph.impl import api
@@ -82,5 +82,5 @@ print(sorted(set(rewritten)))
 
 
 def test_our_own_functions_are_not_rewritten(tmp_path):
-    """With nothing written by a user there is nothing to rewrite."""
-    assert printed(["-c", OWN], tmp_path, 120).splitlines()[-1] == "[]"
+    """Without any user function, AutoGraph rewrites no function at all."""
+    assert printed(["-c", COUNT_REWRITES], tmp_path, 120).splitlines()[-1] == "[]"

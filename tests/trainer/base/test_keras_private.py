@@ -1,15 +1,24 @@
-"""The private names of Keras that we use: each of these fails when Keras moves it."""
+"""The private names of Keras that the library uses: a test fails if Keras changes one."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.base.keras_private import all_layers, computing_in_float32, gradients_already_reduced
+from trainer.base.keras_private import (
+    all_layers,
+    atomic_update_count,
+    computing_in_float32,
+    gradients_already_reduced,
+    layers_under_policy,
+    regularizers_in_float32,
+    replaced_calls,
+    slot_variables,
+)
 
 
-def test_apply_takes_reduced_gradients_as_they_are(mirrored):
-    """Within the context apply does not sum over replicas; afterwards it does again."""
+def test_reduced_gradients_are_not_summed_again(mirrored):
+    """Inside the context `apply` does not sum over replicas; afterwards it does again."""
     strategy = mirrored(3)
     with strategy.scope():
         weight = keras.Variable(0.0)
@@ -26,13 +35,13 @@ def test_apply_takes_reduced_gradients_as_they_are(mirrored):
     assert float(weight.numpy()) == -4.0
 
 
-def test_the_name_is_still_there_to_replace():
-    """An attribute that Keras no longer reads would be set without effect."""
+def test_the_replaced_attribute_still_exists():
+    """Setting an attribute that Keras no longer reads would have no effect."""
     assert callable(keras.optimizers.SGD()._all_reduce_sum_gradients)
 
 
 def nested_model():
-    """Layers inside layers, attention and a recurrent layer among them."""
+    """Returns a model of nested layers, with attention and a recurrent layer."""
     inner = keras.Sequential([keras.Input([4, 8]), keras.layers.Dense(8), keras.layers.LSTM(5)])
     inputs = keras.Input([4, 8])
     attended = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
@@ -40,7 +49,7 @@ def nested_model():
 
 
 def test_all_layers_are_found():
-    """Also the layers inside a model inside a model, and a cell inside a recurrent layer."""
+    """Layers of nested models and the cell of a recurrent layer are found too."""
     kinds = {type(layer).__name__ for layer in all_layers(nested_model())}
 
     assert {"Functional", "Sequential", "Dense", "LSTM", "LSTMCell", "MultiHeadAttention"} <= kinds
@@ -48,7 +57,7 @@ def test_all_layers_are_found():
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_half_model_computes_exactly_in_float32(policy):
-    """Within the context a mixed model gives the bits of a float32 model with the same weights."""
+    """Inside the context a mixed model gives the bits of a float32 model with the same weights."""
     keras.config.set_dtype_policy(policy)
     try:
         half = nested_model()
@@ -63,3 +72,81 @@ def test_a_half_model_computes_exactly_in_float32(policy):
     assert ours.dtype == tf.float32
     np.testing.assert_array_equal(ours, tf.function(full)(x))
     assert half.layers[-1].dtype_policy.name == policy
+
+
+def test_updates_are_counted_atomically():
+    """Inside the context `apply` increments `iterations` with the variable's own `assign_add`."""
+    weight = keras.Variable(0.0)
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([weight])
+    with atomic_update_count(optimizer):
+        graph = tf.function(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+        operations = {each.type for each in graph.get_concrete_function().graph.get_operations()}
+        graph()
+
+    assert "AssignAddVariableOp" in operations
+    assert optimizer.iterations.numpy() == 1
+    assert "assign_add" not in vars(optimizer.iterations)
+
+
+def test_calls_are_replaced_and_restored():
+    """A layer whose `call` was replaced before gets that one back, and others their class's."""
+    plain, patched = keras.layers.Activation("relu"), keras.layers.Activation("relu")
+    patched.call = lambda x: x + 1.0
+    x = tf.constant([1.0])
+    with replaced_calls([plain, patched], lambda layer: lambda x: x * 10.0):  # noqa: ARG005
+        inside = [float(layer(x)[0]) for layer in (plain, patched)]
+
+    assert inside == [10.0, 10.0]
+    assert [float(layer(x)[0]) for layer in (plain, patched)] == [1.0, 2.0]
+    assert "call" not in vars(plain)
+
+
+def test_activity_regularizers_see_float32():
+    """A sum of squares that overflows float16 is finite inside the context."""
+    regularizer = keras.regularizers.L2(1.0)
+    layer = keras.layers.Activation("linear", activity_regularizer=regularizer, dtype="float16")
+    model = keras.Sequential([keras.Input([2], dtype="float16"), layer])
+    x = tf.constant([[300.0, 300.0]], tf.float16)
+    with regularizers_in_float32(model):
+        model(x)
+        penalty = float(model.losses[0])
+
+    assert penalty == 2 * 300.0**2
+    assert layer.activity_regularizer is regularizer
+
+
+def test_layers_get_their_policy_back():
+    """An exception inside the context restores every layer's policy too."""
+    layer = keras.layers.Dense(1)
+    seen = []
+
+    def fail():
+        with layers_under_policy("float16", [layer]):
+            seen.append(layer.compute_dtype)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+
+    assert seen == ["float16"]
+    assert layer.dtype_policy.name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: keras.optimizers.SGD(momentum=0.9), ["momentum"]),
+        (keras.optimizers.Adam, ["momentum", "velocity"]),
+    ],
+)
+def test_slots_belong_to_their_variable(make, names):
+    """The slots are those of the second variable, in the order of the update rule."""
+    variables = [keras.Variable(np.zeros(size), name=f"weight_{size}") for size in (2, 3)]
+    optimizer = make()
+    optimizer.build(variables)
+    slots = slot_variables(optimizer, variables[1])
+
+    assert [slot.shape for slot in slots] == [(3,)] * len(names)
+    for slot, name in zip(slots, names, strict=True):
+        assert f"weight_3_{name}" in slot.name

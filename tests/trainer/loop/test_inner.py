@@ -1,4 +1,4 @@
-"""The inner loop: how often the host calls, what it traces, and what the trace holds."""
+"""The inner loop: how often the host calls it, how often it is traced, and what the graph holds."""
 
 import json
 
@@ -14,13 +14,13 @@ from trainer.loop.inner import crossed, next_stop
 
 
 def data(examples=10, global_batch=4):
-    """A data set whose last batch is short."""
+    """Returns a data set whose last batch is short."""
     arrays = {"x": np.ones([examples, 1], np.float32), "slope": np.ones(examples, np.float32)}
     return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(global_batch))
 
 
 def operations(concrete):
-    """Every operation of a concrete function and of all functions it calls: (type, number of T)."""
+    """Lists (type, enum of dtype T) of every operation in a concrete function and in its callees."""
     graph = concrete.graph.as_graph_def()
     nodes = list(graph.node) + [node for f in graph.library.function for node in f.node_def]
     return [(node.op, node.attr["T"].type) for node in nodes]
@@ -29,9 +29,9 @@ def operations(concrete):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_run_is_traced_once(mirrored, replicas, num_microbatches):
-    """L15: through ragged batches, a short last loop and a second call of train, the step is traced
-    once, and the user's loss once on each replica. L14: 23 steps at 5 a loop are 5 calls, 7 more are
-    2, all of one concrete function.
+    """L15: across short batches, a short last loop and a second call of train, the step is traced once,
+    and the user's loss once per replica. L14: with 5 steps per loop, 23 steps take 5 calls and 7 more
+    take 2, all of one concrete function.
     """
     traces, calls = [], []
 
@@ -64,7 +64,7 @@ def test_a_run_is_traced_once(mirrored, replicas, num_microbatches):
 
 
 def test_the_loop_holds_no_host_callback():
-    """L14: nothing in the traced loop, or in what it calls, comes back to Python."""
+    """L14: neither the traced loop nor any function that it calls runs Python code."""
     trainer = Linear()
     batches = data()
     trainer._start(next(iter(batches)))
@@ -77,7 +77,7 @@ def test_the_loop_holds_no_host_callback():
 
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_convolutions_run_in_half(strategy):
-    """The traced float16 step holds the convolution and both its gradients in half, none in float32."""
+    """The traced float16 step computes the convolution and both of its gradients in float16."""
     kinds = ["Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"]
 
     def model():
@@ -103,10 +103,10 @@ def test_convolutions_run_in_half(strategy):
     assert set(found) == {(kind, tf.float16.as_datatype_enum) for kind in kinds}
 
 
-# tf.data says that it goes on in graphs, which is all right.
+# tf.data warns that it still runs as a graph.
 @pytest.mark.filterwarnings("ignore:Even though the")
 def test_graph_eager_and_xla_agree():
-    """L15: the same steps give the same weights in a graph, eagerly, and under XLA."""
+    """L15: the same steps give the same weights in a graph, eagerly and under XLA."""
 
     def weights(**arguments):
         trainer = Linear(num_microbatches=2, loss_scale=1024.0, **arguments)
@@ -126,8 +126,8 @@ def test_graph_eager_and_xla_agree():
     assert repr(graph[1]) == repr(xla[1]) == repr(eager[1])
 
 
-def test_a_run_goes_on_where_it_was_left(tmp_path):
-    """Steps are an absolute target: the same command after a stop does what is left, and no more."""
+def test_a_run_resumes_up_to_an_absolute_target(tmp_path):
+    """`steps` is an absolute target: the same command takes only the steps that are left."""
 
     def run(steps):
         trainer = Linear(model_dir=tmp_path, seed=0, verbose=False)
@@ -146,7 +146,7 @@ def test_a_run_goes_on_where_it_was_left(tmp_path):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
-    """Weights, slots, loss scale, its counters and the outcomes come back, on every replica's copy."""
+    """Weights, slots, the loss-scale state and the outcomes are restored on every replica's copy."""
 
     class Slots(Linear):
         def build_optimizer(self):
@@ -161,7 +161,7 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
     before.train(tf.data.Dataset.from_tensor_slices(arrays).batch(2), steps=7)
     after._start(tf.nest.map_structure(tf.constant, arrays))
 
-    # The first optimizer of a process is called adam, the second adam_1.
+    # Compared by position, since the first optimizer is named adam and the second adam_1.
     expected, actual = all_copies(before).values(), all_copies(after).values()
     assert_same_bits(dict(enumerate(expected)), dict(enumerate(actual)))
     assert before.totals == after.totals
@@ -172,8 +172,8 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
         assert old.numpy() == new.numpy()
 
 
-def test_periodic_work_happens_when_it_is_due(tmp_path):
-    """Loops end at every checkpoint and evaluation, and each is done once, also at the end."""
+def test_evaluations_and_checkpoints_happen_when_due(tmp_path):
+    """Loops end at every checkpoint and evaluation; both also happen at the end, and none twice."""
     trainer = Linear(model_dir=tmp_path, steps_per_loop=4, checkpoint_interval=6, verbose=False)
     trainer.train(data(), steps=15, eval_data=data(), eval_interval=5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -183,9 +183,12 @@ def test_periodic_work_happens_when_it_is_due(tmp_path):
     assert saved == {"ckpt-6", "ckpt-12", "ckpt-15"}
 
 
-def test_where_a_loop_ends():
-    """At the next multiple of any interval, the target, or after steps_per_loop."""
+def test_an_inner_loop_ends_at_the_first_stop():
+    """It ends at the next multiple of any interval, at the next mark, at the target, or after
+    `steps_per_loop` steps.
+    """
     assert next_stop(0, 100, 10, [None]) == 10
     assert next_stop(95, 100, 10, [None]) == 100
     assert next_stop(10, 100, 50, [25, 40]) == 25
+    assert next_stop(10, 100, 50, [25, 40], marks=[10, 17, 30]) == 17
     assert [crossed(10, before, before + 4) for before in (0, 8, 10)] == [False, True, False]

@@ -1,4 +1,4 @@
-"""Parameter servers: workers that take steps without waiting for each other."""
+"""Parameter servers, whose workers do not wait for each other."""
 
 import io
 import json
@@ -20,7 +20,7 @@ ROOT = TESTS.parent
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Starts jobs of two workers and a server; they end with the test."""
+    """Starts jobs of two workers and a parameter server, which end with the test."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{TESTS}")
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
     jobs = []
@@ -43,12 +43,12 @@ def launched(monkeypatch):
 
 
 def printed(job):
-    """What a job has printed so far."""
+    """Returns what a job has printed so far."""
     return job._out.getvalue()
 
 
 def wait_until(condition, job, seconds=120):
-    """Waits for a condition; fails if it takes too long."""
+    """Waits for a condition; fails after a timeout."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, printed(job)
@@ -57,8 +57,8 @@ def wait_until(condition, job, seconds=120):
 
 @pytest.mark.slow
 def test_no_update_is_lost(launched, tmp_path, full):
-    """L1 to L3, L10: `iterations` is the number of applied updates exactly, though workers count at
-    the same time; every overflow skips its own worker's update and nothing else.
+    """L1 to L3, L10: `iterations` equals the number of applied updates although workers count at the
+    same time, and an overflow skips only the update of its own worker.
     """
     steps = 1000 if full else 60
     job, thread, codes = launched(TESTS / "server_run.py", tmp_path, steps)
@@ -82,9 +82,9 @@ def test_no_update_is_lost(launched, tmp_path, full):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_started_again(launched, tmp_path):
-    """The digits are learned to at least 97%, by two workers and a server, though one of the workers
-    is killed on the way: the job does not stop, and every step is taken.
+def test_a_killed_worker_is_restarted(launched, tmp_path):
+    """Two workers and a parameter server learn the digits to at least 97% although one of the workers
+    is killed during the run: the job continues, and every step is taken.
     """
     job, thread, codes = launched(
         ROOT / "examples" / "digits.py",
