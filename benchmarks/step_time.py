@@ -32,7 +32,7 @@ from turns import (
 )
 
 from trainer.data.batches import batches
-from trainer.run.compile_autotune import LONG, computes_in_loops, settle
+from trainer.run.compile_autotune import MIN_STEPS, has_only_scalar_kernels, settle
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Models to measure.")
@@ -62,7 +62,7 @@ def contenders(model, dtype):
 
     Where TensorFlow's own kernels are scalar loops, `fit` is the only contender that uses them.
     """
-    scalar_loops = dtype != "float32" and computes_in_loops(dtype)
+    scalar_loops = dtype != "float32" and has_only_scalar_kernels(dtype)
     cell = (work_of(model), POLICIES[dtype])
     found = {"fit": lambda: fit(*cell)}
     for mode, name in NAMES.items():
@@ -91,7 +91,7 @@ def chosen(model, dtype):
     trainer, data = trainer_of(work_of(model), POLICIES[dtype], jit_compile="auto")
     parts, use = trainer._parts, trainer._use  # noqa: SLF001
     found = batches(data, "data", trainer.strategy)
-    choice = settle(trainer, parts, found, LONG, use)
+    choice = settle(trainer, parts, found, MIN_STEPS, use)
     mode = trainer._parts.plan.jit_compile  # noqa: SLF001
     return {"mode": f"ours, {NAMES[mode]}", "secs": choice.secs if choice else 0.0}
 

@@ -87,7 +87,7 @@ def digest(array):
 def final_state(trainer):
     """Returns digests of the run's variables and next batches, and the numbers that it logged."""
     parts = trainer._parts
-    roots = [trainer.model, trainer.optimizer, parts.state, list(parts.metrics[False].values())]
+    roots = [trainer.model, trainer.optimizer, parts.state, list(parts.metrics.train.values())]
     variables = variables_in_reach(roots, held_back=())
     found = {
         f"{place} {variable.name} copy {copy}": digest(value.numpy())

@@ -1,7 +1,7 @@
-"""What a user says about a training run: methods to override, and what they do if left alone."""
+"""The part of a trainer that users define: model, optimizer, loss and metrics."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -9,36 +9,45 @@ import tensorflow as tf
 from trainer.base.autograph import call_user, without_autograph
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.plan import ones
+from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
+
+ModelArgument: TypeAlias = Model | Callable[[], Model] | None
+OptimizerArgument: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Optimizers] | None
+LossArgument: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tensor] | None
+MetricsArgument: TypeAlias = Callable[[], MetricsByName] | None
 
 
 class Task:
     """Model, optimizer, loss and metrics. `Trainer` is a `Task` that knows how to run.
 
     A subclass overrides `build_model`, `build_optimizer` and `compute_loss`. Without a
-    subclass, `Trainer(model=..., optimizer=..., loss_fn=...)` says the same for batches of
+    subclass, `Trainer(model=..., optimizer=..., loss_fn=...)` does the same for batches of
     the form (x, y) or (x, y, sample_weight).
     """
 
-    model: Any
+    @property
+    def model(self) -> Model:
+        """The model; `Trainer` builds it."""
+        raise NotImplementedError
 
     @property
-    def metrics(self) -> dict[str, keras.metrics.Metric]:
-        """The metrics in use, by name; `Trainer` has them."""
+    def metrics(self) -> MetricsByName:
+        """The metrics in use, by name; `Trainer` holds them."""
         raise NotImplementedError
 
     def __init__(
         self,
-        model: Any = None,
-        optimizer: Any = None,
-        loss_fn: Any = None,
-        metrics: Callable[[], dict[str, keras.metrics.Metric]] | None = None,
+        model: ModelArgument = None,
+        optimizer: OptimizerArgument = None,
+        loss_fn: LossArgument = None,
+        metrics: MetricsArgument = None,
     ) -> None:
-        """Keeps what the defaults below return."""
+        """Keeps the arguments that the default methods return."""
         if metrics is not None and not callable(metrics):
             raise TypeError(
-                f"`metrics` must be a function that returns metrics by name; got "
-                f"{type(metrics).__name__}. They are made in the strategy's scope, once for "
-                "training and once for evaluation. Pass for instance "
+                f"`metrics` must be a function that returns a dict of metrics; got "
+                f"{type(metrics).__name__}. It is called in the strategy's scope, once for "
+                "training and once for evaluation. Pass for example "
                 'lambda: {"accuracy": keras.metrics.Accuracy()}.'
             )
         check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
@@ -53,11 +62,12 @@ class Task:
         self._given_metrics = metrics
         self._loss_fn = resolve_loss(loss_fn)
 
-    def build_model(self) -> Any:
+    def build_model(self) -> Model:
         """Returns a new `keras.Model` or `tf.Module`.
 
-        Called once, in the strategy's scope and under the precision's dtype policy: layers
-        need no dtype of their own. A `tf.Module` casts for itself, with
+        Called once, in the strategy's scope and under the precision's dtype policy, so layers
+        need no dtype argument: each Keras layer casts its inputs and weights to the policy's
+        compute dtype. A `tf.Module` has to cast by itself, with
         `self.precision.cast_to_compute`.
         """
         if self._given_model is None:
@@ -65,12 +75,12 @@ class Task:
         is_model = isinstance(self._given_model, (keras.Model, tf.Module))
         return self._given_model if is_model else self._given_model()
 
-    def build_optimizer(self) -> Any:
+    def build_optimizer(self) -> Optimizers:
         """Returns a new Keras optimizer, or several. Called once, in the strategy's scope.
 
-        Several are a dict. Each name is an attribute of the model, whose variables that optimizer
-        moves, and `compute_loss` returns losses by the same names. The step has one verdict: all
-        of them move, or none.
+        Several optimizers are returned in a dict. Each name is an attribute of the model, whose
+        variables that optimizer updates, and `compute_loss` returns losses by the same names. The
+        step has one verdict: all of them are applied, or none.
         """
         if self._given_optimizer is None:
             raise _missing("optimizer", "build_optimizer")
@@ -80,19 +90,19 @@ class Task:
         return self._given_optimizer if is_optimizer else self._given_optimizer()
 
     @without_autograph
-    def compute_loss(self, batch: Any, training: bool) -> Any:
+    def compute_loss(self, batch: Batch, training: bool) -> Any:
         """Returns one loss per example. Called in replica context, on this replica's examples.
 
-        `model.losses` (regularizers, `add_loss`) are added by the trainer; leave them out.
+        Leave out `model.losses` (regularizers, `add_loss`): the trainer adds them.
 
         Args:
-            batch: examples in the structure of the data; any number of them.
+            batch: any number of examples, in the structure of the data.
             training: whether to run the model as in training.
 
         Returns:
-            losses: shape (examples,), float32, not reduced and not scaled; a dict of such if
-            there are several optimizers. Or (losses, aux), where aux is any structure of
-            tensors whose first dimension is the example. It is handed to `update_metrics`.
+            losses: shape (examples,), float32, not reduced and not scaled; with several
+            optimizers, a dict of such tensors. Or (losses, aux), where aux is any structure of
+            tensors whose first dimension is the example; it is passed to `update_metrics`.
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
@@ -101,42 +111,42 @@ class Task:
         predictions = tf.nest.map_structure(lambda p: tf.cast(p, tf.float32), predictions)
         if not isinstance(self._loss_fn, keras.losses.Loss):
             return call_user(self._loss_fn, y, predictions), predictions
-        # `call` is the loss without its reduction, which would average over this share only.
+        # `call` computes the loss without its reduction, which would average over this share only.
         losses = call_user(self._loss_fn.call, y, predictions)
         return tf.reduce_mean(losses, axis=list(range(1, losses.shape.rank))), predictions
 
     @without_autograph
-    def example_weights(self, batch: Any) -> tf.Tensor:
+    def example_weights(self, batch: Batch) -> tf.Tensor:
         """Returns the weight of each example's loss in the mean over the global batch.
 
-        Called on the global batch. The default is ones, or the third of (x, y, sample_weight).
-        A language model returns token counts; padding has weight 0. A row of weight 0 still runs
-        through the model, so let padding repeat a real example: the derivative of a loss that is
-        inf or NaN is NaN at any weight.
+        Called on the global batch. The default returns ones, or the third item of
+        (x, y, sample_weight). A language model returns token counts; padding has weight 0. A row
+        of weight 0 still runs through the model, so padding should repeat a real example: the
+        derivative of a loss that is inf or NaN is NaN at any weight.
 
         Returns:
-            Shape (examples,), float32; meant to be at least 0, which is not checked.
+            Shape (examples,), float32. Should not be negative, which is not checked.
         """
         if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) == 3:
             return batch[2]
         return ones(batch)
 
-    def build_metrics(self) -> dict[str, keras.metrics.Metric]:
-        """Returns new Keras metrics by name. Called twice: evaluation has its own."""
+    def build_metrics(self) -> MetricsByName:
+        """Returns new Keras metrics by name. Called twice: evaluation has metrics of its own."""
         return self._given_metrics() if self._given_metrics else {}
 
     @without_autograph
-    def update_metrics(self, batch: Any, aux: Any) -> None:
+    def update_metrics(self, batch: Batch, aux: Aux) -> None:
         """Updates `self.metrics`. Called in replica context, on applied steps only.
 
         Args:
             batch: this replica's examples; there may be none.
-            aux: what `compute_loss` returned for them beside the losses; () if nothing.
+            aux: what `compute_loss` returned for them beside the losses; () if there was nothing.
         """
         if self.metrics and self._loss_fn is None:
             raise ValueError(
-                f"`update_metrics` must be overridden beside compute_loss; got metrics "
-                f"{', '.join(self.metrics)} and no loss_fn. Nothing would ever update them. "
+                f"`update_metrics` must be overridden with compute_loss if there are metrics; got "
+                f"metrics {', '.join(self.metrics)} and no loss_fn. Nothing would update them. "
                 "Override update_metrics(batch, aux), or leave the metrics out."
             )
         if self.metrics:
@@ -145,56 +155,57 @@ class Task:
                 call_user(metric.update_state, y, aux, sample_weight=sample_weight)
 
     def checkpoint_items(self) -> dict[str, Any]:
-        """Returns what else a checkpoint shall hold, by name: anything TensorFlow can track."""
+        """Returns further items for checkpoints, by name: anything that TensorFlow can track."""
         return {}
 
     def on_train_begin(self) -> None:
-        """Called by `train` before the first step, when everything is built and restored."""
+        """Called by `train` before the first step, once everything is built and restored."""
 
     def on_loop_begin(self, step: int) -> None:
-        """Called before each inner loop; `step` steps have been taken."""
+        """Called before each inner loop, after `step` steps."""
 
     def on_loop_end(self, step: int) -> None:
-        """Called after each inner loop, its log, evaluation and actions; then it is saved."""
+        """Called after each inner loop, its logging, evaluation and actions, and before saving."""
 
     def on_recovery(self, step: int, restored: int) -> None:
-        """Called when a run that diverged by `step` was taken back to step `restored`."""
+        """Called when a run that diverged by `step` has been rolled back to step `restored`."""
 
     def on_train_end(self, summary: Any) -> None:
-        """Called by `train` with the `TrainSummary` that it is about to return."""
+        """Called by `train` with the `TrainSummary` that it returns."""
 
     @without_autograph
-    def predict_batch(self, batch: Any) -> Any:
+    def predict_batch(self, batch: Batch) -> Aux:
         """Returns the model's outputs for a batch. Called in replica context.
 
-        The default hands the model the batch, or the first item of it if it is a tuple.
+        The default calls the model with the batch, or with its first item if it is a tuple.
 
         Returns:
             Any structure of tensors whose first dimension is the example.
         """
         return self._call_model(batch[0] if isinstance(batch, tuple) else batch, training=False)
 
-    def _call_model(self, x: Any, training: bool) -> Any:
+    def _call_model(self, x: Batch, training: bool) -> Aux:
         if isinstance(self.model, keras.Model):
             return call_user(self.model, x, training=training)
         return call_user(self.model, x)
 
 
-def check_given(name: str, value: Any, kinds: Any, what: str) -> None:
-    """Raises TypeError unless an argument is None, of some kinds, or a function."""
+def check_given(name: str, value: object, kinds: Any, what: str) -> None:
+    """Raises TypeError unless an argument is None, of one of some types, or a function."""
     if value is not None and not isinstance(value, kinds) and not callable(value):
         raise TypeError(
-            f"`{name}` must be {what} or a function; got {type(value).__name__}. The trainer could "
-            "do nothing with it. Pass one of these, or override the method in a subclass."
+            f"`{name}` must be {what} or a function; got {type(value).__name__}. The trainer "
+            "cannot use anything else. Pass one of these, or override the method in a subclass."
         )
 
 
-def _unpack(batch: Any) -> tuple[Any, Any, Any]:
+def _unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
+    """Returns (x, y, sample_weight); raises ValueError for a batch of another form."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         found = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
         raise ValueError(
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            f"got {found}. It cannot tell inputs from labels. Override "
+            f"got {found}. Otherwise inputs and labels cannot be told apart. Override "
             "compute_loss(batch, training), or map the dataset to tuples."
         )
     return batch if len(batch) == 3 else (*batch, None)
@@ -203,5 +214,5 @@ def _unpack(batch: Any) -> tuple[Any, Any, Any]:
 def _missing(argument: str, method: str) -> ValueError:
     return ValueError(
         f"`{argument}` must be given unless {method}() is overridden; got None. The trainer needs "
-        f"one or the other. Pass {argument}= or override {method}()."
+        f"one of the two. Pass {argument}= or override {method}()."
     )

@@ -11,28 +11,30 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-import scaling
 import strategies
 from trainer.base.argument_checks import (
-    check_bool,
     check_count,
-    check_ema_momentum,
     check_keep_count,
     check_no_unknown_arguments,
     check_path,
-    check_seed,
     check_writable,
 )
 from trainer.base.autograph import without_autograph
 from trainer.checkpoint.best import export_model
-from trainer.config.checkpoint_config import Saving
+from trainer.config.checkpoint_config import CheckpointConfig
+from trainer.config.fields import take_fields
+from trainer.config.groups import (
+    MonitorConfig,
+    OverflowRecordConfig,
+    PrecisionConfig,
+    RunConfig,
+    UpdateConfig,
+)
 from trainer.config.resolve import (
+    LossScaleArgument,
+    check_one_process,
     check_recordable,
-    check_trial,
     dtype_policy,
-    resolve_rule,
-    resolve_strategy,
-    warn_of_conflicts,
 )
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_data, target_step
@@ -42,107 +44,127 @@ from trainer.evaluation.export import check_export, export
 from trainer.log.console import resolve_style
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
-from trainer.monitor.actions import Action, check_actions
-from trainer.monitor.divergence import Divergence, LossWatch, check_divergence
+from trainer.monitor.actions import Action
+from trainer.monitor.divergence import Divergence, LossWatch
 from trainer.monitor.preemption import StopSignals
-from trainer.monitor.profiling import check_profile
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
-from trainer.run.build import Parts, build, setting_of
+from trainer.run.build import Forward, Parts, build, recorded_settings
 from trainer.run.compile_autotune import Choice, initial_compile_mode, settle
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
-from trainer.run.outer_loop import Training
-from trainer.step import Clip, StepReport, attempt_step
-from trainer.task import Task
+from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
+from trainer.step import StepReport, attempt_step
+from trainer.step.types import Batch, Model
+from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 
 
 class Trainer(Task):
     """Trains a Keras 3 model or a `tf.Module` with explicit loss scaling, on any strategy.
 
-    Subclass it and override `build_model`, `build_optimizer` and `compute_loss` (see `Task`
-    for the rest), or pass `model`, `optimizer` and `loss_fn`.
+    Subclass it and override `build_model`, `build_optimizer` and `compute_loss` (see `Task` for
+    the other methods), or pass `model`, `optimizer` and `loss_fn`.
 
-    Args:
-        model: a `keras.Model` or `tf.Module`, or a function that makes one; it must be a
-            function under any strategy but the default.
-        optimizer: a Keras optimizer, its name, or a function that makes one; it must be a name
-            or a function under any strategy but the default. Its own clipping and EMA act on
-            the summed, unscaled gradients of applied steps. A function may return several, by
-            the names of the model's attributes whose variables they move.
-        loss_fn: a `keras.losses.Loss`, a function of (y_true, y_pred) that returns one loss
-            per example, or the name of one.
-        metrics: a function that returns new Keras metrics by name.
-        model_dir: where checkpoints, `metrics.jsonl` and TensorBoard files go. A run that
-            finds a checkpoint there goes on from it. None writes nothing.
+    Args: What to train
+        model: a `keras.Model` or `tf.Module`, or a function that returns a new one. Only the
+            default strategy accepts a model object.
+        optimizer: a Keras optimizer, its name, or a function that returns a new one. Only the
+            default strategy accepts an optimizer object. Its own clipping and EMA apply to the
+            summed, unscaled gradients of applied steps. A function may return several optimizers
+            in a dict, each under the name of the model's attribute whose variables it updates.
+        loss_fn: a `keras.losses.Loss`, its name, or a function of (y_true, y_pred) that returns
+            one loss per example.
+        metrics: a function that returns new Keras metrics in a dict by name.
+
+    Args: Precision and loss scale
+        precision: "float32", "mixed_float16" or "mixed_bfloat16": the Keras dtype policy under
+            which the model is built. Weights are float32 in all of them.
+        loss_scale: "auto" (dynamic for float16, otherwise none), a number for a fixed scale, None
+            for no scaling, a rule of `scaling`, or the name of a rule or preset as
+            `scaling.parse_rule` takes it.
+
+    Args: Update
+        num_microbatches: number of parts that each replica's share of a batch is cut into, to
+            save memory.
+        global_clipnorm: upper bound on the global norm of all gradients; None for no bound.
+        clipnorm: upper bound on the norm of each variable's gradient; None for no bound.
+        clipvalue: upper bound on the magnitude of each gradient element; None for no bound. At
+            most one of the three bounds may be set.
+        ema_momentum: momentum of a moving average of the weights, between 0 and 1. Evaluation and
+            export use the average. None keeps no average.
+        alternate_optimizers: whether several optimizers take turns, each computing its gradients
+            after the ones before it have been applied, instead of all at the old weights. Either
+            way all of them are applied, or none.
+
+    Args: Where and how it runs
+        model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
+            a checkpoint there resumes from it. None writes nothing.
         strategy: a name for `strategies.create`, or a `tf.distribute.Strategy`.
-        precision: "float32", "mixed_float16" or "mixed_bfloat16".
-        loss_scale: "auto" (dynamic for float16, else none), a number, None, a rule of
-            `scaling`, or its name: what `scaling.parse_rule` takes.
-        num_microbatches: into how many parts each replica's share is cut, to save memory.
-        global_clipnorm: the bound on the gradients' global norm, or None.
-        clipnorm: the bound on the norm of each variable's gradient, or None.
-        clipvalue: the bound on each element's magnitude, or None; at most one of the three.
-        ema_momentum: how much of the old a moving average of the weights keeps at each update;
-            evaluation and export then use the average. None keeps none.
-        alternate_optimizers: whether several optimizers move one after the other, each at the
-            weights that those before it leave, instead of all at the old weights. All move, or
-            none.
-        steps_per_loop: steps in one graph call; the host does nothing in between.
-        checkpoint_interval: steps between checkpoints; None saves at the end only, and when the
-            run is stopped.
-        checkpoint_secs: seconds between checkpoints, at least; may be given beside the steps.
-        max_to_keep: how many checkpoints stay.
-        async_checkpoint: whether to write them in a thread, from a copy of the variables.
-        keep_best: of how many evaluations `model_dir/best` keeps the model.
-        best_metric: which result of an evaluation says which are best.
-        best_is: "lowest" or "highest".
-        data_resume: how a run that is taken up again finds its place in the data: "exact" saves
-            the position; "skip" reads and drops as many batches as were taken; "restart" begins
-            a new pass.
-        allow_changes: what may differ from the run in `model_dir` that is taken up:
-            "precision", "loss_scale" (the new rule begins at its first scale), "seed",
-            "num_replicas", "global_batch", "data" (the data begin anew after a change of one of
-            the last two, and of the seed).
-        init_from: whose weights to begin with, if there is no checkpoint in `model_dir`: a
-            checkpoint, a `model_dir`, or a file of Keras weights. Nothing else is taken over.
-        divergence: when the run counts as diverged and is taken back: a `trainer.Divergence`.
-        log_interval: steps between lines of the log.
-        verbose: True shows a bar on a terminal, and lines anywhere else; "detailed" also the
-            lines on a terminal, every skipped step, and every variable; False shows nothing.
-        profile_steps: the first and the last step to profile, for TensorBoard; None profiles none.
-        jit_compile: what XLA compiles: True, each replica's forward and backward pass;
-            "elementwise", of these what is no product, convolution or pooling; "update", the
-            optimizer's update, on one replica; False, nothing. "auto" compiles half precision
-            that a CPU computes in scalar loops; else it measures which is fastest, once, before
-            the first step of a run of 1,000 steps or more, and keeps to it. Results differ by
+        steps_per_loop: number of steps in one graph call, between which the host does nothing.
+        jit_compile: what XLA compiles. True: each replica's forward and backward pass.
+            "elementwise": only the element-wise operations in them. "update": the optimizer's
+            update, on a single replica. False: nothing. "auto": half precision is compiled where
+            a CPU would compute it in scalar loops; otherwise a run of 1,000 steps or more
+            measures which is fastest before its first step, and keeps to it. Results differ by
             rounding.
-        seed: for initial weights, for shuffling arrays and for what steps draw; sets Python's,
-            NumPy's and TensorFlow's seeds when the model is built, from 0 to 2^32 - 1. None leaves
-            those alone, and takes one by chance for what steps draw.
-        on_overflow: "skip" leaves out a batch whose gradients overflow; "retry" attempts it
-            again in the same step, at the next scale that the rule comes to, up to
-            `max_retries` times. Nothing else differs between attempts.
-        max_retries: see there.
+        seed: seed of the initial weights, of shuffling and of all random numbers in steps, from 0
+            to 2^32 - 1. Python's, NumPy's and TensorFlow's global seeds are set to it when the
+            model is built. None leaves those alone and draws a random seed for the steps.
+
+    Args: Checkpoints and resuming
+        checkpoint_interval: number of steps between checkpoints. None saves only at the end of
+            the run and when it is stopped.
+        checkpoint_secs: minimum number of seconds between checkpoints; may be combined with
+            checkpoint_interval. None sets no time.
+        max_to_keep: number of checkpoints to keep.
+        async_checkpoint: whether checkpoints are written in a background thread, from a copy of
+            the variables.
+        keep_best: number of models to keep in `model_dir/best`, those with the best evaluations.
+        best_metric: name of the evaluation result that says which models are best.
+        best_is: "lowest" or "highest": which value of best_metric is best.
+        data_resume: how a resumed run finds its place in the data. "exact" restores the saved
+            position. "skip" reads and drops as many batches as were used. "restart" begins a new
+            pass.
+        allow_changes: what may differ from the run that is resumed: "precision", "loss_scale"
+            (the new rule begins at its initial scale), "seed", "num_replicas", "global_batch",
+            "data" (a change of one of the last two, or of the seed, restarts the data).
+        init_from: a checkpoint, a model_dir, or a file of Keras weights, whose weights a new run
+            begins with. Nothing else is taken over. It has no effect on a resumed run.
+
+    Args: Skipped steps
+        on_overflow: what to do with a batch whose gradients overflow. "skip" leaves it out.
+            "retry" attempts it again in the same step, at the next scale of the rule, up to
+            max_retries times.
+        max_retries: number of further attempts with on_overflow="retry".
+        on_nonfinite_loss: what to do with a batch whose unscaled loss is inf or NaN. "skip" leaves
+            it out. "raise" ends the run.
+        max_consecutive_skips: number of skipped steps in a row after which a run counts as stuck.
+        on_stuck: what to do after max_consecutive_skips skipped steps in a row. "raise" ends the
+            run with an error that explains why. "hold" keeps waiting, warns at every log line,
+            and ends the run after ten times as many. "float32" computes one step in float32
+            (Keras models only) and goes on.
         attribute_causes: whether the loss scale moves only after overflows that a smaller scale
-            may cure; False backs off after every skip, as other systems do.
-        on_nonfinite_loss: "skip" leaves out a batch whose unscaled loss is inf or NaN; "raise"
-            ends the run.
-        max_consecutive_skips: how many skipped steps in a row are too many.
-        on_stuck: what then happens: "raise" ends the run with an error that says why; "hold"
-            waits, warns at every log line, and ends it after ten times as many; "float32"
-            computes one step in float32, which only a Keras model can, and goes on.
-        max_overflow_records: how many skipped steps are kept in `model_dir/overflows`, the
-            latest ones, to be run again; only the first of a row is. 0 keeps none and costs
-            nothing.
-        max_overflow_bytes: how much room they may take together.
-        actions: `trainer.Action`s: what else to do every so many steps or seconds.
-        record_gradients: whether `metrics.jsonl` keeps each step's largest gradient magnitude,
-            and counts by exponent, for `python -m scaling.simulate`; a few passes over the
-            gradients in each step.
+            may cure. False backs off after every skipped step, as other systems do.
+
+    Args: Records of overflows
+        max_overflow_records: number of skipped steps to keep in `model_dir/overflows`, the latest
+            ones, so that they can be run again. Of several in a row only the first is kept. 0
+            keeps none and costs nothing.
+        max_overflow_bytes: upper bound on their total size in bytes.
+
+    Args: Log and monitoring
+        log_interval: number of steps between log lines.
+        verbose: what to print. True: a bar on a terminal, lines anywhere else. "detailed": lines
+            on a terminal too, every skipped step, and every variable. False: nothing.
+        profile_steps: the first and the last step to profile for TensorBoard; None profiles none.
+        record_gradients: whether to write each step's largest gradient magnitude, and counts by
+            exponent, to `metrics.jsonl`, for reports and for `python -m scaling.simulate`. Costs
+            a few passes over the gradients in each step.
+        divergence: a `trainer.Divergence`: when a run counts as diverged and is rolled back.
+        actions: `trainer.Action`s: functions to call every so many steps or seconds.
 
     Raises:
-        TypeError, ValueError: for an argument that cannot be meant, here or, where only the
-            model or the data can tell, before the first step.
+        TypeError, ValueError: for an argument that is not allowed; here or, if only the model or
+            the data can tell, before the first step.
 
     Example:
         >>> import keras, numpy as np
@@ -161,126 +183,121 @@ class Trainer(Task):
     def __init__(
         self,
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        loss_fn: Any = None,
-        metrics: Callable[[], dict[str, keras.metrics.Metric]] | None = None,
-        model_dir: str | pathlib.Path | None = None,
-        strategy: str | tf.distribute.Strategy = "default",
-        precision: str = "float32",
-        loss_scale: Any = "auto",
-        num_microbatches: int = 1,
-        global_clipnorm: float | None = None,
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
-        ema_momentum: float | None = None,
-        alternate_optimizers: bool = False,
-        steps_per_loop: int = 10,
-        checkpoint_interval: int | None = None,
-        checkpoint_secs: float | None = None,
-        max_to_keep: int = 5,
-        async_checkpoint: bool = False,
-        keep_best: int = 0,
-        best_metric: str = "loss",
-        best_is: str = "lowest",
-        data_resume: str = "exact",
-        allow_changes: Sequence[str] = (),
-        init_from: str | pathlib.Path | None = None,
-        divergence: Divergence | None = None,
-        log_interval: int = 100,
-        verbose: bool | str = True,
-        profile_steps: Sequence[int] | None = None,
-        jit_compile: bool | str = "auto",
-        seed: int | None = None,
-        on_overflow: str = "skip",
-        max_retries: int = 40,
-        attribute_causes: bool = True,
-        on_nonfinite_loss: str = "skip",
-        max_consecutive_skips: int = 100,
-        on_stuck: str = "raise",
-        max_overflow_records: int = 0,
-        max_overflow_bytes: int = 2**30,
-        record_gradients: bool = False,
-        actions: Sequence[Action] = (),
-        **unknown: Any,
+        # What to train.
+        model: ModelArgument = None,
+        optimizer: OptimizerArgument = None,
+        loss_fn: LossArgument = None,
+        metrics: MetricsArgument = None,
+        # Precision and loss scale.
+        precision: str = PrecisionConfig.precision,
+        loss_scale: LossScaleArgument = PrecisionConfig.loss_scale,
+        # Update.
+        num_microbatches: int = UpdateConfig.num_microbatches,
+        global_clipnorm: float | None = UpdateConfig.global_clipnorm,
+        clipnorm: float | None = UpdateConfig.clipnorm,
+        clipvalue: float | None = UpdateConfig.clipvalue,
+        ema_momentum: float | None = UpdateConfig.ema_momentum,
+        alternate_optimizers: bool = UpdateConfig.alternate_optimizers,
+        # Where and how it runs.
+        model_dir: str | pathlib.Path | None = RunConfig.model_dir,
+        strategy: str | tf.distribute.Strategy = RunConfig.strategy,
+        steps_per_loop: int = RunConfig.steps_per_loop,
+        jit_compile: bool | str = RunConfig.jit_compile,
+        seed: int | None = RunConfig.seed,
+        # Checkpoints and resuming.
+        checkpoint_interval: int | None = CheckpointConfig.checkpoint_interval,
+        checkpoint_secs: float | None = CheckpointConfig.checkpoint_secs,
+        max_to_keep: int = CheckpointConfig.max_to_keep,
+        async_checkpoint: bool = CheckpointConfig.async_checkpoint,
+        keep_best: int = CheckpointConfig.keep_best,
+        best_metric: str = CheckpointConfig.best_metric,
+        best_is: str = CheckpointConfig.best_is,
+        data_resume: str = CheckpointConfig.data_resume,
+        allow_changes: Sequence[str] = CheckpointConfig.allow_changes,
+        init_from: str | pathlib.Path | None = CheckpointConfig.init_from,
+        # Skipped steps.
+        on_overflow: str = SkipPolicy.on_overflow,
+        max_retries: int = SkipPolicy.max_retries,
+        on_nonfinite_loss: str = SkipPolicy.on_nonfinite_loss,
+        max_consecutive_skips: int = SkipPolicy.max_consecutive_skips,
+        on_stuck: str = SkipPolicy.on_stuck,
+        attribute_causes: bool = SkipPolicy.attribute_causes,
+        # Records of overflows.
+        max_overflow_records: int = OverflowRecordConfig.max_overflow_records,
+        max_overflow_bytes: int = OverflowRecordConfig.max_overflow_bytes,
+        # Log and monitoring.
+        log_interval: int = MonitorConfig.log_interval,
+        verbose: bool | str = MonitorConfig.verbose,
+        profile_steps: Sequence[int] | None = MonitorConfig.profile_steps,
+        record_gradients: bool = MonitorConfig.record_gradients,
+        divergence: Divergence | None = MonitorConfig.divergence,
+        actions: Sequence[Action] = MonitorConfig.actions,
+        **unknown: object,
     ) -> None:
         """Checks the arguments. Nothing is built until data comes."""
+        arguments = dict(locals())
         check_no_unknown_arguments(unknown, Trainer.__init__)
         super().__init__(model, optimizer, loss_fn, metrics)
-        check_path("model_dir", model_dir, "runs/digits", optional=True)
-        check_path("init_from", init_from, "runs/digits/ckpt-1000", optional=True)
-        check_count("num_microbatches", num_microbatches)
-        check_count("steps_per_loop", steps_per_loop)
-        check_count("log_interval", log_interval)
-        check_count("max_overflow_bytes", max_overflow_bytes)
-        check_keep_count("max_overflow_records", max_overflow_records, model_dir, "Records")
-        check_keep_count("keep_best", keep_best, model_dir, "Models")
-        check_bool("alternate_optimizers", alternate_optimizers)
-        check_profile(profile_steps, model_dir)
-        check_bool("record_gradients", record_gradients)
-        check_ema_momentum(ema_momentum)
-        check_seed(seed)
-        check_actions(actions)
-        check_divergence(divergence, model_dir)
-        self.saving = Saving(
-            checkpoint_interval,
-            checkpoint_secs,
-            max_to_keep,
-            async_checkpoint,
-            keep_best,
-            best_metric,
-            best_is,
-            data_resume,
-            allow_changes,
-            pathlib.Path(init_from) if init_from is not None else None,
-        )
-        self.skip_policy = SkipPolicy(
-            on_overflow,
-            max_retries,
-            on_nonfinite_loss,
-            max_consecutive_skips,
-            on_stuck,
-            attribute_causes,
-        )
-        self.clip = Clip(global_clipnorm, clipnorm, clipvalue)
-        self.precision = scaling.Precision(precision)
-        warn_of_conflicts(loss_scale, self.precision)
-        self.rule = resolve_rule(loss_scale, self.precision)
-        # As it was typed, if it can be: a record of an overflow says it.
-        plain = loss_scale is None or isinstance(loss_scale, (str, float, int))
-        self.loss_scale_argument = loss_scale if plain else "auto"
-        self.strategy = resolve_strategy(strategy)
-        # Of several workers one prints and keeps files. All read them.
-        self.is_chief = strategies.is_chief(self.strategy)
-        check_recordable(max_overflow_records, self.strategy)
-        self.strategy_name = strategy if isinstance(strategy, str) else None
-        self.model_dir = pathlib.Path(model_dir) if model_dir is not None else None
-        self.num_microbatches = num_microbatches
-        self.ema_momentum = ema_momentum
-        self.alternate_optimizers = alternate_optimizers
-        self.steps_per_loop = steps_per_loop
-        self.log_interval = log_interval
-        self.style = resolve_style(verbose, shown=self.is_chief)
-        self.profile_steps = profile_steps
+        self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
+        self.checkpoint_config: CheckpointConfig = take_fields(CheckpointConfig, arguments)
+        self._take_run(take_fields(RunConfig, arguments))
+        self._take_precision(take_fields(PrecisionConfig, arguments))
+        self._take_update(take_fields(UpdateConfig, arguments))
+        self._take_records(take_fields(OverflowRecordConfig, arguments))
+        self._take_monitor(take_fields(MonitorConfig, arguments))
+        check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
-        self._compilation_open = jit_compile == "auto"
-        self.seed = seed
-        self.max_overflow_records = max_overflow_records
-        self.max_overflow_bytes = max_overflow_bytes
-        self.record_gradients = record_gradients
-        self.actions = list(actions)
-        self.divergence = divergence
-        self._watch = LossWatch(divergence) if divergence else None
+        self._compile_mode_open = jit_compile == "auto"
         self._started = self._evaluating = self._introduced = False
         self._trained_on: tuple[Any, DataPosition] | None = None
         self.stop_asked = False
 
-    # What a run is made of. Built when first asked for, so that a subclass may set its own
-    # attributes after super().__init__().
+    def _take_run(self, config: RunConfig) -> None:
+        self.strategy = config.resolved_strategy
+        self.strategy_name = config.strategy if isinstance(config.strategy, str) else None
+        # One of several workers prints and writes files; all of them read files.
+        self.is_chief = strategies.capabilities(self.strategy).is_chief
+        self.model_dir = config.folder
+        self.steps_per_loop = config.steps_per_loop
+        self.seed = config.seed
+
+    def _take_precision(self, config: PrecisionConfig) -> None:
+        self.precision = config.resolved
+        self.rule = config.rule
+        # The argument itself, if a record of an overflow can hold it.
+        plain = config.loss_scale is None or isinstance(config.loss_scale, (str, float, int))
+        self.loss_scale_argument = config.loss_scale if plain else "auto"
+
+    def _take_update(self, config: UpdateConfig) -> None:
+        self.num_microbatches = config.num_microbatches
+        self.clip = config.clip
+        self.ema_momentum = config.ema_momentum
+        self.alternate_optimizers = config.alternate_optimizers
+
+    def _take_records(self, config: OverflowRecordConfig) -> None:
+        self.max_overflow_records = config.max_overflow_records
+        self.max_overflow_bytes = config.max_overflow_bytes
+        check_keep_count(
+            "max_overflow_records", self.max_overflow_records, self.model_dir, "Records"
+        )
+        check_recordable(self.max_overflow_records, self.strategy)
+
+    def _take_monitor(self, config: MonitorConfig) -> None:
+        config.check_model_dir(self.model_dir)
+        self.log_interval = config.log_interval
+        self.style = resolve_style(config.verbose, shown=self.is_chief)
+        self.profile_steps = config.profile_steps
+        self.record_gradients = config.record_gradients
+        self.actions = list(config.actions)
+        self.divergence = config.divergence
+        self._watch = LossWatch(config.divergence) if config.divergence else None
+
+    # Model and optimizer are built when they are first asked for, so that a subclass may set its
+    # own attributes after super().__init__().
 
     @functools.cached_property
-    def model(self) -> Any:
-        """The model, made by `build_model` on first use."""
+    def model(self) -> Model:
+        """The model, made by `build_model` on first use, under the precision's dtype policy."""
         if self.seed is not None:
             keras.utils.set_random_seed(self.seed)
         with self.strategy.scope(), dtype_policy(self.precision):
@@ -294,8 +311,10 @@ class Trainer(Task):
 
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
-        """The metrics in use: evaluation has its own."""
-        return self._parts.metrics[self._evaluating] if self._started else {}
+        """The metrics in use: those of the training or, during an evaluation, its own."""
+        if not self._started:
+            return {}
+        return self._parts.metrics.eval if self._evaluating else self._parts.metrics.train
 
     @property
     def totals(self) -> Totals:
@@ -310,7 +329,7 @@ class Trainer(Task):
         return float(self._parts.state.loss_scaler.loss_scale)
 
     @without_autograph
-    def train_step(self, batch: Any) -> StepReport:
+    def train_step(self, batch: Batch) -> StepReport:
         """Attempts one update with a global batch. Called in cross-replica context, in a graph.
 
         Args:
@@ -322,7 +341,7 @@ class Trainer(Task):
         return attempt_step(batch, self._parts.plan, self._parts.state)
 
     @without_autograph
-    def eval_step(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def eval_step(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Evaluates one global batch. Called in cross-replica context, in a graph.
 
         Args:
@@ -348,27 +367,28 @@ class Trainer(Task):
         Args:
             train_data: a `tf.data.Dataset` batched to the global batch; or a function of a
                 `tf.distribute.InputContext`; or arrays, which are shuffled in every epoch.
-                Data that ends is repeated.
-            steps: the step to reach: an absolute target, so the same command goes on where a
-                checkpoint was left.
+                Finite data is repeated.
+            steps: the step to reach, counted from the beginning of the run: the same command
+                resumes a run from its checkpoint.
             epochs: the same in passes over `train_data`; give one of the two.
             global_batch: the batch size, if `train_data` is arrays.
-            eval_data: what to evaluate on while training; None does not. Arrays are batched
-                like the training data.
-            eval_interval: steps between evaluations; None evaluates at the end only.
+            eval_data: data to evaluate on during training; None evaluates nothing. Arrays are
+                batched like the training data.
+            eval_interval: number of steps between evaluations; None evaluates at the end only.
 
         Returns:
-            How the run stands now.
+            A summary of the run.
 
         Raises:
             ValueError, TypeError: if data, model or optimizer cannot be trained.
             TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped, or the
                 weights, or with on_nonfinite_loss="raise" a loss, were inf or NaN.
-            DataError: if the data raise, or end though they said that they would not.
-            CheckpointError: if a checkpoint cannot be written; those before it are as they were.
+            DataError: if the data raises, or ends although its cardinality is infinite.
+            CheckpointError: if a checkpoint cannot be written; earlier ones stay as they are.
             DivergedError: see `Divergence`.
-            WorkerLostError: if another worker's process has ended or answers no more.
-            SystemExit, KeyboardInterrupt: after SIGTERM, with code 75, and SIGINT; all is saved.
+            WorkerLostError: if another worker's process has ended or no longer responds.
+            SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT, once the run is
+                saved.
         """
         began = time.perf_counter()
         check_writable(self.model_dir if self.is_chief else None)
@@ -382,43 +402,35 @@ class Trainer(Task):
             strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
             evaluate = self._evaluation(eval_data, eval_interval, data.global_batch)
             self._start(data.first)
-            results = ["loss", *self._parts.metrics[True]]
-            self.saving.check_results(results if evaluate else None)
+            results = ["loss", *self._parts.metrics.eval]
+            self.checkpoint_config.check_results(results if evaluate else None)
             log = self._new_log()
-            choice = self._settle_compilation(data, target, log)
-            training = Training(
-                self,
-                self._parts,
-                self._position(train_data, data),
-                self._watch,
-                log,
-                target,
-                evaluate,
-                eval_interval,
-                self._export_into,
-            )
-            training.take_up()
+            choice = self._settle_compile_mode(data, target, log)
+            request = TrainRequest(target, evaluate, eval_interval, self._export_into)
+            position = self._position(train_data, data)
+            loop = OuterLoop(self, self._parts, position, self._watch, log, request)
+            loop.resume()
             if not self._introduced:
-                training.introduce()
+                loop.introduce()
                 self._introduced = True
             if choice:
                 log.say(str(choice))
             self.on_train_begin()
-            training.run()
-            summary = training.conclude(began)
+            loop.run()
+            summary = loop.conclude(began)
             self.on_train_end(summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)
         return summary
 
-    def _settle_compilation(self, data: Batches, target: int, log: RunLog) -> Choice | None:
-        """Decides what XLA compiles from the next step on, if that is not decided."""
-        if not self._compilation_open:
+    def _settle_compile_mode(self, data: Batches, target: int, log: RunLog) -> Choice | None:
+        """Decides what XLA compiles from the next step on, if that is not decided yet."""
+        if not self._compile_mode_open:
             return None
-        self._compilation_open = False
-        with log.console.status("measuring what XLA shall compile ..."):
-            left = target - self.totals.attempted
-            choice = settle(self, self._parts, data, left, self._use)
+        self._compile_mode_open = False
+        with log.console.status("measuring what XLA should compile ..."):
+            steps_left = target - self.totals.attempted
+            choice = settle(self, self._parts, data, steps_left, self._use)
         self.jit_compile = self._parts.plan.jit_compile
         return choice
 
@@ -433,24 +445,24 @@ class Trainer(Task):
         return RunLog(model_dir, self.style, names, self.precision.name, shares)
 
     def _position(self, train_data: Any, data: Batches) -> DataPosition:
-        """Returns where the run stands in its data: at the beginning, if they are others."""
+        """Returns the position in the data: that of the last call, unless the data is different."""
         before, self._trained_on = self._trained_on, None
         if before and same_data(before[0], train_data, before[1].data.global_batch, data):
             position = before[1]
         else:
-            position = DataPosition(data, self.saving.data_resume)
-            # Workers that shuffle each in an order of its own would train on some data twice.
-            shared = self.model_dir or strategies.has_workers(self.strategy)
-            if shared and not are_arrays(train_data):
+            position = DataPosition(data, self.checkpoint_config.data_resume)
+            # Workers that each shuffle in a different order would train on some data twice.
+            multi_worker = strategies.capabilities(self.strategy).multi_worker
+            if (self.model_dir or multi_worker) and not are_arrays(train_data):
                 position.check_savable()
         self._trained_on = train_data, position
         return position
 
     def stop(self) -> None:
-        """Asks `train` to end after the step that is running; it saves before it does.
+        """Asks `train` to save the run and end after the step that is running.
 
-        It may be called from any thread. On several workers one that asks is enough: all end after
-        the same step.
+        It may be called from any thread. With several workers it is enough if one of them calls
+        it: all end after the same step.
         """
         self.stop_asked = True
         if self._started:
@@ -470,12 +482,12 @@ class Trainer(Task):
             data: as for `train`; arrays are not shuffled.
             global_batch: the batch size, if `data` is arrays.
             precision: "float32" computes a Keras model in float32 on the same weights; "train"
-                as in training. A `tf.Module` always computes as in training.
-            averaged: whether to use the moving average of the weights; None does if the run
+                computes it as in training. A `tf.Module` always computes as in training.
+            averaged: whether to use the moving average of the weights; None uses it if the run
                 keeps one.
 
         Returns:
-            "loss" and every metric by name. `model.losses` are not in it.
+            "loss" and every metric by name. The loss does not include `model.losses`.
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
@@ -495,13 +507,13 @@ class Trainer(Task):
         """Returns the model's outputs for a whole data set, in its order.
 
         Args:
-            data: as for `evaluate`; of a tuple, the model is handed the first item.
+            data: as for `evaluate`; if it yields tuples, the model is called with the first item.
             global_batch: the batch size, if `data` is arrays.
             precision: as for `evaluate`.
             averaged: as for `evaluate`.
 
         Returns:
-            NumPy arrays in the structure of `predict_batch`; first dimension: the example.
+            NumPy arrays in the structure of `predict_batch`; the first dimension is the example.
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
@@ -512,24 +524,24 @@ class Trainer(Task):
     def dry_run(
         self, train_data: Any, *, global_batch: int | None = None, eval_data: Any = None
     ) -> DryRun:
-        """Tries, in seconds, what a long run would do, and puts everything back bit for bit.
+        """Tries, in seconds, everything that a long run does, and puts it all back bit for bit.
 
-        Two steps on real batches, one evaluation step, a checkpoint saved (in a temporary folder)
-        and restored, a comparison of the replicas, and an estimate of memory.
+        It takes two steps on real batches, evaluates one batch, saves and restores a checkpoint in
+        a temporary folder, compares the replicas, and estimates the memory.
 
         Args:
             train_data: as for `train`.
-            global_batch: the batch size, if the data are arrays.
+            global_batch: the batch size, if the data is arrays.
             eval_data: as for `train`.
 
         Returns:
-            The findings: print it. `.ok` is whether nothing speaks against a long run.
+            The findings, which can be printed. `.ok` is whether everything worked.
 
         Raises:
             ValueError: with several workers or parameter servers.
-            TypeError, ValueError: what `train` would raise.
+            TypeError, ValueError: for the reasons for which `train` raises them.
         """
-        check_trial("dry_run", self.strategy)
+        check_one_process("dry_run", self.strategy)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         evaluate = None
         if eval_data is not None:
@@ -544,21 +556,21 @@ class Trainer(Task):
     ) -> Overfit:
         """Trains on the first batch alone, and puts everything back bit for bit.
 
-        A model and a loss that belong together bring its loss near 0; if they do not, no amount of
-        data will help.
+        If model, loss and learning rate work together, the loss of one batch comes close to 0. If
+        it does not, more data will not help.
 
         Args:
             train_data: as for `train`.
-            steps: how many.
-            global_batch: the batch size, if the data are arrays.
+            steps: number of steps.
+            global_batch: the batch size, if the data is arrays.
 
         Returns:
-            The loss of every step: print it.
+            The loss of every step, which can be printed.
 
         Raises:
             ValueError: with several workers or parameter servers.
         """
-        check_trial("overfit_one_batch", self.strategy)
+        check_one_process("overfit_one_batch", self.strategy)
         check_count("steps", steps)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         self._start(data.first)
@@ -575,20 +587,20 @@ class Trainer(Task):
         """Writes a Keras model, for others to use.
 
         Args:
-            path: a file that ends in `.keras`, or a folder, for a SavedModel.
+            path: a file that ends in `.keras`; or a folder, for a SavedModel.
             averaged: as for `evaluate`.
             precision: "train" writes the model as it is: float32 weights, and layers that compute
-                in half precision if they were trained so. "float32", "float16" and "bfloat16"
-                write weights and layers of that dtype alone.
-            compare_on: inputs for the model. What was written is loaded again, and must predict
-                the same but for rounding.
+                in the precision they were trained in. "float32", "float16" and "bfloat16" write
+                weights and layers of that dtype.
+            compare_on: inputs for the model. The written model is loaded and must predict the
+                same for them, up to rounding.
 
         Returns:
-            With `compare_on`, the largest difference, as a share of the largest output.
+            With `compare_on`, the largest difference as a fraction of the largest output.
 
         Raises:
-            TypeError, ValueError: if it is another kind of file, or no Keras model; if the
-                predictions differ by more than 32 roundings.
+            TypeError, ValueError: if `path` is another kind of file; if the model is not a Keras
+                model; or if the predictions differ by more than 32 roundings.
         """
         self._check_started("export")
         check_export(self.model, path, precision)
@@ -596,9 +608,10 @@ class Trainer(Task):
             return export(self.model, pathlib.Path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
-        """Runs a step again that the flight recorder has kept (L18).
+        """Runs a skipped step again that the flight recorder has kept (L18).
 
-        The model takes the recorded values and keeps them: use a trainer of its own for it.
+        The model's variables are set to the recorded values and keep them, so use a separate
+        trainer.
 
         Args:
             overflow: a folder `model_dir/overflows/step-*`.
@@ -607,27 +620,28 @@ class Trainer(Task):
             The recorded verdict, the verdict now, and the first layer that was not finite.
 
         Raises:
-            ValueError: if it is no record, or one of another model or another way to compute.
+            ValueError: if the folder is not a record, or the record is of another model or of
+                other settings.
         """
         check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
-        if self._compilation_open and not self._started:
+        if self._compile_mode_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]
-        check_setting(record.setting, setting_of(self))
+        check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))
         return rerun_step(record, dataset, state, self._parts.plan)
 
     def _evaluation(
         self, eval_data: Any, eval_interval: int | None, global_batch: int
-    ) -> Callable[[], dict[str, float] | None] | None:
-        """Reads what to evaluate on while training, before the first step; returns how."""
+    ) -> Callable[[], Results | None] | None:
+        """Returns a function that evaluates during training; None if there is no `eval_data`."""
         if eval_interval is not None:
             check_count("eval_interval", eval_interval)
         if eval_data is None:
             if eval_interval is not None:
                 raise ValueError(
                     f"`eval_interval` must be None without `eval_data`; got {eval_interval}. There "
-                    "is nothing to evaluate on. Pass eval_data=."
+                    "is nothing to evaluate on. Pass eval_data= as well."
                 )
             return None
         found = self._read_eval_data(eval_data, global_batch)
@@ -635,9 +649,9 @@ class Trainer(Task):
         return functools.partial(self._evaluate, found, "float32", averaged=None, stoppable=True)
 
     def _read_eval_data(self, eval_data: Any, global_batch: int | None) -> Batches:
-        """Reads what is evaluated beside a training; arrays are batched as the training's are."""
-        of_arrays = global_batch if are_arrays(eval_data) else None
-        return batches(eval_data, "eval_data", self.strategy, of_arrays)
+        """Reads the data to evaluate on during training; arrays are batched like the training's."""
+        batch_size = global_batch if are_arrays(eval_data) else None
+        return batches(eval_data, "eval_data", self.strategy, batch_size)
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model as it was evaluated into a folder."""
@@ -646,8 +660,8 @@ class Trainer(Task):
 
     def _evaluate(
         self, found: Batches, precision: str, averaged: bool | None, *, stoppable: bool
-    ) -> dict[str, float] | None:
-        """Returns the results of an evaluation, or None if it may be stopped, and was."""
+    ) -> Results | None:
+        """Returns the results of an evaluation; None if it may be stopped, and was."""
         self._evaluating = True
         try:
             with evaluated_weights(self._parts.plan, averaged):
@@ -655,25 +669,25 @@ class Trainer(Task):
         finally:
             self._evaluating = False
 
-    def _start(self, batch: Any, forward: Callable[..., Any] | None = None) -> None:
-        """Builds what is not built yet, checks it, and takes up an earlier run if there is one.
+    def _start(self, batch: Batch, forward: Forward | None = None) -> None:
+        """Builds what is not built yet, checks it, and restores a checkpoint if there is one.
 
         Args:
-            batch: the first one.
-            forward: (batch, training) -> anything: calls the model, if that is needed to build
-                it; None is `compute_loss`.
+            batch: the first batch.
+            forward: (batch, training) -> anything: calls the model, if it needs that to be built;
+                None calls `compute_loss`.
         """
         if self._started:
             return
         self._parts = build(self, batch, forward or self.compute_loss)
         self._started = True
-        self._parts.stop.assign(self.stop_asked)  # asked while it was built
+        self._parts.stop.assign(self.stop_asked)  # somebody may have asked while it was built
 
     def _check_started(self, name: str) -> None:
-        """Raises RuntimeError before there is anything to look at."""
+        """Raises RuntimeError if the trainer has not seen any data yet."""
         if not self._started:
             raise RuntimeError(
-                f"`{name}` must be asked for after train, evaluate or predict; got a trainer that "
-                "has seen no data. The first batch builds the model and restores a run. Call one "
-                "of the three before."
+                f"`{name}` is not available yet: this trainer has not seen any data. The first "
+                "batch builds the model and restores the run. Call train, evaluate or predict "
+                "first."
             )

@@ -140,9 +140,7 @@ def test_metrics_without_an_update_are_refused():
         def build_metrics(self):
             return {"mean": keras.metrics.Mean()}
 
-    with pytest.raises(
-        ValueError, match=r"`update_metrics` must be overridden beside compute_loss"
-    ):
+    with pytest.raises(ValueError, match=r"`update_metrics` must be overridden with compute_loss"):
         Forgetful(verbose=False).train(slopes(1.0), steps=1, global_batch=1)
 
 
@@ -160,7 +158,6 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ask(Linear(verbose=False))
 
     assert str(error.value) == (
-        f"`{name}` must be asked for after train, evaluate or predict; got a trainer that has "
-        "seen no "
-        "data. The first batch builds the model and restores a run. Call one of the three before."
+        f"`{name}` is not available yet: this trainer has not seen any data. The first batch "
+        "builds the model and restores the run. Call train, evaluate or predict first."
     )

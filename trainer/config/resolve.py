@@ -1,9 +1,9 @@
-"""What the trainer's arguments stand for: names and numbers turned into the objects they mean."""
+"""Turns the trainer's arguments into the objects that they stand for."""
 
 import contextlib
 import numbers
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import keras
 import tensorflow as tf
@@ -13,26 +13,31 @@ import scaling
 import strategies
 from scaling.base.argument_checks import did_you_mean
 
+# A name, a fixed scale, a rule, or None: see `Trainer`.
+LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None
+
 
 def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Returns the strategy of a name; a strategy object passes through."""
+    """Returns the strategy with a name; a strategy object is returned as it is."""
     if isinstance(strategy, tf.distribute.Strategy):
         return strategy
     return strategies.create(strategy)
 
 
-def resolve_rule(loss_scale: Any, precision: scaling.Precision) -> scaling.LossScaleRule:
+def resolve_rule(
+    loss_scale: LossScaleArgument, precision: scaling.Precision
+) -> scaling.LossScaleRule:
     """Returns the loss-scale rule that an argument stands for.
 
     Args:
-        loss_scale: a name as `scaling.parse_rule` takes it; "auto", which is dynamic where
-            `precision` needs it and none elsewhere; a number, for a fixed scale; None, for no
+        loss_scale: a name as `scaling.parse_rule` takes it; "auto" for a dynamic scale if
+            `precision` needs one, otherwise none; a number for a fixed scale; None for no
             scaling; or a rule.
         precision: decides what "auto" means.
 
     Raises:
-        ValueError: for a name that is not known, or a number that is not a power of two.
-        TypeError: for an object that is no rule.
+        ValueError: for an unknown name, or a number that is not a power of two.
+        TypeError: for an object that is not a rule.
     """
     if loss_scale == "auto":
         loss_scale = "dynamic" if precision.needs_loss_scale else None
@@ -44,27 +49,27 @@ def resolve_rule(loss_scale: Any, precision: scaling.Precision) -> scaling.LossS
         return scaling.parse_rule(loss_scale)
     is_rule = hasattr(loss_scale, "advance") and hasattr(loss_scale, "initial_state")
     if not is_rule or isinstance(loss_scale, type):
-        is_class = isinstance(loss_scale, type)
-        found = f"class {loss_scale.__name__}" if is_class else type(loss_scale).__name__
+        name = getattr(loss_scale, "__name__", "")
+        found = f"the class {name}" if name else f"a {type(loss_scale).__name__}"
         raise TypeError(
-            f"`loss_scale` must be a rule if it is an object; got {found}. A rule has "
-            "initial_state() and advance(). Use for instance "
+            f"`loss_scale` must be a name, a number, None or a loss-scale rule; got {found}. A "
+            "rule has initial_state() and advance(). Use for example "
             "scaling.DynamicLossScale(growth_interval=500)."
         )
-    return loss_scale
+    return cast("scaling.LossScaleRule", loss_scale)
 
 
 def resolve_loss(loss_fn: Any) -> Any:
-    """Returns the Keras loss of a name; anything else that can be one passes through.
+    """Returns the Keras loss with a name; anything else that can be a loss is returned as it is.
 
     Raises:
         ValueError: for a name that Keras does not know.
-        TypeError: for a class.
+        TypeError: for a class instead of an object.
     """
     if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
         raise TypeError(
-            f"`loss_fn` must be a keras.losses.Loss that is made; got the class {loss_fn.__name__}."
-            " A call of it makes a loss and computes none. Put () behind it."
+            f"`loss_fn` must be an instance of a loss; got the class {loss_fn.__name__}. Calling "
+            f"the class would create a loss, not compute one. Pass {loss_fn.__name__}()."
         )
     if not isinstance(loss_fn, str):
         return loss_fn
@@ -73,25 +78,26 @@ def resolve_loss(loss_fn: Any) -> Any:
     except ValueError as error:
         known = [name for name, each in vars(keras.losses).items() if callable(each)]
         raise ValueError(
-            f"`loss_fn` must be a name that Keras knows; got {loss_fn!r}. keras.losses has none "
-            f"of that name. {did_you_mean(loss_fn, known, 'Use for instance mse.')}"
+            f"`loss_fn` must be the name of a Keras loss; got {loss_fn!r}. keras.losses has no "
+            f"loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
         ) from error
 
 
 def check_optimizer_name(name: str) -> None:
-    """Raises ValueError if Keras has no optimizer of a name. It makes none: that has its place."""
+    """Raises ValueError if Keras has no optimizer of a name. Creates no optimizer."""
     base = keras.optimizers.Optimizer
     classes = [each for each in vars(keras.optimizers).values() if isinstance(each, type)]
     known = [each.__name__.lower() for each in classes if issubclass(each, base) and each != base]
     if name.lower() not in known and keras.saving.get_registered_object(name) is None:
+        remedy = did_you_mean(name.lower(), known, "Use for example adam.")
         raise ValueError(
-            f"`optimizer` must be a name that Keras knows; got {name!r}. keras.optimizers has none "
-            f"of that name. {did_you_mean(name.lower(), known, 'Use for instance adam.')}"
+            f"`optimizer` must be the name of a Keras optimizer; got {name!r}. keras.optimizers "
+            f"has no optimizer of that name. {remedy}"
         )
 
 
-def warn_of_conflicts(loss_scale: Any, precision: scaling.Precision) -> None:
-    """Says once what may be meant, but is seldom."""
+def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precision) -> None:
+    """Warns, once in a process, about settings that are allowed but rarely wanted."""
     if loss_scale is None and precision.needs_loss_scale:
         logging.log_first_n(
             logging.WARNING,
@@ -103,9 +109,8 @@ def warn_of_conflicts(loss_scale: Any, precision: scaling.Precision) -> None:
 
 
 def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if skipped steps are to be kept that no single process could repeat."""
-    elsewhere = strategies.has_workers(strategy) or strategies.is_asynchronous(strategy)
-    if max_overflow_records and elsewhere:
+    """Raises ValueError if skipped steps should be recorded that one process could not repeat."""
+    if max_overflow_records and runs_in_several_processes(strategy):
         raise ValueError(
             f"`max_overflow_records` must be 0 with several workers; got {max_overflow_records}. A "
             "record holds every replica's variables, and no worker has those of another. Leave it "
@@ -113,18 +118,28 @@ def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy
         )
 
 
-def check_trial(name: str, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError where a trial could not be undone: with several processes."""
-    if strategies.has_workers(strategy) or strategies.is_asynchronous(strategy):
+def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError, naming a method, if a strategy runs in several processes."""
+    if runs_in_several_processes(strategy):
         raise ValueError(
-            f"`{name}` must be asked of a trainer in one process; got {type(strategy).__name__}. "
-            'What it tries is not divided. Try strategy="default" or "mirrored".'
+            f"`{name}` works in a single process only; got a {type(strategy).__name__}. It could "
+            'not put back what other processes do. Use strategy="default" or "mirrored".'
         )
+
+
+def runs_in_several_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy has several workers or parameter servers."""
+    found = strategies.capabilities(strategy)
+    return found.multi_worker or found.asynchronous
 
 
 @contextlib.contextmanager
 def dtype_policy(precision: scaling.Precision) -> Iterator[None]:
-    """Within, Keras layers are made under the precision's dtype policy."""
+    """Within, Keras layers are created under the precision's dtype policy.
+
+    This is the one place where the policy is set. From then on each layer casts by itself: its
+    inputs, and its float32 variables where it uses them, to the policy's compute dtype.
+    """
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(precision.name)
     try:

@@ -1,9 +1,9 @@
-"""What a trainer is made of once data has come: built, checked, and restored if it can be."""
+"""Makes the objects that a trainer works with, checks them, and restores a checkpoint."""
 
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import keras
 import tensorflow as tf
@@ -18,33 +18,35 @@ from trainer.loop.inner import run_steps
 from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
+from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
+from trainer.step.types import Batch, MetricsByName, Optimizers
 
-# Variables of `TrainState` whose names in a checkpoint are older than the names they have now.
+# Names of `TrainState`'s variables in a checkpoint, where they differ from their names in the code:
+# checkpoints of older versions must stay readable.
 SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
 
+# Calls the model with (batch, training), so that it creates its variables.
+Forward = Callable[..., Any]
 
-class Parts(NamedTuple):
-    """What does the work."""
+
+class PartsOfPlan(TypedDict):
+    """Those fields of `Parts` that depend on the step's plan."""
 
     plan: StepPlan
-    state: TrainState
-    run_steps: Any  # a tf.function: see `loop.run_steps`
-    stop: tf.Variable  # shape=(), bool: set, from any thread, it ends `run_steps` and evaluations
-    metrics: dict[bool, dict[str, keras.metrics.Metric]]  # of training; True: of evaluations
+    run_steps: RunSteps
     evaluator: Evaluator
-    checkpoints: Checkpoints
     recorder: FlightRecorder | None
 
 
-def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
-    """Builds what is not built yet, checks it, and takes up an earlier run if there is one.
+def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
+    """Builds what is not built yet, checks it, and restores a checkpoint if there is one.
 
     Args:
-        trainer: a `Trainer`.
-        batch: the first one.
-        forward: (batch, training) -> anything: calls the model, if that is needed to build it.
+        trainer: the trainer.
+        batch: the first batch.
+        forward: (batch, training) -> anything: calls the model, if it needs that to be built.
 
     Raises:
         TypeError, ValueError: if model, optimizer or checkpoint do not fit.
@@ -57,19 +59,19 @@ def build(trainer: Any, batch: Any, forward: Callable[..., Any]) -> Parts:
         plan = make_plan(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
-        checkpoints = make_checkpoints(trainer, state, metrics[False], trainer.model_dir)
-        if not checkpoints.restore() and trainer.saving.init_from:
-            warm_start(trainer.saving.init_from, model)
-    # Not in the strategy's scope: a plain variable, which another thread can assign.
+        checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
+        if not checkpoints.restore() and trainer.checkpoint_config.init_from:
+            warm_start(pathlib.Path(trainer.checkpoint_config.init_from), model)
+    # Made outside the strategy's scope: a plain variable, which other threads can assign.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
-    decided = parts_of_plan(trainer, plan, state, stop)
-    return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **decided)
+    depending = parts_of_plan(trainer, plan, state, stop)
+    return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **depending)
 
 
 def parts_of_plan(
-    trainer: Any, plan: StepPlan, state: TrainState, stop: tf.Variable
-) -> dict[str, Any]:
-    """Returns the parts, by name, that are others if the plan is another."""
+    trainer: RunnableTrainer, plan: StepPlan, state: TrainState, stop: tf.Variable
+) -> PartsOfPlan:
+    """Returns the parts that depend on the plan, by name."""
     return {
         "plan": plan,
         "run_steps": make_loop(trainer, plan, state, stop),
@@ -86,12 +88,14 @@ def parts_of_plan(
 
 
 def make_loop(
-    trainer: Any, plan: StepPlan, state: TrainState, stop: tf.Variable
-) -> Callable[..., Any]:
-    """Returns what takes many steps in one call."""
+    trainer: RunnableTrainer, plan: StepPlan, state: TrainState, stop: tf.Variable
+) -> RunSteps:
+    """Returns the function that takes many steps in one call."""
     strategy = trainer.strategy
-    if strategies.is_asynchronous(strategy):
-        return RemoteSteps(trainer.train_step, strategy, state.halted, stop, state.outcomes)
+    if strategies.capabilities(strategy).asynchronous:
+        return RemoteSteps(  # type: ignore[return-value]  # it is never traced as a whole
+            trainer.train_step, strategy, state.halted, stop, state.outcomes
+        )
     loop = functools.partial(
         run_steps,
         trainer.train_step,
@@ -100,34 +104,33 @@ def make_loop(
         recorded=plan.recorded,
         keep_overflows=trainer.max_overflow_records > 0,
     )
-    return tf.function(loop, autograph=False)  # see `step.user_code`
+    return tf.function(loop, autograph=False)  # see `base.autograph`
 
 
-def build_metrics(trainer: Any) -> dict[bool, dict[str, keras.metrics.Metric]]:
-    """Makes the metrics of the training (False), and those of evaluations (True)."""
-    made = {False: trainer.build_metrics(), True: trainer.build_metrics()}
-    for metrics in made.values():
+def build_metrics(trainer: RunnableTrainer) -> Metrics:
+    """Makes the metrics of the training, and those of evaluations."""
+    made = Metrics(trainer.build_metrics(), trainer.build_metrics())
+    for metrics in made:
         if not isinstance(metrics, dict):
             raise TypeError(
-                f"`metrics` must be made by name, in a dict; got {type(metrics).__name__}. The log "
-                "calls them by their names. Return for instance "
+                f"`metrics` must return a dict of metrics by name; got {type(metrics).__name__}. "
+                "The names stand in the log. Return for example "
                 '{"accuracy": keras.metrics.Accuracy()}.'
             )
     return made
 
 
 def make_checkpoints(
-    trainer: Any,
+    trainer: RunnableTrainer,
     state: TrainState,
-    metrics: dict[str, keras.metrics.Metric],
+    metrics: MetricsByName,
     model_dir: pathlib.Path | None,
 ) -> Checkpoints:
-    """Says what a checkpoint holds: whatever the trainer has that keeps variables."""
+    """Returns the checkpoints of a run: everything of the trainer's that holds variables."""
     model, optimizers = trainer.model, optimizers_by_item(trainer.optimizer)
-    variables_of_state = vars(state).items()
     own = {
         SAVED_AS.get(name, name): each
-        for name, each in variables_of_state
+        for name, each in vars(state).items()
         if isinstance(each, tf.Variable)
     }
     items = {"model": model, "state": tf.train.Checkpoint(**own), **optimizers}
@@ -138,31 +141,31 @@ def make_checkpoints(
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
     return Checkpoints(
         model_dir,
-        trainer.saving.max_to_keep,
+        trainer.checkpoint_config.max_to_keep,
         contents,
         variables,
         trainer.rule,
         trainer.strategy,
-        asynchronous=trainer.saving.async_checkpoint,
+        asynchronous=trainer.checkpoint_config.async_checkpoint,
     )
 
 
 def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
-    """Returns the items, or raises ValueError if a name is one of ours."""
+    """Returns the items, or raises ValueError if one has a name that is taken."""
     for name in items:
         if name in (*taken, "trainer"):
             raise ValueError(
-                f"`checkpoint_items` must return names of its own; got {name!r}. A checkpoint has "
-                "that already. Call it something else."
+                f"`checkpoint_items` must return names that are not taken; got {name!r}. Every "
+                "checkpoint already holds an item of that name. Choose another name."
             )
     return items
 
 
-def build_model(trainer: Any, batch: Any, forward: Callable[..., Any]) -> None:
-    """Lets a model make the variables that it makes when it is called."""
+def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:
+    """Calls a model once if it creates its variables when it is called."""
     model = trainer.model
     if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
-        # With one example. In a stateless scope, so that it makes variables and writes none.
+        # With one example, and in a stateless scope: variables are created, but none is assigned.
         one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
@@ -170,8 +173,9 @@ def build_model(trainer: Any, batch: Any, forward: Callable[..., Any]) -> None:
         check_dtype_policies(model, trainer.precision)
 
 
-def make_plan(trainer: Any) -> StepPlan:
-    """Hands everything a step needs to know of a trainer to `plan_step`."""
+def make_plan(trainer: RunnableTrainer) -> StepPlan:
+    """Returns the step's plan for a trainer's settings."""
+    skip_policy = trainer.skip_policy
     return plan_step(
         strategy=trainer.strategy,
         model=trainer.model,
@@ -186,37 +190,37 @@ def make_plan(trainer: Any) -> StepPlan:
         ema_momentum=trainer.ema_momentum,
         jit_compile=trainer.jit_compile,
         record_gradients=trainer.record_gradients,
-        max_retries=trainer.skip_policy.retries,
-        attribute_causes=trainer.skip_policy.attribute_causes,
-        halting_causes=trainer.skip_policy.halting_causes,
-        max_skips=trainer.skip_policy.max_skips,
-        float32_after=trainer.skip_policy.float32_after,
+        max_retries=skip_policy.retries,
+        attribute_causes=skip_policy.attribute_causes,
+        halting_causes=skip_policy.halting_causes,
+        max_skips=skip_policy.max_skips,
+        float32_after=skip_policy.float32_after,
         others=list(vars(trainer).values()),
     )
 
 
-def optimizers_by_item(optimizer: Any) -> dict[str, Any]:
-    """Returns the optimizers by the names that they have in a checkpoint."""
+def optimizers_by_item(optimizer: Optimizers) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns the optimizers by their names in a checkpoint."""
     if isinstance(optimizer, dict):
         return {f"optimizer_{name}": one for name, one in optimizer.items()}
     return {"optimizer": optimizer}
 
 
-def make_recorder(trainer: Any, plan: StepPlan, state: TrainState) -> FlightRecorder:
+def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -> FlightRecorder:
     """Returns a flight recorder for a trainer that has a `model_dir`."""
     return FlightRecorder(
-        trainer.model_dir / "overflows",
+        pathlib.Path(trainer.model_dir or "") / "overflows",
         trainer.max_overflow_records,
         trainer.max_overflow_bytes,
         recorded_variables(plan),
         trainer.strategy,
         state.random_seed,
-        setting_of(trainer) | {"jit_compile": plan.jit_compile},
+        recorded_settings(trainer) | {"jit_compile": plan.jit_compile},
     )
 
 
-def setting_of(trainer: Any) -> dict[str, Any]:
-    """Returns what must be the same for a step to end in the same way."""
+def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
+    """Returns the settings that must be the same for a step to end in the same way."""
     return {
         "precision": trainer.precision.name,
         "jit_compile": trainer.jit_compile,

@@ -28,6 +28,11 @@ Aux: TypeAlias = Batch
 Model: TypeAlias = keras.Model | tf.Module
 Variable: TypeAlias = keras.Variable | tf.Variable
 
+# One optimizer; or several, each under the name of the model's attribute that it updates.
+Optimizers: TypeAlias = keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]
+
+MetricsByName: TypeAlias = dict[str, keras.metrics.Metric]
+
 # New values of variables that the forward pass assigned, by their position in
 # `StepPlan.held_back`. The positions are strings because TensorFlow sorts the keys of a dict.
 Written: TypeAlias = dict[str, tf.Tensor]

@@ -16,7 +16,7 @@ from trainer.step.xla import COMPILE_MODES
 @pytest.fixture
 def always_measured(monkeypatch):
     """Makes short runs measure too, and briefly."""
-    monkeypatch.setattr(compilation, "LONG", 1)
+    monkeypatch.setattr(compilation, "MIN_STEPS", 1)
     monkeypatch.setattr(compilation, "TURN_SECS", 0.01)
 
 
@@ -81,7 +81,7 @@ def test_a_slow_mode_is_measured_once(monkeypatch):
         turns.append(parts.plan.jit_compile)
         return {False: 1.0, True: 2.0, "elementwise": 1.1}[parts.plan.jit_compile]
 
-    monkeypatch.setattr(compilation, "seconds_of", seconds_of)
+    monkeypatch.setattr(compilation, "seconds_per_step", seconds_of)
     trainer = trained_small(jit_compile="auto")
 
     assert trainer.jit_compile is False
@@ -92,8 +92,8 @@ def test_a_slow_mode_is_measured_once(monkeypatch):
 @pytest.mark.usefixtures("always_measured")
 def test_no_mode_starts_after_the_time_limit(monkeypatch):
     """The first mode is always measured; no other one starts after the time limit."""
-    monkeypatch.setattr(compilation, "MOST_SECS", 0.0)
-    monkeypatch.setattr(compilation, "seconds_of", lambda *_: 1.0)
+    monkeypatch.setattr(compilation, "MAX_SECS", 0.0)
+    monkeypatch.setattr(compilation, "seconds_per_step", lambda *_: 1.0)
 
     assert compilation.measure(*ready()).millisecs == {False: 1000.0}
 
@@ -173,9 +173,9 @@ def test_bfloat16_is_compiled_unmeasured_on_a_processor_without_it(monkeypatch, 
     loops; elsewhere "auto" measures.
     """
     monkeypatch.setattr(compilation, "gradient_secs", {"bfloat16": secs, "float32": 0.001}.get)
-    compilation.computes_in_loops.cache_clear()
+    compilation.has_only_scalar_kernels.cache_clear()
     trainer = Trainer(precision="mixed_bfloat16", verbose=False)
-    compilation.computes_in_loops.cache_clear()
+    compilation.has_only_scalar_kernels.cache_clear()
 
     assert trainer.jit_compile is compiled
 
@@ -194,7 +194,9 @@ def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
     that mode.
     """
     times = {False: 2.0, True: 2.0, "elementwise": 1.0}
-    monkeypatch.setattr(compilation, "seconds_of", lambda parts, *_: times[parts.plan.jit_compile])
+    monkeypatch.setattr(
+        compilation, "seconds_per_step", lambda parts, *_: times[parts.plan.jit_compile]
+    )
     settings = {"optimizer": adam, "seed": 1, "verbose": False, "max_consecutive_skips": 2}
     trainer = NeverApplied(model_dir=tmp_path, max_overflow_records=1, **settings)
     with pytest.raises(TrainingStuckError):

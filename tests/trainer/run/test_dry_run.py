@@ -40,7 +40,7 @@ DATA = (X, (X[:, 0] > 0).astype(np.int32))
 def bits(trainer):
     """The bytes of every copy of a trainer's variables."""
     roots = [trainer.model, trainer.optimizer, trainer._parts.state]
-    roots += [*trainer._parts.metrics[False].values(), *trainer._parts.metrics[True].values()]
+    roots += [*trainer._parts.metrics.train.values(), *trainer._parts.metrics.eval.values()]
     variables = variables_in_reach(roots, held_back=())
     copies = tf.nest.flatten(read_copies(variables, trainer.strategy))
     return [copy.numpy().tobytes() for copy in copies]
@@ -107,7 +107,7 @@ def test_problems_are_reported():
     trainer = Restless(verbose=False)
     good = trainer.dry_run(slopes(1.0, 2.0), global_batch=2)
     assert good.ok
-    assert "all bits back" in str(good)
+    assert "restored bit for bit" in str(good)
 
     bad = Linear(verbose=False).dry_run(slopes(np.inf, 2.0), global_batch=2)
     assert not bad.ok

@@ -81,8 +81,9 @@ def weightless():
         ),
         (
             {"loss_scale": [1]},
-            "`loss_scale` must be a rule if it is an object; got list. A rule has initial_state() "
-            "and advance(). Use for instance scaling.DynamicLossScale(growth_interval=500).",
+            "`loss_scale` must be a name, a number, None or a loss-scale rule; got a list. A rule "
+            "has initial_state() and advance(). Use for example "
+            "scaling.DynamicLossScale(growth_interval=500).",
         ),
         (
             {"jit_compile": "yes"},
@@ -91,10 +92,9 @@ def weightless():
         ),
         (
             {"metrics": ["accuracy"]},
-            "`metrics` must be a function that returns metrics by name; got list. They are made in "
-            "the strategy's scope, once for training and once for evaluation. Pass for instance "
-            "lambda: "
-            '{"accuracy": keras.metrics.Accuracy()}.',
+            "`metrics` must be a function that returns a dict of metrics; got list. It is called "
+            "in the strategy's scope, once for training and once for evaluation. Pass for example "
+            'lambda: {"accuracy": keras.metrics.Accuracy()}.',
         ),
         (
             {"num_microbatches": 0},
@@ -124,7 +124,7 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
         (
             {"model": None},
             "`model` must be given unless build_model() is overridden; got None. The trainer needs "
-            "one or the other. Pass model= or override build_model().",
+            "one of the two. Pass model= or override build_model().",
         ),
         (
             {"model": lambda: 3},
@@ -217,7 +217,7 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
         (
             {"loss_fn": None},
             "`loss_fn` must be given unless compute_loss() is overridden; got None. The trainer "
-            "needs one or the other. Pass loss_fn= or override compute_loss().",
+            "needs one of the two. Pass loss_fn= or override compute_loss().",
         ),
     ],
 )
@@ -564,7 +564,7 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             X,
             {},
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            "got a single tensor. It cannot tell inputs from labels. Override compute_loss(batch, "
+            "got a single tensor. Otherwise inputs and labels cannot be told apart. Override compute_loss(batch, "
             "training), "
             "or map the dataset to tuples.",
         ),

@@ -1,0 +1,75 @@
+"""An estimate of the memory that a replica needs during a step."""
+
+import math
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from trainer.log.model_table import total_size, variable_rows
+from trainer.log.summary import format_bytes
+from trainer.run.build import optimizers_by_item
+from trainer.run.protocol import RunnableTrainer
+from trainer.step.types import Aux, Batch
+
+# Operations whose outputs are no new numbers.
+NOT_COUNTED = {"Const", "Placeholder", "ReadVariableOp", "Identity", "Reshape"}
+
+
+class Memory(NamedTuple):
+    """The memory that a replica needs during a step, in bytes."""
+
+    weights: int  # all variables of the model
+    slots: int  # variables of the optimizers
+    gradients: int  # in float32
+    activations: int  # of the forward pass over one microbatch: an order of magnitude
+
+    def __str__(self) -> str:
+        """For instance "about 3.0 MB a replica: weights 605.6 kB, ..."."""
+        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in self._asdict().items())
+        return f"about {format_bytes(sum(self))} a replica: {parts}"
+
+
+def memory_of(trainer: RunnableTrainer, batch: Batch) -> Memory:
+    """Estimates the memory that a replica needs during a step.
+
+    Args:
+        trainer: a trainer that has started.
+        batch: a global batch.
+    """
+    optimizers = optimizers_by_item(trainer.optimizer).values()
+    slots = [variable for optimizer in optimizers for variable in optimizer.variables]
+    trainable = sum(math.prod(weight.shape) for weight in trainer.model.trainable_variables)
+    return Memory(
+        weights=total_size(variable_rows(trainer.model))[1],
+        slots=sum(math.prod(slot.shape) * tf.as_dtype(slot.dtype).size for slot in slots),
+        gradients=4 * trainable,
+        activations=activation_bytes(trainer, batch),
+    )
+
+
+def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
+    """Returns the size of all tensors that the forward pass over a microbatch computes.
+
+    This is an upper bound: not all of them are kept for the backward pass, and XLA fuses some.
+    """
+    shares = trainer.strategy.num_replicas_in_sync * trainer.num_microbatches
+
+    def spec_of_share(tensor: tf.Tensor) -> tf.TensorSpec:
+        rows = -(-int(tensor.shape[0]) // shares)
+        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+
+    def forward(share: Batch) -> tuple[tf.Tensor, Aux]:
+        with keras.StatelessScope():  # so that nothing is assigned, not even in the graph
+            return trainer.compute_loss(share, training=True)
+
+    specs = tf.nest.map_structure(spec_of_share, batch)
+    graph = tf.function(forward).get_concrete_function(specs).graph
+    tensors = [
+        tensor
+        for operation in graph.get_operations()
+        if operation.type not in NOT_COUNTED
+        for tensor in operation.outputs
+        if tensor.shape.is_fully_defined() and tensor.dtype.is_floating
+    ]
+    return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)

@@ -1,0 +1,132 @@
+"""What this room needs of a trainer. `Trainer` has all of it; a test holds the two together."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+import scaling
+from trainer.checkpoint import Checkpoints
+from trainer.config.checkpoint_config import CheckpointConfig
+from trainer.config.skip_policy import SkipPolicy
+from trainer.evaluation.evaluator import Evaluator
+from trainer.monitor.actions import Action
+from trainer.monitor.divergence import Divergence
+from trainer.replay.recorder import FlightRecorder
+from trainer.step import Clip, StepPlan, StepReport, TrainState
+from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
+
+
+class RunSteps(Protocol):
+    """The inner loop: `loop.inner.run_steps` as a `tf.function`, or `RemoteSteps`."""
+
+    def __call__(
+        self, iterator: tf.data.Iterator, num_steps: tf.Tensor
+    ) -> tuple[StepReport, Batch]:
+        """Takes steps on the next batches; returns their reports, and the last batch if kept."""
+
+    def get_concrete_function(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> Any:
+        """Returns the traced loop. `RemoteSteps` has no such method."""
+
+    def experimental_get_tracing_count(self) -> int:
+        """Returns how many times the loop was traced. `RemoteSteps` has no such method."""
+
+
+class Metrics(NamedTuple):
+    """A run's metrics by name. Evaluation has its own, so that it does not reset the training's."""
+
+    train: MetricsByName
+    eval: MetricsByName
+
+
+class Parts(NamedTuple):
+    """The objects that a started trainer works with; see `build`."""
+
+    plan: StepPlan
+    state: TrainState
+    run_steps: RunSteps  # takes many steps in one call
+    stop: tf.Variable  # shape=(), bool: setting it, in any thread, ends `run_steps` and evaluations
+    metrics: Metrics
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    recorder: FlightRecorder | None
+
+
+class RunnableTrainer(Protocol):
+    """A trainer, as the functions and classes of this room use it."""
+
+    # Settings; see the arguments of the same names in `Trainer`.
+    model_dir: pathlib.Path | None
+    strategy: tf.distribute.Strategy
+    strategy_name: str | None  # None if the strategy was passed as an object
+    precision: scaling.Precision
+    rule: scaling.LossScaleRule
+    loss_scale_argument: str | float | None
+    num_microbatches: int
+    clip: Clip
+    ema_momentum: float | None
+    alternate_optimizers: bool
+    steps_per_loop: int
+    jit_compile: bool | str
+    seed: int | None
+    checkpoint_config: CheckpointConfig
+    skip_policy: SkipPolicy
+    max_overflow_records: int
+    max_overflow_bytes: int
+    record_gradients: bool
+    log_interval: int
+    profile_steps: Sequence[int] | None
+    divergence: Divergence | None
+    actions: list[Action]
+    is_chief: bool
+    stop_asked: bool  # whether somebody has asked the run to end
+
+    @property
+    def model(self) -> Model:
+        """The model; built on first use."""
+
+    @property
+    def optimizer(self) -> Optimizers:
+        """The optimizer, or several by name; built on first use."""
+
+    @property
+    def metrics(self) -> MetricsByName:
+        """The metrics in use."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step. Waits for the device."""
+
+    def build_metrics(self) -> MetricsByName:
+        """Returns new metrics."""
+
+    def compute_loss(self, batch: Batch, training: bool) -> Any:
+        """Returns losses, or (losses, aux); see `Task.compute_loss`."""
+
+    def example_weights(self, batch: Batch) -> tf.Tensor:
+        """Returns the weight of each example's loss."""
+
+    def update_metrics(self, batch: Batch, aux: Aux) -> None:
+        """Updates the metrics in use."""
+
+    def predict_batch(self, batch: Batch) -> Aux:
+        """Returns the model's outputs for a batch."""
+
+    def checkpoint_items(self) -> dict[str, object]:
+        """Returns what else a checkpoint holds."""
+
+    def train_step(self, batch: Batch) -> StepReport:
+        """Attempts one update."""
+
+    def eval_step(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
+        """Evaluates one global batch."""
+
+    def on_loop_begin(self, step: int) -> None:
+        """Called before each inner loop."""
+
+    def on_loop_end(self, step: int) -> None:
+        """Called after each inner loop."""
+
+    def on_recovery(self, step: int, restored: int) -> None:
+        """Called after a rollback."""

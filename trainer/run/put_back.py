@@ -1,0 +1,20 @@
+"""Lets a trainer try something, and puts every bit of its variables back."""
+
+import contextlib
+from collections.abc import Iterator
+
+from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.step.rollback import read_copies, variables_in_reach, write_copies
+
+
+@contextlib.contextmanager
+def put_back(trainer: RunnableTrainer, parts: Parts) -> Iterator[None]:
+    """Within, a trainer may take steps; afterwards its variables have the bits they had before."""
+    roots = [trainer.model, trainer.optimizer, parts.state, *vars(trainer).values()]
+    roots += [metric for metrics in parts.metrics for metric in metrics.values()]
+    variables = variables_in_reach(roots, held_back=())
+    before = read_copies(variables, trainer.strategy)
+    try:
+        yield
+    finally:
+        write_copies(variables, before, trainer.strategy)
