@@ -284,4 +284,7 @@ def without_writes(
     Without it, an evaluation would advance the seed generators from which training draws.
     """
     variables = [*held_back_variables(model), *seed_states(model)]
-    return keras.StatelessScope([(variable, variable.value) for variable in variables])
+    scope: contextlib.AbstractContextManager[keras.StatelessScope] = keras.StatelessScope(
+        [(variable, variable.value) for variable in variables]
+    )
+    return scope

@@ -59,7 +59,7 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
 
 def is_real(layer: keras.Layer) -> bool:
     """Returns whether a layer computes in a floating-point dtype."""
-    return tf.as_dtype(layer.compute_dtype).is_floating
+    return bool(tf.as_dtype(layer.compute_dtype).is_floating)
 
 
 def layer_classes(model: keras.Model) -> dict[str, type]:
