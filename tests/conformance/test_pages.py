@@ -96,11 +96,12 @@ def named_files(text):
 def exists_for(page, name):
     """Returns whether a file exists as a page names it.
 
-    A path starts at the repository's root or at the page's folder. A bare file name may stand for a
-    file in any folder below a card's own, and on the other pages in any room.
+    A path starts at the repository's root, at the page's folder, or at the package of a room's card.
+    A bare file name may stand for a file in any folder below a card's own, and on the other pages in
+    any room.
     """
     folder = (ROOT / page).parent
-    if (ROOT / name).exists() or (folder / name).exists():
+    if any((start / name).exists() for start in (ROOT, folder, ROOT / page.split("/")[0])):
         return True
     is_card = page.startswith(tuple(f"{room}/" for room in ROOMS))
     below = [folder] if is_card else [ROOT / top for top in ("benchmarks", "examples", *ROOMS)]
