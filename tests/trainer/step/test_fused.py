@@ -1,4 +1,4 @@
-"""Fused update kernels and the parts that XLA compiles equal the plain step except for rounding."""
+"""Fused update kernels equal the operations of Keras except for rounding."""
 
 import functools
 
@@ -6,10 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import SmallImages, assert_close, trained_small
+from helpers import assert_close, trained_small
 
 from trainer.step.fused import fused_rule, fused_updates
-from trainer.step.xla import COMPILE_MODES
 
 OPTIMIZERS = {
     "adam": functools.partial(keras.optimizers.Adam, 0.01),
@@ -82,46 +81,3 @@ def rows():
 def test_updates_without_a_kernel_are_left_to_keras(make, gradient, dtype):
     """Sparse gradients, other dtypes and other rules use no fused kernel."""
     assert not operations(make(), gradient or (lambda: tf.ones([3, 2])), dtype) & FUSED
-
-
-@pytest.mark.parametrize(
-    ("make", "mode"),
-    [
-        *[(OPTIMIZERS["adam"], mode) for mode in COMPILE_MODES if mode is not False],
-        (keras.optimizers.Lion, "update"),
-        pytest.param(keras.optimizers.Lion, "elementwise", marks=pytest.mark.slow),
-        pytest.param(keras.optimizers.Lion, True, marks=pytest.mark.slow),
-    ],
-)
-def test_every_compile_mode_computes_the_same(make, mode):
-    """All compile modes give equal results except for rounding."""
-    assert_close(trained_small(make=make), trained_small(make=make, jit_compile=mode))
-
-
-def test_elementwise_compiles_no_products_or_convolutions():
-    """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
-    trainer = trained_small(jit_compile="elementwise")
-    phase = trainer._parts.plan.groups[0]
-    [graph] = [each.graph for each in phase.differentiate._list_all_concrete_functions()]
-    compiled = set()
-    for operation in graph.get_operations():
-        if "_XlaCompile" in operation.node_def.attr and operation.get_attr("_XlaCompile"):
-            compiled.add(operation.type)
-
-    assert {"AddV2", "Mul"} <= compiled
-    assert not {"Conv2D", "MatMul", "Conv2DBackpropFilter"} & compiled
-
-
-def test_an_update_of_several_replicas_is_not_compiled(mirrored):
-    """jit_compile="update" is refused on several replicas, because Keras updates all copies
-    together, outside of what XLA compiles.
-    """
-    with pytest.raises(ValueError, match="jit_compile") as error:
-        SmallImages(jit_compile="update", strategy=mirrored(3))
-
-    assert str(error.value) == (
-        '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; got '
-        "'update' under MirroredStrategy with 3 replicas. XLA can compile the optimizer's update "
-        "only where a variable has one copy, on the device that updates it. Use one of False, "
-        "'elementwise', True."
-    )

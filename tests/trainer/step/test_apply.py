@@ -1,0 +1,124 @@
+"""The end of an applied step: held-back values are assigned, and the optimizers update."""
+
+import functools
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import copies
+from plans import Pair, keras_model, plan_of
+
+from trainer.step.apply import (
+    apply_gradients,
+    assign_held_back,
+    average_own_writes,
+    optimizers_prepared,
+)
+
+
+def two_losses(model):
+    """A loss for each part of a pair."""
+
+    def compute_loss(batch, training):
+        del training
+        return {"first": model.first.weight * batch, "second": model.second.weight * batch}
+
+    return compute_loss
+
+
+def two_optimizers():
+    """SGD with another learning rate for each part, the second one first."""
+    return {"second": keras.optimizers.SGD(0.5), "first": keras.optimizers.SGD(1.0)}
+
+
+def test_each_optimizer_updates_its_own_variables():
+    """Gradients come in the order of the objectives, and each optimizer moves its own part."""
+    model = Pair()
+    plan = plan_of(model, two_losses(model), optimizer=two_optimizers())
+    apply_gradients([tf.constant(2.0), tf.constant(3.0)], plan.groups[0], plan)
+
+    assert (float(model.second.weight), float(model.first.weight)) == (2.0 - 1.0, 1.0 - 3.0)
+    assert [int(one.optimizer.iterations.numpy()) for one in plan.objectives] == [1, 1]
+
+
+def test_a_variable_without_a_gradient_stays():
+    """A missing gradient leaves its variable as it is."""
+    model = Pair()
+    plan = plan_of(model)
+    apply_gradients([None, tf.constant(0.5)], plan.groups[0], plan)
+
+    assert (float(model.first.weight), float(model.second.weight)) == (1.0, 1.5)
+
+
+def test_held_back_values_are_assigned():
+    """Positions are those of the plan's held-back variables."""
+    model = keras_model()
+    plan = plan_of(model)
+    mean = model.layers[1].moving_mean
+    position = [id(variable) for variable in plan.held_back].index(id(mean))
+    assign_held_back({str(position): tf.constant([1.0, 2.0, 3.0, 4.0])}, plan)
+
+    assert mean.numpy().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_prepared_optimizers_do_not_sum_again(mirrored, replicas):
+    """L7: an optimizer takes a gradient as already reduced, and is restored afterwards."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        model = Pair()
+    plan = plan_of(model, strategy=strategy)
+    optimizer = plan.objectives[0].optimizer
+    before = dict(vars(optimizer))
+
+    @tf.function
+    def step():
+        with optimizers_prepared(plan.groups[0], plan):
+            gradients = [tf.constant(0.25), tf.constant(0.5)]
+            strategy.run(functools.partial(apply_gradients, gradients, plan.groups[0], plan))
+
+    step()
+
+    assert [copy.item() for copy in copies(model.first.weight)] == [0.75] * replicas
+    assert [copy.item() for copy in copies(model.second.weight)] == [1.5] * replicas
+    assert vars(optimizer).keys() == before.keys()
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_own_writes_are_averaged(mirrored, moves):
+    """Step 10: copies that a model assigned by itself become their mean; one that did not move keeps its
+    bits, although the mean of three equal float32 numbers can differ from them.
+    """
+    strategy = mirrored(3)
+    with strategy.scope():
+        variable = tf.Variable(
+            0.9,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.MEAN,
+        )
+    for copy in strategy.experimental_local_results(variable):
+        copy.assign(0.9)
+    old = copies(variable)
+    before = [[tf.constant(old[0])]]
+    plan = SimpleNamespace(undo=[variable])
+
+    @tf.function
+    def step():
+        def replica():
+            context = tf.distribute.get_replica_context()
+            if moves:
+                variable.assign_add(tf.cast(context.replica_id_in_sync_group, tf.float32))
+            average_own_writes(before, plan)
+
+        strategy.run(replica)
+
+    step()
+    expected = np.float32(0.9) + np.float32(1.0) if moves else np.float32(0.9)
+
+    if moves:
+        np.testing.assert_allclose(copies(variable), [expected] * 3, rtol=1e-6)
+    else:
+        assert [copy.tobytes() for copy in copies(variable)] == [copy.tobytes() for copy in old]

@@ -1,0 +1,107 @@
+"""One forward and backward pass over a microbatch, as a pure function."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from plans import Pair, pass_inputs_of, plan_of
+
+from trainer.step.differentiate import as_dense, check_some_gradient, find_nonfinite
+from trainer.step.microbatch import Contribution
+
+
+def differentiated(plan, batch, weights=None, *, scale=1.0):
+    """The results of a plan's only pass."""
+    return plan.groups[0].differentiate(pass_inputs_of(plan, batch, weights, scale=scale))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+def test_gradients_are_scaled_and_losses_are_not(scale):
+    """L2: the loss scale multiplies the gradients, which are of the weighted mean, and not the loss."""
+    plan = plan_of(Pair())
+    result = differentiated(plan, tf.constant([1.0, 3.0]), [1.0, 3.0], scale=scale)
+
+    assert [float(gradient) for gradient in result.contribution.gradients] == [
+        2.5 * scale,
+        5.0 * scale,
+    ]
+    assert float(result.contribution.loss) == 12.5
+    assert (result.written, result.aux) == ({}, ())
+
+
+def test_regularization_counts_by_examples():
+    """A model's own losses enter by the share's part of the examples, and are reported separately."""
+    layer = keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5)
+    )
+    plan = plan_of(keras.Sequential([keras.Input([1]), layer]))
+    inputs = pass_inputs_of(plan, tf.ones([2, 1]))
+    size = inputs.global_batch._replace(weight=tf.constant(8.0), examples=tf.constant(8))
+    result = plan.groups[0].differentiate(inputs._replace(global_batch=size))
+
+    # A quarter of the examples: a loss of 1/4, a penalty of 0.5/4, and the gradients of both.
+    assert float(result.contribution.loss) == 0.25
+    assert float(result.contribution.regularization_loss) == 0.125
+    assert result.contribution.gradients[0].numpy().tolist() == [[0.5]]
+
+
+def test_sparse_gradients_are_coalesced_or_dense():
+    """An embedding's gradient has each row once; with several microbatches it is dense."""
+    for num_microbatches, kind in [(1, tf.IndexedSlices), (2, tf.Tensor)]:
+        layers = [keras.layers.Embedding(4, 1), keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input([2], dtype="int32"), *layers])
+        plan = plan_of(model, num_microbatches=num_microbatches)
+        result = differentiated(plan, tf.constant([[1, 1], [2, 1]]))
+        [gradient, *_] = result.contribution.gradients
+
+        assert isinstance(gradient, kind)
+        if kind is tf.IndexedSlices:
+            assert sorted(gradient.indices.numpy().tolist()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "single_pass", "expected"),
+    [
+        (1.0, 1.0, False, (0, [0, 0], [0, 0])),
+        (1.0, math.nan, False, (0, [0, 0], [0, 1])),
+        (1.0, math.nan, True, (0, [0, 0], [0, 0])),  # `diagnose` looks at the gradients instead
+        (math.inf, 1.0, False, (1, [1, 0], [0, 0])),
+        (math.inf, math.nan, False, (1, [1, 0], [0, 0])),  # a consequence of the loss
+        (math.nan, 1.0, False, (1, [0, 1], [0, 0])),
+    ],
+)
+def test_flags(loss, gradient, single_pass, expected):
+    """L17: bad gradients are flagged only if the loss was finite; bad losses are counted."""
+    contribution = Contribution(
+        [tf.constant([1.0]), tf.constant([0.0, gradient])], tf.constant(loss), tf.constant(0.0)
+    )
+    flags = find_nonfinite(contribution, [tf.constant([0.0, loss])], single_pass=single_pass)
+
+    assert (int(flags.loss), flags.losses.numpy().tolist(), flags.gradients.numpy().tolist()) == (
+        expected
+    )
+
+
+def test_a_bad_regularizer_is_a_bad_loss():
+    """A penalty that is not finite is flagged like a loss, and no example is counted."""
+    contribution = Contribution([tf.constant(1.0)], tf.constant(0.0), tf.constant(math.inf))
+    flags = find_nonfinite(contribution, [tf.constant([0.0])], single_pass=False)
+
+    assert (int(flags.loss), flags.losses.numpy().tolist()) == (1, [0, 0])
+
+
+def test_a_loss_that_reaches_no_variable_is_refused():
+    """If every gradient is missing there is nothing to train; one gradient is enough."""
+    check_some_gradient([None, tf.constant(1.0)])
+    with pytest.raises(ValueError, match="must depend on a trainable variable; got 2 gradients"):
+        check_some_gradient([None, None])
+
+
+def test_as_dense():
+    """Repeated rows are summed, and a missing gradient stays missing."""
+    sparse = tf.IndexedSlices(tf.constant([1.0, 2.0]), tf.constant([1, 1]), tf.constant([3]))
+
+    assert as_dense(None) is None
+    np.testing.assert_array_equal(as_dense(sparse), [0.0, 3.0, 0.0])

@@ -1,0 +1,116 @@
+"""The forward pass computes with given values and assigns nothing."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from plans import Pair, keras_model, pass_inputs_of, plan_of
+
+from trainer.step.forward import forward, written_by
+from trainer.step.microbatch import MicrobatchPlan
+
+BATCH = tf.constant([[1.0, 2.0], [3.0, 5.0], [-1.0, 4.0]])
+
+
+def microbatch_plan(plan):
+    """The constants of a pass of a plan."""
+    return MicrobatchPlan(
+        model=plan.model,
+        held_back=plan.held_back,
+        seeds=plan.seeds,
+        compute_loss=plan.compute_loss,
+        objectives=plan.objectives,
+        dense=False,
+        single_pass=True,
+        fuse_batch_norm=False,
+    )
+
+
+def run(plan, values=None):
+    """A forward pass on `BATCH`."""
+    inputs = pass_inputs_of(plan, BATCH)
+    return forward(BATCH, values or inputs.values, inputs.keys, microbatch_plan(plan))
+
+
+def test_a_keras_model_assigns_nothing():
+    """L6: after a forward pass every variable has its bits; BatchNorm's new statistics are returned."""
+    model = keras_model()
+    plan = plan_of(model)
+    before = [variable.numpy().tobytes() for variable in model.variables]
+    passed = run(plan)
+    written = written_by(model, pass_inputs_of(plan, BATCH).values, passed.after)
+    changed = {
+        plan.held_back[position].path.split("/")[-1]
+        for position, (old, new) in enumerate(
+            zip(pass_inputs_of(plan, BATCH).values, passed.after, strict=True)
+        )
+        if np.any(old.numpy() != new.numpy())
+    }
+
+    assert [variable.numpy().tobytes() for variable in model.variables] == before
+    assert changed == {"moving_mean", "moving_variance"}
+    assert len(passed.after) == len(plan.held_back)
+    assert written != {}
+
+
+def test_the_given_values_are_used():
+    """The losses come from the values in the inputs, not from those of the variables."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    plan = plan_of(keras.Sequential([keras.Input([2]), layer]))
+
+    assert run(plan).losses[""].numpy().tolist() == [3.0, 8.0, 3.0]
+    doubled = run(plan, [tf.fill([2, 1], 2.0)])
+    assert doubled.losses[""].numpy().tolist() == [6.0, 16.0, 6.0]
+
+
+def test_model_losses_are_added_in_float32():
+    """A regularizer's loss is returned beside the losses of the examples."""
+    layer = keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5)
+    )
+    passed = run(plan_of(keras.Sequential([keras.Input([2]), layer])))
+
+    assert (float(passed.added), passed.added.dtype) == (1.0, tf.float32)
+
+
+def test_a_module_gives_losses_alone():
+    """A module has no losses of its own, and nothing of it is held back."""
+    model = Pair()
+    plan = plan_of(model)
+    batch = tf.constant([1.0, 2.0])
+    inputs = pass_inputs_of(plan, batch)
+    passed = forward(batch, inputs.values, inputs.keys, microbatch_plan(plan))
+
+    assert passed.losses[""].numpy().tolist() == [5.0, 10.0]
+    assert (float(passed.added), passed.after, passed.aux) == (0.0, [], ())
+
+
+def test_keys_decide_what_a_model_draws():
+    """Dropout draws from the key that it is given: the same key gives the same mask."""
+    plan = plan_of(keras_model())
+    inputs = pass_inputs_of(plan, BATCH)
+    constants = microbatch_plan(plan)
+    losses = [
+        forward(BATCH, inputs.values, inputs.keys * key, constants).losses[""].numpy().tolist()
+        for key in (5, 5, 6)
+    ]
+
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_only_what_changed_is_written():
+    """`written_by` returns the values that were replaced, by their position as a string."""
+    old, new = tf.constant(1.0), tf.constant(2.0)
+
+    assert written_by(tf.Module(), [old, old, old], [old, new, old]) == {"1": new}
+    assert written_by(tf.Module(), [], []) == {}
+
+
+def test_a_rounded_weight_is_refused():
+    """L13: a layer that computes in half precision must not assign a weight."""
+    inner = keras.layers.Dense(1, dtype="mixed_float16")
+    model = keras.Sequential([keras.Input([2]), keras.layers.SpectralNormalization(inner)])
+    old, new = tf.zeros([2, 1]), tf.ones([2, 1])
+
+    with pytest.raises(ValueError, match="float16"):
+        written_by(model, [old] * len(model.variables), [new] * len(model.variables))

@@ -1,0 +1,117 @@
+"""The one all-reduce of a step."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import strategies
+from trainer.step.microbatch import Contribution, Microbatch, NonfiniteFlags
+from trainer.step.reduce import integers_of_first, sum_over_replicas
+
+
+def reduced(strategy, on_replicas, local_of):
+    """Every replica's sums of what `local_of` returns for a replica's index.
+
+    They are the dense gradient, the total loss, the total regularization loss, the table, and the
+    written float.
+    """
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        found = sum_over_replicas(*local_of(index))
+        gradient, missing = found.total.gradients
+        assert missing is None
+        total = found.total
+        written = found.written["0"]
+        return gradient, total.loss, total.regularization_loss, *found.table[:2], written
+
+    return list(zip(*on_replicas(strategy, replica), strict=True))
+
+
+def local_of(examples):
+    """Each replica's results: everything is its number, counted from 1.
+
+    Args:
+        examples: number of examples on each replica.
+    """
+
+    def of(index):
+        number = tf.cast(index, tf.float32) + 1.0
+        share = strategies.Share((), (), tf.constant(examples)[index])
+        contribution = Contribution([number * tf.ones([2]), None], number, 10.0 * number)
+        nonfinite = NonfiniteFlags(number, tf.stack([number, 0.0]), tf.zeros([2]))
+        written = {"0": number, "1": tf.cast(number, tf.int32)}
+        return Microbatch(contribution, nonfinite, written, ()), share
+
+    return of
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_everything_is_summed_over_replicas(mirrored, on_replicas, replicas):
+    """L7: gradients and losses are summed; every replica has the same sums; a missing gradient stays
+    missing, and the table has a row for each replica.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    total, rows = float(sum(range(1, replicas + 1))), list(range(1, replicas + 1))
+    found = reduced(strategy, on_replicas, local_of([1] * replicas))
+
+    assert len(found) == replicas
+    for gradient, loss, regularization, losses_bad, counts, _ in found:
+        assert gradient.numpy().tolist() == [total, total]
+        assert (float(loss), float(regularization)) == (total, 10 * total)
+        assert losses_bad.numpy().tolist() == counts.numpy()[:, 0].tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("examples", "mean"), [([2, 2, 1], 2.0), ([1, 1, 0], 1.5), ([1, 0, 0], 1.0)]
+)
+def test_statistics_are_averaged_over_those_with_examples(mirrored, on_replicas, examples, mean):
+    """Step 10: float statistics become their mean over the replicas that had examples."""
+    for found in reduced(mirrored(3), on_replicas, local_of(examples)):
+        assert float(found[-1]) == mean
+
+
+def test_a_bad_statistic_of_an_empty_share_does_not_count(mirrored, on_replicas):
+    """NaN from the placeholder row of an empty share is not added."""
+
+    def of(index):
+        local, share = local_of([1, 1, 0])(index)
+        value = tf.constant([1.0, 2.0, np.nan])[index]
+        return local._replace(written={"0": value}), share
+
+    for found in reduced(mirrored(3), on_replicas, of):
+        assert float(found[-1]) == 1.5
+
+
+def test_sparse_sums_are_coalesced(mirrored, on_replicas):
+    """L9: rows of several replicas that share an index become one row."""
+
+    def of(index):
+        local, share = local_of([1, 1])(index)
+        rows = tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([2]), tf.constant([4, 1]))
+        contribution = local.contribution._replace(gradients=[rows, None])
+        return local._replace(contribution=contribution), share
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        gradient = sum_over_replicas(*of(index)).total.gradients[0]
+        return gradient.indices, gradient.values
+
+    indices, values = on_replicas(mirrored(2), replica)
+
+    assert [copy.numpy().tolist() for copy in indices] == [[2], [2]]
+    assert [copy.numpy().tolist() for copy in values] == [[[2.0]], [[2.0]]]
+
+
+def test_integers_are_the_first_replicas(mirrored, on_replicas):
+    """Counters have no mean: every replica gets the first replica's integers, in their own dtype."""
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        number = tf.cast(context.replica_id_in_sync_group, tf.int64) + 7
+        return integers_of_first({"0": number, "1": tf.constant(0.5)}, context)
+
+    found = on_replicas(mirrored(3), replica)
+
+    assert list(found) == ["0"]
+    assert [(int(copy), copy.dtype) for copy in found["0"]] == [(7, tf.int64)] * 3

@@ -1,0 +1,118 @@
+"""What XLA compiles of a step, by compile mode."""
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import SmallImages, adam, assert_close, trained_small
+
+from trainer.step.xla import (
+    COMPILE_MODES,
+    ELEMENTWISE,
+    check_compile_mode,
+    compiled_differentiation,
+    compiled_update,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "mode"),
+    [
+        *[(adam, mode) for mode in COMPILE_MODES if mode is not False],
+        (keras.optimizers.Lion, "update"),
+        pytest.param(keras.optimizers.Lion, "elementwise", marks=pytest.mark.slow),
+        pytest.param(keras.optimizers.Lion, True, marks=pytest.mark.slow),
+    ],
+)
+def test_every_compile_mode_computes_the_same(make, mode):
+    """All compile modes give equal results except for rounding."""
+    assert_close(trained_small(make=make), trained_small(make=make, jit_compile=mode))
+
+
+def test_elementwise_compiles_no_products_or_convolutions():
+    """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
+    trainer = trained_small(jit_compile="elementwise")
+    group = trainer._parts.plan.groups[0]
+    [graph] = [each.graph for each in group.differentiate._list_all_concrete_functions()]
+    compiled = set()
+    for operation in graph.get_operations():
+        if "_XlaCompile" in operation.node_def.attr and operation.get_attr("_XlaCompile"):
+            compiled.add(operation.type)
+
+    assert {"AddV2", "Mul"} <= compiled
+    assert not {"Conv2D", "MatMul", "Conv2DBackpropFilter"} & compiled
+
+
+def test_an_update_of_several_replicas_is_not_compiled(mirrored):
+    """jit_compile="update" is refused on several replicas, because Keras updates all copies
+    together, outside of what XLA compiles.
+    """
+    with pytest.raises(ValueError, match="jit_compile") as error:
+        SmallImages(jit_compile="update", strategy=mirrored(3))
+
+    assert str(error.value) == (
+        '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; got '
+        "'update' under MirroredStrategy with 3 replicas. XLA can compile the optimizer's update "
+        "only where a variable has one copy, on the device that updates it. Use one of False, "
+        "'elementwise', True."
+    )
+
+
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_every_mode_runs_on_one_replica(mode):
+    """One replica accepts every mode."""
+    check_compile_mode(mode, tf.distribute.get_strategy())
+
+
+@pytest.mark.parametrize("mode", ["all", 2, None])
+def test_an_unknown_mode_is_refused(mode):
+    """The error shows the value."""
+    with pytest.raises(ValueError, match=rf"`jit_compile` must be one of .*; got {mode!r}\. "):
+        check_compile_mode(mode, tf.distribute.get_strategy())
+
+
+def operations(function):
+    """A traced function's operations, by whether XLA compiles them."""
+    graph = function.get_concrete_function(tf.TensorSpec([2, 2])).graph
+    found = {True: set(), False: set()}
+    for operation in graph.get_operations():
+        compiled = "_XlaCompile" in operation.node_def.attr and operation.get_attr("_XlaCompile")
+        found[bool(compiled)].add(operation.type)
+    return found
+
+
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_what_a_pass_compiles(mode):
+    """Mode "elementwise" compiles elementwise operations but no products, True the whole pass, and the
+    other modes nothing of it. All return the same.
+    """
+    run = compiled_differentiation(lambda x: tf.matmul(x, x) + 1.0, mode)
+    found = operations(run)
+
+    assert run(tf.ones([2, 2])).numpy().tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert ("AddV2" in found[True]) == (mode == "elementwise")
+    assert "MatMul" in found[False]
+    assert run._jit_compile == (True if mode is True else None)
+
+
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_what_an_update_compiles(mode):
+    """Mode "update" compiles the update as one function; the others leave it as it is."""
+    weight = tf.Variable(1.0)
+
+    def update(gradient):
+        weight.assign_sub(gradient)
+
+    run = compiled_update(update, mode)
+    run(tf.constant(0.25))
+
+    assert float(weight) == 0.75
+    assert (run is update) == (mode != "update")
+    if mode == "update":
+        assert run._jit_compile
+
+
+def test_elementwise_has_no_product():
+    """No product, convolution, pooling or normalization is in the list of elementwise operations."""
+    products = {"MatMul", "BatchMatMulV2", "Conv2D", "Einsum", "MaxPool", "FusedBatchNormV3", "Sum"}
+
+    assert not ELEMENTWISE & products
