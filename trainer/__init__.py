@@ -1,19 +1,46 @@
-"""The training loop: `Trainer`, and what its runs report. `trainer.step` is the step alone."""
+"""The training loop: `Trainer`, and what its runs report. `trainer.step` is the step alone.
 
-from trainer.base import tensorflow_startup as startup
+The names below are imported when they are first used, so that `trainer.step` and the programs
+`trainer.replay` and `trainer.report` load only what they need.
+"""
 
-startup.import_tensorflow()  # before anything else does
+import importlib
+import pathlib
+from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint import CheckpointError
-from trainer.data.errors import DataError
-from trainer.log.summary import Totals, TrainSummary
-from trainer.monitor.actions import Action
-from trainer.monitor.divergence import DivergedError, Divergence
-from trainer.monitor.lost_worker import WorkerLostError
-from trainer.monitor.stuck import TrainingStuckError
-from trainer.run.dry_run import DryRun, Overfit, find_batch_size
-from trainer.step.report import StepReport
-from trainer.trainer import Trainer
+from trainer.base import sibling_packages, tensorflow_startup
+
+sibling_packages.check_siblings(pathlib.Path(__file__).parents[1])
+tensorflow_startup.import_tensorflow()  # before anything else imports it
+
+if TYPE_CHECKING:
+    from trainer.checkpoint import CheckpointError
+    from trainer.data.errors import DataError
+    from trainer.log.summary import Totals, TrainSummary
+    from trainer.monitor.actions import Action
+    from trainer.monitor.divergence import DivergedError, Divergence
+    from trainer.monitor.lost_worker import WorkerLostError
+    from trainer.monitor.stuck import TrainingStuckError
+    from trainer.run.dry_run import DryRun, Overfit, find_batch_size
+    from trainer.step.report import StepReport
+    from trainer.trainer import Trainer
+
+_HOMES = {
+    "Action": "trainer.monitor.actions",
+    "CheckpointError": "trainer.checkpoint",
+    "DataError": "trainer.data.errors",
+    "DivergedError": "trainer.monitor.divergence",
+    "Divergence": "trainer.monitor.divergence",
+    "DryRun": "trainer.run.dry_run",
+    "Overfit": "trainer.run.dry_run",
+    "StepReport": "trainer.step.report",
+    "Totals": "trainer.log.summary",
+    "TrainSummary": "trainer.log.summary",
+    "Trainer": "trainer.trainer",
+    "TrainingStuckError": "trainer.monitor.stuck",
+    "WorkerLostError": "trainer.monitor.lost_worker",
+    "find_batch_size": "trainer.run.dry_run",
+}
 
 __all__ = [
     "Action",
@@ -31,3 +58,17 @@ __all__ = [
     "WorkerLostError",
     "find_batch_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,26 @@
+"""Makes sure that `scaling` and `strategies` are halfstep's, not other modules of that name."""
+
+import importlib.util
+import pathlib
+
+SIBLINGS = ("scaling", "strategies")
+
+
+def check_siblings(ours: pathlib.Path) -> None:
+    """Raises ImportError if importing `scaling` or `strategies` would find something else.
+
+    A file `scaling.py` beside a user's script comes before every installed package.
+
+    Args:
+        ours: the folder that holds halfstep's packages.
+    """
+    for name in SIBLINGS:
+        spec = importlib.util.find_spec(name)
+        origin = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is None or origin.parent != (ours / name).resolve():
+            raise ImportError(
+                f"`import {name}` finds {origin or 'nothing'}, not halfstep's package in "
+                f"{ours / name}. halfstep cannot work beside another module of that name. Rename "
+                "the other file or folder, or run the script from another folder.",
+                name=name,
+            )
