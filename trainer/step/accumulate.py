@@ -1,4 +1,4 @@
-"""One replica's share of a step: its microbatches one after the other, their results summed."""
+"""Runs a replica's microbatches one after the other, and sums their results."""
 
 from typing import TypeVar
 
@@ -20,25 +20,25 @@ Tree = TypeVar("Tree")
 def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     """Differentiates a replica's share, one microbatch at a time.
 
-    The microbatches run in a loop in the graph, so that only one set of activations is in memory.
-    What one forward pass would write is what the next one reads. An empty microbatch writes
+    The microbatches run in a loop in the graph, so only one set of activations is in memory. Each
+    forward pass reads what the one before it would have assigned. An empty microbatch assigns
     nothing.
 
     Args:
         differentiate: the compiled forward and backward pass over one microbatch.
-        inputs: of the whole share. Their `keys` have shape (microbatches, generators, 2): the
-            share is cut into that many microbatches.
+        inputs: the inputs of the whole share. Their `keys` have shape (microbatches, generators,
+            2); the share is cut into that many microbatches.
 
     Returns:
-        The summed contribution and flags, what the last microbatch wrote, and aux of the whole
-        share.
+        The sums of contributions and flags, the values that the last microbatch would assign, and
+        the aux of the whole share.
     """
     num_microbatches = inputs.keys.shape[0]
     first = microbatch_inputs(inputs, 0, inputs.values)
     if num_microbatches == 1:
         return differentiate(first)
 
-    # Tracing once beforehand tells which gradients are None, what is written, and aux's structure.
+    # Traced once beforehand, to know which gradients are None, what is written, and what aux is.
     expected = differentiate.get_concrete_function(first).structured_outputs
     aux_parts = tf.nest.map_structure(
         lambda spec: tf.TensorArray(
@@ -79,12 +79,12 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
 def microbatch_inputs(
     inputs: PassInputs, index: int | tf.Tensor, values: list[tf.Tensor]
 ) -> PassInputs:
-    """Returns the inputs of one microbatch out of those of a replica's share.
+    """Returns the inputs of one microbatch.
 
     Args:
-        inputs: of the share; see `accumulate`.
-        index: which microbatch, from 0.
-        values: of the held-back variables, as the microbatch before left them.
+        inputs: the inputs of the share; see `accumulate`.
+        index: index of the microbatch.
+        values: values of the held-back variables after the microbatch before it.
     """
     return inputs._replace(
         share=strategies.take(inputs.share, index, inputs.keys.shape[0]),

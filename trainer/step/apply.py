@@ -1,4 +1,4 @@
-"""The end of a step that is applied: held-back values are assigned, and the weights are updated."""
+"""Applies a step: assigns the held-back values and updates the weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ def apply_on_all(
     """Applies an update group on every replica. Call it in cross-replica context.
 
     Args:
-        result: of each replica.
+        result: each replica's result.
         written: what the forward pass would have assigned; the same on all replicas.
         before: values of `plan.undo` at the beginning of the step.
-        group: whose variables to update.
+        group: the update group whose variables to update.
         plan: the run's constants.
         last: whether this is the last group of the step, after which metrics are updated.
     """
@@ -46,7 +46,7 @@ def apply_on_all(
 
 @contextlib.contextmanager
 def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
-    """Within, a group's optimizers accept gradients that are already reduced, and count exactly."""
+    """Within the context, a group's optimizers do not reduce gradients, and count exactly."""
     asynchronous = strategies.capabilities(plan.strategy).asynchronous
     update = atomic_update_count if asynchronous else fused_updates
     with contextlib.ExitStack() as stack:
@@ -77,23 +77,25 @@ def apply_in_replica(
     compiled_update(apply, plan.jit_compile)(own.gradients)
     if last:
         call_user(plan.update_metrics, own.batch, own.aux)
-        average_own_writes(before, plan)
+        average_unsynchronized(before, plan)
 
 
 def apply_gradients(gradients: list[Gradient], group: UpdateGroup, plan: StepPlan) -> None:
     """Lets each objective's optimizer update its variables. Call it in replica context."""
-    left = iter(gradients)
+    remaining = iter(gradients)
     for objective in group.objectives:
-        pairs = [(next(left), plan.model.trainable_variables[at]) for at in objective.positions]
+        pairs = [
+            (next(remaining), plan.model.trainable_variables[at]) for at in objective.positions
+        ]
         reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         objective.optimizer.apply(*zip(*reached, strict=True))
 
 
-def average_own_writes(before: Copies, plan: StepPlan) -> None:
-    """Replaces statistics that a model has assigned by itself by their mean over replicas.
+def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
+    """Averages variables that the model assigned by itself, and differently on each replica.
 
-    Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) need it, and
-    only a `tf.Module`, or a layer that holds variables of TensorFlow's, has any.
+    Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) need it. Only a
+    `tf.Module`, or a layer that holds `tf.Variable`s, has any.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:

@@ -27,7 +27,7 @@ from trainer.step.state import TrainState
 from trainer.step.types import Batch, ScaleState, StepInputs
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
-# its scale through some.
+# its scale for some overflows.
 MAX_SIMULATED_OVERFLOWS = 1000
 
 
@@ -37,7 +37,7 @@ class Attempt(NamedTuple):
     outcome: Outcome
     loss_scale: tf.Tensor  # shape=(), float32: the scale it used
     scale_state: ScaleState  # after the attempt
-    without_retry: ScaleState  # the same if the step were not attempted again
+    without_retry: ScaleState  # after the attempt, if the step is not attempted again
     retry: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `scale_state`
 
 
@@ -117,17 +117,17 @@ def attempt_until_applied(
 ) -> tuple[Attempt, tf.Tensor]:
     """Attempts an update until it is applied, no other scale can help, or the retries are used up.
 
-    Whatever an attempt may have changed is put back before the next one: it sees the same
-    weights, statistics and random numbers, at another scale.
+    Everything that an attempt may have changed is restored before the next one, which uses the
+    same weights, statistics and random numbers with another scale.
 
     Args:
         attempt_at: makes one attempt at the scale of a state.
-        scale_state: the loss-scale rule's, before the step.
+        scale_state: the loss-scale rule's state before the step.
         plan: the run's constants.
 
     Returns:
         The last attempt, and the number of attempts before it: shape (), int32. If no scale could
-        help, the loss scale is where it would be after a single overflow.
+        help, the scale state is the one after a single overflow.
     """
     nothing = tf.nest.map_structure(
         lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(plan.recorded)
@@ -149,7 +149,7 @@ def attempt_until_applied(
         (tf.constant(0), start),
         parallel_iterations=1,
     )
-    # Going down to the floor did not help, and coming up again would take thousands of steps.
+    # Backing off to the minimum did not help, and growing back would take thousands of steps.
     no_scale_helps = last.outcome.cause == int(scaling.Cause.MODEL)
     kept = select(no_scale_helps, last.without_retry, last.scale_state)
     return last._replace(scale_state=kept), attempts - 1
@@ -159,7 +159,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     """Attempts an update at one scale; applies it, or changes nothing.
 
     Args:
-        inputs: of the step, at the scale to attempt it at.
+        inputs: the step's inputs, with the scale state to use.
         plan: the run's constants.
     """
     before = read_copies(plan.undo, plan.strategy)
@@ -179,7 +179,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     state = inputs.scale_state
     without_retry = plan.rule.advance(state, verdict)
     if inputs.in_float32 is not None:
-        # What fits in float32 says nothing about the scale that half precision needs.
+        # A step in float32 says nothing about the scale that half precision needs.
         without_retry = select(inputs.in_float32, state, without_retry)
         curable &= ~inputs.in_float32
     after = without_retry
@@ -198,18 +198,18 @@ def advance_until_scale_moves(
 ) -> ScaleState:
     """Returns the state after as many overflows as it takes to move the scale.
 
-    A rule with hysteresis keeps its scale through some overflows. The same batch would overflow
-    again at the same scale, so the rule is told of them without trying.
+    A rule with hysteresis keeps its scale for some overflows. The same batch would overflow again
+    at the same scale, so these overflows are reported to the rule without another attempt.
 
     Args:
         after: the state after one overflow.
         state: the state before it.
-        verdict: of the attempt.
+        verdict: the verdict of the attempt.
         curable: whether a smaller scale may help: shape (), bool.
         plan: the run's constants.
 
     Returns:
-        `after` itself if the scale never moves: it is fixed, or at its floor.
+        `after` itself if the scale never moves because it is fixed or at its minimum.
     """
 
     def may_move(tries: tf.Tensor, before: ScaleState, after: ScaleState) -> tf.Tensor:
@@ -234,22 +234,22 @@ def select(flag: tf.Tensor, state: ScaleState, otherwise: ScaleState) -> ScaleSt
 
 
 def attempt_groups(
-    inputs: StepInputs, before: Copies, plan: StepPlan, *, place: int = 0
+    inputs: StepInputs, before: Copies, plan: StepPlan, *, first: int = 0
 ) -> Outcome:
-    """Attempts the update groups from one on: each only if those before it were applied.
+    """Attempts the update groups in order, each only if those before it were applied.
 
     Args:
-        inputs: of the step.
+        inputs: the step's inputs.
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
-        place: of the first group to attempt, in `plan.groups`.
+        first: index in `plan.groups` of the first group to attempt.
 
     Returns:
         Their combined outcome: finite only if all were.
     """
-    group, last = plan.groups[place], place + 1 == len(plan.groups)
+    group, last = plan.groups[first], first + 1 == len(plan.groups)
     replica = functools.partial(replica_step, group=group, plan=plan)
-    source = key_source(inputs.random, place, len(plan.groups))
+    source = key_source(inputs.random, first, len(plan.groups))
     result: ReplicaResult = plan.strategy.run(replica, args=(inputs._replace(random=source),))
     agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
 
@@ -257,7 +257,7 @@ def attempt_groups(
         apply_on_all(result, agreed.written, before, group, plan, last=last)
         if last:
             return agreed.outcome
-        return combined(agreed.outcome, attempt_groups(inputs, before, plan, place=place + 1))
+        return combined(agreed.outcome, attempt_groups(inputs, before, plan, first=first + 1))
 
     # The condition is outside the replicas, because there are collectives behind it.
     outcome: Outcome = tf.cond(

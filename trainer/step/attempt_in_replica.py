@@ -24,12 +24,12 @@ def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Ou
     """Attempts all update groups; see `attempt.attempt_groups`. Call it in cross-replica context.
 
     Args:
-        inputs: of the step.
+        inputs: the step's inputs.
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
     """
     groups = plan.groups
-    sources = [key_source(inputs.random, place, len(groups)) for place in range(len(groups))]
+    sources = [key_source(inputs.random, index, len(groups)) for index in range(len(groups))]
 
     def replica(inputs: StepInputs, sources: list[tf.Tensor]) -> Outcome:
         return attempt_from(0, inputs, sources, before, plan)
@@ -37,33 +37,33 @@ def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Ou
     with contextlib.ExitStack() as stack:
         for group in groups:
             stack.enter_context(optimizers_prepared(group, plan))
-        # Each group has a source of its own, so the step's is left out.
+        # `sources` replaces the step's `random`, which is therefore left out.
         outcome: Outcome = plan.strategy.run(replica, args=(inputs._replace(random=()), sources))
     return on_first_replica(outcome, plan.strategy)
 
 
 def attempt_from(
-    place: int, inputs: StepInputs, sources: list[tf.Tensor], before: Copies, plan: StepPlan
+    first: int, inputs: StepInputs, sources: list[tf.Tensor], before: Copies, plan: StepPlan
 ) -> Outcome:
-    """Attempts the update groups from one on. Call it in replica context.
+    """Attempts the update groups in order. Call it in replica context.
 
     Args:
-        place: of the first group to attempt, in `plan.groups`.
-        inputs: of the step.
-        sources: of random numbers, for each group.
+        first: index in `plan.groups` of the first group to attempt.
+        inputs: the step's inputs.
+        sources: for each group, what its random numbers are computed from: see `key_source`.
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
     """
-    group: UpdateGroup = plan.groups[place]
-    last = place + 1 == len(plan.groups)
-    result = replica_step(inputs._replace(random=sources[place]), group=group, plan=plan)
+    group: UpdateGroup = plan.groups[first]
+    last = first + 1 == len(plan.groups)
+    result = replica_step(inputs._replace(random=sources[first]), group=group, plan=plan)
 
     def apply() -> Outcome:
         assign_held_back(result.written, plan)
         apply_in_replica(result, before, group, plan, last=last)
         if last:
             return result.outcome
-        later = attempt_from(place + 1, inputs, sources, before, plan)
+        later = attempt_from(first + 1, inputs, sources, before, plan)
         return combined(result.outcome, later)
 
     outcome: Outcome = tf.cond(

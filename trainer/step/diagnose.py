@@ -1,4 +1,4 @@
-"""Why a step was skipped, and where: cause, replica, variable, and number of elements.
+"""Finds out why a step was skipped, and where: cause, replica, variable, number of elements.
 
 Each replica's row of a small table is summed with the one all-reduce, so every replica knows which
 of them met an inf or NaN. `diagnose` runs after a skip only; it counts the elements in the sums,
@@ -44,7 +44,7 @@ class NonfiniteTable(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What a skip is explained from; the same on every replica."""
+    """What `diagnose` examines after a skip; the same on every replica."""
 
     table: NonfiniteTable
     statistics_finite: tf.Tensor  # shape=(), bool: of what the forward pass would assign
@@ -73,10 +73,10 @@ def diagnose(
     """Finds where a step first met a non-finite value.
 
     Args:
-        evidence: of the step.
+        evidence: the evidence from the step.
         weights: values of the variables whose gradients were computed, in the same order.
-        scale_state: the loss-scale rule's, as the step used it.
-        rule: if it has a `min_scale` and the step ran at it, no backoff is left.
+        scale_state: the loss-scale rule's state that the step used.
+        rule: the loss-scale rule. If the step ran at the rule's `min_scale`, it cannot back off.
         single_pass: whether a step is one microbatch on one replica. Then the table says nothing
             about gradients, and the sum is the replica's own gradient.
 
@@ -110,25 +110,25 @@ def findings_by_cause(
     in_summed: tf.Tensor,
     in_unscaled: tf.Tensor,
 ) -> dict[scaling.Cause, tf.Tensor]:
-    """Returns (replica, variable, infs, NaNs) for each cause, as it would be if that was the cause.
+    """Returns (replica, variable, infs, NaNs) for each cause, in case it is the cause.
 
     Args:
-        table: of all replicas.
+        table: the table of all replicas.
         unscaled: the unscaled gradients.
         in_weights: inf and NaN counts of the weights: shape (variables, 2), int32.
-        in_summed: the same of the summed gradients.
-        in_unscaled: the same of the unscaled gradients.
+        in_summed: the same for the summed gradients.
+        in_unscaled: the same for the unscaled gradients.
 
     Returns:
         Shape (4,), int32, each.
     """
     overflowing = tf.reduce_any(in_unscaled > 0, axis=1) | squares_overflow(unscaled)
-    of_local = table.gradient[tf.maximum(first_true(table.gradient > 0), 0)]
+    bad_local = table.gradient[tf.maximum(first_true(table.gradient > 0), 0)]
     places = {
         scaling.Cause.WEIGHTS: (-1, first_row(in_weights), in_weights),
         scaling.Cause.BACKWARD: (
             first_true(table.gradient > 0),
-            tf.cast(of_local, tf.int32) - 1,
+            tf.cast(bad_local, tf.int32) - 1,
             in_summed,
         ),
         scaling.Cause.REDUCTION: (-1, first_row(in_summed), in_summed),

@@ -68,7 +68,7 @@ def find_nonfinite(
     """Returns what is not finite in a contribution.
 
     Args:
-        contribution: of one microbatch.
+        contribution: the contribution of one microbatch.
         losses: one tensor of example losses per objective, 0 where an example has no weight.
         single_pass: see `MicrobatchPlan`.
     """
@@ -88,9 +88,9 @@ def check_some_gradient(gradients: list[Gradient]) -> None:
     """Raises ValueError if the loss does not reach any variable."""
     if all(gradient is None for gradient in gradients):
         raise ValueError(
-            f"`compute_loss` must depend on a trainable variable; got {len(gradients)} gradients "
-            "that are all None. There is nothing to update. Compute the losses from self.model's "
-            "output, without tf.stop_gradient or NumPy in between."
+            "`compute_loss` must depend on a trainable variable; got None for every gradient. "
+            "There is nothing to update. Compute the losses from the model's output, without "
+            "tf.stop_gradient or NumPy in between."
         )
 
 

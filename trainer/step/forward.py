@@ -31,8 +31,9 @@ def forward(
 
     Args:
         batch: the examples.
-        values: of `plan.held_back`.
-        keys: of `plan.seeds`: shape (generators, 2), int64. The generators count on from them.
+        values: values of `plan.held_back`.
+        keys: keys for `plan.seeds`: shape (generators, 2), int64. The generators count up from
+            them.
         plan: the constants of the pass.
     """
     keys = tf.unstack(keys, num=len(plan.seeds))

@@ -1,4 +1,4 @@
-"""What `compute_loss` returned: checked, named, and weighted."""
+"""Checks, names and weights the losses that `compute_loss` returned."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor)
     """Returns a share's part of the weighted mean over the global batch: shape (), float32.
 
     Args:
-        losses: of the share's examples: shape (examples,), float32.
+        losses: losses of the share's examples: shape (examples,), float32.
         share: the examples and their weights.
         weight: sum of the weights of the global batch: shape (), float32.
     """
@@ -42,10 +42,10 @@ def losses_and_aux(
     Args:
         result: losses, or (losses, aux); see `Task.compute_loss`.
         batch: the examples that it was computed from.
-        objectives: whose losses there must be.
+        objectives: the objectives, each of which needs a loss.
 
     Returns:
-        losses: by objective; shape (examples,), float32.
+        losses: losses by the objective's name: shape (examples,), float32.
         aux: what was returned beside them; () if nothing was.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The values that a forward and backward pass takes and returns, and what is constant in it."""
+"""The inputs, the results and the constants of a forward and backward pass."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class PassInputs(NamedTuple):
 class Contribution(NamedTuple):
     """What one microbatch adds to a step; summed over microbatches and replicas."""
 
-    gradients: list[Gradient]  # of the scaled losses; at least float32
+    gradients: list[Gradient]  # gradients of the scaled losses; at least float32
     loss: tf.Tensor  # shape=(), float32: this part of the global weighted mean, unscaled
     regularization_loss: tf.Tensor  # shape=(), float32: this part of `model.losses`, unscaled
 
@@ -66,11 +66,11 @@ class MicrobatchPlan:
     held_back: Sequence[keras.Variable]  # what the pass reads and may assign, weights first
     seeds: Sequence[keras.Variable]  # states of the seed generators it may draw from
     compute_loss: ComputeLoss
-    objectives: Sequence[Objective]  # whose gradients are wanted
+    objectives: Sequence[Objective]  # the objectives whose gradients to compute
     dense: bool  # whether sparse gradients are made dense
-    single_pass: bool  # whether a step is this one pass on one replica, so that nothing is added
-    # to its gradients: then `diagnose` examines them after a skip, and no step counts them
-    fuse_batch_norm: bool  # whether to use TensorFlow's one kernel: see `batch_norm`
+    single_pass: bool  # whether a step is this one pass on one replica. Its gradients are then the
+    # sums, which `diagnose` examines after a skip, so the pass does not check them
+    fuse_batch_norm: bool  # whether to use TensorFlow's fused kernel: see `batch_norm`
 
 
 class Differentiate(Protocol):

@@ -1,4 +1,4 @@
-"""What an attempt came to: the outcomes of its update groups, diagnosed and combined."""
+"""Diagnoses and combines the outcomes of an attempt's update groups."""
 
 from typing import TypeVar
 
@@ -34,8 +34,8 @@ def combined(first: Outcome, later: Outcome) -> Outcome:
     """Returns the outcome of several update groups: sums, and the verdict of the later ones.
 
     Args:
-        first: of a group that was applied.
-        later: of the groups after it, of which one may have failed.
+        first: the outcome of a group that was applied.
+        later: the outcome of the groups after it, one of which may have been skipped.
     """
     return later._replace(
         loss=first.loss + later.loss,

@@ -52,7 +52,7 @@ class StepPlan:
     rule: scaling.LossScaleRule
     groups: tuple[UpdateGroup, ...]  # applied in this order; one, unless optimizers alternate
     compute_loss: ComputeLoss
-    example_weights: Callable[[Batch], tf.Tensor]  # of a global batch
+    example_weights: Callable[[Batch], tf.Tensor]  # weights of a global batch
     update_metrics: Callable[[Batch, Aux], None]  # with a replica's real examples
     num_microbatches: int
     clip: Clip
@@ -121,7 +121,7 @@ def plan_step(
     Call it once, in the strategy's scope, when the model is built.
 
     Args:
-        strategy: where the replicas run.
+        strategy: the strategy under which the replicas run.
         model: a `keras.Model` or a `tf.Module`, with all its variables.
         optimizer: one optimizer; or several in a dict, each under the name of the model's
             attribute whose variables it updates.

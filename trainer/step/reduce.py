@@ -14,7 +14,7 @@ from trainer.step.types import Written
 class Reduced(NamedTuple):
     """The sums over replicas, the same on every replica."""
 
-    total: Contribution  # its gradients are still scaled; sparse ones are coalesced
+    total: Contribution  # the sums; gradients are still scaled, and sparse ones are coalesced
     table: NonfiniteTable  # what was not finite on which replica
     written: Written  # what to assign if the step is applied
 

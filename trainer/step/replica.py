@@ -1,4 +1,4 @@
-"""One replica's way from its share of the batch to gradients that are ready to apply.
+"""What one replica computes: from its share of the batch to gradients that are ready to apply.
 
 Nothing is assigned here. The verdict is computed from sums over all replicas and from nothing
 else, so no replica can decide by itself.
@@ -25,9 +25,9 @@ from trainer.step.types import Aux, Batch, Gradient, StepInputs, Written
 
 
 class ReplicaResult(NamedTuple):
-    """What a replica has computed: agreed on by all, except `batch`, `aux` and integers written."""
+    """One replica's results; all but `batch`, `aux` and written integers are the same on all."""
 
-    outcome: Outcome  # its cause and place are those of a finite step; `diagnose` fills them in
+    outcome: Outcome  # cause and place are those of a finite step until `diagnose` fills them in
     evidence: Evidence  # what `diagnose` examines after a skip
     gradients: list[Gradient]  # summed, unscaled, clipped: ready to apply
     written: Written  # what the forward pass would have assigned; floats: mean over replicas
@@ -36,11 +36,11 @@ class ReplicaResult(NamedTuple):
 
 
 def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
-    """Takes one replica up to the point where the update would be applied. Changes nothing.
+    """Computes one replica's part of an update, ready to apply. Assigns nothing.
 
     Args:
-        inputs: of the step; `random` is the group's: see `randomness.key_source`.
-        group: whose losses to minimize, and whose gradients to compute.
+        inputs: the step's inputs, in which `random` is the result of `randomness.key_source`.
+        group: the update group whose gradients to compute.
         plan: the run's constants.
     """
     share = my_share(inputs.batch, inputs.weights)
@@ -107,10 +107,10 @@ def pass_inputs(
     """Returns what a replica's forward and backward passes compute from; see `accumulate`.
 
     Args:
-        inputs: of the step.
+        inputs: the step's inputs.
         share: the replica's part of the global batch.
-        values: of `plan.held_back`, before the step, on this replica.
-        replica: which one.
+        values: values of `plan.held_back` before the step, on this replica.
+        replica: index of the replica.
         plan: the run's constants.
     """
     keys = make_keys(

@@ -322,9 +322,9 @@ def test_a_frozen_half_backbone_with_a_float32_head_is_accepted():
 def another_rule(ours, theirs):
     """The error for a run that is resumed with another rule."""
     return (
-        f"`loss_scale` must be that of the run in PATH to go on with it; got loss_scale "
-        f"{repr(ours)!r} for {repr(theirs)!r} there. The run would go on under another rule. Use "
-        'another model_dir, or pass allow_changes=("loss_scale",).'
+        f"`loss_scale` must be the same as in PATH to resume from it; got loss_scale "
+        f"{repr(ours)!r}, and the checkpoint has {repr(theirs)!r}. The run would continue with "
+        "another loss-scale rule, from its initial scale. Use another model_dir, or pass allow_changes=('loss_scale',)."
     )
 
 
@@ -334,10 +334,10 @@ def another_rule(ours, theirs):
         (
             {"loss_scale": 2.0**20},
             {"loss_scale": 1024.0},
-            "`loss_scale` must be that of the run in PATH to go on with it; got loss_scale "
-            "'FixedLossScale(loss_scale=1024.0)' for 'FixedLossScale(loss_scale=1048576.0)' there. "
-            "The run would go on under another rule. Use another model_dir, or pass "
-            'allow_changes=("loss_scale",).',
+            "`loss_scale` must be the same as in PATH to resume from it; got loss_scale "
+            "'FixedLossScale(loss_scale=1024.0)', and the checkpoint has "
+            "'FixedLossScale(loss_scale=1048576.0)'. The run would continue with another "
+            "loss-scale rule, from its initial scale. Use another model_dir, or pass allow_changes=('loss_scale',).",
         ),
         (
             {"loss_scale": scaling.DynamicLossScale(2.0**20)},
@@ -354,29 +354,27 @@ def another_rule(ours, theirs):
         (
             {"seed": 0},
             {"seed": 1},
-            "`seed` must be that of the run in PATH to go on with it; got seed 1 for 0 there. The "
-            "run "
-            "would go on with other random numbers and, of arrays, other batches. Use another "
-            'model_dir, or pass allow_changes=("seed",).',
+            "`seed` must be the same as in PATH to resume from it; got seed 1, and the checkpoint "
+            "has 0. The run would continue with other random numbers, and its data from the "
+            "beginning. Use another model_dir, or pass allow_changes=('seed',).",
         ),
         (
             {},
             {"model": lambda: linear_model(units=2)},
-            "`model_dir` must be new, or that of a run with the same model; got PATH, where a "
-            "variable "
-            "differs: sequential_1/dense_1/kernel: float32 (1, 2) here for "
-            "sequential/dense/kernel: "
-            "float32 (1, 1) there, at place 0. Its values would have nowhere to go. Use another "
-            "model_dir, with init_from= to take over a model's weights alone.",
+            "`model_dir` must be empty or hold a run with the same model; got PATH, where variable "
+            "0 is sequential_1/dense_1/kernel: float32 (1, 2) in this run and "
+            "sequential/dense/kernel: float32 (1, 1) in the checkpoint. Values can only be "
+            "restored into variables of the same shape and dtype. Use another model_dir, or build "
+            "the same model as in that run.",
         ),
         (
             {},
             {"optimizer": keras.optimizers.Adam},
-            "`model_dir` must be new, or that of a run with the same optimizer; got PATH, where a "
-            "variable differs: adam/sequential_1_dense_1_kernel_momentum: float32 (1, 1) here for "
-            "none "
-            "there, at place 2. Its values would have nowhere to go. Use another model_dir, with "
-            "init_from= to take over a model's weights alone.",
+            "`model_dir` must be empty or hold a run with the same optimizer; got PATH, where "
+            "variable 2 is adam/sequential_1_dense_1_kernel_momentum: float32 (1, 1) in this run "
+            "and none in the checkpoint. Values can only be restored into variables of the same "
+            "shape and dtype. Use another model_dir, with init_from='PATH' to start from the "
+            "weights alone.",
         ),
     ],
 )
@@ -402,7 +400,7 @@ def test_a_run_resumes_only_with_the_same_settings(tmp_path, first, second, mess
         ),
         (
             {"eval_data": tf.data.Dataset.from_tensors((X, X)).repeat()},
-            "`eval_data` must end; got a dataset that repeats for ever.",
+            "`eval_data` must end; got a dataset that repeats forever.",
         ),
         ({"eval_data": (X[:0], X[:0])}, "`eval_data` must hold at least one batch;"),
     ],
@@ -449,9 +447,8 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
         (
             tf.stop_gradient,
             ValueError,
-            "`compute_loss` must depend on a trainable variable; got 1 gradients that are all "
-            "None. "
-            "There is nothing to update. Compute the losses from self.model's output, without "
+            "`compute_loss` must depend on a trainable variable; got None for every gradient. "
+            "There is nothing to update. Compute the losses from the model's output, without "
             "tf.stop_gradient or NumPy in between.",
         ),
         (
@@ -499,9 +496,8 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             DATASET.batch(4).take(0),
             {"global_batch": None},
-            "`train_data` must hold at least one batch; got an empty dataset. There is nothing to "
-            "take a step on. Look at its source, at filters, and at batch(..., "
-            "drop_remainder=True).",
+            "`train_data` must hold at least one batch; got an empty dataset. A step needs a "
+            "batch. Check the source, any filters, and batch(..., drop_remainder=True).",
         ),
         (
             DATASET.batch(4).filter(lambda x, y: False),  # noqa: ARG005
@@ -529,36 +525,32 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             (X, X),
             {"global_batch": None},
-            "`global_batch` must be at least 1 when `train_data` is arrays; got None. Arrays do "
-            "not "
-            "say how to batch them. Pass for instance global_batch=64.",
+            "`global_batch` must be at least 1 if `train_data` is arrays; got None. Arrays have no "
+            "batch size of their own. Use for instance global_batch=64.",
         ),
         (
             (X, X[:5]),
             {},
-            "`train_data` must have as many examples in every array; got [8, 5]. The first "
-            "dimension "
-            "is the example. Cut them to the same length.",
+            "`train_data` must have the same number of examples in every array; got [8, 5]. The "
+            "first dimension is the example. Cut the arrays to the same length.",
         ),
         (
             ([X, X], X),
             {},
-            "`train_data` must have no lists in it; got one. tf.data would stack them into one "
-            "tensor. "
-            "Use tuples or dicts for several inputs, and NumPy arrays for numbers.",
+            "`train_data` must not contain lists; got one. tf.data would stack a list into one "
+            "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers.",
         ),
         (
             "digits",
             {},
             "`train_data` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
-            "or "
-            "arrays; got str. Nothing else can be batched. Pass for instance (x, y) with "
+            "or arrays; got str. Other objects cannot be batched. Use for instance (x, y) with "
             "global_batch=64.",
         ),
         (
             lambda context: context,
             {"global_batch": None},
-            "`train_data` must return a tf.data.Dataset when it is a function; got InputContext.",
+            "`train_data` must return a tf.data.Dataset if it is a function; got InputContext.",
         ),
         (
             X,
@@ -577,9 +569,9 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             DATASET.batch(4).filter(lambda x, y: True),  # noqa: ARG005
             {"steps": None, "epochs": 2, "global_batch": None},
-            "`epochs` must be None if the data cannot tell its length; got 2. An epoch is one pass "
-            "over it. Pass steps=, or call dataset.apply(tf.data.experimental."
-            "assert_cardinality(n)).",
+            "`epochs` must be None if the dataset does not know its length; got 2. An epoch is one "
+            "pass over the data. Pass steps=, or call dataset.apply(tf.data.experimental."
+            "assert_cardinality(n)) with the number of batches.",
         ),
     ],
 )
