@@ -142,7 +142,6 @@ def define_setting(name: str, flag_values: flags.FlagValues, *, rare: bool = Fal
 def define_script_flags(flag_values: flags.FlagValues) -> None:
     """Defines what a script needs beside the trainer's arguments, or names otherwise."""
     where = {"flag_values": flag_values}
-    count = {"lower_bound": 1, **where}
     flags.DEFINE_enum(
         "mode",
         "train_and_eval",
@@ -173,6 +172,13 @@ def define_script_flags(flag_values: flags.FlagValues) -> None:
         "headroom:headroom_bits=3.",
         **where,
     )
+    define_amount_flags(flag_values)
+
+
+def define_amount_flags(flag_values: flags.FlagValues) -> None:
+    """Defines the script's flags of how much to train, how often to report, and the seed."""
+    where = {"flag_values": flag_values}
+    count = {"lower_bound": 1, **where}
     flags.DEFINE_integer("batch_size", 64, "Number of examples in a global batch.", **count)
     flags.DEFINE_integer(
         "train_steps", 1000, "The step to train to, counted from the beginning of the run.", **count

@@ -1,12 +1,12 @@
 """Stuck runs: a run that must not continue ends with an error that says why and what to try."""
 
 import pathlib
+from typing import Protocol
 
 import numpy as np
 from absl import logging
 
 import scaling
-from trainer.config.skip_policy import SkipPolicy
 from trainer.log.summary import power_of_two
 from trainer.step.report import StepReport, describe_skip, step_of
 
@@ -44,13 +44,33 @@ HINTS = {
 }
 
 
+class SkipLimits(Protocol):
+    """When skipped steps end a run; `config.skip_policy.SkipPolicy` has these and more."""
+
+    @property
+    def max_skips(self) -> int:
+        """Number of skips in a row that ends the run."""
+
+    @property
+    def max_consecutive_skips(self) -> int:
+        """Number of skips in a row after which the run counts as stuck."""
+
+    @property
+    def on_stuck(self) -> str:
+        """What to do then: "raise", "hold" or "float32"."""
+
+    @property
+    def halting_causes(self) -> tuple[scaling.Cause, ...]:
+        """Causes of a skip that end the run at once."""
+
+
 class TrainingStuckError(RuntimeError):
     """The run must not continue: too many skipped steps in a row, or non-finite weights or loss."""
 
 
 def check_not_stuck(
     steps: StepReport,
-    skip_policy: SkipPolicy,
+    skip_policy: SkipLimits,
     variable_names: list[str],
     record: pathlib.Path | None = None,
 ) -> None:
@@ -92,7 +112,7 @@ def check_not_stuck(
     )
 
 
-def warn_of_skips(steps: StepReport, skip_policy: SkipPolicy) -> None:
+def warn_of_skips(steps: StepReport, skip_policy: SkipLimits) -> None:
     """Warns of a non-finite loss once per row of skips, and of a run that holds at every log."""
     starts_row = steps.consecutive_skips == 1
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):

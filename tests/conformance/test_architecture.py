@@ -1,0 +1,89 @@
+"""The rooms: `docs/architecture.md` shows how they stand on each other, and each card lists its files."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+FILES = sorted(
+    path for name in ("scaling", "strategies", "trainer") for path in (ROOT / name).rglob("*.py")
+)
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FILES
+}
+ROOMS = sorted({path.parent.relative_to(ROOT).as_posix() for path in FILES})
+
+
+def floors():
+    """The rooms of each floor, from the top down, as the page draws them."""
+    [picture] = re.findall(r"```text\n(trainer .*?)```", PAGE, re.DOTALL)
+    return [line.split("   ")[0].split("  ") for line in picture.splitlines()]
+
+
+def imports(path):
+    """The modules of ours that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in inside]
+        else:
+            continue
+        yield from (name for name in names if name in MODULES)
+
+
+def room_of(path):
+    """The folder a file stands in."""
+    return path.parent.relative_to(ROOT).as_posix()
+
+
+def test_the_picture_has_every_room_once():
+    """Each folder with code stands on one floor."""
+    assert sorted(room for floor in floors() for room in floor) == ROOMS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_import_goes_up(path):
+    """A file imports its own room and rooms on lower floors. The front of a package imports what it
+    exports, wherever that stands.
+    """
+    height = {room: -place for place, floor in enumerate(floors()) for room in floor}
+    own = room_of(path)
+    if path.name == "__init__.py" and own in {"scaling", "strategies", "trainer"}:
+        return
+    above = [
+        name
+        for name in imports(path)
+        if room_of(MODULES[name]) != own and height[room_of(MODULES[name])] >= height[own]
+    ]
+
+    assert not above
+
+
+def test_trainer_has_few_loose_files():
+    """What does not belong to a room is the face of the package."""
+    loose = {path.name for path in FILES if room_of(path) == "trainer"}
+
+    assert loose == {"__init__.py", "trainer.py", "task.py", "flags.py"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_card_lists_the_files_of_its_room(room):
+    """A room has a card with one row for each of its files, and names no file that is not there."""
+    card = (ROOT / room / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]*) \|", card, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}
+    there = {path.name for path in FILES if room_of(path) == room} - {"__init__.py"}
+
+    assert listed == there
+
+
+def test_the_architecture_page_names_files_that_exist():
+    """Paths in code spans lead to files and folders of the repository."""
+    for place in re.findall(r"`((?:scaling|strategies|trainer|tests)/[\w./]*)`", PAGE):
+        assert (ROOT / place).exists(), place
