@@ -1,4 +1,4 @@
-"""Writes the golden checkpoint `ckpt-8` beside this file, anew: see README.md for when."""
+"""Writes the golden checkpoint `ckpt-8` next to this file. README.md says when to run it."""
 
 import json
 import os
@@ -19,13 +19,13 @@ STEPS = 8
 
 
 def data():
-    """Twenty examples of a plane."""
+    """Twenty examples of a linear function."""
     x = np.arange(40, dtype=np.float32).reshape(20, 2) / 40
     return x, x[:, :1] + x[:, 1:]
 
 
 def make(model_dir, **arguments):
-    """A trainer that has something of everything a checkpoint holds."""
+    """A trainer with every kind of variable that a checkpoint holds."""
     return Trainer(
         model=lambda: keras.Sequential(
             [
@@ -52,7 +52,7 @@ def make(model_dir, **arguments):
 
 
 def state_of(trainer):
-    """What the checkpoint is known by: its weights, and the rest of the state in numbers."""
+    """The weights, counts and loss scale, as they stand in `expected.json`."""
     return {
         "weights": [weight.tolist() for weight in trainer.model.get_weights()],
         "updates": int(trainer.optimizer.iterations.numpy()),
@@ -62,7 +62,7 @@ def state_of(trainer):
 
 
 def main():
-    """Trains, and keeps the last checkpoint and what it is known by."""
+    """Trains, and writes the last checkpoint and `expected.json`."""
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make(scratch)
         trainer.train(data(), steps=STEPS, global_batch=4)

@@ -1,4 +1,4 @@
-"""The models of the evaluations that came out best."""
+"""The best models of a run by an evaluation result."""
 
 import json
 import math
@@ -19,15 +19,15 @@ NAN = math.nan
 
 
 def export(path):
-    """Stands for a model: a file."""
+    """Writes a file in place of a model."""
     (path / "model").write_text(path.name)
 
 
 def consider(model_dir, losses, keep=2, which="lowest"):
-    """Considers evaluations at steps 1, 2, 3, ...; returns which were kept, and what stays."""
+    """Considers evaluations at steps 1, 2, 3 and so on; returns those exported, and those kept."""
     kept = []
     for step, loss in enumerate(losses, start=1):
-        # A new object each time, as a run has that was taken up again.
+        # A new object each time, as in a resumed run.
         best = Best(model_dir, keep, "loss", which)
         if best.consider(step, {"loss": loss, "other": 0.0}, export):
             kept.append(step)
@@ -39,7 +39,7 @@ def consider(model_dir, losses, keep=2, which="lowest"):
     [
         ([3.0, 2.0, 4.0, 1.0], "lowest", [1, 2, 4], [2, 4]),
         ([3.0, 2.0, 4.0, 1.0], "highest", [1, 2, 3], [1, 3]),
-        # Of equal ones those that came first.
+        # Of equal results, the first are kept.
         ([1.0, 1.0, 1.0, 1.0], "lowest", [1, 2], [1, 2]),
         ([2.0, 1.0, 2.0, 1.0, 1.0], "lowest", [1, 2, 4], [2, 4]),
         ([NAN, 2.0, NAN, 1.0, 3.0], "lowest", [2, 4], [2, 4]),
@@ -50,8 +50,8 @@ def consider(model_dir, losses, keep=2, which="lowest"):
     ],
 )
 def test_the_best_stay(tmp_path, losses, which, kept, stay):
-    """Lowest or highest; what is not a number is never best; a restart between any two changes
-    nothing, since what is best stands in the folders.
+    """The lowest or highest results are kept, and NaN never is. Resuming changes nothing, since the
+    folders are the only record.
     """
     assert consider(tmp_path, losses, which=which) == (kept, stay)
     for step in stay:
@@ -67,7 +67,7 @@ def test_the_best_stay(tmp_path, losses, which, kept, stay):
     which=st.sampled_from(["lowest", "highest"]),
 )
 def test_the_best_are_the_first_of_a_sorted_list(tmp_path_factory, losses, keep, which):
-    """However evaluations come out."""
+    """For any sequence of results, the kept models are the first of the sorted results."""
     _, stay = consider(tmp_path_factory.mktemp("run"), losses, keep, which)
     sign = 1 if which == "lowest" else -1
     numbers = [(step, loss) for step, loss in enumerate(losses, 1) if not math.isnan(loss)]
@@ -76,8 +76,8 @@ def test_the_best_are_the_first_of_a_sorted_list(tmp_path_factory, losses, keep,
     assert stay == sorted(step for _, step in ranked[:keep])
 
 
-def test_an_export_that_is_cut_off_leaves_what_was_best(tmp_path):
-    """Nothing is removed before the new one is in place, and no half of one is ever listed."""
+def test_an_interrupted_export_leaves_the_best_models(tmp_path):
+    """No model is removed before the new one is in place, and no partial one is ever listed."""
     consider(tmp_path, [3.0, 2.0])
 
     def dying(path):
@@ -93,8 +93,8 @@ def test_an_export_that_is_cut_off_leaves_what_was_best(tmp_path):
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["step-2", "step-4"]
 
 
-def test_an_evaluation_that_is_done_again_takes_its_old_place(tmp_path):
-    """A run that is taken up again comes to it anew: it does not compete with itself."""
+def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path):
+    """A resumed run may evaluate the same step again; the step does not compete with itself."""
     consider(tmp_path, [3.0, 2.0])
     best = Best(tmp_path, 2, "loss", "lowest")
     assert best.consider(2, {"loss": 2.0}, export)
@@ -106,8 +106,8 @@ def test_an_evaluation_that_is_done_again_takes_its_old_place(tmp_path):
     ]
 
 
-def test_a_damaged_one_makes_room_first(tmp_path):
-    """It is worse than any; and so is one whose evaluation had no such metric."""
+def test_a_damaged_model_is_replaced_first(tmp_path):
+    """A damaged model ranks last, and so does one whose evaluation lacks the metric."""
     consider(tmp_path, [1.0, 2.0])
     (tmp_path / "best" / "step-1" / "model").write_text("x")
     best = Best(tmp_path, 2, "loss", "lowest")
@@ -121,7 +121,7 @@ def test_a_damaged_one_makes_room_first(tmp_path):
 
 
 def test_fewer_may_be_kept_than_before(tmp_path):
-    """The worst go with the next that is kept."""
+    """With a smaller limit, the worst models are removed when the next one is kept."""
     consider(tmp_path, [4.0, 3.0, 2.0], keep=3)
     best = Best(tmp_path, 1, "loss", "lowest")
     assert not best.consider(4, {"loss": 2.0}, export)
@@ -129,9 +129,9 @@ def test_fewer_may_be_kept_than_before(tmp_path):
     assert list(folder.committed(tmp_path / "best", "step")) == [5]
 
 
-# In a run.
+# Within a run.
 
-# Of Keras, which reads its variables as NumPy 2 does not want it.
+# Keras converts its variables in a way that NumPy 2 warns about.
 KERAS_EXPORTS = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"
 )
@@ -141,10 +141,10 @@ Y = X @ np.float32([[1.0], [-2.0]])
 
 
 class Learning(Trainer):
-    """A line that is learned with a moving average of its weights, and BatchNorm before it."""
+    """Learns a line behind BatchNorm, with a moving average of the weights."""
 
     def __init__(self, **arguments):
-        """Keeps two."""
+        """Keeps the two best models."""
         super().__init__(
             loss_fn="mse",
             metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
@@ -155,13 +155,13 @@ class Learning(Trainer):
         )
 
     def build_model(self):
-        """See there."""
+        """BatchNorm and a dense layer."""
         layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
         return keras.Sequential([keras.Input([2]), *layers])
 
 
 def results_of(model_dir):
-    """The results of evaluations by step, as the log has them."""
+    """The evaluation results in the log, by step."""
     lines = [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         line["step"]: {"loss": line["loss"], "error": line["error"]}
@@ -172,8 +172,8 @@ def results_of(model_dir):
 
 @KERAS_EXPORTS
 def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
-    """The averages of the weights, and statistics, of that step: evaluated again, the file comes to
-    the same numbers to the bit; and the run goes on from its own weights.
+    """A best model has the averaged weights and the statistics of its step: evaluating the file
+    gives the same results bit for bit. The run itself continues from its own weights.
     """
     data = {"steps": 8, "global_batch": 4, "eval_data": (X, Y), "eval_interval": 1}
     trainer = Learning(model_dir=tmp_path, best_metric="error", verbose=True)
@@ -205,7 +205,7 @@ def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
 
 @KERAS_EXPORTS
 def test_the_best_survive_a_restart(tmp_path):
-    """A run in two processes keeps what one would have kept."""
+    """A resumed run keeps the same models as an uninterrupted one."""
 
     def kept(model_dir, *targets):
         for steps in targets:
@@ -221,8 +221,8 @@ def test_the_best_survive_a_restart(tmp_path):
     assert kept(tmp_path / "twice", 4, 8) == kept(tmp_path / "once", 8) != {}
 
 
-def test_a_run_whose_evaluations_have_no_such_metric_does_not_begin(tmp_path):
-    """What they have is known before the first step."""
+def test_a_run_whose_evaluations_lack_the_metric_does_not_begin(tmp_path):
+    """The names of the results are known before the first step."""
     trainer = Learning(model_dir=tmp_path, best_metric="accuracy")
     with pytest.raises(ValueError, match="where it has loss, error"):
         trainer.train((X, Y), steps=3, global_batch=4, eval_data=(X, Y))
@@ -231,7 +231,7 @@ def test_a_run_whose_evaluations_have_no_such_metric_does_not_begin(tmp_path):
 
 
 def test_nothing_is_kept_without_being_asked_for(tmp_path):
-    """And whoever asks for it must have evaluations: the error comes before the first step."""
+    """By default no model is kept; `keep_best` without evaluations is refused before the first step."""
     Linear(model_dir=tmp_path / "a", verbose=False).train(
         slopes(1.0), steps=1, global_batch=1, eval_data=slopes(1.0)
     )
@@ -248,7 +248,7 @@ def test_nothing_is_kept_without_being_asked_for(tmp_path):
 
 
 def test_a_module_is_kept_as_its_variables(tmp_path):
-    """TensorFlow's own checkpoint, since nothing says how to write its code."""
+    """A `tf.Module` is saved as a TensorFlow checkpoint, because its code cannot be saved."""
 
     class Module(tf.Module):
         def __init__(self):

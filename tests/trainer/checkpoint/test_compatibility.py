@@ -1,4 +1,4 @@
-"""What must be as it was for a run to be taken up again, and what becomes of what may differ."""
+"""Settings that a resumed run must share with its checkpoint, and what happens if they differ."""
 
 import json
 import re
@@ -14,30 +14,30 @@ import scaling
 from trainer.checkpoint import folder
 from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
 
-SLOPES = [2.0**power for power in range(-3, 5)]  # of 8 examples: a sum of them tells which
+SLOPES = [2.0**power for power in range(-3, 5)]  # of 8 examples: any sum identifies its terms
 SAVED_AT, END = 4, 9
 
 
 class Traced(Linear):
-    """Writes down the slopes that each step was taken with, by how far the weight has come."""
+    """Records by how much the weight moved in each step, which identifies the examples."""
 
     def __init__(self, **arguments):
-        """One step a loop, since a loop's end is looked at."""
+        """Runs one step per loop, because the weight is read at the end of a loop."""
         rule = scaling.DynamicLossScale(2.0**3, growth_interval=2)
         settings = {"seed": 1, "loss_scale": rule, "verbose": False, "steps_per_loop": 1}
         super().__init__(**settings | arguments)
         self.moves = []
 
     def build_metrics(self):
-        """How many examples have been seen."""
+        """A count of the examples."""
         return {"seen": keras.metrics.Sum()}
 
     def update_metrics(self, batch, aux):
-        """Counts them."""
+        """Counts the examples."""
         self.metrics["seen"].update_state(tf.ones_like(batch["slope"]))
 
     def on_train_begin(self):
-        """Remembers what it stands at."""
+        """Records the restored values."""
         self.began_with = {
             "weight": self.weight,
             "weights": copies(self.model.trainable_variables[0]),
@@ -49,7 +49,7 @@ class Traced(Linear):
         self.weight_before = self.weight
 
     def on_loop_end(self, step):
-        """The mean slope of the batch."""
+        """Records the step of the weight: the mean slope of the batch."""
         self.moves.append(self.weight_before - self.weight)
         self.weight_before = self.weight
 
@@ -63,7 +63,7 @@ def run(model_dir, steps=END, global_batch=2, data=None, **arguments):
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory):
-    """A run of 9 steps of which the checkpoint of the fourth is left."""
+    """A run of 9 steps, with only the checkpoint of step 4 left."""
     keras.utils.set_random_seed(0)
     path = tmp_path_factory.mktemp("before")
     trainer = run(path, checkpoint_interval=SAVED_AT, max_to_keep=9)
@@ -75,17 +75,17 @@ def before(tmp_path_factory):
 
 @pytest.fixture
 def model_dir(before, tmp_path):
-    """A copy of its directory."""
+    """A copy of the directory of that run."""
     return shutil.copytree(before[0], tmp_path / "model_dir")
 
 
 def warnings_in(caplog):
-    """What absl has warned of."""
+    """The warnings that absl has logged."""
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_the_same_again_goes_on_exactly(before, model_dir, caplog):
-    """Nothing differs and nothing is said, though things were allowed to differ."""
+def test_the_same_run_resumes_exactly(before, model_dir, caplog):
+    """If nothing differs, nothing is logged, even if changes are allowed."""
     with caplog.at_level("WARNING"):
         trainer = run(model_dir, allow_changes=tuple(ARGUMENTS))
 
@@ -129,30 +129,31 @@ WORDS = {
 
 
 def as_doubles():
-    """The same numbers in another dtype."""
+    """The same numbers in float64."""
     data = slopes(*SLOPES)
     return data | {"slope": data["slope"].astype(np.float64)}
 
 
 class InDoubles(Traced):
-    """Reads them."""
+    """Reads slopes in float64."""
 
     def compute_loss(self, batch, training):
-        """As before."""
+        """The same as in the base class."""
         return super().compute_loss(
             batch | {"slope": tf.cast(batch["slope"], tf.float32)}, training
         )
 
     def update_metrics(self, batch, aux):
-        """As before."""
+        """The same as in the base class."""
         super().update_metrics(batch | {"slope": tf.cast(batch["slope"], tf.float32)}, aux)
 
 
 @pytest.mark.parametrize("name", list(ARGUMENTS))
 def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirrored, caplog, name):
-    """The error gives place, both values and the way out; allowed, a warning does, and: weights and
-    counts go on; a new rule begins at its first scale; data begin anew if they, their batches or
-    the seed are others; metrics begin anew on other replicas; and all else goes on as it was.
+    """The error gives the path, both values and a remedy. If the change is allowed, a warning gives
+    them and the run resumes: weights and counts continue, a new rule starts at its initial scale,
+    the data start over if they, their batches or the seed have changed, metrics start over with
+    another number of replicas, and everything else continues.
     """
     kind, changes = Traced, {}
     if name == "precision":
@@ -168,7 +169,7 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
         kind, train["data"] = InDoubles, as_doubles()
 
     def go(path, **arguments):
-        keras.utils.set_random_seed(0)  # TensorFlow shuffles by its own seed, too
+        keras.utils.set_random_seed(0)  # TensorFlow's shuffles also depend on its global seed
         caplog.clear()
         trainer = kind(model_dir=path, **changes, **arguments)
         trainer.train(train["data"], steps=END, global_batch=train["global_batch"])
@@ -176,7 +177,7 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
 
     here, there, effect = WORDS[name]
     if name == "global_batch":
-        # Half as many steps an epoch are other data, too.
+        # Half as many steps per epoch also count as other data.
         with pytest.raises(ValueError, match="steps an epoch"):
             go(model_dir, allow_changes=["global_batch"])
     with pytest.raises(ValueError, match="to resume from it") as error:
@@ -215,7 +216,7 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
         anew = kind(**changes)
         anew.train(train["data"], steps=END - SAVED_AT, global_batch=train["global_batch"])
         assert trainer.moves == anew.moves
-        # A checkpoint of this run counts the batches of these data.
+        # The new checkpoint counts the batches of the new data.
         assert folder.read_manifest(model_dir / "ckpt-9")["batches_taken"] == END - SAVED_AT
     else:
         assert trainer.moves == before[1].moves[SAVED_AT:]
@@ -224,16 +225,16 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
         assert trainer.model.layers[-1].compute_dtype == "bfloat16"
 
 
-def test_all_that_differs_must_be_allowed(model_dir):
-    """One by one: what is not is told."""
+def test_every_difference_must_be_allowed(model_dir):
+    """The first difference that is not allowed is named, and the remedy keeps those that are."""
     with pytest.raises(ValueError, match="`seed` must be") as error:
         run(model_dir, seed=2, loss_scale=None, allow_changes=("loss_scale",))
 
     assert str(error.value).endswith("or pass allow_changes=('loss_scale', 'seed').")
 
 
-def test_names_to_allow_come_in_a_sequence():
-    """A single one without its comma would be read letter by letter."""
+def test_allow_changes_is_a_sequence_of_names():
+    """A single string is refused, because it would be read letter by letter."""
     check_allow_changes(["seed", "data"])
     with pytest.raises(TypeError) as error:
         check_allow_changes("seed")
@@ -250,7 +251,7 @@ def test_names_to_allow_come_in_a_sequence():
 
 
 def test_other_versions_only_warn(before, model_dir, caplog):
-    """A checkpoint of another Keras is gone on from, and the log says that bits may differ."""
+    """A run resumes from a checkpoint of another Keras, and a warning says that bits may differ."""
     path = model_dir / "ckpt-4"
     facts = folder.read_manifest(path)
     facts["versions"] |= {"keras": "3.0.0", "python": "3.10.0"}
@@ -268,26 +269,26 @@ def test_other_versions_only_warn(before, model_dir, caplog):
 
 
 class Models(Traced):
-    """`Traced` of any model and optimizer."""
+    """`Traced` with any model and optimizer."""
 
     def __init__(self, model, optimizer, **arguments):
-        """Functions that make them."""
+        """Takes functions that make them."""
         super().__init__(**arguments)
         self.make = model, optimizer
 
     def build_model(self):
-        """The one."""
+        """The given model."""
         return self.make[0]()
 
     def build_optimizer(self):
-        """The other."""
+        """The given optimizer."""
         return self.make[1]()
 
 
 def refused(model_dir, model, optimizer, whose):
-    """Raises unless the run is refused in the words for another model or optimizer.
+    """Checks that a run with another model or optimizer is refused.
 
-    Returns what differs: ours, theirs and the place.
+    Returns the difference: our variable, the checkpoint's, and the position.
     """
     trainer = Models(model, optimizer, model_dir=model_dir)
     with pytest.raises(ValueError, match="in the checkpoint") as error:
@@ -316,18 +317,18 @@ def refused(model_dir, model, optimizer, whose):
     owners = [trainer.model, *optimizers.values()]
     names = [variable.path for owner in owners for variable in owner.variables]
     assert ours == "none" or ours.split(": ")[0] in names
-    told = json.loads((path / "run.json").read_text())["variables"].get(whose)
-    assert theirs == "none" or theirs == told[int(place)]
+    saved = json.loads((path / "run.json").read_text())["variables"].get(whose)
+    assert theirs == "none" or theirs == saved[int(place)]
     return ours.split("/")[-1], theirs.split("/")[-1], int(place)
 
 
 def sgd():
-    """That of the run before."""
+    """The optimizer of the earlier run."""
     return keras.optimizers.SGD(1.0)
 
 
 def test_another_model_is_refused(model_dir):
-    """The first variable that differs in shape or dtype is named, with both sides."""
+    """The error names the first variable that differs in shape or dtype, on both sides."""
 
     def wider():
         return linear_model(units=2)
@@ -350,7 +351,7 @@ def test_another_model_is_refused(model_dir):
 
 
 def test_another_optimizer_is_refused(tmp_path, model_dir):
-    """More variables, fewer, or as many of the same shapes that are for something else."""
+    """More variables, fewer, or as many with the same shapes but other roles are refused."""
 
     def momentum():
         return keras.optimizers.SGD(1.0, momentum=0.5)
@@ -376,8 +377,8 @@ def test_another_optimizer_is_refused(tmp_path, model_dir):
     )
 
 
-def test_one_optimizer_is_not_several(model_dir):
-    """Nor are those of other names."""
+def test_one_optimizer_is_not_the_same_as_several(model_dir):
+    """A dict of optimizers has other names in a checkpoint than a single optimizer."""
 
     class Pair(keras.Model):
         def __init__(self):

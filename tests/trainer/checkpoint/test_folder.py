@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, and that notice a single wrong bit."""
+"""Checkpoint folders are written completely or not at all, and every damaged bit is detected."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer.base.atomic_files import begin_folder, clean_up_folders, discard_folder
+from trainer.base.atomic_files import begin_folder, clean_up_folders
 from trainer.checkpoint import folder
 
 FACTS = {"step": 12, "scale": 32768.0, "loss": 0.1, "none": None, "deep": {"list": [1, [2.5]]}}
@@ -19,11 +19,11 @@ FILES = {"variables.index": bytes(range(256)), "deep/er/notes": b"some text\n", 
 
 
 class Killed(BaseException):
-    """What nobody catches."""
+    """Stands for a kill: no `except Exception` catches it."""
 
 
 def write(path, files=FILES, facts=FACTS):
-    """Commits a folder of files."""
+    """Writes and commits a folder."""
     unfinished = begin_folder(path)
     for name, content in files.items():
         (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def write(path, files=FILES, facts=FACTS):
 
 
 def contents(path):
-    """Every file under a path but the manifest, by name."""
+    """Every file under a path except the manifest, by name."""
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
         for file in path.rglob("*")
@@ -42,14 +42,14 @@ def contents(path):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A folder that was committed; whoever changes it puts it back."""
+    """A committed folder. A test that changes it restores it."""
     path = tmp_path_factory.mktemp("parent") / "ckpt-12"
     write(path)
     return path
 
 
-def test_a_folder_says_what_it_was_given(sound):
-    """A manifest returns the facts, and size and checksum of every file however deep."""
+def test_a_manifest_returns_the_facts_and_describes_every_file(sound):
+    """A manifest holds the facts, and the size and checksum of every file at any depth."""
     facts = folder.read_manifest(sound)
     files = facts.pop("files")
 
@@ -58,13 +58,13 @@ def test_a_folder_says_what_it_was_given(sound):
     assert {name: file["bytes"] for name, file in files.items()} == {
         name: len(content) for name, content in FILES.items()
     }
-    # Of no bytes at all, as everybody knows it.
+    # The well-known SHA-256 of no bytes.
     assert files["empty"]["sha256"].startswith("e3b0c44298fc1c149afbf4c8996fb924")
     assert folder.MANIFEST not in files
 
 
-def test_facts_of_any_kind_that_json_holds_can_be_read_again(tmp_path):
-    """Numbers for keys become text, tuples lists; the folder is not damaged by that."""
+def test_all_facts_that_json_can_hold_are_read_back(tmp_path):
+    """Numeric keys become text and tuples become lists, which does not count as damage."""
     write(tmp_path / "ckpt-1", facts={"state": {10: (1, 2), 2: float("inf")}, "ü": "Käse"})
     facts = folder.read_manifest(tmp_path / "ckpt-1")
 
@@ -72,8 +72,8 @@ def test_facts_of_any_kind_that_json_holds_can_be_read_again(tmp_path):
     assert facts["ü"] == "Käse"
 
 
-def test_a_manifest_is_for_people_too(sound):
-    """It is JSON on many lines, and ends as a text file does."""
+def test_a_manifest_is_readable_by_people(sound):
+    """It is JSON on several lines, and ends with a newline."""
     text = (sound / folder.MANIFEST).read_text()
 
     assert text.startswith('{\n "step": 12,\n "scale": 32768.0,\n')
@@ -82,7 +82,7 @@ def test_a_manifest_is_for_people_too(sound):
 
 
 def assert_found(sound, name, damaged):
-    """Raises unless a file's wrong bytes are found, and told of that file; puts the right ones back."""
+    """Damages a file, checks that the error names it, and restores the file."""
     file = sound / name
     before = file.read_bytes()
     file.write_bytes(damaged)
@@ -96,7 +96,7 @@ def assert_found(sound, name, damaged):
 
 @pytest.mark.parametrize("name", [*FILES, folder.MANIFEST])
 def test_every_flipped_bit_is_found(sound, name, full):
-    """In every byte of every file, the manifest's own among them, blanks too: any of its bits."""
+    """Any flipped bit is detected in any byte of any file, including the manifest and its blanks."""
     right = (sound / name).read_bytes()
     for place in range(len(right)):
         for bit in range(8) if full else [place % 8]:
@@ -108,7 +108,7 @@ def test_every_flipped_bit_is_found(sound, name, full):
 
 @pytest.mark.parametrize("name", [*FILES, folder.MANIFEST])
 def test_every_truncation_is_found(sound, name):
-    """To any length; and so is a byte more, and a file that is gone or has become a folder."""
+    """A file cut to any length, one with an extra byte, a missing one, and a folder in its place."""
     right = (sound / name).read_bytes()
     for length in range(len(right)):
         assert_found(sound, name, right[:length])
@@ -127,8 +127,8 @@ def test_every_truncation_is_found(sound, name):
 @given(data=st.data())
 @example(data=None)
 def test_any_other_bytes_are_found(sound, data):
-    """However many bytes of a file become whatever else."""
-    if data is None:  # a blank for a blank: the same JSON
+    """Any replacement of any bytes of a file is detected."""
+    if data is None:  # different blanks: the same JSON
         right = (sound / folder.MANIFEST).read_bytes()
         assert_found(sound, folder.MANIFEST, right.replace(b"\n", b" ", 1))
         return
@@ -141,8 +141,8 @@ def test_any_other_bytes_are_found(sound, data):
         assert_found(sound, name, wrong)
 
 
-def test_what_cannot_be_read_is_damaged(sound, monkeypatch):
-    """A disk that fails on reading is no different: another folder may do."""
+def test_a_file_that_cannot_be_read_counts_as_damaged(sound, monkeypatch):
+    """A read error of the disk is damage, so that an earlier checkpoint can be used instead."""
 
     def failing(file):
         raise OSError(5, "Input/output error", str(file))
@@ -155,10 +155,10 @@ def test_what_cannot_be_read_is_damaged(sound, monkeypatch):
     assert str(error.value) == f"{file} cannot be read: [Errno 5] Input/output error: '{file}'"
 
 
-def test_each_kind_of_damage_has_its_words(sound):
-    """A message names the file, and what is wrong with it."""
+def test_the_error_for_each_kind_of_damage(sound):
+    """The message names the file and what is wrong with it."""
 
-    def told(name, content):
+    def error_with(name, content):
         file = sound / name
         before = file.read_bytes()
         file.write_bytes(content)
@@ -172,22 +172,23 @@ def test_each_kind_of_damage_has_its_words(sound):
     manifest = sound / "run.json"
     text = manifest.read_bytes()
     assert (
-        told("variables.index", b"x") == f"{sound / 'variables.index'} has 1 bytes instead of 256"
+        error_with("variables.index", b"x")
+        == f"{sound / 'variables.index'} has 1 bytes instead of 256"
     )
     assert (
-        told("variables.index", bytes(256))
+        error_with("variables.index", bytes(256))
         == f"{sound / 'variables.index'} has changed: its checksum does not match"
     )
     assert (
-        told("run.json", text.replace(b'"step": 12', b'"step": 13'))
+        error_with("run.json", text.replace(b'"step": 12', b'"step": 13'))
         == f"{manifest} has changed: its checksum does not match"
     )
     assert (
-        told("run.json", b"")
+        error_with("run.json", b"")
         == f"{manifest} cannot be read: Expecting value: line 1 column 1 (char 0)"
     )
-    assert told("run.json", b"[]").startswith(f"{manifest} cannot be read: ")
-    assert told("run.json", b"{}") == f"{manifest} cannot be read: 'sha256'"
+    assert error_with("run.json", b"[]").startswith(f"{manifest} cannot be read: ")
+    assert error_with("run.json", b"{}") == f"{manifest} cannot be read: 'sha256'"
     aside = (sound / "empty").rename(sound.parent / "aside")
     with pytest.raises(folder.DamagedError) as error:
         folder.read_manifest(sound)
@@ -196,7 +197,7 @@ def test_each_kind_of_damage_has_its_words(sound):
 
 
 def kill_at(monkeypatch, call):
-    """Makes the process die as it enters the given one of all calls that touch the disk."""
+    """Kills the process when it enters one call, given by number, of all calls that use the disk."""
     calls = [0]
 
     def dying(owner, name):
@@ -204,7 +205,7 @@ def kill_at(monkeypatch, call):
 
         def replacement(*args, **kwargs):
             if calls[0] == call:
-                if name == "rmtree":  # dies on the way
+                if name == "rmtree":  # dies halfway
                     for file in list(pathlib.Path(args[0]).rglob("*.index")):
                         file.unlink()
                 raise Killed
@@ -223,8 +224,8 @@ def kill_at(monkeypatch, call):
 
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch, replacing):
-    """Killed at any call, a process leaves the old folder whole, or the new one, and what it left
-    beside them is never listed; after `tidy` there is nothing else.
+    """A process killed at any call leaves either the old folder or the new one complete. Anything
+    else it left is never listed, and is gone after `clean_up_folders`.
     """
     path, old, new = tmp_path / "ckpt-3", {"a.index": b"old"}, {"a.index": b"new", "b.index": b"x"}
     if replacing:
@@ -263,8 +264,8 @@ def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch, replacing):
     assert changed > 8
 
 
-def test_only_what_was_committed_is_listed(tmp_path):
-    """By number, ascending; neither what was begun, nor files, nor other names."""
+def test_only_committed_folders_are_listed(tmp_path):
+    """In ascending order, without unfinished folders, files and other names."""
     for name in ("ckpt-20", "ckpt-3", "ckpt-100", "step-5"):
         write(tmp_path / name)
     begin_folder(tmp_path / "ckpt-7")
@@ -278,57 +279,19 @@ def test_only_what_was_committed_is_listed(tmp_path):
     assert folder.committed(tmp_path / "none", "ckpt") == {}
 
 
-def test_tidy_leaves_everything_else_alone(tmp_path):
-    """Sound folders, others' names, and files."""
-    write(tmp_path / "ckpt-3")
-    begin_folder(tmp_path / "ckpt-7")
-    begin_folder(tmp_path / "step-7")
-    (tmp_path / "notes.tmp").write_text("mine")
-    clean_up_folders(tmp_path, "ckpt")
-    clean_up_folders(tmp_path / "none", "ckpt")
-
-    assert {each.name for each in tmp_path.iterdir()} == {"ckpt-3", "step-7.tmp", "notes.tmp"}
-    assert folder.read_manifest(tmp_path / "ckpt-3")["step"] == 12
-
-
-def test_tidy_ends_a_replacement(tmp_path):
-    """Whatever of the two was in place when the process was killed."""
-    write(tmp_path / "ckpt-3", {"a": b"old"})
-    (tmp_path / "ckpt-3").rename(tmp_path / "ckpt-3.old")
-    clean_up_folders(tmp_path, "ckpt")
-    assert contents(tmp_path / "ckpt-3") == {"a": b"old"}
-
-    (tmp_path / "ckpt-3").rename(tmp_path / "ckpt-3.old")
-    write(tmp_path / "ckpt-3", {"a": b"new"})
-    clean_up_folders(tmp_path, "ckpt")
-    assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
-    assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
-
-
 def test_a_folder_replaces_another(tmp_path):
-    """Nothing of the one before stays, and nothing that was begun before."""
+    """No file of the old folder is left, and none of an earlier unfinished one."""
     write(tmp_path / "ckpt-3", {"a": b"old", "b": b"old"})
-    (begin_folder(tmp_path / "ckpt-3") / "c").write_bytes(b"of a process that was killed")
+    (begin_folder(tmp_path / "ckpt-3") / "c").write_bytes(b"from a killed process")
     write(tmp_path / "ckpt-3", {"a": b"new"})
 
     assert contents(tmp_path / "ckpt-3") == {"a": b"new"}
     assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
 
 
-def test_what_was_begun_can_be_abandoned(tmp_path):
-    """And what is in place stays."""
-    write(tmp_path / "ckpt-3", {"a": b"old"})
-    (begin_folder(tmp_path / "ckpt-3") / "a").write_bytes(b"new")
-    discard_folder(tmp_path / "ckpt-3")
-    discard_folder(tmp_path / "ckpt-4")
-
-    assert contents(tmp_path / "ckpt-3") == {"a": b"old"}
-    assert [each.name for each in tmp_path.iterdir()] == ["ckpt-3"]
-
-
-def test_everything_is_flushed_before_it_is_in_place(tmp_path, monkeypatch):
-    """Every file, the manifest and the folder survive a loss of power before the rename, and the
-    rename itself does afterwards.
+def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
+    """Every file, the manifest and the folder are flushed to disk before the rename, and the parent
+    folder after it.
     """
     done, fsync, rename = [], os.fsync, pathlib.Path.rename
 

@@ -1,4 +1,4 @@
-"""L12: what a checkpoint holds, when one is written, and what becomes of it."""
+"""L12: what a checkpoint holds, when one is written, and when it is removed."""
 
 import json
 import shutil
@@ -10,22 +10,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, copies, linear_model, slopes
+from helpers import Linear, copies, slopes
 
 import scaling
 from trainer import Trainer
 from trainer.base.atomic_files import begin_folder
 from trainer.checkpoint import CheckpointError, folder, saver
-from trainer.checkpoint.contents import comparable_part, describe, first_difference
 from trainer.data.batches import untuned
 from trainer.log.writers import RunWriters
 
 BATCHES = [everything.batch(seed=seed) for seed in range(4)]
 
 
-def own(value, *, apart=False):
-    """A variable of the user's; apart, every replica may write its own copy."""
-    if not apart:
+def own_variable(value, *, per_replica=False):
+    """A variable of the user's, of which every replica may have a different copy if asked for."""
+    if not per_replica:
         return tf.Variable(value, trainable=False)
     return tf.Variable(
         value,
@@ -36,10 +35,10 @@ def own(value, *, apart=False):
 
 
 class Everything(Trainer):
-    """The model in which everything moves, and whatever a subclass may hold beside it."""
+    """A model in which everything changes, in a trainer that holds variables of its own."""
 
     def __init__(self, optimizer_name="adamw", **arguments):
-        """Makes the user's own in the strategy's scope."""
+        """Makes the trainer's own variables in the strategy's scope."""
         arguments = {"loss_scale": scaling.DynamicLossScale(2.0**4, growth_interval=2)} | arguments
         super().__init__(seed=1, verbose=False, **arguments)
         self.optimizer_name = optimizer_name
@@ -47,40 +46,43 @@ class Everything(Trainer):
             self.generator = tf.random.Generator.from_seed(1)
             self.layer = keras.layers.Dense(2, kernel_initializer="ones")
             self.layer.build([None, 3])
-            self.plain = own(1.5)
-            self.apart = own(0.0, apart=True)
-            self.many = {"b": [own(2), own("words")], "a": (keras.Variable([1.0, 2.0]),)}
-            self.item = own([0.25, 0.5])
+            self.plain = own_variable(1.5)
+            self.per_replica = own_variable(0.0, per_replica=True)
+            self.many = {
+                "b": [own_variable(2), own_variable("words")],
+                "a": (keras.Variable([1.0, 2.0]),),
+            }
+            self.item = own_variable([0.25, 0.5])
 
     def build_model(self):
-        """See `everything`."""
+        """The model and optimizers of `everything`."""
         return everything.build_model()
 
     def build_optimizer(self):
-        """See `everything`."""
+        """The model and optimizers of `everything`."""
         return everything.build_optimizer(self.optimizer_name)
 
     def compute_loss(self, batch, training):
-        """Draws a number and counts, beside the model's own writes."""
+        """Also draws a random number and adds it to a variable."""
         del training
-        self.apart.assign_add(self.generator.uniform([]))
+        self.per_replica.assign_add(self.generator.uniform([]))
         return everything.losses(self.model, batch), batch["x"][:, 0]
 
     def build_metrics(self):
-        """Two that replicas sum up each for itself."""
+        """Two metrics that every replica accumulates separately."""
         return {"mean": keras.metrics.Mean(), "sum": keras.metrics.Sum()}
 
     def update_metrics(self, batch, aux):
-        """On applied steps only."""
+        """Called on applied steps only."""
         for metric in self.metrics.values():
             metric.update_state(aux)
 
     def checkpoint_items(self):
-        """One more, which is no attribute that is looked at."""
+        """One more variable, saved under a name of its own."""
         return {"mine": self.item}
 
     def change_own(self):
-        """Gives everything of the user's another value than it began with."""
+        """Changes all of the trainer's own variables."""
         for weight in self.layer.weights:
             weight.assign(tf.random.normal(weight.shape))
         self.plain.assign(0.1)
@@ -90,7 +92,7 @@ class Everything(Trainer):
         self.many["a"][0].assign([0.1, 0.2])
 
     def whole_state(self):
-        """Every copy of every variable there is, by place and the last word of its name."""
+        """Every copy of every variable, by its position and the last word of its name."""
         state = self._parts.state
         groups = {
             "model": [*self.model.variables, self.model.layers[2].raw],
@@ -98,7 +100,13 @@ class Everything(Trainer):
             "scale": state.loss_scaler.variables,
             "counts": [state.outcomes, state.consecutive_skips, state.retries, state.random_seed],
             "metrics": [variable for one in self.metrics.values() for variable in one.variables],
-            "own": [self.plain, self.apart, self.generator.state, *self.layer.weights, self.item],
+            "own": [
+                self.plain,
+                self.per_replica,
+                self.generator.state,
+                *self.layer.weights,
+                self.item,
+            ],
             "many": [*self.many["b"], *self.many["a"]],
         }
         return {
@@ -109,25 +117,25 @@ class Everything(Trainer):
 
 
 def pipeline(batches=BATCHES):
-    """The batches in turn."""
+    """A dataset of the batches."""
     stacked = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     return untuned(tf.data.Dataset.from_tensor_slices(stacked).batch(everything.EXAMPLES))
 
 
 def first(data):
-    """The first batch, to build a trainer with."""
+    """The first batch, from which a trainer is built."""
     return next(iter(data))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", everything.OPTIMIZERS)
 def test_every_copy_of_every_variable_comes_back(tmp_path, mirrored, replicas, name, full):
-    """L12: weights, what layers and TensorFlow's own variables keep, slots, averages, counts, scale,
-    metrics, and the variables, layers and generators that a trainer holds, however deep: bit for
-    bit, on every replica, where replicas differ too.
+    """L12: everything is restored bit for bit on every replica, even where replicas differ: weights,
+    layers' statistics, slots, averages, counts, scale, metrics, and the variables, layers and
+    generators that a trainer holds at any depth.
     """
     if not full and (replicas == 1) != (name == "momentum"):
-        pytest.skip("the others hold all kinds of variables; every pair with --full")
+        pytest.skip("the other pairs cover all kinds of variables; --full runs every pair")
     strategy = mirrored(replicas) if replicas > 1 else "default"
 
     def make():
@@ -137,10 +145,10 @@ def test_every_copy_of_every_variable_comes_back(tmp_path, mirrored, replicas, n
     before.change_own()
     bad = everything.batch("loss", replicas - 1, replicas)
     before.train(pipeline([*BATCHES, bad]), steps=5)
-    # The log has read the metrics and begun them anew, and the step has taken means; elsewhere
-    # copies differ, and from neither their sum nor their mean could they be had back.
+    # At the end of a run the metrics are reset and the statistics averaged. Give the copies
+    # different values, which neither their sum nor their mean could restore.
     metrics = [variable for metric in before.metrics.values() for variable in metric.variables]
-    make_differ([*metrics, before.apart, before.model.layers[2].raw])
+    make_differ([*metrics, before.per_replica, before.model.layers[2].raw])
     before._parts.checkpoints.save(5, before._parts.checkpoints.facts, None)
     saved = before.whole_state()
 
@@ -156,18 +164,18 @@ def test_every_copy_of_every_variable_comes_back(tmp_path, mirrored, replicas, n
         for copy, (ours, theirs) in enumerate(zip(expected, restored[place], strict=True)):
             assert bits(ours) == bits(theirs), f"{place} differs on replica {copy}"
     if replicas > 1:
-        apart = [place for place, each in saved.items() if len({bits(one) for one in each}) > 1]
-        kinds = {" ".join((place.split()[0], place.split()[-1])) for place in apart}
+        differing = [place for place, each in saved.items() if len({bits(one) for one in each}) > 1]
+        kinds = {" ".join((place.split()[0], place.split()[-1])) for place in differing}
         assert kinds >= {"model raw:0", "own Variable:0", "metrics total", "metrics count"}
 
 
 def bits(value):
-    """Of an array, or of text."""
+    """The bytes of an array or of text."""
     return np.asarray(value).tobytes()
 
 
 def make_differ(variables):
-    """Gives every replica's copy of some variables a value of its own."""
+    """Gives each replica's copy of some variables a different value."""
     for variable in variables:
         inner = variable.value if isinstance(variable, keras.Variable) else variable
         copies_here = getattr(inner, "values", [inner])
@@ -176,38 +184,38 @@ def make_differ(variables):
 
 
 class WithModule(tf.Module):
-    """A model without Keras that keeps a mean of its own on every replica."""
+    """A model without Keras that keeps a separate sum on every replica."""
 
     def __init__(self):
-        """A weight that learns, one that does not, and the mean."""
+        """Creates a trainable weight, a fixed one, and the sum."""
         super().__init__()
         self.weight = tf.Variable([[1.0]])
         self.fixed = tf.Variable(1.0, trainable=False)
-        self.seen = own(0.0, apart=True)
+        self.seen = own_variable(0.0, per_replica=True)
 
     def __call__(self, x):
-        """Counts what comes by."""
+        """Adds the inputs to the sum."""
         self.seen.assign_add(tf.reduce_sum(x))
         return x @ self.weight * self.fixed
 
 
 class OfModule(Linear):
-    """Trains it, on inputs that differ from replica to replica."""
+    """Trains a `WithModule` on inputs that differ between replicas."""
 
     def build_model(self):
-        """See there."""
+        """A `tf.Module`."""
         return WithModule()
 
     def compute_loss(self, batch, training):
-        """As `Linear`'s."""
+        """The same as in `Linear`."""
         return self.model(batch["x"])[:, 0] * batch["slope"]
 
 
 THIRDS = {"x": np.float32([[0.1], [0.2], [0.7]]), "slope": np.float32([1.0, 2.0, 4.0])}
 
 
-def test_a_modules_own_copies_come_back(tmp_path, mirrored):
-    """A mean over three replicas cannot give back its three addends: they are kept apart."""
+def test_the_copies_of_a_module_are_restored(tmp_path, mirrored):
+    """The mean over three replicas does not determine the three values, so all of them are saved."""
 
     def make():
         return OfModule(model_dir=tmp_path, strategy=mirrored(3), verbose=False)
@@ -226,8 +234,8 @@ def test_a_modules_own_copies_come_back(tmp_path, mirrored):
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "state", "trainer"])
-def test_the_users_items_need_names_of_their_own(tmp_path, name):
-    """A checkpoint's own names are refused, before anything is written."""
+def test_checkpoint_items_need_other_names(tmp_path, name):
+    """The names that a checkpoint uses itself are refused before anything is written."""
 
     class Colliding(Linear):
         def checkpoint_items(self):
@@ -245,32 +253,32 @@ def test_the_users_items_need_names_of_their_own(tmp_path, name):
 
 
 class Counted(Linear):
-    """`Linear`, with whatever metrics it is given."""
+    """`Linear` with the metrics it is given."""
 
     def __init__(self, names, **arguments):
-        """Sums by these names."""
+        """Takes the names of the metrics."""
         super().__init__(verbose=False, checkpoint_interval=2, **arguments)
         self.names = names
 
     def build_metrics(self):
-        """See there."""
+        """A sum for each name."""
         return {name: keras.metrics.Sum() for name in self.names}
 
     def update_metrics(self, batch, aux):
-        """The sum of the slopes."""
+        """Adds up the slopes."""
         for metric in self.metrics.values():
             metric.update_state(batch["slope"])
 
 
 def warnings_in(caplog):
-    """What absl has warned of."""
+    """The warnings that absl has logged."""
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_other_metrics_begin_anew(tmp_path, caplog):
-    """A run may be given other metrics when it is taken up; the weights go on, with a warning."""
+def test_other_metrics_start_over(tmp_path, caplog):
+    """A resumed run may have other metrics: they start over with a warning, and the weights continue."""
     Counted(["a"], model_dir=tmp_path).train(slopes(1.0), steps=3, global_batch=1)
-    shutil.rmtree(tmp_path / "ckpt-3")  # where the log had read and emptied them
+    shutil.rmtree(tmp_path / "ckpt-3")  # at the end of the run the log has reset the metrics
     same, other = [Counted(names, model_dir=tmp_path) for names in (["a"], ["b", "a"])]
     one = tf.nest.map_structure(tf.constant, slopes(1.0))
     with caplog.at_level("WARNING"):
@@ -289,78 +297,23 @@ def test_other_metrics_begin_anew(tmp_path, caplog):
     assert warning.endswith("total: float32 () in this run and none in the checkpoint.")
 
 
-def test_a_variable_without_a_value_is_an_error(tmp_path):
-    """What the model or the trainer holds now and the checkpoint does not is named, not passed over."""
-
-    class More(Linear):
-        def __init__(self, **arguments):
-            super().__init__(verbose=False, **arguments)
-            self.more = tf.Variable(3.0, name="more")
-
-    Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
-    with pytest.raises(ValueError, match="every variable") as error:
-        More(model_dir=tmp_path).train(slopes(1.0), steps=2, global_batch=1)
-
-    start, _, rest = str(error.value).partition(": ")
-    tensorflows, _, end = rest.partition("]. ")
-    assert start == f"`model_dir` must hold a value for every variable; got {tmp_path / 'ckpt-1'}"
-    assert "<tf.Variable 'more:0' shape=() dtype=float32, numpy=3.0>" in tensorflows
-    assert end == (
-        "Values are found by the names of attributes, and these variables would keep their initial "
-        "values. Give the model, the trainer and their layers the attributes that they had in that "
-        "run, or use another model_dir."
-    )
-
-
-def test_variables_are_told_by_name_dtype_and_shape():
-    """Of Keras or of TensorFlow, of any dtype, and of a shape that is not known."""
-    described = describe(
-        [
-            linear_model(inputs=3).weights[0],
-            tf.Variable([1j], name="complex"),
-            tf.Variable("a", name="text"),
-            tf.Variable([1.0], shape=tf.TensorShape(None), name="any"),
-        ]
-    )
-
-    assert described[0].endswith("/kernel: float32 (3, 1)")
-    assert described[1:] == [
-        "complex:0: complex128 (1,)",
-        "text:0: string ()",
-        "any:0: float32 <unknown>",
-    ]
-
-
-def test_what_of_a_variables_name_is_comparable_part():
-    """Of an optimizer's variable, what it is for; not how Keras has numbered it."""
-    assert comparable_part("nadam/variable_12: float32 ()", roles=True) == "variable: float32 ()"
-    assert comparable_part("momentum:0: float32 (2,)", roles=True) == "momentum: float32 (2,)"
-    assert comparable_part("sgd/a_velocity: float32 (2,)", roles=False) == "float32 (2,)"
-    ours, theirs = ["x/a_momentum: float32 ()"], ["y/b_velocity: float32 ()"]
-    assert first_difference(ours, theirs) is None
-    assert first_difference(ours, theirs, roles=True) == (
-        "variable 0 is x/a_momentum: float32 () in this run and y/b_velocity: float32 () in the "
-        "checkpoint"
-    )
-
-
-# When one is written, and how many stay.
+# When checkpoints are written, and how many are kept.
 
 
 def steps_saved(model_dir):
-    """The steps of the checkpoints there are."""
+    """The steps of the checkpoints in a directory."""
     return list(folder.committed(model_dir, "ckpt"))
 
 
 def test_checkpoints_come_at_their_interval(tmp_path):
-    """Every so many steps, however long inner loops are, and at the end; the newest stay."""
+    """One every `checkpoint_interval` steps, for any `steps_per_loop`, and one at the end."""
     arguments = {"model_dir": tmp_path, "checkpoint_interval": 3, "verbose": False}
     trainer = Linear(steps_per_loop=2, max_to_keep=3, **arguments)
     seen = []
     trainer.on_loop_end = lambda step: seen.append((step, steps_saved(tmp_path)))
     trainer.train(slopes(1.0), steps=11, global_batch=1)
 
-    # A hook comes before the checkpoint of the same step.
+    # The hook runs before the checkpoint of the same step is written.
     assert seen == [
         (2, []),
         (3, []),
@@ -373,8 +326,8 @@ def test_checkpoints_come_at_their_interval(tmp_path):
     assert steps_saved(tmp_path) == [6, 9, 11]
 
 
-def test_without_an_interval_there_is_one_at_the_end(tmp_path):
-    """And none at all without a `model_dir`."""
+def test_without_an_interval_one_is_written_at_the_end(tmp_path):
+    """Without a `model_dir`, none is written at all."""
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=30, global_batch=1)
     assert steps_saved(tmp_path) == [30]
 
@@ -383,16 +336,16 @@ def test_without_an_interval_there_is_one_at_the_end(tmp_path):
 
 
 class Clock:
-    """A clock that moves when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self, monkeypatch):
-        """Takes the place of the monotonic one."""
+        """Replaces `time.monotonic`."""
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
-    """At the end of the inner loop in which they have gone by since the last one of any cause."""
+    """After the inner loop in which `checkpoint_secs` have passed since the last checkpoint."""
     clock = Clock(monkeypatch)
     trainer = Linear(
         model_dir=tmp_path,
@@ -410,13 +363,13 @@ def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
     trainer.on_loop_begin = on_loop_begin
     trainer.train(slopes(1.0), steps=12, global_batch=1)
 
-    # 4, 8, 12 seconds; 16, 20, 24; the seventh step's own; 32, 36, 40; 44 and the end.
+    # 12 s after the start; 12 s later; the interval of 7 steps; 12 s later; the end.
     assert steps_saved(tmp_path) == [3, 6, 7, 10, 12]
 
 
-def test_damaged_later_ones_do_not_cost_the_good_ones(tmp_path, caplog):
-    """A damaged newest checkpoint is left out with an error, stays until it is written anew, and does
-    not count among those that are kept.
+def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
+    """A damaged newest checkpoint is skipped with an error, stays until its step is saved again, and
+    does not count towards `max_to_keep`.
     """
 
     def run(steps):
@@ -443,8 +396,8 @@ def test_damaged_later_ones_do_not_cost_the_good_ones(tmp_path, caplog):
     assert folder.read_manifest(tmp_path / "ckpt-6")["step"] == 6
 
 
-def test_a_run_with_nothing_but_damaged_checkpoints_does_not_begin_anew(tmp_path):
-    """It would write over what may be saved of them."""
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path):
+    """Starting over would overwrite files that may still be recoverable."""
     trainer = Linear(model_dir=tmp_path, checkpoint_interval=1, verbose=False)
     trainer.train(slopes(1.0), steps=2, global_batch=1)
     for step in (1, 2):
@@ -461,8 +414,8 @@ def test_a_run_with_nothing_but_damaged_checkpoints_does_not_begin_anew(tmp_path
     assert steps_saved(tmp_path) == [1, 2]
 
 
-def test_going_back_removes_what_came_after_and_nothing_if_there_is_nowhere_to_go(tmp_path):
-    """Checkpoints from an offence on are removed when an earlier one has been taken up."""
+def test_rolling_back_removes_later_checkpoints(tmp_path):
+    """Later checkpoints are removed once an earlier one is restored; without one, nothing happens."""
     trainer = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
     trainer.train(slopes(1.0), steps=6, global_batch=1)
     checkpoints = trainer._parts.checkpoints
@@ -475,8 +428,8 @@ def test_going_back_removes_what_came_after_and_nothing_if_there_is_nowhere_to_g
     assert trainer.weight == -1.0
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
-    """By the next one, as it starts."""
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
+    """The next process cleans up when it starts."""
     run = {"steps": 2, "global_batch": 1}
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), **run)
     (begin_folder(tmp_path / "ckpt-3") / "variables.index").write_text("half")
@@ -487,14 +440,14 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert sorted(each.name for each in tmp_path.glob("ckpt*")) == ["ckpt-2"]
 
 
-# Written in a thread.
+# Writing in a thread.
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
     tmp_path, mirrored, monkeypatch, replicas
 ):
-    """Those of the moment it was asked for, though the run has gone on before any file was there."""
+    """It holds the values from when it was requested, although training has continued since."""
     strategy = mirrored(replicas) if replicas > 1 else "default"
     states, gone_on, seen = {}, threading.Event(), []
 
@@ -542,7 +495,7 @@ def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
 
 
 def tensors(prefix):
-    """The bits of every tensor in a checkpoint of TensorFlow's, by its key."""
+    """The bits of every tensor in a TensorFlow checkpoint, by its key."""
     reader = tf.train.load_checkpoint(str(prefix))
     found = {}
     for key in reader.get_variable_to_shape_map():
@@ -555,10 +508,10 @@ def tensors(prefix):
 
 
 class Failing(Linear):
-    """`Linear`, of which one checkpoint cannot be put in its place."""
+    """`Linear` with a full disk when one of its checkpoints is committed."""
 
     def __init__(self, step, monkeypatch, **arguments):
-        """The step is that checkpoint's."""
+        """Takes the step of that checkpoint."""
         super().__init__(verbose=False, **arguments)
         commit = folder.commit
 
@@ -571,7 +524,7 @@ class Failing(Linear):
 
 
 def failed(path, last):
-    """The whole message."""
+    """The complete error message."""
     saved = f"The last good checkpoint is {last}." if last else "There is no earlier one."
     return (
         f"Could not write checkpoint {path}: [Errno 28] No space left on device. {saved} Make sure that "
@@ -584,8 +537,8 @@ def failed(path, last):
 def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
     tmp_path, monkeypatch, asynchronous
 ):
-    """At once, or of a thread at the next save or the end of `train`; what was saved before stays, is
-    named, and is gone on from.
+    """The error comes at once, or from a thread at the next save or the end of `train`. It names the
+    last good checkpoint, from which the run then resumes.
     """
     trainer = Failing(
         4,
@@ -611,7 +564,7 @@ def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
 
 
 def test_an_error_of_the_last_save_is_raised_by_train(tmp_path, monkeypatch):
-    """A thread's too: `train` waits for it."""
+    """`train` waits for the thread that writes the last checkpoint."""
     trainer = Failing(3, monkeypatch, model_dir=tmp_path, async_checkpoint=True)
     with pytest.raises(CheckpointError) as error:
         trainer.train(slopes(1.0), steps=3, global_batch=1)
@@ -620,11 +573,11 @@ def test_an_error_of_the_last_save_is_raised_by_train(tmp_path, monkeypatch):
     assert list(tmp_path.glob("ckpt*")) == []
 
 
-# What stands in the files.
+# What the files contain.
 
 
-def test_a_checkpoint_can_be_read_by_people(tmp_path):
-    """`run.json` says of what run it is, where that stands, and what the files are."""
+def test_a_manifest_describes_the_run(tmp_path):
+    """`run.json` holds the settings of the run, its progress, and the files of the checkpoint."""
     trainer = Linear(model_dir=tmp_path, seed=5, loss_scale=8.0, verbose=False)
     trainer.train(slopes(1.0, 2.0), steps=3, global_batch=2)
     path = tmp_path / "ckpt-3"
@@ -674,12 +627,12 @@ def test_a_checkpoint_can_be_read_by_people(tmp_path):
 
 
 def lines_of(path):
-    """The lines of a log."""
+    """The lines of a file, with their newlines."""
     return path.read_text().splitlines(keepends=True)
 
 
-def test_a_log_is_taken_back_with_the_run(tmp_path):
-    """Lines of later steps go, torn ones go, those about recoveries stay; the rest is untouched."""
+def test_the_log_is_rewound_with_the_run(tmp_path):
+    """Lines of later steps and partial lines are removed; "recovery" lines and all others stay."""
     files = RunWriters(tmp_path)
     path = tmp_path / "metrics.jsonl"
     files.rewind(3)
@@ -693,8 +646,8 @@ def test_a_log_is_taken_back_with_the_run(tmp_path):
         '{"step": 2, "split": "skip"}\n',
     ]
     go = ['{"step": 4, "split": "train"}\n', '{"step": 30, "split": "skip"}\n']
-    # Of two processes that were killed while they wrote: the first tore a line, which the second
-    # wrote on.
+    # Two processes were killed while writing: the first left a partial line, to which the second
+    # appended.
     torn = ['{"step": 2, "spl{"step": 2, "split": "train"}\n', '{"step": 1, "split": "train"']
     path.write_text("".join([stay[0], go[0], stay[1], torn[0], stay[2], go[1], stay[3], torn[1]]))
     files.rewind(3)
@@ -711,8 +664,8 @@ def test_a_log_is_taken_back_with_the_run(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_that_is_taken_up_logs_each_step_once(tmp_path):
-    """Though it was killed after it had logged steps that it had not saved."""
+def test_a_resumed_run_logs_each_step_once(tmp_path):
+    """Steps that were logged but not saved before the process was killed are not logged twice."""
     arguments = {"model_dir": tmp_path, "log_interval": 1, "steps_per_loop": 1, "verbose": False}
     Linear(**arguments).train(slopes(1.0), steps=2, global_batch=1)
     with (tmp_path / "metrics.jsonl").open("a") as lines:

@@ -1,4 +1,4 @@
-"""`init_from`: a new run that begins with the weights of an old one, and with nothing else of it."""
+"""`init_from`: a new run starts from the weights of an old one, and from nothing else of it."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from helpers import Linear, copies, linear_model, slopes
 import scaling
 from trainer.checkpoint import folder
 
-# Of Keras, which reads its variables as NumPy 2 does not want it.
+# Keras converts its variables in a way that NumPy 2 warns about.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"
 )
@@ -22,18 +22,18 @@ DATA = {"x": ROWS, "slope": ROWS[:, 0]}
 
 
 class Deep(Linear):
-    """A layer, BatchNorm, Dropout and a layer; an optimizer with momentum, average and schedule."""
+    """A model with BatchNorm and Dropout; an optimizer with momentum, average and schedule."""
 
     units = 4
 
     def __init__(self, **arguments):
-        """A rule that moves."""
+        """With a rule that changes its scale."""
         rule = scaling.DynamicLossScale(2.0**3, growth_interval=1)
         settings = {"loss_scale": rule, "verbose": False, "jit_compile": False}
         super().__init__(**settings | arguments)
 
     def build_model(self):
-        """See there."""
+        """A dense layer, BatchNorm, Dropout and a dense layer."""
         return keras.Sequential(
             [
                 keras.Input([3]),
@@ -45,28 +45,28 @@ class Deep(Linear):
         )
 
     def build_optimizer(self):
-        """See there."""
+        """SGD with momentum, a moving average and a schedule."""
         rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
         return keras.optimizers.SGD(rate, momentum=0.9, use_ema=True, ema_momentum=0.5)
 
     def weights(self):
-        """Every weight, on the first replica."""
+        """Every weight on the first replica."""
         return [copies(variable)[0] for variable in self.model.weights]
 
     def started(self):
-        """Builds it as the first batch would."""
+        """Builds the trainer as for its first batch."""
         self._start(tf.nest.map_structure(tf.constant, DATA))
         return self
 
 
 def evaluated(trainer):
-    """What an evaluation in float32 comes to."""
+    """The results of an evaluation in float32."""
     return trainer.evaluate(DATA, global_batch=8)
 
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """A run of some steps, evaluated and exported in every way there is."""
+    """A short run, evaluated and exported in every possible way."""
     keras.utils.set_random_seed(0)
     path = tmp_path_factory.mktemp("old")
     trainer = Deep(model_dir=path / "run", checkpoint_interval=2, keep_best=1, seed=3)
@@ -77,7 +77,7 @@ def old(tmp_path_factory):
 
 
 def assert_only_weights(trainer, weights):
-    """Raises unless a trainer has some weights and is at the very beginning else."""
+    """Checks that a trainer has these weights and is otherwise at its beginning."""
     for ours, theirs in zip(trainer.weights(), weights, strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
     assert trainer.totals.attempted == 0
@@ -91,13 +91,13 @@ def assert_only_weights(trainer, weights):
 @pytest.mark.parametrize(
     "what", ["run/ckpt-4", "run", "plain.keras", "some.weights.h5", "run/best/step-4/model.keras"]
 )
-def test_only_the_weights_are_taken_over(old, tmp_path, what):
-    """From a checkpoint, a `model_dir`, or a file of Keras weights: statistics of layers too; slots,
-    averages, counts and scale begin anew, and so does the random seed.
+def test_only_the_weights_are_loaded(old, tmp_path, what):
+    """Weights and layers' statistics come from a checkpoint, a `model_dir` or a file of Keras
+    weights. Slots, averages, counts, scale and the random seed start over.
     """
     path, trainer = old
     weights = trainer.weights()
-    if "best" in what:  # which are the averages, as they were evaluated
+    if "best" in what:  # a best model holds the averaged weights
         averages = [v for v in trainer.optimizer.variables if v.path.endswith("_average")]
         trained = {variable.path for variable in trainer.model.trainable_variables}
         for place, variable in enumerate(trainer.model.weights):
@@ -111,8 +111,8 @@ def test_only_the_weights_are_taken_over(old, tmp_path, what):
     assert evaluated(new) == evaluated(Deep(init_from=str(path / what), seed=10).started())
 
 
-def test_the_checkpoint_that_is_named_is_taken_and_of_a_run_the_newest(old):
-    """Each has other weights."""
+def test_a_named_checkpoint_is_used_and_otherwise_the_newest(old):
+    """A path to `ckpt-STEP` selects that checkpoint; a path to a run selects its newest."""
     path, _ = old
     early = Deep(init_from=path / "run" / "ckpt-2").started().weights()
     late = Deep(init_from=path / "run" / "ckpt-4").started().weights()
@@ -122,8 +122,8 @@ def test_the_checkpoint_that_is_named_is_taken_and_of_a_run_the_newest(old):
     assert not any(np.array_equal(one, other) for one, other in zip(early, late, strict=True))
 
 
-def test_a_folder_of_the_best_models_is_taken_too(old, tmp_path):
-    """Of a Keras model as of a `tf.Module`, by the folder's name."""
+def test_the_folder_of_a_best_model_is_accepted(old, tmp_path):
+    """The folder of a Keras model or of a `tf.Module`."""
     path, _ = old
     by_folder = Deep(init_from=path / "run" / "best" / "step-4").started()
     by_file = Deep(init_from=path / "run" / "best" / "step-4" / "model.keras").started()
@@ -142,39 +142,39 @@ def test_a_folder_of_the_best_models_is_taken_too(old, tmp_path):
 
 
 class Plain(tf.Module):
-    """A model without Keras, with something that is not trained."""
+    """A model without Keras, with one trainable and one other variable."""
 
     def __init__(self, name="fixed"):
-        """The latter's name."""
+        """Takes the attribute name of the other variable."""
         super().__init__()
         self.weight = tf.Variable([[1.0]])
         setattr(self, name, tf.Variable(1.0, trainable=False, name="any"))
 
     def __call__(self, x):
-        """Linear."""
+        """A linear function."""
         return x @ self.weight
 
 
 class OfModule(Linear):
-    """Trains it."""
+    """Trains a `Plain`."""
 
     attribute = "fixed"
 
     def build_model(self):
-        """See there."""
+        """A `tf.Module`."""
         return Plain(self.attribute)
 
     def compute_loss(self, batch, training):
-        """As `Linear`'s."""
+        """The same as in `Linear`."""
         return self.model(batch["x"])[:, 0] * batch["slope"]
 
     def on_train_begin(self):
-        """What is not trained is changed by hand."""
+        """Sets the variable that is not trained."""
         self.model.fixed.assign(7.0)
 
 
 def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
-    """Values are found by attributes; one that finds none would keep what it began with."""
+    """Values are found by attribute names; a variable without one would keep its initial value."""
 
     class Renamed(OfModule):
         attribute = "renamed"
@@ -190,8 +190,8 @@ def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
         assert "<tf.Variable 'any:0' shape=() dtype=float32, numpy=1.0>" in str(error.value)
 
 
-def test_a_checkpoint_in_model_dir_wins(old, tmp_path):
-    """So the same command, with `init_from`, goes on where it was left; the old run may be gone."""
+def test_a_checkpoint_in_model_dir_takes_precedence(old, tmp_path):
+    """The same command with `init_from` resumes its own run, even if the old run has been deleted."""
     path, _ = old
     shutil.copytree(path / "run" / "ckpt-2", tmp_path / "old")
     arguments = {"model_dir": tmp_path / "new", "init_from": tmp_path / "old", "seed": 4}
@@ -209,8 +209,8 @@ def test_a_checkpoint_in_model_dir_wins(old, tmp_path):
 
 @pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("what", ["run", "plain.keras"])
-def test_weights_are_taken_into_another_precision(old, precision, what):
-    """They are float32 in each."""
+def test_weights_are_loaded_into_another_precision(old, precision, what):
+    """Weights are float32 in every precision."""
     path, trainer = old
     new = Deep(init_from=path / what, precision=precision).started()
 
@@ -220,7 +220,7 @@ def test_weights_are_taken_into_another_precision(old, precision, what):
 
 @pytest.mark.parametrize("what", ["run", "plain.keras", "some.weights.h5"])
 def test_every_replica_gets_the_weights(old, mirrored, what):
-    """Each its copy; the old run had one."""
+    """Each replica gets a copy, although the old run had one replica."""
     path, trainer = old
     new = Deep(init_from=path / what, strategy=mirrored(2)).started()
 
@@ -231,23 +231,23 @@ def test_every_replica_gets_the_weights(old, mirrored, what):
 
 
 class Wider(Deep):
-    """Does not fit."""
+    """A model of another shape."""
 
     units = 5
 
 
 def refused(trainer, argument="init_from"):
-    """Returns the message with which a trainer refuses to start."""
+    """Returns the message of the error when a trainer starts."""
     with pytest.raises(ValueError, match=f"`{argument}`") as error:
         trainer.started()
     assert trainer._started is False
     return str(error.value)
 
 
-def test_a_checkpoint_of_another_model_does_not_fit(old):
-    """The first variable that differs is named, with both shapes."""
+def test_a_checkpoint_of_another_model_is_refused(old):
+    """The error names the first variable that differs, with both shapes."""
     path, _ = old
-    told = refused(Wider(init_from=path / "run"))
+    message = refused(Wider(init_from=path / "run"))
     names = r"sequential(_\d+)?/dense(_\d+)?/kernel"
 
     assert re.fullmatch(
@@ -263,22 +263,22 @@ def test_a_checkpoint_of_another_model_does_not_fit(old):
             "same shape and dtype. Use another init_from, or None to start from newly initialized "
             "weights."
         ),
-        told,
+        message,
     )
 
 
 @pytest.mark.parametrize("what", ["plain.keras", "some.weights.h5"])
-def test_a_file_of_another_model_does_not_fit(old, what):
-    """Keras says what does not; the message says what to do."""
+def test_a_file_of_another_model_is_refused(old, what):
+    """The error contains what Keras says, and what to do."""
     path, _ = old
-    told = refused(Wider(init_from=path / what))
+    message = refused(Wider(init_from=path / what))
     keras.utils.set_random_seed(0)
     with pytest.raises(ValueError, match="hape") as keras_says:
         Wider().started().model.load_weights(path / what)
 
-    # Keras numbers layers through.
+    # Keras numbers layers within a process.
     numbers = re.compile(r"_\d+\b")
-    assert numbers.sub("", told) == numbers.sub(
+    assert numbers.sub("", message) == numbers.sub(
         "",
         f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}: "
         f"{str(keras_says.value).rstrip('. ')}. Every weight needs a saved value of its shape. Use "
@@ -287,25 +287,25 @@ def test_a_file_of_another_model_does_not_fit(old, what):
 
 
 @pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "a.txt"])
-def test_a_file_of_something_else_does_not_fit(tmp_path, name):
-    """Whatever error Keras has for it."""
+def test_a_file_without_weights_is_refused(tmp_path, name):
+    """Every kind of error that Keras raises is turned into ours."""
     (tmp_path / name).write_text("nonsense")
-    told = refused(Deep(init_from=tmp_path / name))
+    message = refused(Deep(init_from=tmp_path / name))
 
-    assert told.startswith(
+    assert message.startswith(
         f"`init_from` must be a file of weights that fit this model; got {str(tmp_path / name)!r}: "
     )
-    assert told.endswith(
+    assert message.endswith(
         ". Every weight needs a saved value of its shape. Use another file, or None to start from "
         "newly initialized weights."
     )
 
 
-def test_there_must_be_something_to_begin_with(old, tmp_path):
-    """Neither an empty folder nor a name that leads nowhere; a file is for Keras models."""
+def test_init_from_must_lead_to_weights(old, tmp_path):
+    """An empty folder, a path that does not exist, and a Keras file for a `tf.Module` are refused."""
     path, _ = old
 
-    def told(where):
+    def message_for(where):
         return (
             "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras model) a "
             f"file of Keras weights; got {str(where)!r}. No weights were found there. Use for instance "
@@ -313,15 +313,15 @@ def test_there_must_be_something_to_begin_with(old, tmp_path):
         )
 
     for where in (tmp_path, tmp_path / "nowhere"):
-        assert refused(Deep(init_from=where)) == told(where)
+        assert refused(Deep(init_from=where)) == message_for(where)
     module = OfModule(init_from=path / "plain.keras", verbose=False)
     with pytest.raises(ValueError, match="init_from") as error:
         module.train(slopes(1.0), steps=1, global_batch=1)
-    assert str(error.value) == told(path / "plain.keras")
+    assert str(error.value) == message_for(path / "plain.keras")
 
 
-def test_a_damaged_checkpoint_is_none_to_begin_with(old, tmp_path):
-    """Of a run the newest sound one is taken; if that is named, or there is none, it is an error."""
+def test_damaged_checkpoints_are_not_used(old, tmp_path):
+    """The newest undamaged checkpoint of a run is used; naming a damaged one is an error."""
     path, _ = old
     run = shutil.copytree(path / "run", tmp_path / "run")
     (run / "ckpt-4" / "variables.index").write_bytes(b"")
@@ -337,8 +337,8 @@ def test_a_damaged_checkpoint_is_none_to_begin_with(old, tmp_path):
     )
 
 
-def test_a_model_that_is_small_can_begin_with_the_weights_of_a_linear_one(tmp_path):
-    """Whatever optimizer the old run had."""
+def test_the_old_run_may_have_another_optimizer(tmp_path):
+    """Only the weights are read, so the optimizers need not match."""
     Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=3, global_batch=1)
 
     class WithAdam(Linear):

@@ -1,4 +1,4 @@
-"""The data contract: the same examples, whatever they come in."""
+"""The data that a trainer accepts: datasets, functions and arrays give the same batches."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def rows(dataset):
 
 
 def test_arrays_keep_their_order_or_are_shuffled_in_every_epoch():
-    """Without a seed arrays stay in order; with one, every epoch has all examples in a new order."""
+    """Without a seed arrays keep their order; with one, every epoch has a new order."""
     strategy = tf.distribute.get_strategy()
     plain = batches({"x": X}, "data", strategy, global_batch=4)
     shuffled = batches({"x": X}, "data", strategy, global_batch=4, shuffle_seed=1)
@@ -33,8 +33,8 @@ def test_arrays_keep_their_order_or_are_shuffled_in_every_epoch():
     assert [len(batch) for batch in passes] == [4, 4, 2, 4, 4, 2]
 
 
-def test_the_order_is_that_of_the_seed_and_of_nothing_else():
-    """L12: TensorFlow's global seed, which a trainer sets when it builds its model, has no part in it."""
+def test_the_order_depends_on_the_seed_only():
+    """L12: TensorFlow's global seed, which a trainer sets to build its model, has no influence."""
 
     def order(seed):
         found = batches(
@@ -50,7 +50,7 @@ def test_the_order_is_that_of_the_seed_and_of_nothing_else():
 
 
 def test_data_that_ends_is_repeated():
-    """Short last batches come round again with every epoch."""
+    """A short last batch is repeated in every epoch."""
     found = batches({"x": X}, "data", tf.distribute.get_strategy(), global_batch=4)
     sizes = [len(batch) for batch in rows(repeat_forever(found).take(7))]
 
@@ -59,7 +59,7 @@ def test_data_that_ends_is_repeated():
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_function_of_an_input_context(mirrored, replicas):
-    """It returns per-replica batches, as TensorFlow has it; together they are the global batch."""
+    """The function returns per-replica batches, which are joined to global batches."""
 
     def make(context):
         assert context.num_replicas_in_sync == replicas
@@ -75,7 +75,7 @@ def test_a_function_of_an_input_context(mirrored, replicas):
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "endless", "function"])
 def test_every_kind_of_data_trains(kind):
-    """5 epochs of 10 examples, one a step at a time: the weight falls by 1 a step."""
+    """5 epochs of 10 examples in batches of 2 are 25 steps, each of which lowers the weight by 1."""
     arrays = {"x": np.ones([10, 1], np.float32), "slope": np.ones(10, np.float32)}
     dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(2)
     data, arguments = {

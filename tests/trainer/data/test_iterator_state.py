@@ -1,4 +1,4 @@
-"""L12, the data: a run that is taken up again sees the batches that it would have seen."""
+"""L12: a resumed run sees the same batches as an uninterrupted one."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ PASS = 3  # batches in a pass of most pipelines
 
 
 def shuffled():
-    """Twelve numbers in another order in each pass."""
+    """Twelve numbers in a new order in each pass."""
     return Dataset.range(12).shuffle(12, seed=1)
 
 
@@ -34,7 +34,7 @@ def one_more(number):
 
 
 def text_files(folder_path):
-    """Two text files, a number a line."""
+    """Writes two text files with one number per line."""
     for file in range(2):
         lines = "\n".join(str(100 * file + line) for line in range(7))
         (folder_path / f"numbers-{file}").write_text(lines)
@@ -48,12 +48,12 @@ def read_lines(path):
 
 
 def table():
-    """A table to look numbers up in."""
+    """A lookup table."""
     numbers = tf.range(12, dtype=tf.int64)
     return tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(numbers, 3 * numbers), -1)
 
 
-# Of a folder with files to read. Those first are run in another process, too.
+# Functions of a pattern of files to read. The first four also run in another process.
 PIPELINES = {
     "shuffle, batch, map": lambda _: shuffled().batch(4).map(one_more),
     "shuffle, batch, prefetch": lambda _: shuffled().batch(4).prefetch(AUTOTUNE),
@@ -136,13 +136,13 @@ BETWEEN_PROCESSES = list(PIPELINES)[:4]
 
 @pytest.fixture
 def files(tmp_path):
-    """What a pipeline may read."""
+    """The pattern of the files that a pipeline may read."""
     return text_files(tmp_path)
 
 
-def begin(dataset, way="exact"):
-    """A position at the beginning, as a run has it, that has read the first batch beforehand."""
-    return DataPosition(batches(dataset, "train_data", tf.distribute.get_strategy()), way)
+def begin(dataset, resume_mode="exact"):
+    """The position at the start of a run, after the first batch has been read in advance."""
+    return DataPosition(batches(dataset, "train_data", tf.distribute.get_strategy()), resume_mode)
 
 
 def take(position, count):
@@ -159,7 +159,7 @@ def take(position, count):
 
 
 def write(position, path):
-    """Saves a position; returns where."""
+    """Saves a position in a new folder and returns the folder."""
     path.mkdir()
     position.write(str(path))
     return path
@@ -167,8 +167,8 @@ def write(position, path):
 
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_a_position_is_exact(tmp_path, files, name, full):
-    """L12: saved after any batch, also where a stage that fetches ahead has come to the end of the
-    pass, a pipeline that is built anew goes on with the same batches, into the passes to come.
+    """L12: after any number of batches, even when a stage has read ahead to the end of the pass, a
+    newly built pipeline continues with the same batches, in later passes too.
     """
     make = PIPELINES[name]
     for taken in range(4 * PASS) if full else (1, PASS - 1, PASS, PASS + 1, 3 * PASS + 1):
@@ -185,7 +185,7 @@ def test_a_position_is_exact(tmp_path, files, name, full):
 
 
 def test_saving_changes_nothing(tmp_path, files):
-    """A run that saves, and one that goes back, see what one that does neither sees."""
+    """Saving a position, or returning to one, does not change the batches."""
     make = PIPELINES["shuffle, batch, map"]
     undisturbed = take(begin(make(files)), 4 * PASS)
     saving = begin(make(files))
@@ -204,22 +204,22 @@ def test_saving_changes_nothing(tmp_path, files):
     assert seen[:PASS] != seen[PASS:]
 
 
-def test_a_pass_that_begins_while_it_is_saved_is_noticed(tmp_path, files, monkeypatch):
-    """Then both parts of the position are written again, until they belong together."""
+def test_a_pass_that_begins_during_a_save_is_noticed(tmp_path, files, monkeypatch):
+    """Both parts of the position are then written again until they match."""
     make = PIPELINES["shuffle, batch, map"]
     position = begin(make(files))
     take(position, 1)
     written = []
     write_iterator = DataPosition.write.__globals__["write_iterator"]
 
-    def disturbed(iterator, prefix):
+    def write_disturbed(iterator, prefix):
         found = write_iterator(iterator, prefix)
         written.append(pathlib.Path(prefix).name)
         if len(written) == 2:  # between the two
             take(position, PASS)
         return found
 
-    monkeypatch.setitem(DataPosition.write.__globals__, "write_iterator", disturbed)
+    monkeypatch.setitem(DataPosition.write.__globals__, "write_iterator", write_disturbed)
     path = write(position, tmp_path / "saved")
     expected = take(position, 3 * PASS)
     after = begin(make(files))
@@ -230,8 +230,8 @@ def test_a_pass_that_begins_while_it_is_saved_is_noticed(tmp_path, files, monkey
 
 
 @pytest.mark.slow
-def test_another_process_goes_on_with_the_same_batches(tmp_path, files):
-    """What a pipeline keeps is in the files and nowhere else."""
+def test_another_process_continues_with_the_same_batches(tmp_path, files):
+    """The saved files hold everything that a pipeline needs."""
     expected = {}
     for name in BETWEEN_PROCESSES:
         position = begin(PIPELINES[name](files))
@@ -240,7 +240,7 @@ def test_another_process_goes_on_with_the_same_batches(tmp_path, files):
         expected[name] = take(position, 3 * PASS)
     program = (
         "import json, sys, test_iterator_state as here\n"
-        "print(json.dumps(here.taken_up(*sys.argv[1:])))"
+        "print(json.dumps(here.batches_after_resume(*sys.argv[1:])))"
     )
     paths = [ROOT, ROOT / "tests", pathlib.Path(__file__).parent]
     told = subprocess.run(
@@ -256,9 +256,9 @@ def test_another_process_goes_on_with_the_same_batches(tmp_path, files):
     assert json.loads(told.stdout.splitlines()[-1]) == expected
 
 
-def taken_up(files, path):
-    """What the other process does: takes up every position that was left."""
-    tf.keras.utils.set_random_seed(0)  # shuffles depend on it, and every test has this one
+def batches_after_resume(files, path):
+    """Restores every saved position; called in the other process."""
+    tf.keras.utils.set_random_seed(0)  # shuffles depend on it, and every test sets it to 0
     found = {}
     for name in BETWEEN_PROCESSES:
         position = begin(PIPELINES[name](files))
@@ -267,7 +267,7 @@ def taken_up(files, path):
     return found
 
 
-# What cannot be exact.
+# Pipelines that cannot be resumed exactly.
 
 
 def numbers_from_python():
@@ -386,12 +386,12 @@ REFUSED = {
 
 
 def captured_in_flat_map(dataset):
-    """A data set that is begun for each element of another."""
+    """A dataset that is started for each element of another."""
     return Dataset.range(3).flat_map(lambda _: dataset).batch(4)
 
 
 def not_exact(what, hint):
-    """The whole message."""
+    """The complete error message."""
     return (
         f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
         f"resumed run would see different data. {hint}To train on it anyway, pass "
@@ -402,7 +402,7 @@ def not_exact(what, hint):
 
 @contextlib.contextmanager
 def no_global_seed():
-    """As a process begins; a global seed would be every operation's."""
+    """Clears the global seed, as at the start of a process; it would give every operation a seed."""
     tf.random.set_seed(None)
     try:
         yield
@@ -411,8 +411,8 @@ def no_global_seed():
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_a_pipeline_that_could_not_go_on_is_refused(name):
-    """By the name of the operation that keeps a state of its own or draws without a seed."""
+def test_a_pipeline_that_cannot_be_resumed_exactly_is_refused(name):
+    """The error names the operation that keeps its own state or draws without a seed."""
     make, what, hint = REFUSED[name]
     with no_global_seed():
         dataset = make()
@@ -423,7 +423,7 @@ def test_a_pipeline_that_could_not_go_on_is_refused(name):
 
 
 def as_batches(dataset):
-    """What `Linear` is trained on: batches of one number, whose power of two is the slope."""
+    """Batches for `Linear` of one example: the slope is 2 to the power of the number."""
 
     def batch(number):
         return {"x": tf.ones([1, 1]), "slope": 2.0 ** tf.cast(tf.reshape(number, [1]), tf.float32)}
@@ -432,32 +432,32 @@ def as_batches(dataset):
 
 
 class Traced(Linear):
-    """Writes down what it was trained on: `seen`, one number a step."""
+    """Records the numbers it was trained on in `seen`, one per step."""
 
     def __init__(self, **arguments):
-        """One step a loop, whose end is looked at."""
+        """Runs one step per loop, because the weight is read at the end of a loop."""
         super().__init__(verbose=False, steps_per_loop=1, **arguments)
         self.seen = []
 
     def on_train_begin(self):
-        """Where it begins."""
+        """Records the initial weight."""
         self.before = self.weight
 
     def on_loop_end(self, step):
-        """The exponent of the slope."""
+        """Records the exponent of the slope."""
         self.seen.append(int(np.log2(self.before - self.weight)))
-        self.model.trainable_variables[0].assign([[0.0]])  # so that no bit is lost
+        self.model.trainable_variables[0].assign([[0.0]])  # so that nothing is rounded
         self.before = 0.0
 
 
 def from_python():
-    """Seven numbers from a generator, the same in each pass."""
+    """Seven numbers from a Python generator, the same in each pass."""
     signature = tf.TensorSpec([], tf.int64)
     return as_batches(Dataset.from_generator(lambda: iter(range(7)), output_signature=signature))
 
 
 def test_a_refused_pipeline_takes_no_step(tmp_path):
-    """It is refused before the first one, and not at all where nothing is saved, or not this."""
+    """It is refused before the first step, but accepted if no position would be saved."""
     trainer = Traced(model_dir=tmp_path)
     with pytest.raises(ValueError, match="train_data") as error:
         trainer.train(from_python(), steps=3)
@@ -476,9 +476,9 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
         assert trainer.seen == [0, 1, 2]
 
 
-def go_on(model_dir, make, way, stop=4, end=12):
-    """What a run sees that is stopped and taken up again, after it was."""
-    arguments = {"model_dir": model_dir, "data_resume": way}
+def resumed(model_dir, make, data_resume, stop=4, end=12):
+    """The numbers that a run sees after it has been stopped and resumed."""
+    arguments = {"model_dir": model_dir, "data_resume": data_resume}
     Traced(**arguments).train(make(), steps=stop)
     trainer = Traced(**arguments)
     trainer.train(make(), steps=end)
@@ -486,27 +486,27 @@ def go_on(model_dir, make, way, stop=4, end=12):
 
 
 def test_batches_that_were_taken_can_be_skipped(tmp_path):
-    """Then a generator that is the same each time gives what it would have given; shuffled too."""
-    assert go_on(tmp_path / "a", from_python, "skip") == [4, 5, 6, 0, 1, 2, 3, 4]
+    """With "skip", a repeatable generator continues with the same batches, also when shuffled."""
+    assert resumed(tmp_path / "a", from_python, "skip") == [4, 5, 6, 0, 1, 2, 3, 4]
 
     def shuffled_from_python():
         return from_python().shuffle(7, seed=1)
 
     whole = Traced()
     whole.train(shuffled_from_python(), steps=12)
-    assert go_on(tmp_path / "b", shuffled_from_python, "skip") == whole.seen[4:]
+    assert resumed(tmp_path / "b", shuffled_from_python, "skip") == whole.seen[4:]
     facts = folder.read_manifest(tmp_path / "b" / "ckpt-12")
     assert (facts["data_resume"], facts["batches_taken"]) == ("skip", 12)
     assert not [name for name in facts["files"] if name.startswith(("data", "counts"))]
 
 
-def test_data_can_begin_anew(tmp_path):
-    """A run that is taken up again begins a new pass."""
-    assert go_on(tmp_path, from_python, "restart") == [0, 1, 2, 3, 4, 5, 6, 0]
+def test_data_can_start_over(tmp_path):
+    """With "restart", a resumed run begins a new pass."""
+    assert resumed(tmp_path, from_python, "restart") == [0, 1, 2, 3, 4, 5, 6, 0]
 
 
-def test_skipping_begins_anew_when_a_run_goes_back(tmp_path):
-    """Within a process the batches taken so far are none of those to be dropped."""
+def test_skipping_starts_over_when_a_run_rolls_back(tmp_path):
+    """Within a process, the data are read from the beginning to reach an earlier position."""
     position = begin(Dataset.range(12).batch(1), "skip")
     take(position, 5)
     position.read(tmp_path, 3)
@@ -517,8 +517,8 @@ def test_skipping_begins_anew_when_a_run_goes_back(tmp_path):
     assert (take(position, 1), position.taken) == ([[[7]]], 8)
 
 
-def test_a_run_goes_on_through_its_pipeline(tmp_path):
-    """L12: an epoch has every example once, also the one in which it was stopped."""
+def test_a_resumed_epoch_has_every_example_once(tmp_path):
+    """L12: every epoch has each example once, also the epoch in which the run was stopped."""
 
     def make():
         return as_batches(Dataset.range(6).shuffle(6, seed=5)).prefetch(2)
@@ -527,12 +527,12 @@ def test_a_run_goes_on_through_its_pipeline(tmp_path):
     whole.train(make(), steps=18)
     assert [sorted(whole.seen[start:][:6]) for start in (0, 6, 12)] == [list(range(6))] * 3
     for stop in (4, 5, 6, 7):
-        seen = go_on(tmp_path / str(stop), make, "exact", stop=stop, end=18)
+        seen = resumed(tmp_path / str(stop), make, "exact", stop=stop, end=18)
         assert seen == whole.seen[stop:], f"stopped at {stop}"
 
 
-def test_two_calls_are_one(tmp_path):
-    """The same data go on in a second call of `train`, whatever they are; others begin."""
+def test_two_calls_of_train_continue_in_the_data(tmp_path):
+    """A second call of `train` with the same data continues in it; other data start over."""
     arrays = slopes(*[2.0**power for power in range(5)])
     pipeline = as_batches(Dataset.range(5).shuffle(5, seed=2))
     for data, arguments in ((arrays, {"global_batch": 1}), (pipeline, {}), (from_python(), {})):
@@ -540,7 +540,7 @@ def test_two_calls_are_one(tmp_path):
         once.train(data, steps=12, **arguments)
         twice.train(data, steps=7, **arguments)
         twice.train(data, steps=12, **arguments)
-        if data is pipeline:  # whose shuffles count on, from run to run
+        if data is pipeline:  # its shuffle counts passes across runs
             assert sorted(twice.seen[:5]) == sorted(twice.seen[5:10]) == list(range(5))
         else:
             assert twice.seen == once.seen
@@ -554,11 +554,11 @@ def test_two_calls_are_one(tmp_path):
     assert other.seen == [0, 1, 6, 7, 0, 1]
 
 
-# What was saved does not fit.
+# Saved positions that do not match.
 
 
-def test_a_position_that_was_not_saved_cannot_be_gone_to(tmp_path):
-    """A run that skipped, or began anew, has none."""
+def test_a_position_that_was_not_saved_cannot_be_restored(tmp_path):
+    """A run with another resume mode has saved no position."""
 
     def make():
         return as_batches(Dataset.range(5))
@@ -573,8 +573,8 @@ def test_a_position_that_was_not_saved_cannot_be_gone_to(tmp_path):
     )
 
 
-def test_a_position_of_another_pipeline_cannot_be_gone_to(tmp_path):
-    """TensorFlow says that a stage has none."""
+def test_the_position_of_another_pipeline_cannot_be_restored(tmp_path):
+    """TensorFlow reports a stage without a saved state, and the error says what to do."""
     before = begin(Dataset.range(12).batch(4))
     path = write(before, tmp_path / "saved")
     with pytest.raises(ValueError, match="train_data") as error:

@@ -1,0 +1,154 @@
+"""Files and folders that are written completely or not at all."""
+
+import os
+import pathlib
+
+import pytest
+
+from trainer.base.atomic_files import (
+    begin_folder,
+    clean_up_folders,
+    discard_folder,
+    flush_to_disk,
+    publish_folder,
+    unfinished,
+    write_atomically,
+)
+
+
+def publish(path, **files):
+    """Writes a folder with these files, by name, and publishes it."""
+    folder = begin_folder(path)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    publish_folder(path)
+
+
+def contents(path):
+    """The files under a path with their text, by name."""
+    return {
+        file.relative_to(path).as_posix(): file.read_text()
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_a_file_is_written_with_its_folders_and_replaced(tmp_path):
+    """Missing parent folders are created, an old file is replaced, and nothing else is left."""
+    path = tmp_path / "deep" / "er" / "notes.txt"
+    write_atomically(path, "first")
+    write_atomically(path, "second")
+
+    assert contents(tmp_path) == {"deep/er/notes.txt": "second"}
+
+
+def test_a_file_whose_writing_fails_keeps_its_old_text(tmp_path, monkeypatch):
+    """The old file is intact whether writing or renaming fails."""
+    path = tmp_path / "notes.txt"
+    write_atomically(path, "old")
+    for method in ("write_text", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(pathlib.Path, method, fail)
+            with pytest.raises(OSError, match="No space left"):
+                write_atomically(path, "new")
+        assert path.read_text() == "old"
+
+
+def fail(*args):
+    """Stands for a full disk."""
+    del args
+    raise OSError(28, "No space left on device")
+
+
+def test_a_folder_appears_when_it_is_published(tmp_path):
+    """Until then it is at its temporary path only."""
+    path = tmp_path / "runs" / "ckpt-3"
+    folder = begin_folder(path)
+    (folder / "a").write_text("text")
+
+    assert folder == unfinished(path) == tmp_path / "runs" / "ckpt-3.tmp"
+    assert not path.exists()
+    publish_folder(path)
+    assert contents(tmp_path) == {"runs/ckpt-3/a": "text"}
+
+
+def test_a_published_folder_replaces_the_old_one(tmp_path):
+    """No file of the old folder, or of an earlier unfinished one, is left."""
+    path = tmp_path / "ckpt-3"
+    publish(path, a="old", b="old")
+    (begin_folder(path) / "c").write_text("from a killed process")
+    publish(path, a="new")
+
+    assert contents(tmp_path) == {"ckpt-3/a": "new"}
+
+
+def test_an_unfinished_folder_can_be_discarded(tmp_path):
+    """The published folder is unchanged, and discarding nothing is no error."""
+    path = tmp_path / "ckpt-3"
+    publish(path, a="old")
+    (begin_folder(path) / "a").write_text("new")
+    discard_folder(path)
+    discard_folder(tmp_path / "ckpt-4")
+
+    assert contents(tmp_path) == {"ckpt-3/a": "old"}
+
+
+def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
+    """Files and folders at any depth are flushed before the rename, and the parent folder after."""
+    events, fsync, rename = [], os.fsync, pathlib.Path.rename
+
+    def record_flush(handle):
+        events.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def record_rename(self, target):
+        events.append("renamed")
+        return rename(self, target)
+
+    path = tmp_path / "step-1"
+    folder = begin_folder(path)
+    (folder / "batch").mkdir()
+    (folder / "batch" / "shard").write_text("1")
+    (folder / "state").write_text("2")
+    monkeypatch.setattr(os, "fsync", record_flush)
+    monkeypatch.setattr(pathlib.Path, "rename", record_rename)
+    publish_folder(path)
+    flushed = [path / "batch", path / "batch" / "shard", path / "state", path]
+    inodes = [entry.stat().st_ino for entry in flushed]
+
+    assert events == [*inodes, "renamed", tmp_path.stat().st_ino]
+
+
+def test_clean_up_leaves_everything_else_alone(tmp_path):
+    """Published folders, folders with another prefix, and files are not touched."""
+    publish(tmp_path / "ckpt-3", a="text")
+    begin_folder(tmp_path / "ckpt-7")
+    begin_folder(tmp_path / "step-7")
+    (tmp_path / "notes.tmp").write_text("mine")
+    clean_up_folders(tmp_path, "ckpt")
+    clean_up_folders(tmp_path / "none", "ckpt")
+
+    assert {entry.name for entry in tmp_path.iterdir()} == {"ckpt-3", "step-7.tmp", "notes.tmp"}
+    assert contents(tmp_path / "ckpt-3") == {"a": "text"}
+
+
+def test_clean_up_completes_a_replacement(tmp_path):
+    """The old folder is moved back unless the new one is already in place."""
+    path, aside = tmp_path / "ckpt-3", tmp_path / "ckpt-3.old"
+    publish(path, a="old")
+    path.rename(aside)
+    clean_up_folders(tmp_path, "ckpt")
+    assert contents(tmp_path) == {"ckpt-3/a": "old"}
+
+    path.rename(aside)
+    (begin_folder(path) / "a").write_text("new")
+    unfinished(path).rename(path)
+    clean_up_folders(tmp_path, "ckpt")
+    assert contents(tmp_path) == {"ckpt-3/a": "new"}
+    assert not aside.exists()
+
+
+def test_flushing_what_does_not_exist_is_an_error(tmp_path):
+    """A missing path is not passed over."""
+    with pytest.raises(FileNotFoundError):
+        flush_to_disk(tmp_path / "none")

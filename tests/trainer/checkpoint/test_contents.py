@@ -1,0 +1,160 @@
+"""The variables in a checkpoint: how they are found, described, compared and read."""
+
+import types
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import Linear, linear_model, slopes
+
+import scaling
+from trainer.checkpoint.contents import (
+    Contents,
+    attributes_with_variables,
+    comparable_part,
+    describe,
+    first_difference,
+    read_variables,
+)
+
+
+def test_a_variable_without_a_value_is_an_error(tmp_path):
+    """A variable of the model or the trainer that the checkpoint does not have is named."""
+
+    class More(Linear):
+        def __init__(self, **arguments):
+            super().__init__(verbose=False, **arguments)
+            self.more = tf.Variable(3.0, name="more")
+
+    Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=1, global_batch=1)
+    with pytest.raises(ValueError, match="every variable") as error:
+        More(model_dir=tmp_path).train(slopes(1.0), steps=2, global_batch=1)
+
+    start, _, rest = str(error.value).partition(": ")
+    tensorflows, _, end = rest.partition("]. ")
+    assert start == f"`model_dir` must hold a value for every variable; got {tmp_path / 'ckpt-1'}"
+    assert "<tf.Variable 'more:0' shape=() dtype=float32, numpy=3.0>" in tensorflows
+    assert end == (
+        "Values are found by the names of attributes, and these variables would keep their initial "
+        "values. Give the model, the trainer and their layers the attributes that they had in that "
+        "run, or use another model_dir."
+    )
+
+
+def test_variables_are_described_by_name_dtype_and_shape():
+    """Variables of Keras and of TensorFlow, of any dtype, also with an unknown shape."""
+    described = describe(
+        [
+            linear_model(inputs=3).weights[0],
+            tf.Variable([1j], name="complex"),
+            tf.Variable("a", name="text"),
+            tf.Variable([1.0], shape=tf.TensorShape(None), name="any"),
+        ]
+    )
+
+    assert described[0].endswith("/kernel: float32 (3, 1)")
+    assert described[1:] == [
+        "complex:0: complex128 (1,)",
+        "text:0: string ()",
+        "any:0: float32 <unknown>",
+    ]
+
+
+def test_the_role_in_a_variables_name_is_compared():
+    """The last word of an optimizer's variable is compared, but not the number that Keras adds."""
+    assert comparable_part("nadam/variable_12: float32 ()", roles=True) == "variable: float32 ()"
+    assert comparable_part("momentum:0: float32 (2,)", roles=True) == "momentum: float32 (2,)"
+    assert comparable_part("sgd/a_velocity: float32 (2,)", roles=False) == "float32 (2,)"
+    ours, theirs = ["x/a_momentum: float32 ()"], ["y/b_velocity: float32 ()"]
+    assert first_difference(ours, theirs) is None
+    assert first_difference(ours, theirs, roles=True) == (
+        "variable 0 is x/a_momentum: float32 () in this run and y/b_velocity: float32 () in the "
+        "checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "difference"),
+    [
+        ([], [], None),
+        (["a: float32 (2,)"], ["b: float32 (2,)"], None),
+        (
+            ["a: float32 (2,)"],
+            ["b: float16 (2,)"],
+            "variable 0 is a: float32 (2,) in this run and b: float16 (2,) in the checkpoint",
+        ),
+        (
+            ["a: int64 ()", "b: int64 ()"],
+            ["a: int64 ()"],
+            "variable 1 is b: int64 () in this run and none in the checkpoint",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(ours, theirs, difference):
+    """Dtypes, shapes and the number of variables are compared, and both sides are given."""
+    assert first_difference(ours, theirs) == difference
+
+
+def test_attributes_with_variables_are_found_at_any_depth():
+    """Variables, layers and generators in containers are found; everything else is left out."""
+    layer = keras.layers.Dense(2)
+    layer.build([None, 3])
+    known = tf.Variable(1.0)
+    owner = types.SimpleNamespace(
+        plain=tf.Variable(2.0),
+        nested={"b": [tf.Variable(3.0), 7], "a": (layer,)},
+        generator=tf.random.Generator.from_seed(1),
+        model=known,
+        text="no variables",
+        empty=[],
+    )
+    holder = attributes_with_variables(owner, [known])
+
+    found = sorted(name for name in vars(holder) if not name.startswith("_"))
+    assert found == ["generator_0", "nested_0", "nested_2", "plain_0"]
+    assert holder.nested_2 is layer
+
+
+def contents_of(model, metric, scaler):
+    """The contents of a run with one model and one metric, on one replica."""
+    return Contents({"model": model}, scaler, {"mean": metric}, tf.distribute.get_strategy())
+
+
+def test_contents_are_read_back_bit_for_bit(tmp_path):
+    """Copies and the scale are restored only if asked for."""
+    model, metric = linear_model(), keras.metrics.Mean()
+    scaler = scaling.LossScaler(scaling.DynamicLossScale(2.0**4))
+    model.weights[0].assign([[0.1]])
+    metric.update_state(0.3)
+    contents_of(model, metric, scaler).write(str(tmp_path))
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {
+        "copies",
+        "scale",
+        "variables",
+    }
+
+    other, other_metric = linear_model(), keras.metrics.Mean()
+    other_scaler = scaling.LossScaler(scaling.DynamicLossScale(2.0**6))
+    contents = contents_of(other, other_metric, other_scaler)
+    contents.read(tmp_path, copies=False, scale=False)
+    assert other.weights[0].numpy().tobytes() == model.weights[0].numpy().tobytes()
+    assert float(other_metric.result()) == 0.0
+    assert float(other_scaler.loss_scale.numpy()) == 2.0**6
+
+    contents.read(tmp_path, copies=True, scale=True)
+    assert float(other_metric.result()) == float(metric.result()) > 0.0
+    assert float(other_scaler.loss_scale.numpy()) == 2.0**4
+    assert contents.differing == describe(metric.variables)
+
+
+@pytest.mark.parametrize("argument", ["model_dir", "init_from"])
+def test_the_error_names_the_argument(tmp_path, argument):
+    """The error names the argument that led to the folder, and suggests another one."""
+    tf.train.Checkpoint(one=tf.Variable(1.0)).write(str(tmp_path / "variables"))
+    with pytest.raises(ValueError, match="every variable") as error:
+        read_variables(tf.train.Checkpoint(other=tf.Variable(1.0)), tmp_path, argument)
+
+    assert str(error.value).startswith(
+        f"`{argument}` must hold a value for every variable; got {tmp_path}: "
+    )
+    assert str(error.value).endswith(f"in that run, or use another {argument}.")

@@ -1,0 +1,73 @@
+"""Probes that find the first inf or NaN in a model."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.replay.layer_probes import Probes, innermost_layers, probing
+
+
+def test_innermost_layers_contain_no_others():
+    """A nested model is replaced by its layers, and a recurrent layer is not entered."""
+    inner = keras.Sequential([keras.Input([3, 2]), keras.layers.LSTM(2, name="recurrent")])
+    model = keras.Sequential(
+        [keras.Input([3, 2]), inner, keras.layers.Dense(1, name="last")], name="outer"
+    )
+    names = [layer.name for layer in innermost_layers(model)]
+
+    assert [name for name in names if not name.startswith("input")] == ["recurrent", "last"]
+
+
+def checks(values):
+    """What probes find in x -> sqrt(x) at some values: forward and backward, by place."""
+
+    @tf.function(autograph=False)
+    def traced(x):
+        probes = Probes()
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            root = tf.sqrt(probes.watch(x, "the input", forward=False))
+            output = probes.watch(
+                {"root": root, "count": tf.constant(1)}, "the output", forward=True
+            )
+            loss = tf.reduce_sum(output["root"])
+        tape.gradient(loss, x)
+        return dict(probes.forward), dict(probes.backward)
+
+    return tf.nest.map_structure(lambda finite: bool(finite.numpy()), traced(tf.constant(values)))
+
+
+@pytest.mark.parametrize(
+    ("values", "output", "gradient"),
+    [([1.0, 4.0], True, True), ([1.0, 0.0], True, False), ([1.0, np.inf], False, True)],
+)
+def test_a_probe_sees_values_and_gradients(values, output, gradient):
+    """Values are checked going forward, gradients going back; an integer tensor is passed through."""
+    forward, backward = checks(values)
+
+    assert forward == {"the output": output}
+    assert backward == {
+        "the gradient of the output": True,
+        "the gradient of the input": gradient,
+    }
+
+
+def test_probed_layers_compute_what_they_computed_before():
+    """Inside the context every layer is probed by name; afterwards the layers are as they were."""
+    layers = [keras.layers.Dense(2, name="first"), keras.layers.Dense(1, name="second")]
+    model = keras.Sequential([keras.Input([3]), *layers])
+    x = tf.random.normal([4, 3])
+    expected, calls = model(x).numpy(), [layer.call for layer in layers]
+
+    @tf.function(autograph=False)
+    def probed(x):
+        with probing(model) as probes:
+            return model(x), dict(probes.forward)
+
+    outputs, finite = probed(x)
+
+    np.testing.assert_allclose(outputs.numpy(), expected, rtol=1e-6)
+    assert list(finite) == ["the output of layer 'first'", "the output of layer 'second'"]
+    assert all(bool(each.numpy()) for each in finite.values())
+    assert [layer.call for layer in layers] == calls

@@ -1,0 +1,123 @@
+"""L18: what the flight recorder keeps, and what it removes."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+from trainer.data.batches import untuned
+from trainer.replay.recorder import (
+    bytes_in,
+    copies_by_name,
+    read_record,
+    read_state,
+    write_state,
+)
+
+ALTERNATING = slopes(1.0, np.inf)  # every second step is skipped
+
+
+def run(model_dir, steps=8, **arguments):
+    """Trains in batches of one example; returns the records."""
+    settings = {"max_overflow_records": 2, "seed": 1, "verbose": False}
+    data = untuned(tf.data.Dataset.from_tensor_slices(ALTERNATING).batch(1))
+    Linear(model_dir=model_dir, **settings | arguments).train(data, steps=steps)
+    return sorted((model_dir / "overflows").iterdir())
+
+
+def names(records):
+    """The names of some records."""
+    return [path.name for path in records]
+
+
+def test_a_record_holds_the_batch_the_state_and_the_report(tmp_path):
+    """The batch and the weights are those of the skipped step, and `record.json` is plain JSON."""
+    [path] = run(tmp_path, steps=2)
+    record, dataset, state = read_record(path)
+    [batch] = dataset
+
+    assert sorted(names(path.iterdir())) == ["batch", "record.json", "state.npz"]
+    assert json.loads((path / "record.json").read_text())["step"] == record.step == 2
+    assert (record.loss_scale, record.in_float32, record.random_seed) == (1.0, False, 1)
+    assert record.setting["precision"] == "float32"
+    assert dataset.element_spec["slope"].shape.as_list() == [None]
+    assert batch["slope"].numpy().tolist() == [np.inf]
+    assert [array.tolist() for array in state.values()] == [[[0.0]]]
+
+
+def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
+    """A record that would be larger than `max_overflow_bytes` is not written."""
+    arguments = {"model_dir": tmp_path / "run", "verbose": False, "max_overflow_records": 9}
+    trainer = Linear(**arguments)
+    trainer.train(slopes(np.inf, 1.0), steps=5, global_batch=2)
+    assert [path.name for path in (tmp_path / "run" / "overflows").iterdir()] == ["step-00000001"]
+
+    small = Linear(**arguments | {"model_dir": tmp_path / "small", "max_overflow_bytes": 8})
+    small.train(slopes(np.inf, 1.0), steps=5, global_batch=2)
+    assert not (tmp_path / "small" / "overflows").exists()
+
+
+def test_a_record_that_is_too_large_is_reported(tmp_path, caplog):
+    """The warning says how large it would have been."""
+    with caplog.at_level("WARNING"):
+        Linear(
+            model_dir=tmp_path, verbose=False, max_overflow_records=1, max_overflow_bytes=8
+        ).train(slopes(np.inf, 1.0), steps=1, global_batch=2)
+
+    assert (
+        "The overflow at step 1 was not recorded: it needs 20 bytes, and max_overflow_bytes is 8."
+        in [record.getMessage() for record in caplog.records]
+    )
+
+
+def test_the_oldest_records_are_removed(tmp_path):
+    """All records together stay within `max_overflow_records` and `max_overflow_bytes`."""
+    records = run(tmp_path / "a")
+    size = bytes_in(records[:1])
+    kept = run(tmp_path / "b", max_overflow_bytes=int(1.5 * size))
+
+    assert names(records) == ["step-00000006", "step-00000008"]
+    assert names(kept) == ["step-00000008"]
+
+
+def test_the_newest_record_stays_even_if_an_older_one_has_a_later_step(tmp_path):
+    """A resumed run may return to earlier steps; age decides which record is removed."""
+    [*_, kept] = run(tmp_path)
+    later = kept.rename(kept.parent / "step-00000500")
+    os.utime(later)
+
+    assert names(run(tmp_path, steps=10)) == ["step-00000010", "step-00000500"]
+    assert names(run(tmp_path, steps=12)) == ["step-00000010", "step-00000012"]
+    assert not later.exists()
+
+
+def test_a_record_holds_no_code(tmp_path):
+    """Nothing in a record is a pickle, and arrays of objects are refused when it is read."""
+    [path] = run(tmp_path, steps=2)
+    np.savez(path / "state.npz", **{"0/0": np.array([{}], dtype=object)})
+    with pytest.raises(ValueError, match=r"`overflow` must be a folder that .* cannot be read"):
+        read_record(path)
+
+
+def test_a_state_is_written_back_to_the_same_variables_only():
+    """Values come back bit for bit; another number of variables, or another shape, is refused."""
+    strategy = tf.distribute.get_strategy()
+    variables = [tf.Variable([0.1, 0.2]), tf.Variable(3)]
+    state = read_state(variables, strategy)
+    for variable in variables:
+        variable.assign(tf.zeros_like(variable))
+    write_state(variables, state, strategy)
+
+    assert list(copies_by_name(variables, strategy)) == list(state) == ["0/0", "1/0"]
+    assert variables[0].numpy().tobytes() == np.float32([0.1, 0.2]).tobytes()
+    assert variables[1].numpy() == 3
+    with pytest.raises(ValueError, match="overflow") as error:
+        write_state([variables[0], tf.Variable([3])], state, strategy)
+    assert str(error.value) == (
+        "`overflow` must be a record of the same model on the same number of replicas; got one that "
+        "differs in variable copy '1/0', shape (). The step can only be replayed in the model that took "
+        "it. Use the trainer of that run."
+    )
