@@ -66,7 +66,7 @@ def read_manifest(path: pathlib.Path) -> Facts:
     """
     try:
         text = (path / MANIFEST).read_text()
-        facts = json.loads(text)
+        facts: Facts = json.loads(text)
         facts.pop("sha256")
         files = dict(facts["files"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

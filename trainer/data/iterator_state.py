@@ -91,8 +91,9 @@ class DataPosition:
 def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:
     """Writes the state of an iterator to files, and returns the bytes written."""
     tf.train.Checkpoint(iterator=iterator).write(prefix)
-    with tf.io.gfile.GFile(f"{prefix}.data-00000-of-00001", "rb") as written:
-        return written.read()
+    with tf.io.gfile.GFile(f"{prefix}.data-00000-of-00001", "rb") as file:
+        written: bytes = file.read()
+    return written
 
 
 def check_savable(dataset: tf.data.Dataset) -> str:
@@ -182,7 +183,7 @@ def first_unseeded(nodes: Iterable[Node]) -> str | None:
         if node.op.startswith(SEEDED):
             known = [numbers.get(name.split(":")[0]) for name in node.input]
             if known.count(0) >= 2:  # both seeds are 0, which means "none"
-                return node.op
+                return str(node.op)
     return None
 
 
@@ -244,7 +245,7 @@ def may_end(node: Node, by_name: Mapping[str, Node]) -> bool:
     """Returns whether a part of a pipeline may end, as far as its graph tells."""
     inputs = [by_name[name.partition(":")[0]] for name in node.input]
     if node.op.startswith("Repeat"):
-        return inputs[1].attr["value"].tensor.int64_val[:] != [-1]
+        return bool(inputs[1].attr["value"].tensor.int64_val[:] != [-1])  # -1 repeats forever
     if node.op.startswith("Random"):
         return False
     return not inputs or node.op.startswith("Take") or may_end(inputs[0], by_name)

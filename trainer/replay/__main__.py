@@ -27,12 +27,13 @@ def load(name: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`--trainer` must be module:Class; got {name!r}: {error}. The class is imported and "
             "called with the settings in the record. Use for instance --trainer=digits:Digits."
         ) from error
+    return loaded
 
 
 def main(argv: Sequence[str]) -> None:

@@ -31,8 +31,7 @@ class Probes:
             forward: whether to check the tensors themselves as well as their gradients.
         """
 
-        @tf.custom_gradient
-        def checked_identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
+        def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
             if forward:
                 self.forward.append((place, scaling.all_finite(tensor)))
 
@@ -46,7 +45,7 @@ class Probes:
             floating = tf.is_tensor(leaf) and leaf.dtype.is_floating
             # A tensor in the graph of a loop inside the layer cannot be used outside that loop.
             same_graph = tf.compat.v1.get_default_graph() is self.graph
-            return checked_identity(leaf) if floating and same_graph else leaf
+            return tf.custom_gradient(identity)(leaf) if floating and same_graph else leaf
 
         return tf.nest.map_structure(check, tree)
 

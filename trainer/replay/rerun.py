@@ -115,7 +115,7 @@ def first_nonfinite_place(
             finite, written = probed.run(microbatch_inputs(shared, index, values))
             nonfinite = np.flatnonzero(~finite.numpy())
             if nonfinite.size:
-                return probed.places[nonfinite[0]]
+                return probed.places[int(nonfinite[0])]
             values = with_written(values, written)
     return None
 
@@ -159,7 +159,9 @@ class ProbedPass:
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, inputs)
         weights = tf.TensorSpec([None], tf.float32)
         share = specs.share._replace(batch=self._spec, weights=weights)
-        return self._probed.get_concrete_function(specs._replace(share=share))(inputs)
+        traced = self._probed.get_concrete_function(specs._replace(share=share))
+        finite, written = traced(inputs)
+        return finite, written
 
 
 def any_batch_size(spec: tf.TensorSpec) -> tf.TensorSpec:

@@ -213,9 +213,9 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
     }
     if name in ("seed", "global_batch", "data"):
         keras.utils.set_random_seed(0)
-        anew = kind(**changes)
-        anew.train(train["data"], steps=END - SAVED_AT, global_batch=train["global_batch"])
-        assert trainer.moves == anew.moves
+        fresh = kind(**changes)
+        fresh.train(train["data"], steps=END - SAVED_AT, global_batch=train["global_batch"])
+        assert trainer.moves == fresh.moves
         # The new checkpoint counts the batches of the new data.
         assert folder.read_manifest(model_dir / "ckpt-9")["batches_taken"] == END - SAVED_AT
     else:

@@ -352,7 +352,7 @@ REFUSED = {
         "It is created by sample_from_datasets and choose_from_datasets: call repeat() on their inputs, "
         "or pass stop_on_empty_dataset=True. ",
     ),
-    "numbers drawn anew": (
+    "numbers redrawn in each pass": (
         lambda: (
             Dataset.random(seed=1, rerandomize_each_iteration=True)
             .take(9)
