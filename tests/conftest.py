@@ -18,7 +18,7 @@ import strategies
 TESTS = pathlib.Path(__file__).parent
 strategies.split_cpu(4)
 # No deadline: tracing makes the first example of a test slow, and no test measures time.
-for name, examples in (("default", 15), ("full", 60)):
+for name, examples in (("quick", 5), ("default", 15), ("full", 60)):
     settings.register_profile(
         name, deadline=None, derandomize=True, max_examples=examples, print_blob=False
     )
@@ -29,6 +29,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full", action="store_true", help="also run slow tests, and run random searches longer"
     )
+    parser.addoption("--quick", action="store_true", help="only fast tests: within 30 seconds")
     parser.addoption(
         "--regenerate",
         action="store_true",
@@ -38,7 +39,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Loads the Hypothesis profile."""
-    settings.load_profile("full" if config.getoption("--full") else "default")
+    if config.getoption("--full") and config.getoption("--quick"):
+        raise pytest.UsageError("--full and --quick exclude each other")
+    chosen = [name for name in ("full", "quick") if config.getoption(f"--{name}")]
+    settings.load_profile(chosen[0] if chosen else "default")
 
 
 # Numbers of replicas that only `--full` runs. By default one and three replicas are enough, in some
@@ -72,6 +76,53 @@ FIRST = (
     "conformance/test_examples.py",
     "trainer/replay/test_rerun.py",
 )
+
+
+# What `--quick` runs: unit tests, without files that start processes, train or take seconds to trace.
+QUICK = (
+    "conformance/test_layout.py",
+    "conformance/test_mirror.py",
+    "scaling",
+    "strategies",
+    "trainer/base",
+    "trainer/step",
+)
+NOT_QUICK = (
+    "trainer/base/test_keras_private.py",
+    "strategies/test_cluster.py",
+    "scaling/test_simulate.py",
+    "scaling/test_scaler.py",
+    "scaling/telemetry",
+    "scaling/rules/test_rule.py",
+    "scaling/rules/test_logmax.py",
+    "scaling/layerwise",
+    "scaling/rules/test_presets.py",
+    "strategies/test_capabilities.py",
+    "strategies/test_gather.py",
+    "strategies/test_launch.py",
+    "strategies/test_tpu.py",
+    "strategies/test_workers.py",
+    "trainer/base/test_autograph.py",
+    "trainer/base/test_tensorflow_startup.py",
+    "trainer/step/test_attempt.py",
+    "trainer/step/test_attempt_in_replica.py",
+    "trainer/step/test_batch_norm.py",
+    "trainer/step/test_checks.py",
+    "trainer/step/test_fused.py",
+    "trainer/step/test_measure.py",
+    "trainer/step/test_objective.py",
+    "trainer/step/test_randomness.py",
+    "trainer/step/test_xla.py",
+)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Does not even import other test files in a quick run."""
+    if not config.getoption("--quick") or collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(TESTS)
+    places = {path.as_posix(), *(parent.as_posix() for parent in path.parents)}
+    return None if places & set(QUICK) and not places & set(NOT_QUICK) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
