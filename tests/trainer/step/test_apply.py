@@ -13,7 +13,7 @@ from plans import Pair, keras_model, plan_of
 from trainer.step.apply import (
     apply_gradients,
     assign_held_back,
-    average_own_writes,
+    average_unsynchronized,
     optimizers_prepared,
 )
 
@@ -111,7 +111,7 @@ def test_own_writes_are_averaged(mirrored, moves):
             context = tf.distribute.get_replica_context()
             if moves:
                 variable.assign_add(tf.cast(context.replica_id_in_sync_group, tf.float32))
-            average_own_writes(before, plan)
+            average_unsynchronized(before, plan)
 
         strategy.run(replica)
 
