@@ -518,9 +518,8 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             DATASET.batch(4),
             {},
-            "`global_batch` must be None unless `train_data` is arrays; got 4. A dataset is "
-            "batched "
-            "already. Leave it out, or set it where the dataset is made.",
+            "`global_batch` must be None unless `train_data` is arrays; got 4. Datasets are "
+            "already batched. Leave global_batch out, or change the batch size of the dataset.",
         ),
         (
             (X, X),
@@ -556,15 +555,14 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             X,
             {},
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            "got a single tensor. Otherwise inputs and labels cannot be told apart. Override compute_loss(batch, "
-            "training), "
-            "or map the dataset to tuples.",
+            "got a single tensor. Otherwise inputs and labels cannot be told apart. Override "
+            "compute_loss(batch, training), or map the dataset to tuples.",
         ),
         (
             (X, X),
             {"steps": None},
-            "`steps` must be given if `epochs` is not; got steps=None, epochs=None. One of the two "
-            "says where the run ends. Pass exactly one.",
+            "`steps` must be given unless `epochs` is; got steps=None, epochs=None. One of the two "
+            "sets the length of the run. Pass exactly one.",
         ),
         (
             DATASET.batch(4).filter(lambda x, y: True),  # noqa: ARG005
