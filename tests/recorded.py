@@ -1,4 +1,4 @@
-"""Records of gradients for tests: step reports, and the file that a run would write of them."""
+"""Recorded gradients for tests: step reports, and the file that a run would write."""
 
 import json
 import types
@@ -11,11 +11,11 @@ from scaling.telemetry.record import read_record, record_line
 
 
 def step_reports(steps, gradients=(), first=1):
-    """Step reports as a run's log has them.
+    """Returns reports of steps, as a run passes them to its log.
 
     Args:
-        steps: for each (loss scale, cause, largest magnitude).
-        gradients: for each step its elements; by default the largest magnitude alone.
+        steps: (loss scale, cause, largest magnitude) of each step.
+        gradients: the elements of each step; by default only its largest magnitude.
         first: the first step's number.
     """
     scales, causes, magnitudes = zip(*steps, strict=True)
@@ -34,7 +34,7 @@ def step_reports(steps, gradients=(), first=1):
 
 
 def write_record(path, *reports, precision="mixed_float16", shares=1):
-    """A file with a line for each report, and another line in between, read again."""
+    """Writes a line for each report, after a line of another kind, and reads the record back."""
     lines = [json.dumps({"step": 1, "split": "train", "loss": 1.0})]
     lines += [json.dumps(record_line(each, precision, shares)) for each in reports]
     path.write_text("\n".join(lines) + "\n")

@@ -1,8 +1,8 @@
-"""Every state that a rule can reach, searched exhaustively, and what must hold in each.
+"""Exhaustive searches of the states of small rules, and what must hold in each state.
 
-A rule is a finite machine if its constants are small: its states are then visited all, from the
-first or from every one that the types allow. Where a counter has no end, or a state holds running
-means, the search goes to a stated depth, which `--full` doubles or so.
+A rule with small constants is a finite state machine, so all of its states can be visited, starting
+from the initial state or from every state that the field ranges allow. If a counter is unbounded or
+a state has running means, the search goes to a stated depth, which is larger with `--full`.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from scaling import Cause, Verdict
 FINITE = Verdict(True, Cause.NONE)
 BACKWARD, REDUCTION = (Verdict(False, cause) for cause in generators.CURABLE)
 INCURABLE = tuple(Verdict(False, cause) for cause in generators.INCURABLE)
-ALPHABET, REST = (FINITE, BACKWARD), (REDUCTION, *INCURABLE)
+ALPHABET, OTHERS = (FINITE, BACKWARD), (REDUCTION, *INCURABLE)
 
 
 class Move(NamedTuple):
-    """One transition: a state as numbers, the verdict, and the state after it."""
+    """A transition: the state before it as numbers, the verdict, and the state after it."""
 
     before: tuple
     verdict: Verdict
@@ -33,7 +33,7 @@ class Move(NamedTuple):
 
 
 def advance_all(rule, states, verdict):
-    """The states after a verdict, all at once: a rule's arithmetic holds for vectors too."""
+    """Advances many states at once: a rule's arithmetic works on vectors as well."""
     fields = rule.initial_state()
     columns = zip(zip(*states, strict=True), fields, strict=True)
     stacked = type(fields)(*(tf.constant(column, field.dtype) for column, field in columns))
@@ -41,13 +41,12 @@ def advance_all(rule, states, verdict):
     return list(zip(*(field.numpy().tolist() for field in after), strict=True))
 
 
-def explore(rule, alphabet, rest, starts, depth):
-    """All states that are reached from `starts` within `depth` steps, and all moves from them.
+def explore(rule, alphabet, others, starts, depth):
+    """Returns all states that are reached from `starts` within `depth` steps, and their moves.
 
-    It ends sooner if nothing new is found. The states that the last step finds are among the
-    states, but the moves from them are not among the moves. The search goes by the
-    verdicts of the alphabet; those of the rest, which should find nothing more, are tried at its
-    end in every state that has moves.
+    The search ends early if no new state is found. States that are found in the last step are
+    returned, but their moves are not. The search uses the verdicts in `alphabet`. Those in
+    `others` must not reach new states; they are tried at the end in every state that has moves.
     """
     visited, moves = dict.fromkeys(starts), []
     frontier, moved = list(visited), []
@@ -62,15 +61,15 @@ def explore(rule, alphabet, rest, starts, depth):
         moved.extend(frontier)
         visited |= found
         frontier = list(found)
-    for verdict in rest:
+    for verdict in others:
         moves.extend(map(Move, moved, itertools.repeat(verdict), advance_all(rule, moved, verdict)))
 
-    assert {move.after for move in moves} <= visited.keys(), "the rest of the verdicts leads on"
+    assert {move.after for move in moves} <= visited.keys(), "the other verdicts reach new states"
     return list(visited), moves
 
 
 def assert_within_bounds(rule, states):
-    """L3 in every state: finite, a power of two, within the bounds."""
+    """L3: in every state the scale is finite, a power of two, and within the bounds."""
     for state in states:
         scale = state[0]
         assert math.isfinite(scale), state
@@ -79,19 +78,19 @@ def assert_within_bounds(rule, states):
 
 
 def assert_overflows_reach_the_floor(rule, states, patience):
-    """L11: `patience(state)` overflows in a row lower any scale that is not at the floor."""
+    """L11: `patience(state)` overflows in a row lower every scale that is above the floor."""
     above = [state for state in states if state[0] > rule.min_scale]
     assert_moves(rule, above, BLIND_OVERFLOW, patience, lambda after, before: after < before)
 
 
 def assert_finite_steps_reach_the_ceiling(rule, states, patience):
-    """L11: `patience(state)` finite steps in a row raise any scale that is not at the ceiling."""
+    """L11: `patience(state)` finite steps in a row raise every scale that is below the ceiling."""
     below = [state for state in states if state[0] < rule.max_scale]
     assert_moves(rule, below, TINY, patience, lambda after, before: after > before)
 
 
 def assert_moves(rule, states, verdict, patience, moved):
-    """After `patience(state)` steps of one verdict, the scale of each state has moved."""
+    """Asserts that the scale of each state has moved after `patience(state)` equal verdicts."""
     waiting = [(state[0], patience(state), state) for state in states]
     current = states
     for step in itertools.count(1):
@@ -106,13 +105,13 @@ def assert_moves(rule, states, verdict, patience, moved):
         waiting, current = [w for w, _ in still], [state for _, state in still]
 
 
-# For rules that measure: an overflow has no magnitude, and a tiny one always leaves headroom.
+# For rules that need magnitudes: an overflow has none, and a tiny one always leaves headroom.
 BLIND_OVERFLOW = Verdict(False, Cause.BACKWARD, float("inf"))
 TINY = Verdict(True, Cause.NONE, 2.0**-100)
 
 
 def dynamic_rules(full):
-    """192 small `DynamicLossScale`s, or 384: all combinations of these constants."""
+    """Yields all combinations of these constants: 192 rules, or 384 with `--full`."""
     pairs = [(2.0, 0.5), (4.0, 0.25), (2.0, 0.25), (4.0, 0.5)]
     for factors, interval, hysteresis, refill, grace, intervals in itertools.product(
         pairs if full else pairs[:2],
@@ -128,7 +127,7 @@ def dynamic_rules(full):
 
 
 def every_dynamic_state(rule):
-    """Every state in the ranges that the fields' comments give: reachable or not."""
+    """Returns every state within the documented ranges of the fields, reachable or not."""
     return list(
         itertools.product(
             [2.0**exponent for exponent in range(-1, 4)],
@@ -139,7 +138,7 @@ def every_dynamic_state(rule):
 
 
 def reachable(moves, start):
-    """The states that moves lead to from one of them."""
+    """Returns the states that can be reached from `start` by these moves."""
     successors = {}
     for move in moves:
         successors.setdefault(move.before, set()).add(move.after)
@@ -152,16 +151,15 @@ def reachable(moves, start):
 
 
 def test_every_state_of_small_dynamic_rules(full, capsys):
-    """L3, L4, L11 and L17, of `DynamicLossScale`, in every state of 192 small rules (384
-    with `--full`): the states lead into each other, and nowhere else; each move is the oracle's;
-    what no scale cures changes nothing; each `hysteresis` overflows in a row lower the scale, until
-    it is at the floor; each `grace_steps + growth_interval` finite steps raise it, until it is at
-    the ceiling.
+    """L3, L4, L11 and L17 for `DynamicLossScale`, in every state of 192 small rules (384 with
+    `--full`): no move leaves the ranges of the fields; every move equals the oracle's; incurable
+    causes change nothing; `hysteresis` overflows in a row lower the scale unless it is at the
+    floor; `grace_steps + growth_interval` finite steps raise it unless it is at the ceiling.
     """
     counts = np.zeros(3, int)
     for rule in dynamic_rules(full):
         possible = every_dynamic_state(rule)
-        states, moves = explore(rule, ALPHABET, REST, possible, depth=1)
+        states, moves = explore(rule, ALPHABET, OTHERS, possible, depth=1)
         found = reachable(moves, oracle.numbers(rule.initial_state()))
 
         assert possible == states, "a move leads out of the fields' ranges"
@@ -185,14 +183,14 @@ DYNAMIC_COUNTS = {False: [8640, 3738, 60480], True: [17280, 8202, 120960]}
 
 
 def report(full, capsys, line, *counts):
-    """One line on the terminal in the full run."""
+    """Prints a line in the full run."""
     if full:
         with capsys.disabled():
             print("\n" + line.format(*(f"{count:,}" for count in counts)), end=" ")  # noqa: T201
 
 
 def tolerant_rules():
-    """36 small `TolerantLossScale`s."""
+    """Yields 36 small rules."""
     for factors, interval, tolerance, scale_interval in itertools.product(
         [(2.0, 0.5), (4.0, 0.25)], [1, 2, 3], [0, 0.25, 0.5], [False, True]
     ):
@@ -202,9 +200,9 @@ def tolerant_rules():
 
 
 def overflows_it_takes(state, rule):
-    """How many overflows in a row it takes until their share reaches the tolerance.
+    """Returns how many overflows in a row it takes until their fraction reaches the tolerance.
 
-    After n of them it is (overflows + n) / (steps + n), which grows towards 1 with n.
+    After n more overflows the fraction is (overflows + n) / (steps + n), which tends to 1.
     """
     _, _, steps, overflows, _ = state
     share = rule.tolerance
@@ -212,16 +210,16 @@ def overflows_it_takes(state, rule):
 
 
 def test_states_of_small_tolerant_rules(full, capsys):
-    """L3, L4, L11 and L17 of `TolerantLossScale`, in every state within 10 steps (16 if `--full`)
-    of 36 small rules; its counters have no end, so that not all states can be visited. Overflows
-    in a row lower the scale as soon as their share reaches `tolerance`, until it is at the floor;
-    `growth_interval` finite steps raise it, until it is at the ceiling.
+    """L3, L4, L11 and L17 for `TolerantLossScale`, in every state within 10 steps (16 with
+    `--full`) of 36 small rules. The counters are unbounded, so not all states can be visited.
+    Overflows in a row lower the scale as soon as their fraction reaches `tolerance`, unless it is
+    at the floor; `growth_interval` finite steps raise it unless it is at the ceiling.
     """
     depth = 16 if full else 10
     counts = np.zeros(2, int)
     for rule in tolerant_rules():
         start = oracle.numbers(rule.initial_state())
-        states, moves = explore(rule, ALPHABET, REST, [start], depth)
+        states, moves = explore(rule, ALPHABET, OTHERS, [start], depth)
 
         assert_within_bounds(rule, states)
         for _, finite_steps, steps, overflows, interval in states:
@@ -237,7 +235,7 @@ def test_states_of_small_tolerant_rules(full, capsys):
         assert_overflows_reach_the_floor(
             rule, states, lambda state, rule=rule: overflows_it_takes(state, rule)
         )
-        # The interval is a state's last field; with a long one, the wait is as long.
+        # The last field is the interval. States with long intervals would take too long.
         soon = [state for state in states if state[-1] <= 64]
         assert_finite_steps_reach_the_ceiling(rule, soon, lambda state: state[-1])
         counts += len(states), len(moves)
@@ -254,14 +252,14 @@ def measured(magnitude):
     return Verdict(True, Cause.NONE, magnitude)
 
 
-# The last one is 65504 / 4: it leaves the headroom to the last bit.
+# The last one is 65504 / 4, the limit of the headroom.
 MAGNITUDES = tuple(measured(magnitude) for magnitude in (0.0, 2.0**-30, 2.0**-12, 1.0, 16376.0))
 UNMEASURED = tuple(Verdict(False, cause, float("nan")) for cause in generators.INCURABLE)
 MEASURED = (BLIND_OVERFLOW, *MAGNITUDES)
 
 
 def headroom_rules():
-    """16 `HeadroomLossScale`s with the default bounds, or narrow ones."""
+    """Yields 16 rules, half of them with narrow bounds."""
     for bits, interval, factors, bounds in itertools.product(
         [0, 4], [1, 3], [(2.0, 0.5), (4.0, 0.25)], [(2.0**-14, 2.0**24), (0.5, 8.0)]
     ):
@@ -269,17 +267,17 @@ def headroom_rules():
 
 
 def test_every_state_of_headroom_rules(full, capsys):
-    """L3, L4, L11 and L17, of `HeadroomLossScale`, in every state that is reached with overflows
-    and five magnitudes: a scale that was just found or has grown leaves the headroom, or is at the
-    floor; two search steps reach a bound; each overflow lowers the scale, until it is at the floor;
-    and tiny gradients raise it within two intervals, until it is at the ceiling.
+    """L3, L4, L11 and L17 for `HeadroomLossScale`, in every state that overflows and five magnitudes
+    can reach: a scale that was just found or has just grown leaves the headroom, or is at the
+    floor; two search steps reach a bound; each overflow lowers the scale unless it is at the floor;
+    tiny gradients raise it within two intervals unless it is at the ceiling.
     """
     counts = np.zeros(2, int)
     for rule in headroom_rules():
         start = oracle.numbers(rule.initial_state())
         states, moves = explore(rule, MEASURED, UNMEASURED, [start], depth=100)
 
-        assert {move.before for move in moves} == set(states), "the search has not come to its end"
+        assert {move.before for move in moves} == set(states), "the search did not finish"
         assert_within_bounds(rule, states)
         for before, verdict, after in moves:
             finite, _, magnitude = verdict
@@ -289,7 +287,7 @@ def test_every_state_of_headroom_rules(full, capsys):
             assert expected == after, (rule, before, verdict)
             just_found = after[3] and not before[3]
             if after[0] > rule.min_scale and (just_found or (before[3] and after[0] > before[0])):
-                # The larger of the two is the peak that was looked at; a search has none.
+                # The peak of the interval includes this step; during the search it is 0.
                 assert oracle.leaves_headroom(max(before[2], magnitude), after[0], rule)
         assert_overflows_reach_the_floor(rule, states, lambda _: 1)
         patience = 2 * rule.growth_interval
@@ -316,10 +314,11 @@ LOG_MAX_RULES = [
 
 @pytest.mark.parametrize("rule", LOG_MAX_RULES, ids=["default", "narrow", "forgetful"])
 def test_states_of_log_max_rules(rule, full, capsys):
-    """L3, L11 and L17, of `LogMaxLossScale`, in every state within 4 steps (7 with `--full`) of
-    overflows and five magnitudes; its running means have no end, so that not all states can be
-    visited. No field is ever NaN or infinite; an overflow leaves at most half of the scale, or the
-    floor; zeros double the scale and teach nothing; what no scale cures changes nothing.
+    """L3, L11 and L17 for `LogMaxLossScale`, in every state within 4 steps (7 with `--full`) of
+    overflows and five magnitudes. The running means take unboundedly many values, so not all states
+    can be visited. No field is ever NaN or infinite; an overflow at least halves the scale, down to
+    the floor; all-zero gradients double the scale and leave the statistics; incurable causes change
+    nothing.
     """
     depth = 7 if full else 4
     start = oracle.numbers(rule.initial_state())
@@ -343,6 +342,6 @@ def test_states_of_log_max_rules(rule, full, capsys):
         len(states),
         len(moves),
     )
-    # Not exact: which of the states coincide depends on how float32 rounds.
+    # No fixed number: which states coincide depends on how float32 rounds.
     verdicts = len(MEASURED) + len(UNMEASURED)
     assert len(moves) == verdicts * len({move.before for move in moves}) > 0

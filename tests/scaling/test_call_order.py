@@ -8,14 +8,14 @@ from scaling import DynamicLossScale, LossScaler
 
 
 def take_step(scaler, verdict):
-    """One whole step, with a loss of 1 that is its own gradient."""
+    """Takes a whole step with a loss of 1, which is also used as the gradient."""
     scaled, token = scaler.scale(tf.constant(1.0))
     scaler.unscale(scaled, token)
     return scaler.update(verdict)
 
 
-def test_tokens_are_told_apart_by_replica(mirrored):
-    """Each replica traces its own three calls; another replica's token is refused."""
+def test_the_token_of_another_replica_is_an_error(mirrored):
+    """Each replica traces its own calls, and cannot use the token of another replica."""
     strategy = mirrored(2)
     with strategy.scope():
         scaler = LossScaler(DynamicLossScale())
@@ -30,58 +30,58 @@ def test_tokens_are_told_apart_by_replica(mirrored):
         tf.function(lambda: strategy.run(replica))()
 
 
-def not_a_token(scaler):
-    """A state in place of the token."""
+def state_as_token(scaler):
+    """Passes a state instead of the token."""
     scaler.unscale(tf.constant(1.0), scaler.state)
 
 
-def twice(scaler):
-    """One token for two gradients."""
+def token_used_twice(scaler):
+    """Uses one token for two gradients."""
     scaled, token = scaler.scale(tf.constant(1.0))
     scaler.unscale(scaled, token)
     scaler.unscale(scaled, token)
 
 
-def of_another(scaler):
-    """A token of another scaler."""
+def token_of_another_scaler(scaler):
+    """Uses the token of another scaler."""
     scaled, token = LossScaler(DynamicLossScale()).scale(tf.constant(1.0))
     scaler.unscale(scaled, token)
 
 
-def from_outside(scaler):
-    """A token from outside the function."""
+def token_from_outside(scaler):
+    """Uses a token from outside the function."""
     scaled, token = scaler.scale(tf.constant(1.0))
     tf.function(lambda: scaler.unscale(scaled, token))()
 
 
 def not_unscaled(scaler):
-    """Two losses, one unscaled."""
+    """Scales two losses and unscales one."""
     for _ in range(2):
         scaled, token = scaler.scale(tf.constant(1.0))
     scaler.unscale(scaled, token)
     scaler.update(True)
 
 
-def before_reset(scaler):
-    """A token of a step that was given up."""
+def token_from_before_reset(scaler):
+    """Uses a token of an abandoned step after `reset`."""
     scaled, token = scaler.scale(tf.constant(1.0))
     scaler.reset()
     scaler.unscale(scaled, token)
 
 
 def in_a_branch(scaler):
-    """An update in both branches."""
+    """Calls `update` in both branches of a condition."""
     finite = tf.constant(True)
     tf.cond(finite, lambda: scaler.update(True), lambda: scaler.update(False))
 
 
 def nothing_scaled(scaler):
-    """An update and nothing else."""
+    """Calls only `update`."""
     scaler.update(True)
 
 
 def updated_twice(scaler):
-    """Two updates for one loss."""
+    """Calls `update` twice for one loss."""
     take_step(scaler, True)
     scaler.update(True)
 
@@ -93,25 +93,25 @@ NEITHER = (
 )
 
 
-# Calls out of order, each with its message.
+# Calls in a wrong order, each with the message of its error.
 MISTAKES = [
     (
-        not_a_token,
+        state_as_token,
         "`token` must be the token that `scale` returned; got DynamicLossScaleState. It holds the "
         "scale that multiplied the loss. Call `scale` first, and pass its token.",
     ),
     (
-        twice,
+        token_used_twice,
         "`token` must be used only once; got one that was used before. Gradients must not be "
         "unscaled twice. Call `scale` once for each `unscale`.",
     ),
     (
-        of_another,
+        token_of_another_scaler,
         "`token` must come from this scaler; got one from another scaler. The two may have "
         "different scales. Call `unscale` on the scaler whose `scale` returned the token.",
     ),
     (
-        from_outside,
+        token_from_outside,
         "`token` must be used in the function that called `scale`; got one from another graph or "
         "replica, or from before `reset`. The loss scale may have moved since. Call `scale` and "
         "`unscale` in the same function.",
@@ -122,7 +122,7 @@ MISTAKES = [
         "the last update. The scale must not move before all gradients are unscaled. Call "
         "`unscale` once for each `scale`, or call `reset` after a step that was abandoned.",
     ),
-    (before_reset, "got one from another graph or replica, or from before `reset`."),
+    (token_from_before_reset, "got one from another graph or replica, or from before `reset`."),
     (nothing_scaled, NEITHER),
     (updated_twice, NEITHER),
     (
@@ -134,10 +134,10 @@ MISTAKES = [
 ]
 
 
-LEGAL = {
-    ("from_outside", True),  # a function inside the function is the same place
-    ("nothing_scaled", True),  # an inner function, traced before, may have scaled
-    ("in_a_branch", False),  # eagerly only one branch runs; but nothing was scaled
+VALID = {
+    ("token_from_outside", True),  # an inner function counts as part of its caller
+    ("nothing_scaled", True),  # an inner function that was traced before may have scaled
+    ("in_a_branch", False),  # in eager mode only one branch runs
 }
 
 
@@ -145,10 +145,10 @@ LEGAL = {
 @pytest.mark.parametrize(
     ("mistake", "message"), MISTAKES, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_calls_out_of_order_are_refused(mistake, message, traced):
-    """A wrong order is an error that says which call comes first, and the state stays."""
-    if (mistake.__name__, traced) in LEGAL:
-        pytest.skip("that is no mistake")
+def test_calls_out_of_order_are_errors(mistake, message, traced):
+    """A wrong order is an error that says which call is missing; the state does not change."""
+    if (mistake.__name__, traced) in VALID:
+        pytest.skip("this order is valid in this mode")
     scaler = LossScaler(DynamicLossScale(growth_interval=100))
     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
         tf.function(lambda: mistake(scaler))() if traced else mistake(scaler)
@@ -166,8 +166,8 @@ def test_calls_out_of_order_are_refused(mistake, message, traced):
         ("reset", lambda scaler, _: scaler.reset()),
     ],
 )
-def test_no_call_may_stand_in_a_branch(name, call):
-    """The error names the call."""
+def test_no_call_may_be_inside_a_branch(name, call):
+    """The error names the call that is inside a branch."""
     scaler = LossScaler(DynamicLossScale())
 
     @tf.function
@@ -179,8 +179,8 @@ def test_no_call_may_stand_in_a_branch(name, call):
         branching(tf.constant(True))
 
 
-def test_a_reset_without_need_does_nothing():
-    """Neither before the first step nor twice."""
+def test_an_unneeded_reset_does_nothing():
+    """`reset` may be called before the first step, and several times."""
     scaler = LossScaler(DynamicLossScale())
     scaler.reset()
     scaler.reset()
@@ -188,8 +188,8 @@ def test_a_reset_without_need_does_nothing():
     assert take_step(scaler, True)
 
 
-def test_an_attempt_given_up_is_forgotten_on_request():
-    """After an exception between `scale` and `unscale`, `reset` clears the way for the next step."""
+def test_reset_forgets_an_abandoned_step():
+    """After an exception between `scale` and `unscale`, `reset` makes the next step possible."""
     scaler = LossScaler(DynamicLossScale())
     caught = []
     try:
@@ -207,7 +207,7 @@ def test_an_attempt_given_up_is_forgotten_on_request():
 
 
 def test_an_inner_function_may_scale_and_unscale():
-    """A function that is traced once serves all the functions that call it, and later traces."""
+    """An inner function that is traced only once can be called by several functions and traces."""
     scaler = LossScaler(DynamicLossScale(8.0))
 
     @tf.function
@@ -225,7 +225,7 @@ def test_an_inner_function_may_scale_and_unscale():
 
 
 def test_microbatches_in_a_loop():
-    """Scale and unscale in the body of a loop, one update behind it."""
+    """`scale` and `unscale` may be inside a loop that is followed by one `update`."""
     scaler = LossScaler(DynamicLossScale(8.0))
 
     @tf.function

@@ -1,4 +1,4 @@
-"""`LossScaler`: the rule's state in variables, and the order of its calls."""
+"""`LossScaler`: the state in variables, agreement of replicas, saving and merging."""
 
 import generators
 import hypothesis.strategies as st
@@ -26,7 +26,7 @@ LARGE = settings(max_examples=600, stateful_step_count=60, deadline=None)
 
 
 def take_step(scaler, verdict):
-    """One whole step, with a loss of 1 that is its own gradient."""
+    """Takes a whole step with a loss of 1, which is also used as the gradient."""
     scaled, token = scaler.scale(tf.constant(1.0))
     scaler.unscale(scaled, token)
     return scaler.update(verdict)
@@ -38,11 +38,11 @@ def numbers(state):
 
 
 class Scaler(RuleBasedStateMachine):
-    """A scaler through any legal or illegal sequence of calls, beside a plain-Python one."""
+    """A scaler in any valid or invalid sequence of calls, compared with plain Python."""
 
     @initialize(rule_=generators.rules())
     def start(self, rule_):
-        """Both begin at the rule's first state."""
+        """Both start with the rule's initial state."""
         self.constants = rule_
         self.scaler = LossScaler(rule_)
         self.expected = oracle.start(rule_)
@@ -54,7 +54,7 @@ class Scaler(RuleBasedStateMachine):
     @precondition(lambda self: len(self.open) < 3)
     @rule(loss=generators.powers_of_two(0, 8))
     def scale(self, loss):
-        """L2: the loss is multiplied by the scale of now."""
+        """L2: the loss is multiplied by the current scale."""
         scaled, token = self.scaler.scale(tf.constant(loss))
         self.open.append((token, self.expected[0]))
 
@@ -64,7 +64,7 @@ class Scaler(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def unscale(self, data):
-        """L2: a gradient is divided by what its own loss was multiplied by."""
+        """L2: a gradient is divided by the scale that its own loss was multiplied by."""
         token, scale = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         gradient = self.scaler.unscale(tf.constant(1.0), token)
         self.used.append(token)
@@ -75,13 +75,13 @@ class Scaler(RuleBasedStateMachine):
     @precondition(lambda self: self.used)
     @rule()
     def unscale_again(self):
-        """A token used twice is an error, and changes nothing."""
+        """Using a token twice is an error and changes nothing."""
         with pytest.raises(ValueError, match="`token` must be used only once"):
             self.scaler.unscale(tf.constant(1.0), self.used[-1])
 
     @rule(verdict=st.sampled_from([True, False, *Cause]))
     def update(self, verdict):
-        """L4: the state moves as the oracle's does, or the call comes too early."""
+        """L4: the state moves like the oracle's, unless the call comes too early."""
         if isinstance(verdict, Cause):
             if verdict is Cause.NONE:
                 return
@@ -100,19 +100,19 @@ class Scaler(RuleBasedStateMachine):
 
     @rule()
     def save(self):
-        """Keeps the state as numbers."""
+        """Saves the state."""
         self.saved = self.scaler.state_dict(), self.expected
 
     @precondition(lambda self: self.saved)
     @rule()
     def restore(self):
-        """Every field comes back."""
+        """Restores every field of the saved state."""
         state, self.expected = self.saved
         self.scaler.load_state_dict(state)
 
     @rule(growth_interval=st.integers(1, 6))
     def reconfigure(self, growth_interval):
-        """L4: another interval takes the state over; a count past a shorter one still grows."""
+        """L4: a rule with another interval continues from the state, even if the count exceeds it."""
         fields = dict(vars(self.constants), growth_interval=growth_interval)
         self.constants = DynamicLossScale(**fields)
         state = self.scaler.state_dict()
@@ -122,7 +122,7 @@ class Scaler(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        """L3, L4: every field is the oracle's, and the scale within the bounds."""
+        """L3, L4: every field equals the oracle's, and the scale is within the bounds."""
         if not hasattr(self, "scaler"):
             return
 
@@ -131,12 +131,12 @@ class Scaler(RuleBasedStateMachine):
 
 
 def test_a_scaler_agrees_with_plain_python_in_any_order_of_calls(full):
-    """L2, L3, L4: through scale, unscale, update, save, restore and reconfigure."""
+    """L2, L3, L4: in any order of scale, unscale, update, save, restore and reconfigure."""
     run_state_machine_as_test(Scaler, settings=LARGE if full else SMALL)
 
 
-def test_the_state_is_no_weight():
-    """One variable a field, under its name, and none that an optimizer would train."""
+def test_the_variables_of_a_scaler_are_not_trainable():
+    """There is one variable per field, with its name, and none of them is trainable."""
     scaler = LossScaler(DynamicLossScale())
 
     assert scaler.trainable_variables == ()
@@ -148,8 +148,8 @@ def test_the_state_is_no_weight():
     assert {variable.aggregation for variable in scaler.variables} == {tf.VariableAggregation.NONE}
 
 
-def test_the_token_unscales_by_the_scale_that_scaled():
-    """L2: a scale that has moved since, by hand, divides nothing."""
+def test_gradients_are_unscaled_by_the_scale_of_their_token():
+    """L2: gradients are divided by the scale of their token, even if the scale has moved since."""
     scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
     scaled, token = scaler.scale(tf.constant(3.0))
     scaler.assign(scaler.state._replace(loss_scale=tf.constant(16.0)))
@@ -158,13 +158,13 @@ def test_the_token_unscales_by_the_scale_that_scaled():
     assert float(scaler.unscale(scaled, token)) == 3.0
 
 
-def test_one_scaler_serves_several_optimizers_that_cannot_disagree():
-    """L5: two losses, two optimizers, one update: an overflow in one gradient stops both."""
+def test_optimizers_that_share_a_scaler_share_its_verdict():
+    """L5: with two losses, two optimizers and one update, an overflow in one gradient stops both."""
     scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
     first, second = tf.Variable(1.0), tf.Variable(1.0)
     with tf.GradientTape(persistent=True) as tape:
         one, token_one = scaler.scale(first * 2.0)
-        two, token_two = scaler.scale(second * 3e38)  # finite; times 8 it is not
+        two, token_two = scaler.scale(second * 3e38)  # finite, but infinite when multiplied by 8
     gradients = [
         scaler.unscale(tape.gradient(one, first), token_one),
         scaler.unscale(tape.gradient(two, second), token_two),
@@ -177,7 +177,7 @@ def test_one_scaler_serves_several_optimizers_that_cannot_disagree():
 
 
 def test_one_scaler_for_each_loss_with_a_joint_verdict():
-    """L5: the discriminator's overflow halves its own scale, and stops the generator too."""
+    """L5: an overflow of one loss halves the scale of that loss, and stops all losses."""
     scalers = [LossScaler(DynamicLossScale(8.0, growth_interval=1)) for _ in range(2)]
     for scaler in scalers:
         scaled, token = scaler.scale(tf.constant(1.0))
@@ -198,8 +198,8 @@ def test_one_scaler_for_each_loss_with_a_joint_verdict():
 
 @pytest.mark.parametrize("bad", [[1], [0, 1]], ids=str)
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas, bad):
-    """L5: an overflow on the last replica backs off every copy of the scale, alone or with others."""
+def test_an_overflow_on_one_replica_backs_off_on_all(mirrored, on_replicas, replicas, bad):
+    """L5: an overflow on one or more replicas backs off the copies of the scale on all of them."""
     strategy = mirrored(replicas)
     with strategy.scope():
         scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
@@ -207,7 +207,7 @@ def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas, bad):
 
     def replica():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        # A replica that was well has no cause.
+        # A replica without an overflow has no cause.
         cause = tf.where(vetoes[index], int(Cause.BACKWARD), int(Cause.NONE))
         return take_step(scaler, Verdict(~vetoes[index], cause)), scaler.loss_scale
 
@@ -218,7 +218,7 @@ def test_one_veto_counts_on_every_replica(mirrored, on_replicas, replicas, bad):
 
 
 def test_an_update_in_cross_replica_context_moves_every_copy(mirrored, on_replicas):
-    """Outside `strategy.run` there is nothing to agree on."""
+    """Outside `strategy.run` one update changes the copies on all replicas."""
     with mirrored(2).scope():
         scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
         take_step(scaler, False)
@@ -229,8 +229,8 @@ def test_an_update_in_cross_replica_context_moves_every_copy(mirrored, on_replic
 
 
 @pytest.mark.parametrize("bad", range(3))
-def test_the_largest_magnitude_of_any_replica_counts(mirrored, on_replicas, bad):
-    """A rule that looks at magnitudes sees the largest of three replicas, on every one."""
+def test_the_rule_receives_the_largest_magnitude_of_all_replicas(mirrored, on_replicas, bad):
+    """On each of three replicas, the rule receives the largest of their magnitudes."""
     strategy = mirrored(3)
     with strategy.scope():
         scaler = LossScaler(scaling.HeadroomLossScale(headroom_bits=0))
@@ -241,20 +241,20 @@ def test_the_largest_magnitude_of_any_replica_counts(mirrored, on_replicas, bad)
         take_step(scaler, Verdict(tf.constant(True), max_magnitude=magnitude))
         return scaler.loss_scale
 
-    # 2^5 times 2^10 still fits into float16.
+    # 2^5 is the largest scale at which 2^10 fits into float16.
     assert [float(scale) for scale in on_replicas(strategy, replica)] == [2.0**5] * 3
 
 
 @pytest.mark.parametrize("last", [Cause.FORWARD, Cause.WEIGHTS])
 def test_an_incurable_cause_on_one_replica_keeps_the_scale(mirrored, on_replicas, last):
-    """L17: of several causes the earliest place counts; replica 0 alone would have backed off."""
+    """L17: the earliest of several causes counts; replica 0 alone would have backed off."""
     strategy = mirrored(3)
     with strategy.scope():
         scaler = LossScaler(DynamicLossScale(initial_scale=8.0))
 
     def replica():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        # The NaN of a bad replica must not spoil what the others say.
+        # The NaN of one replica must not affect the values of the others.
         magnitude = tf.where(index == 1, 1.0, np.nan)
         cause = tf.where(index == 2, int(last), int(Cause.BACKWARD))
         take_step(scaler, Verdict(index == 1, cause, magnitude))
@@ -266,7 +266,7 @@ def test_an_incurable_cause_on_one_replica_keeps_the_scale(mirrored, on_replicas
 @pytest.mark.parametrize("rule_", [DynamicLossScale(8.0, 3, hysteresis=2), scaling.NoLossScale()])
 @pytest.mark.parametrize("mode", ["graph", "xla", "replica", "loop"])
 def test_eager_graph_xla_replica_and_loop_agree(mirrored, rule_, mode):
-    """L15: six steps leave the same state wherever the three calls stand together."""
+    """L15: six steps lead to the same state, wherever the three calls are made together."""
     history = [True, False, False, True, True, True]
     eager, scaler = LossScaler(rule_), LossScaler(rule_)
     for finite in history:
@@ -291,8 +291,8 @@ def test_eager_graph_xla_replica_and_loop_agree(mirrored, rule_, mode):
     assert traced.experimental_get_tracing_count() == 1
 
 
-def test_a_magnitude_that_nobody_measured_is_asked_for_on_replicas_too(mirrored):
-    """Replicas do not agree on a number that none of them has."""
+def test_a_missing_magnitude_is_an_error_on_replicas_too(mirrored):
+    """If no replica has a magnitude, a rule that needs one raises an error."""
     with mirrored(2).scope():
         scaler = LossScaler(scaling.HeadroomLossScale())
 
@@ -300,8 +300,8 @@ def test_a_magnitude_that_nobody_measured_is_asked_for_on_replicas_too(mirrored)
         tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, tf.constant(True))))()
 
 
-def test_what_an_update_refuses_can_be_done_right_at_once():
-    """A verdict without the magnitude that the rule needs moves nothing, and spends no call."""
+def test_an_update_can_be_repeated_after_an_error():
+    """After an error about a missing magnitude, `update` can be called again with one."""
     scaler = LossScaler(scaling.HeadroomLossScale())
     with pytest.raises(ValueError, match=r"`verdict.max_magnitude` must be given"):
         take_step(scaler, True)
@@ -309,8 +309,8 @@ def test_what_an_update_refuses_can_be_done_right_at_once():
     assert scaler.update(Verdict(tf.constant(True), max_magnitude=tf.constant(1.0)))
 
 
-def test_a_scaler_from_outside_the_scope_is_refused(mirrored):
-    """L4: replicas that share one variable would move it twice."""
+def test_a_scaler_created_outside_the_scope_is_an_error(mirrored):
+    """L4: replicas that share one variable would each move it."""
     scaler = LossScaler(DynamicLossScale(8.0))
     with pytest.raises(RuntimeError) as error:
         tf.function(lambda: mirrored(2).run(lambda: take_step(scaler, False)))()
@@ -327,8 +327,8 @@ def test_a_scaler_from_outside_the_scope_is_refused(mirrored):
     assert float(scaler.loss_scale) == 8.0
 
 
-def test_replicas_cannot_agree_inside_a_loop_of_theirs(mirrored):
-    """TensorFlow allows no all-reduce there, and the error says where the loop belongs."""
+def test_an_update_inside_a_loop_of_the_replicas_is_an_error(mirrored):
+    """TensorFlow cannot all-reduce there; the error says where to put the loop."""
     with mirrored(2).scope():
         scaler = LossScaler(DynamicLossScale(8.0))
 
@@ -355,14 +355,14 @@ def test_replicas_cannot_agree_inside_a_loop_of_theirs(mirrored):
     ],
     ids=lambda rule_: type(rule_).__name__,
 )
-@pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
-def test_every_field_comes_back(rule_, way, tmp_path):
-    """L12: every field of every rule, away from its first value, survives both ways of saving."""
+@pytest.mark.parametrize("saved_by", ["checkpoint", "state_dict"])
+def test_every_field_comes_back(rule_, saved_by, tmp_path):
+    """L12: a checkpoint and `state_dict` both restore every field of every rule."""
     before, after = LossScaler(rule_), LossScaler(rule_)
     for magnitude in [np.inf, 0.75, 0.5]:
         finite = tf.constant(np.isfinite(magnitude))
         take_step(before, Verdict(finite, max_magnitude=tf.constant(magnitude, tf.float32)))
-    if way == "checkpoint":
+    if saved_by == "checkpoint":
         path = tf.train.Checkpoint(scaler=before).write(str(tmp_path / "scaler"))
         tf.train.Checkpoint(scaler=after).read(path).assert_consumed()
     else:
@@ -379,8 +379,8 @@ def test_every_field_comes_back(rule_, way, tmp_path):
     assert len(moved) >= 2, f"the history moves only {moved}"
 
 
-def test_a_state_of_other_fields_is_refused():
-    """Nothing is loaded from a rule that remembers other things."""
+def test_a_state_with_other_fields_is_an_error():
+    """If the fields are those of another rule, nothing is loaded."""
     scaler = LossScaler(DynamicLossScale())
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         scaler.load_state_dict({"loss_scale": 2.0, "counter": 3})
@@ -397,8 +397,8 @@ def test_a_state_of_other_fields_is_refused():
         scaler.load_state_dict({"loss_scale": 3.0, "finite_steps": 0, "overflows_left": 1})
 
 
-def test_a_state_saved_under_other_constants_finds_into_the_new_ones():
-    """L3, L4: after one step the scale is within its bounds, and hysteresis no longer than now."""
+def test_a_state_saved_with_other_constants_adapts_to_the_new_ones():
+    """L3, L4: after one step, scale and hysteresis are within the limits of the new rule."""
     saved = {"loss_scale": 2.0**20, "finite_steps": 0, "overflows_left": 9}
     scaler = LossScaler(DynamicLossScale(8.0, max_scale=16.0, hysteresis=2))
     scaler.load_state_dict(saved)
@@ -411,8 +411,8 @@ def test_a_state_saved_under_other_constants_finds_into_the_new_ones():
     assert float(fixed.loss_scale) == 1024.0
 
 
-def test_a_rule_of_ones_own_needs_only_the_two_methods():
-    """Any NamedTuple of tensors will do as state."""
+def test_a_custom_rule_needs_only_two_methods():
+    """Any NamedTuple of tensors with a `loss_scale` can be the state."""
 
     class Halving:
         needs_magnitude = False
@@ -434,9 +434,9 @@ def test_a_rule_of_ones_own_needs_only_the_two_methods():
     verdicts=st.lists(st.booleans(), min_size=1, max_size=4),
     finite_steps=st.integers(0, 6),
 )
-def test_workers_that_do_not_wait_move_the_scale_as_one_step_or_more(verdicts, finite_steps):
-    """`merge`: all have used the same state. Good steps add up; several overflows are one; whoever
-    comes after the scale has moved is left out.
+def test_asynchronous_workers_merge_their_states(verdicts, finite_steps):
+    """When workers merge steps that used the same state, finite steps add up, several overflows
+    count once, and steps that arrive after the scale has moved are ignored.
     """
     rule = scaling.DynamicLossScale(initial_scale=2.0**6, growth_interval=8)
     scaler = scaling.LossScaler(rule)
@@ -454,8 +454,8 @@ def test_workers_that_do_not_wait_move_the_scale_as_one_step_or_more(verdicts, f
     assert scaler.state_dict() == expected
 
 
-def test_a_verdict_of_another_scale_is_left_out():
-    """It was reached at a scale that is no longer in use."""
+def test_a_step_at_an_outdated_scale_is_ignored():
+    """`merge` ignores a step that used another scale than the current one."""
     scaler = scaling.LossScaler(scaling.DynamicLossScale(initial_scale=2.0**6))
     used = scaler.state
     moved = scaler.rule.advance(scaler.rule.advance(used, False), False)

@@ -12,12 +12,12 @@ from scaling.telemetry.play import compare
 
 @pytest.fixture
 def path(tmp_path):
-    """Where a run's metrics would be."""
+    """The path of a run's `metrics.jsonl`."""
     return tmp_path / "metrics.jsonl"
 
 
 def example_record(path):
-    """Four steps, one of them skipped."""
+    """A record of four steps, the first of them skipped."""
     steps = [(2.0**16, Cause.BACKWARD, np.inf)] + [(2.0**15, Cause.NONE, 1.0)] * 3
     return write_record(path, step_reports(steps, [[1.0], *[[1.0, 2.0**-39]] * 3]))
 
@@ -32,7 +32,7 @@ Lost to underflow: in addition to what the run's own float16 had already flushed
 
 
 def test_the_table(path):
-    """A row for the run as it was, and one for each rule."""
+    """The table has a row for the recorded run and one for each rule."""
     record = example_record(path)
 
     assert simulate.table(record, compare(record, ["2^4", "pytorch"])) == TABLE
@@ -51,7 +51,7 @@ def test_the_table(path):
 
 
 def test_the_picture(path, tmp_path):
-    """A step line and crosses for each rule, and the best fixed scale, under their names."""
+    """The plot has a step line with crosses for each rule, and a line for the best fixed scale."""
     record = example_record(path)
     figure = simulate.draw(record, compare(record, ["2^4"]), tmp_path / "a.svg")
     [axes] = figure.axes
@@ -75,14 +75,14 @@ def test_the_picture(path, tmp_path):
 
 @pytest.fixture
 def parsed():
-    """The program's flags, parsed, and as they were afterwards."""
+    """The program's flags, parsed; their values are restored after the test."""
     with flagsaver.flagsaver():
         simulate.flags.FLAGS.mark_as_parsed()
         yield simulate.flags.FLAGS
 
 
 def test_the_program(path, parsed, capsys):
-    """Prints the table and draws beside the metrics, or where it is told to, or not at all."""
+    """The program prints the table and plots beside the metrics; an empty `--plot` turns plotting off."""
     example_record(path)
     parsed.rules = ["2^4", "pytorch"]
     simulate.main(["simulate", str(path)])
@@ -97,8 +97,8 @@ def test_the_program(path, parsed, capsys):
     assert not picture.exists()
 
 
-def test_the_program_says_what_is_wrong(path, parsed, capsys, monkeypatch):
-    """Errors are one sentence on stderr: no file, no rule, no matplotlib, no argument."""
+def test_errors_of_the_program(path, parsed, capsys, monkeypatch):
+    """Missing files, rules, packages and arguments end the program with a message."""
     with pytest.raises(SystemExit, match="No such file"):
         simulate.main(["simulate", str(path)])
     example_record(path)

@@ -18,7 +18,7 @@ from scaling.base.number_formats import (
 
 
 def normal_numbers():
-    """Both ends and some of the middle of every power of two, as float32."""
+    """Some float32 numbers between each power of two and the next, both ends included."""
     fractions = [1.0, 1.0 + 2.0**-23, 1.25, 1.5, 2.0 - 2.0**-23]
     return np.array(
         [math.ldexp(fraction, e) for e in range(-126, 128) for fraction in fractions], np.float32
@@ -27,7 +27,7 @@ def normal_numbers():
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_powers_of_two_are_exact_at_every_exponent(jit_compile):
-    """L1: rounding to a power of two, both ways, agrees with `math.frexp` at every exponent."""
+    """L1: rounding down and up to a power of two agrees with `math.frexp` at every exponent."""
     numbers = normal_numbers()
     down, up = (tf.function(f, jit_compile=jit_compile) for f in (floor_power_of_two, ceil_log2))
     parts = [math.frexp(number) for number in numbers.tolist()]  # in [0.5, 1), and an exponent
@@ -38,7 +38,7 @@ def test_powers_of_two_are_exact_at_every_exponent(jit_compile):
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_two_to_the_is_exact_at_every_exponent(jit_compile):
-    """L1: 2^exponent agrees with `math.ldexp` at every exponent that has a normal float32."""
+    """L1: 2^exponent agrees with `math.ldexp` for all exponents of normal float32 numbers."""
     exponents = range(-126, 128)
     powers = tf.function(two_to_the, jit_compile=jit_compile)(tf.range(-126, 128))
 
@@ -46,8 +46,8 @@ def test_two_to_the_is_exact_at_every_exponent(jit_compile):
 
 
 @pytest.mark.parametrize("small", [0.0, 2.0**-149, 2.0**-127])
-def test_ceil_log2_of_what_is_below_the_normal_numbers(small):
-    """0 and subnormals are at most 2^-126."""
+def test_ceil_log2_of_zero_and_subnormal_numbers(small):
+    """Numbers below 2^-126 have an exponent of at most -126."""
     assert int(ceil_log2(tf.constant(small, tf.float32))) <= -126
 
 

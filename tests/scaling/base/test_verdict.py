@@ -10,17 +10,19 @@ import scaling
 from scaling import Cause, Verdict, as_verdict
 
 
-def first_that_failed(weights, loss, local, summed, unscaled, at_min):
-    """The cause, in plain Python: the first place in the order of the step that was not finite."""
+def expected_cause(weights, loss, local, summed, unscaled, at_min):
+    """The cause in plain Python: the first stage of the step that was not finite."""
     overflow = {Cause.BACKWARD, Cause.REDUCTION}
-    places = zip(list(Cause)[1:6], (weights, loss, local, summed, unscaled), strict=True)
-    cause = next((cause for cause, finite in places if not finite), Cause.NONE)
+    stages = zip(list(Cause)[1:6], (weights, loss, local, summed, unscaled), strict=True)
+    cause = next((cause for cause, finite in stages if not finite), Cause.NONE)
     return Cause.MODEL if at_min and cause in overflow else cause
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_the_cause_is_the_first_place_that_was_not_finite(mode):
-    """L17: for all 64 combinations of what was finite in a step, and L15: eager, graph, XLA."""
+    """L17: in all 64 combinations of flags the cause is the first stage that was not finite, and
+    L15: eager, graph and XLA agree.
+    """
     find = scaling.find_cause
     if mode != "eager":
         find = tf.function(find, jit_compile=mode == "xla")
@@ -35,12 +37,12 @@ def test_the_cause_is_the_first_place_that_was_not_finite(mode):
             at_min_scale=at_min,
         )
 
-        assert first_that_failed(*flags) == int(cause), flags
+        assert expected_cause(*flags) == int(cause), flags
         assert ((), tf.int32) == (cause.shape, cause.dtype)
 
 
-def test_weights_that_nobody_looked_at_are_taken_to_be_finite():
-    """L17: without a word on the weights or the floor, the first of the other places counts."""
+def test_weights_count_as_finite_by_default():
+    """L17: `weights_finite` and `at_min_scale` may be left out."""
     cause = scaling.find_cause(
         loss_finite=True,
         local_gradients_finite=False,
@@ -52,8 +54,8 @@ def test_weights_that_nobody_looked_at_are_taken_to_be_finite():
 
 
 def test_which_causes_move_a_scale():
-    """L17: overflows are the steps that were not finite in the backward pass or the reduction; only
-    they and finite steps move a scale.
+    """L17: steps that were not finite in the backward pass or the reduction are overflows. Only
+    overflows and finite steps move the scale.
     """
     for finite, cause in itertools.product([False, True], Cause):
         verdict = Verdict(tf.constant(finite), cause)

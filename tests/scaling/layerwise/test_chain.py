@@ -1,4 +1,4 @@
-"""A scale for every layer: the rule by its parts, the gradients by their bits, the refusals."""
+"""`layerwise_gradients`: bits, accuracy on deep chains, kinds of layers, and errors."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def dense_chain(kernels, policy="mixed_float16", activation=None):
 
 
 def exact_chain(bits):
-    """Kernels that permute, negate and multiply by 2^bits: half precision rounds none of it."""
+    """Kernels that permute, negate and multiply by 2^bits, which half precision does exactly."""
     rng = np.random.default_rng(0)
     signs = [rng.choice([-1.0, 1.0], 4) for _ in bits]
     return [
@@ -39,21 +39,22 @@ INTEGERS = np.float32([[1, -2, 3, 4], [5, 6, -7, 8], [2, 2, 1, -3]])
 
 
 def weighted(outputs):
-    """A loss whose gradient is small integers."""
+    """A loss whose gradient consists of small integers."""
     return tf.reduce_sum(tf.cast(outputs, tf.float32) * INTEGERS)
 
 
 def plain_gradients(model, inputs, loss_fn, scale=1.0):
-    """What one tape gives, with one loss scale."""
+    """The gradients from one tape, with one loss scale."""
     with tf.GradientTape() as tape:
         loss = loss_fn(model(inputs)) * scale
     return [gradient / scale for gradient in tape.gradient(loss, model.trainable_variables)]
 
 
 @pytest.mark.parametrize("wrap", [None, False, True], ids=["eager", "graph", "xla"])
-def test_where_nothing_rounds_every_bit_is_that_of_float32(wrap):
-    """L1: gradients that shrink by 2^-3 a layer come back bit for bit, eagerly, in a graph and under
-    XLA. The first five layers' fit, at 4.7e-5 and above; each one below is then multiplied by 8.
+def test_gradients_without_rounding_equal_float32_bit_for_bit(wrap):
+    """L1: gradients that shrink by 2^-3 per layer equal those in float32 bit for bit, eagerly, in a
+    graph and under XLA. Those of the last five layers, at least 4.7e-5, need no scaling. Each
+    layer below multiplies the scale by 8.
     """
     kernels = exact_chain([-3] * 8)
     model, inputs = dense_chain(kernels), INTEGERS * 2.0**10
@@ -68,8 +69,10 @@ def test_where_nothing_rounds_every_bit_is_that_of_float32(wrap):
     assert float(weighted(model(inputs))) == float(result.loss)
 
 
-def test_what_was_gathered_is_given_back_where_gradients_grow():
-    """Down by 2^-24, then up by 2^32: the 2^10 gathered on the way down would overflow on the way up."""
+def test_scales_shrink_again_where_gradients_grow():
+    """Gradients shrink by 2^-24 and then grow by 2^32. The scale of 2^10 that is needed first would
+    overflow later.
+    """
     kernels = exact_chain([4] * 8 + [-4] * 6)
     model, inputs = dense_chain(kernels), INTEGERS * 2.0**-20
     result = layerwise_gradients(model, inputs, weighted, WIDE)
@@ -83,14 +86,14 @@ def test_what_was_gathered_is_given_back_where_gradients_grow():
 
 
 def positive_chain(depth=20, width=4):
-    """Kernels without a sign, so that nothing cancels; the gradient shrinks by 2^-2.5 a layer."""
+    """Positive kernels, so that nothing cancels; gradients shrink by 2^-2.5 per layer."""
     rng = np.random.default_rng(0)
     uniform = [rng.uniform(0.5, 1.5, [width, width]) for _ in range(depth)]
     return [np.float32(np.float16(kernel * 2.0**-2.5 / width)) for kernel in uniform]
 
 
 def deep_chain():
-    """Layers whose activations stay near 1, by their biases, while gradients vanish downwards."""
+    """Layers whose activations stay near 1, due to biases, while gradients vanish."""
     kernels = positive_chain()
     model = keras.Sequential([keras.layers.Dense(4, dtype="mixed_float16") for _ in kernels])
     model.build([None, 4])
@@ -112,12 +115,12 @@ def true_gradients(kernels, inputs):
 
 
 def mean(outputs):
-    """The mean, in float32."""
+    """The mean in float32."""
     return tf.reduce_mean(tf.cast(outputs, tf.float32))
 
 
 def test_no_single_scale_reaches_the_lowest_layers():
-    """At every power of two the lowest layer's gradient is exactly 0, or another one overflows."""
+    """At every power of two, the first layer's gradient is exactly 0 or another one overflows."""
     model, _ = deep_chain()
     differentiate = tf.function(
         lambda scale: plain_gradients(model, tf.ones([4, 4]), mean, scale), autograph=False
@@ -129,8 +132,8 @@ def test_no_single_scale_reaches_the_lowest_layers():
 
 
 def test_layerwise_scales_reach_every_layer():
-    """The same gradients lie within the roundings on their way: for each layer one of a sum of four,
-    one of a bias, forwards and backwards. All numbers are positive, so errors add and no more.
+    """With layerwise scales all gradients are accurate up to rounding. Each layer rounds a sum of
+    four products and a bias, forward and backward. All numbers are positive, so errors only add.
     """
     model, kernels = deep_chain()
     inputs = np.ones([4, 4], np.float32)
@@ -145,8 +148,8 @@ def test_layerwise_scales_reach_every_layer():
         np.testing.assert_allclose(actual, expected, rtol=bound)
 
 
-def test_the_papers_bounds_reach_ten_bits_further():
-    """By default a layer multiplies by 16 at most, and all of them by 1024."""
+def test_the_default_bounds_are_those_of_the_paper():
+    """By default one layer scales by at most 16, and all layers together by at most 1024."""
     model, _ = deep_chain()
     totals = layerwise_gradients(model, tf.ones([4, 4]), mean).total_scales.numpy()
 
@@ -154,25 +157,25 @@ def test_the_papers_bounds_reach_ten_bits_further():
     assert (totals[:-1] / totals[1:]).max() <= 16
 
 
-def test_an_ordinary_scale_goes_around_it():
-    """L2: with a `LossScaler` outside, the gradients are the same bits as without."""
+def test_an_ordinary_loss_scale_can_be_used_in_addition():
+    """L2: gradients with an additional loss scale equal those without it bit for bit."""
     model, inputs = dense_chain(exact_chain([-3] * 8)), INTEGERS * 2.0**10
     scaler = scaling.LossScaler(scaling.FixedLossScale(2.0**6))
     token = scaler.state
     scaled = layerwise_gradients(
         model, inputs, lambda outputs: scaling.scale_loss(weighted(outputs), token), WIDE
     )
-    alone = layerwise_gradients(model, inputs, weighted, WIDE)
+    unscaled_loss = layerwise_gradients(model, inputs, weighted, WIDE)
 
     actual = scaling.unscale_gradients(scaled.gradients, token)
-    for [expected], [unscaled] in zip(alone.gradients, actual, strict=True):
+    for [expected], [unscaled] in zip(unscaled_loss.gradients, actual, strict=True):
         assert expected.numpy().tobytes() == unscaled.numpy().tobytes()
-    assert float(scaled.total_scales[0]) < float(alone.total_scales[0])
+    assert float(scaled.total_scales[0]) < float(unscaled_loss.total_scales[0])
 
 
 @pytest.mark.parametrize("scale", [2.0**20, float("nan")])
-def test_an_overflow_inside_shows_in_the_gradients(scale):
-    """L5: inf and NaN reach the gradients, through finite scales, so that `all_finite` vetoes."""
+def test_an_overflow_appears_in_the_gradients(scale):
+    """L5: inf and NaN reach the gradients of every layer, and the scales stay finite."""
     model = dense_chain(exact_chain([-3] * 3))
     result = layerwise_gradients(model, INTEGERS, lambda outputs: weighted(outputs) * scale)
 
@@ -182,7 +185,9 @@ def test_an_overflow_inside_shows_in_the_gradients(scale):
 
 
 def test_layers_of_every_kind():
-    """Ids, rows that repeat, functions, dropout, convolutions and frozen layers: as one tape gives."""
+    """Embeddings, convolutions, functions, dropout and frozen layers: the gradients equal those of
+    one tape.
+    """
     keras.utils.set_random_seed(0)
     frozen = keras.layers.Dense(3, trainable=False)
     layers = [
@@ -207,65 +212,65 @@ def test_layers_of_every_kind():
     assert [len(layer) for layer in result.gradients] == [1, 2, 0, 0, 0, 0, 2]
     assert isinstance(actual[0], tf.IndexedSlices)
     for reference, gradient in zip(expected, actual, strict=True):
-        # float32 throughout, and the scales are powers of two: only sums may be taken in turn.
+        # Float32 and scales that are powers of two: only the order of sums may differ.
         np.testing.assert_allclose(
             tf.convert_to_tensor(gradient), tf.convert_to_tensor(reference), rtol=1e-6
         )
 
 
 def test_training_reaches_keras_layers():
-    """Dropout drops in training, and unless one says otherwise it is training."""
+    """`training` is passed to Keras layers; the default is True."""
     layers = [keras.layers.Dropout(0.5)]
-    still, training, unsaid = (
+    inference, training, default = (
         float(layerwise_gradients(layers, tf.ones([100]), tf.reduce_sum, **keywords).loss)
         for keywords in ({"training": False}, {"training": True}, {})
     )
 
-    assert still == 100
+    assert inference == 100
     assert training != 100
-    assert unsaid != 100
+    assert default != 100
 
 
-def refusal(layers, loss_fn=tf.reduce_sum):
-    """What is said of a chain that is refused."""
+def message_for(layers, loss_fn=tf.reduce_sum):
+    """The message of the error that a chain raises."""
     with pytest.raises(ValueError) as error:  # noqa: PT011
         layerwise_gradients(layers, tf.ones([2, 2]), loss_fn)
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["a branching model", "nothing", "no callable"])
-def test_what_is_no_chain_is_refused(what):
-    """Another model than a Sequential, an empty list, and a list of other things."""
+@pytest.mark.parametrize("kind", ["a branching model", "nothing", "no callable"])
+def test_what_is_not_a_chain_is_an_error(kind):
+    """A model with branches, an empty list and a list of numbers are errors."""
     inputs = keras.Input([2])
     branching = keras.Model(inputs, keras.layers.add([inputs, keras.layers.Dense(2)(inputs)]))
-    layers = {"a branching model": branching, "nothing": [], "no callable": [3]}[what]
+    layers = {"a branching model": branching, "nothing": [], "no callable": [3]}[kind]
 
     assert (
         f"`layers` must be a keras.Sequential or a nonempty list of callables; got {layers!r}. Each layer takes the output of the one before: branches that join would need equal scales. Wrap branches into one layer, and pass a list of the layers."
-        == refusal(layers)
+        == message_for(layers)
     )
 
 
-def test_a_layer_that_is_trained_twice_is_refused():
-    """Its two gradients would have been multiplied by two scales. One without weights may return."""
+def test_a_layer_that_is_trained_twice_is_an_error():
+    """Its two gradients would have different scales. A layer without weights may occur twice."""
     layer, relu = keras.layers.Dense(2), keras.layers.ReLU()
     layer.build([None, 2])
 
     assert layerwise_gradients([relu, relu], tf.ones([2, 2]), tf.reduce_sum).loss == 4
     assert (
         f"`layers` must contain each layer once; got {layer!r} twice. Its two gradients would have different scales. Use two separate layers."
-        == refusal([layer, layer])
+        == message_for([layer, layer])
     )
 
 
-def test_a_layer_that_no_gradient_reaches_is_refused():
-    """A gradient of None would count as ones: what is cut off is refused, unless it is frozen."""
+def test_a_layer_without_a_gradient_is_an_error():
+    """A trainable layer behind a non-differentiable one is an error; a frozen layer is not."""
     layer = keras.layers.Dense(2)
     layer.build([None, 2])
 
     assert (
         f"`layers` must pass a gradient to {layer!r}; got None. A layer between it and the loss is not differentiable. Set `trainable = False` on this layer, or replace that one."
-        == refusal([layer, tf.nn.relu, tf.stop_gradient])
+        == message_for([layer, tf.nn.relu, tf.stop_gradient])
     )
     layer.trainable = False
     assert layerwise_gradients([layer, tf.round], tf.ones([2, 2]), tf.reduce_sum).gradients == [

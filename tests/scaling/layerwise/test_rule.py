@@ -22,11 +22,11 @@ def plain_total(gradient, inputs, kernel, above, rule):
         low, high = (middle, high) if math.erf(middle) < rule.underflow_share else (low, middle)
     gradient, kernel, inputs = (np.float64(array) for array in (gradient, kernel, inputs))
     deviation = np.sqrt(np.mean(gradient**2)) * np.sqrt(np.mean(kernel**2))
-    wished = 2.0**-24 / (low * math.sqrt(2) * deviation) if deviation else 1.0
+    wanted = 2.0**-24 / (low * math.sqrt(2) * deviation) if deviation else 1.0
     rows, fan_in = len(gradient), kernel.shape[1]
     worst = abs(gradient).max() * max(rows, rows * abs(inputs).max(), fan_in * abs(kernel).max())
-    wished = min(max(wished, 1.0), rule.max_layer_scale)
-    scale = 2.0 ** math.floor(math.log2(min(wished, 65504 / worst) if worst else wished))
+    wanted = min(max(wanted, 1.0), rule.max_layer_scale)
+    scale = 2.0 ** math.floor(math.log2(min(wanted, 65504 / worst) if worst else wanted))
     return min(max(above * scale, 1.0), rule.max_total_scale)
 
 
@@ -38,15 +38,15 @@ RULES = st.builds(
 )
 
 
-# Nothing to scale: no gradient, no kernel; the scale above is kept.
+# The gradient or the kernel is zero: the scale of the layer above is kept.
 @example(LayerwiseLossScale(), -200, 0, 2.0**5)
 @example(LayerwiseLossScale(), 0, -200, 2.0**5)
-# Gives back some of what is above, and all of it.
+# The layer undoes a part of the scale above, or all of it.
 @example(WIDE, 14, 4, 2.0**30)
 @example(WIDE, 15, 4, 4.0)
 @given(RULES, st.integers(-26, 15), st.integers(-20, 4), st.sampled_from([1.0, 4.0, 2.0**30]))
-def test_the_scale_is_the_papers(rule, gradient_bits, kernel_bits, above):
-    """Statistics, share, room and bounds, as plain Python has them; always a power of two."""
+def test_the_scale_agrees_with_plain_python(rule, gradient_bits, kernel_bits, above):
+    """The scale equals that of plain Python, is a power of two, and keeps its bounds."""
     rng = np.random.default_rng(gradient_bits + 1000)
     above = min(above, rule.max_total_scale)
     gradient = np.float16(rng.uniform(-1, 1, [6, 5]) * 2.0**gradient_bits)
@@ -61,9 +61,9 @@ def test_the_scale_is_the_papers(rule, gradient_bits, kernel_bits, above):
 
 
 @pytest.mark.parametrize("share", [1e-3, 1e-2])
-def test_the_share_of_products_is_lost_that_was_asked_for(share):
-    """Of a million normal products the share that was asked for falls below 2^-24, or up to twice
-    that, since the scale is rounded down to a power of two and normals are flat about 0.
+def test_the_lost_fraction_of_products_is_the_requested_one(share):
+    """Of a million normal products, the requested fraction underflows, or up to twice as many. The
+    factor is due to rounding the scale down to a power of two: near 0 the density is flat.
     """
     rule = LayerwiseLossScale(2.0**30, 2.0**30, underflow_share=share)
     size = tf.fill([8, 8], 2.0**-15)  # a deviation of 2^-15 to the last bit
@@ -75,8 +75,8 @@ def test_the_share_of_products_is_lost_that_was_asked_for(share):
     assert share - noise < lost < 2 * share + 2 * noise
 
 
-def test_ids_are_no_magnitudes():
-    """An Embedding's inputs choose rows: however large they are, they take no room."""
+def test_integer_inputs_do_not_limit_the_scale():
+    """The inputs of an Embedding are indices, whose size does not matter."""
     gradient, kernel = tf.fill([2, 3], 2.0**-10), tf.fill([9, 3], 2.0**-10)
     totals = [
         float(WIDE.total_scale(gradient, inputs, [kernel], 1.0))
@@ -111,8 +111,8 @@ def test_ids_are_no_magnitudes():
         ),
     ],
 )
-def test_constants_are_refused(field, value, message):
-    """Bounds that are no power of two or below 1, and a share that is none."""
+def test_errors(field, value, message):
+    """Bounds that are not powers of two or are below 1, and fractions outside (0, 1), are errors."""
     with pytest.raises(ValueError) as error:  # noqa: PT011
         LayerwiseLossScale(**{field: value})
 

@@ -1,4 +1,4 @@
-"""The finite check."""
+"""The check for inf and NaN."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,7 +15,7 @@ FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64]
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_one_bad_element_is_enough(dtype, bad, shape):
-    """An inf or NaN in any place, of any float dtype and rank, is found."""
+    """An inf or NaN is found at any position, in tensors of any float dtype and rank."""
     good = np.ones(shape)
     for place in np.ndindex(*shape):
         values = good.copy()
@@ -27,7 +27,7 @@ def test_one_bad_element_is_enough(dtype, bad, shape):
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 6e4, np.inf, np.nan])), st.integers(0, 3))
 def test_agrees_with_numpy(values, nesting):
-    """For any values at any depth of a structure, the answer is NumPy's."""
+    """For any values at any depth of a structure, the result is that of NumPy."""
     structure = tf.constant(values, tf.float32)
     for _ in range(nesting):
         structure = {"a": [structure, None]}
@@ -35,16 +35,16 @@ def test_agrees_with_numpy(values, nesting):
     assert bool(np.isfinite(values).all()) == bool(scaling.all_finite(structure))
 
 
-def test_what_counts_as_finite():
-    """None, integers, the empty tensor and the empty structure are finite; sparse rows count."""
+def test_none_integers_and_empty_structures_are_finite():
+    """None, integers, strings, empty tensors and empty structures are finite; sparse values count."""
     assert scaling.all_finite([None, tf.constant([2**31 - 1]), tf.zeros([0]), "text"])
     assert scaling.all_finite([])
     assert not scaling.all_finite([None, tf.constant(np.nan)])
     assert not scaling.all_finite([tf.IndexedSlices(tf.constant([np.nan]), tf.constant([0]))])
 
 
-def test_nan_that_arises_in_the_graph():
-    """A NaN born inside a compiled graph is found there."""
+def test_a_nan_that_a_compiled_graph_computes_is_found():
+    """A NaN that is computed inside a compiled graph is found there."""
 
     @tf.function(jit_compile=True)
     def check(x):

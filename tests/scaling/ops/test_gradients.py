@@ -17,11 +17,11 @@ def fixed(scale):
     return scaling.FixedLossScale(scale).initial_state()
 
 
-# The largest float32 and the smallest normal one, at a scale that neither survives: not asked for.
+# 2^-100 survives the scale; numbers that overflow or underflow are not compared.
 @example(np.array([1.0, -1.5, 2.0**-100], np.float32), 2.0**24)
 @given(generators.float32_arrays(), generators.powers_of_two())
 def test_unscaling_returns_the_bits(gradient, scale):
-    """L1: whatever neither overflows nor underflows on the way comes back with its bits."""
+    """L1: gradients that neither overflow nor underflow keep their bits."""
     with np.errstate(over="ignore"):
         scaled = gradient * np.float32(scale)
     survives = np.isfinite(scaled) & (
@@ -33,8 +33,8 @@ def test_unscaling_returns_the_bits(gradient, scale):
     assert gradient[survives].tobytes() == actual[survives].tobytes()
 
 
-def test_the_property_would_catch_another_factor():
-    """L1 is about powers of two: at 3, a third of a million gradients change their bits."""
+def test_a_scale_that_is_not_a_power_of_two_changes_bits():
+    """L1 needs powers of two: with a scale of 3, a third of a million gradients change."""
     gradient = np.random.default_rng(0).standard_normal(1_000_000).astype(np.float32)
     there_and_back = gradient * np.float32(3) * np.float32(1 / np.float32(3))
 
@@ -44,7 +44,7 @@ def test_the_property_would_catch_another_factor():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)])
 def test_every_dtype_and_rank(dtype, shape):
-    """Half precision comes out in float32, wider dtypes stay; every rank, 0 included, keeps its shape."""
+    """Half precision becomes float32, wider dtypes stay, and shapes of all ranks stay."""
     wide = tf.float64 if dtype == tf.float64 else tf.float32
     ones = tf.ones(shape, dtype)
     scaled = scaling.scale_loss(ones, fixed(8.0))
@@ -57,12 +57,12 @@ def test_every_dtype_and_rank(dtype, shape):
 
 
 def test_a_half_precision_loss_is_scaled_in_float32():
-    """2^24 is infinite in float16; the product must not be."""
+    """The product is finite although 2^24 is infinite in float16."""
     assert float(scaling.scale_loss(tf.constant(1.0, tf.float16), fixed(2.0**24))) == 2.0**24
 
 
 def test_none_and_sparse_gradients_survive():
-    """None stays None; IndexedSlices stay so, each index once, summed in float32."""
+    """None stays None; IndexedSlices stay sparse, with each index once, summed in float32."""
     slices = tf.IndexedSlices(
         tf.constant([[40000.0], [1.0], [40000.0]], tf.float16), tf.constant([2, 0, 2]), [4, 1]
     )
@@ -78,14 +78,14 @@ def test_none_and_sparse_gradients_survive():
 
 
 def test_coalesced_rows_have_the_norm_of_the_gradient():
-    """Rows 3 and 4 of one index are a gradient of 7; as two rows their norm would be 5."""
+    """Two rows 3 and 4 with the same index are a gradient of 7; as separate rows their norm is 5."""
     slices = tf.IndexedSlices(tf.constant([3.0, 4.0]), tf.constant([1, 1]))
 
     assert float(tf.norm(scaling.coalesce(slices).values)) == 7.0
 
 
-def test_without_loss_scaling_nothing_is_multiplied():
-    """Under NoLossScale, loss and gradients are the very tensors that came in."""
+def test_no_loss_scale_returns_the_same_tensors():
+    """With `NoLossScale`, loss and gradients are returned as the same tensors."""
     state, loss = scaling.NoLossScale().initial_state(), tf.constant(2.0)
 
     assert scaling.scale_loss(loss, state) is loss
@@ -93,7 +93,7 @@ def test_without_loss_scaling_nothing_is_multiplied():
 
 
 def test_a_loss_must_be_of_a_float_dtype():
-    """Integers have no gradient."""
+    """An integer loss is an error."""
     with pytest.raises(TypeError) as error:
         scaling.scale_loss(tf.constant(3), fixed(2.0))
 
@@ -103,8 +103,8 @@ def test_a_loss_must_be_of_a_float_dtype():
     )
 
 
-def test_complex_gradients_are_refused():
-    """A cast to float32 would drop the imaginary part without a word."""
+def test_complex_gradients_are_an_error():
+    """A cast to float32 would silently drop the imaginary part."""
     with pytest.raises(TypeError) as error:
         scaling.unscale_gradients([tf.constant(4 + 8j, tf.complex64)], fixed(4.0))
 
@@ -114,8 +114,8 @@ def test_complex_gradients_are_refused():
     )
 
 
-def test_at_least_float32_keeps_what_is_wide():
-    """float32 passes through as the same tensor."""
+def test_at_least_float32_returns_float32_tensors_unchanged():
+    """A float32 tensor is returned as the same object."""
     tensor = tf.constant(1.0)
 
     assert at_least_float32(tensor) is tensor

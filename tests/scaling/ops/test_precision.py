@@ -1,4 +1,4 @@
-"""Precision by name."""
+"""`Precision`: names, dtypes and casts."""
 
 import pytest
 import tensorflow as tf
@@ -15,15 +15,15 @@ from scaling import Precision
     ],
 )
 def test_the_three_precisions(name, compute, needs):
-    """L13: each computes in its dtype, and all keep float32 variables."""
+    """L13: each has its own compute dtype, and all have float32 variables."""
     precision = Precision(name)
 
     assert (precision.compute_dtype, precision.needs_loss_scale) == (compute, needs)
     assert precision.variable_dtype == "float32"
 
 
-def test_casts_touch_floats_only():
-    """Integers, bools, strings and None pass through; sparse rows are cast."""
+def test_casts_change_only_floats():
+    """Integers, bools, strings and None stay the same; values of sparse tensors are cast."""
     slices = tf.IndexedSlices(tf.ones([1]), tf.constant([3]), [4])
     tree = {
         "x": tf.ones([], tf.float64),
@@ -47,8 +47,8 @@ def test_casts_touch_floats_only():
     assert Precision("mixed_float16").cast_to_variable(half)["x"].dtype == tf.float32
 
 
-def test_an_unknown_precision_is_refused():
-    """Pure half precision is not offered, and the error says what is."""
+def test_an_unknown_precision_is_an_error():
+    """Pure half precision is not supported, and the error lists what is."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         Precision("float16")
 

@@ -9,21 +9,21 @@ from scaling import FixedLossScale, NoLossScale
 
 @pytest.mark.parametrize("rule", [FixedLossScale(8.0), NoLossScale()])
 def test_constant_rules_stay(rule):
-    """A fixed scale and none at all never move, whatever the verdict."""
+    """The scales of `FixedLossScale` and `NoLossScale` never move, whatever the verdict."""
     state = rule.initial_state()
 
     assert float(rule.advance(rule.advance(state, False), True).loss_scale) == state.loss_scale
 
 
-def test_where_constant_rules_stand():
-    """A fixed scale is the one that was given, also as a NumPy number; no scale is a scale of 1."""
+def test_the_scale_of_constant_rules():
+    """A fixed scale is the given number, also if it is a NumPy number; no scale is a scale of 1."""
     assert float(FixedLossScale(8.0).initial_state().loss_scale) == 8.0
     assert float(FixedLossScale(np.float16(4.0)).initial_state().loss_scale) == 4.0
     assert float(NoLossScale().initial_state().loss_scale) == 1.0
 
 
 def test_a_fixed_scale_must_be_a_power_of_two():
-    """L3: also of a fixed scale."""
+    """L3: a fixed scale is a power of two as well."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         FixedLossScale(1000.0)
 
@@ -34,7 +34,7 @@ def test_a_fixed_scale_must_be_a_power_of_two():
 
 
 @pytest.mark.parametrize("rule", [FixedLossScale(8.0), NoLossScale()])
-def test_constant_rules_read_their_verdict_all_the_same(rule):
-    """What is no verdict is refused also by a rule that would not have moved."""
+def test_constant_rules_check_their_verdict(rule):
+    """An invalid verdict is an error even for a rule that never moves."""
     with pytest.raises(TypeError, match=r"`verdict\.grads_finite` must be a bool; got float32"):
         rule.advance(rule.initial_state(), scaling.Verdict(1.0))

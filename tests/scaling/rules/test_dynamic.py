@@ -1,4 +1,4 @@
-"""`DynamicLossScale` against plain Python, at its bounds, and its refusals."""
+"""`DynamicLossScale` against plain Python, at its bounds, and its errors."""
 
 import generators
 import numpy as np
@@ -11,22 +11,22 @@ from scaling import Cause, DynamicLossScale, Verdict
 from scaling.base.number_formats import is_power_of_two
 
 
-# Reaches the floor and stays there.
+# The scale reaches the floor and stays there.
 @example(DynamicLossScale(initial_scale=2.0, growth_interval=2, min_scale=1.0), [False] * 10)
-# Reaches the ceiling and stays there.
+# The scale reaches the ceiling and stays there.
 @example(DynamicLossScale(initial_scale=8.0, growth_interval=1, max_scale=16.0), [True] * 10)
-# An overflow one step short of growth starts the count again.
+# An overflow one step before growth restarts the count.
 @example(DynamicLossScale(growth_interval=3), [True, True, False, True, True, True])
-# Hysteresis is spent once and refilled by growth.
+# Hysteresis is used up once and refilled by growth.
 @example(DynamicLossScale(growth_interval=2, hysteresis=2), [False] * 3 + [True] * 2 + [False] * 2)
-# Refilled by any finite step, only overflows in a row count.
+# If any finite step refills it, only overflows in a row count.
 @example(
     DynamicLossScale(hysteresis=2, hysteresis_refill="finite_step"),
     [False, True, False, True, False, False, False],
 )
 # The first growth comes at the third finite step, the next at the second after it.
 @example(DynamicLossScale(growth_interval=2, grace_steps=1), [True] * 7 + [False] + [True] * 4)
-# icefall's intervals: quick below 2, slower below 8, slowest above.
+# Intervals like those of icefall: short below 2, longer below 8, longest above.
 @example(DynamicLossScale(1.0, 6, low_scale_intervals=((2.0, 1), (8.0, 2))), [True] * 15 + [False])
 @given(generators.rules(), generators.histories())
 def test_advance_agrees_with_the_plain_python_rule(rule, history):
@@ -46,7 +46,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
 @pytest.mark.parametrize("start", [2.0**-126, 2.0**126])
 def test_the_widest_bounds_hold(start):
-    """L3: at 2^-126 and at 2^126 the scale stays where it is, finite and not 0."""
+    """L3: at 2^-126 and at 2^126 the scale stays the same, finite and not 0."""
     rule = DynamicLossScale(start, 1, min_scale=2.0**-126, max_scale=2.0**126)
     state = rule.initial_state()
     for step in range(3):
@@ -56,7 +56,7 @@ def test_the_widest_bounds_hold(start):
 
 
 def test_a_shortened_interval_still_grows():
-    """L4: with `>=`, a count that is past a new, shorter interval grows at the next finite step."""
+    """L4: if the count already exceeds a new, shorter interval, the next finite step grows."""
     long, short = DynamicLossScale(growth_interval=100), DynamicLossScale(growth_interval=5)
     state = long.initial_state()
     for _ in range(50):
@@ -66,8 +66,8 @@ def test_a_shortened_interval_still_grows():
 
 
 @pytest.mark.parametrize("cause", generators.CURABLE)
-def test_causes_that_a_smaller_scale_may_cure_back_off(cause):
-    """L17: backward and reduction back off like a bare False."""
+def test_curable_causes_back_off(cause):
+    """L17: backward and reduction have the same effect as a bare False."""
     rule = DynamicLossScale()
     state = rule.initial_state()
 
@@ -76,8 +76,8 @@ def test_causes_that_a_smaller_scale_may_cure_back_off(cause):
     )
 
 
-def test_a_cause_is_read_only_of_steps_that_were_not_finite():
-    """L17: a finite step counts as one, whatever cause comes with it."""
+def test_the_cause_of_a_finite_step_is_ignored():
+    """L17: a finite step counts as finite, whatever its cause says."""
     rule = DynamicLossScale(growth_interval=1)
     for cause in Cause:
         state = rule.advance(rule.initial_state(), Verdict(tf.constant(True), cause))
@@ -174,16 +174,16 @@ POWER = (
         ),
     ],
 )
-def test_refusals(arguments, message):
-    """L3: constants under which the scale could leave its bounds are refused when given."""
+def test_errors(arguments, message):
+    """L3: constants with which the scale could leave its bounds or never move are errors."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         DynamicLossScale(**arguments)
 
     assert message == str(error.value)
 
 
-def test_numpy_counts_are_counts():
-    """A count is one, whatever type of integer it comes in, also once the rule moves."""
+def test_numpy_integers_are_accepted():
+    """Counts of any integer type give the same states as Python ints."""
     three = np.int64(3)
     rule = DynamicLossScale(1.0, np.int64(1), hysteresis=three, grace_steps=three)
     same = DynamicLossScale(1.0, 1, hysteresis=3, grace_steps=3)
@@ -194,6 +194,6 @@ def test_numpy_counts_are_counts():
         assert oracle.numbers(expected) == oracle.numbers(state)
 
 
-def test_the_longest_interval_may_be_asked_for():
-    """L4: 2^30 steps, the most that a counter holds, stand for a scale that never grows."""
+def test_the_longest_interval_is_accepted():
+    """L4: an interval of 2^30 steps, which in practice means never, is accepted."""
     assert DynamicLossScale(growth_interval=2**30).growth_interval == 2**30

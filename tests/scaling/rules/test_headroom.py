@@ -1,4 +1,4 @@
-"""`HeadroomLossScale` against plain Python, its search, and its refusals."""
+"""`HeadroomLossScale` against plain Python, its search, and its errors."""
 
 import generators
 import oracle
@@ -10,7 +10,7 @@ from scaling.base.number_formats import is_power_of_two
 
 
 def fits(magnitude):
-    """The verdict on a finite step."""
+    """The verdict on a finite step with this magnitude."""
     return Verdict(True, Cause.NONE, magnitude)
 
 
@@ -19,24 +19,24 @@ OVERFLOW = Verdict(False, Cause.BACKWARD, float("inf"))
 EDGE, ABOVE, BELOW = (generators.nudged(4094.0, towards) for towards in (0.0, 1e9, -1e9))
 
 
-# The first measurement, to the last bit.
+# The first measurement, one bit below and above the limit.
 @example(HeadroomLossScale(), [fits(EDGE)])
 @example(HeadroomLossScale(), [fits(ABOVE)])
 @example(HeadroomLossScale(), [fits(BELOW)])
-# Growth, to the last bit: from 2^-3, at which 2^14 is found, an edge of 2^15 would be too much.
+# Growth, one bit below and above the limit.
 @example(HeadroomLossScale(growth_interval=1), [fits(2.0 * EDGE), OVERFLOW, fits(2.0 * EDGE)])
 @example(HeadroomLossScale(growth_interval=1), [fits(2.0 * EDGE), OVERFLOW, fits(2.0 * ABOVE)])
-# The largest of the interval counts, wherever it comes.
+# The largest magnitude of the interval counts, at any position.
 @example(HeadroomLossScale(growth_interval=3), [fits(1.0)] + [fits(2.0**-9)] * 3 + [fits(1.0)] * 3)
 @example(
     HeadroomLossScale(growth_interval=3), [fits(1.0), OVERFLOW, fits(1.0), fits(0.0), fits(0.0)]
 )
-# An overflow makes it forget the largest, and start the count again.
+# An overflow resets the largest magnitude and the count.
 @example(
     HeadroomLossScale(growth_interval=2),
     [fits(1.0), fits(9.0), OVERFLOW, fits(0.125), fits(0.125), fits(0.125)],
 )
-# The search: down, down, up, measured.
+# The search goes down twice and up once, and then measures.
 @example(HeadroomLossScale(), [OVERFLOW, OVERFLOW, fits(0.0), fits(1.0)])
 @given(generators.headroom_rules(), generators.verdict_histories())
 def test_advance_agrees_with_the_plain_python_rule(rule, history):
@@ -58,9 +58,10 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
 @pytest.mark.parametrize("start", [-14, 0, 15, 24])
 def test_three_steps_find_the_scale(start):
-    """L11: from wherever it starts, three steps find the scale of every gradient that has one."""
+    """L11: from any initial scale, three steps find the scale of every gradient."""
     rule = HeadroomLossScale(2.0**start)
-    # At 2^11 the headroom ends: these are the magnitudes whose scale lies within the bounds.
+    # 2^11 is the largest scaled power of two that leaves the headroom. For these magnitudes
+    # the scale lies within the bounds.
     for exponent in range(11 - 24, 11 + 14 + 1):
         state = rule.initial_state()
         for _ in range(3):
@@ -72,8 +73,8 @@ def test_three_steps_find_the_scale(start):
         assert float(state.loss_scale) == 2.0 ** (11 - exponent), f"a gradient of 2^{exponent}"
 
 
-def test_a_search_takes_steps_that_a_halving_would_take_twenty_of():
-    """L11: from 2^40, gradients of 1 are found in three steps: 2^40, 2^20 and 1 are tried."""
+def test_the_search_from_a_high_scale_is_short():
+    """L11: from 2^40, the scale for gradients of 1 is found after trying 2^40, 2^20 and 1."""
     rule = HeadroomLossScale(2.0**40, max_scale=2.0**40)
     state = rule.initial_state()
     tried = [float(state.loss_scale)]
@@ -102,16 +103,16 @@ BITS = (
         ({"growth_interval": 2.0}, INTERVAL.format(2.0)),
     ],
 )
-def test_refusals(arguments, message):
-    """L3: constants that are no counts are refused when given."""
+def test_errors(arguments, message):
+    """L3: constants that are not counts are errors."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         HeadroomLossScale(**arguments)
 
     assert message == str(error.value)
 
 
-def test_no_more_headroom_than_float16_has():
-    """L3: 40 bits leave nothing and end at the floor; more are refused."""
+def test_headroom_is_limited_by_the_range_of_float16():
+    """L3: a headroom of 40 bits lowers the scale to the floor; a larger one is an error."""
     rule = HeadroomLossScale(headroom_bits=40)
 
     assert float(rule.advance(rule.initial_state(), fits(1.0)).loss_scale) == rule.min_scale

@@ -1,4 +1,4 @@
-"""`LogMaxLossScale` against plain Python, and its refusals."""
+"""`LogMaxLossScale` against plain Python, and its errors."""
 
 import generators
 import numpy as np
@@ -10,12 +10,12 @@ from hypothesis import example, given
 from scaling import Cause, LogMaxLossScale, LogMaxLossScaleState, Verdict
 from scaling.base.number_formats import is_power_of_two
 
-# Where the oracle's exponent is this near to an integer, float32 may round to either side.
+# If the oracle's exponent is this close to an integer, float32 may round to either side.
 UNDECIDED = 1e-3
 
 
 def fits(magnitude):
-    """The verdict on a finite step."""
+    """The verdict on a finite step with this magnitude."""
     return Verdict(True, Cause.NONE, float(np.float32(magnitude)))
 
 
@@ -34,19 +34,19 @@ def follow(rule, history):
 
 
 def counts(verdict):
-    """Whether a step says something about the magnitudes."""
+    """Whether a step enters the statistics."""
     finite, cause, magnitude = verdict
     return magnitude > 0 if finite else cause in generators.CURABLE
 
 
 # Powers of two without a deviation.
 @example(LogMaxLossScale(deviations=0), [fits(0.3 * 2.0**-exponent) for exponent in range(20)])
-# A magnitude that stays: no deviation at all, whatever its decay.
+# A constant magnitude has no deviation, whatever the decay.
 @example(LogMaxLossScale(deviation_decay=0.9999), [fits(0.7 * 2.0**-7)] * 12)
 @example(LogMaxLossScale(max_scale=2.0**126), [fits(0.7 * 2.0**-100)] * 12)
-# One overflow in calm water, and the way back.
+# One overflow among constant magnitudes, and the recovery.
 @example(LogMaxLossScale(), [fits(0.3)] * 10 + [OVERFLOW] + [fits(0.3)] * 10)
-# An overflow first: it counts as one bit more than fits.
+# An overflow at the first step counts as one bit more than fits.
 @example(LogMaxLossScale(), [OVERFLOW] * 3 + [fits(0.3)] * 3)
 @given(generators.log_max_rules(), generators.verdict_histories() | generators.calm_histories())
 def test_advance_agrees_with_the_plain_python_rule(rule, history):
@@ -65,7 +65,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
             assert float(state.loss_scale) in expected, f"diverged at step {step}"
         else:
             expected = before
-            if verdict.grads_finite:  # all zero: the scale goes up, and nothing was learned
+            if verdict.grads_finite:  # all zero: the scale doubles, the statistics stay
                 doubled = oracle.clip(2 * float(before.loss_scale), rule)
                 expected = before._replace(loss_scale=tf.constant(doubled))
             assert oracle.numbers(expected) == oracle.numbers(state), f"diverged at step {step}"
@@ -75,9 +75,9 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
 
 @given(generators.log_max_rules(), generators.verdict_histories(max_size=12))
-def test_the_statistics_are_what_their_names_say(rule, history):
-    """L4: `mean`, `slow_mean` and `variance` are the decaying means of x and of its square about
-    the mean, in which each value weighs `decay` times what the next one does.
+def test_the_running_statistics_agree_with_plain_python(rule, history):
+    """L4: `mean`, `slow_mean` and `variance` are the decaying means of x and of its squared
+    deviation. In them, the weight of each value is `decay` times the weight of the next one.
     """
     for step, _, xs, _, state in follow(rule, history):
         if not xs:
@@ -91,8 +91,8 @@ def test_the_statistics_are_what_their_names_say(rule, history):
             (state.variance, rule.deviation_decay, squares),
         ):
             expected = oracle.weighted_mean(values, decay)
-            # Each step rounds ten times or so, each time by at most 2^-24 of the largest value
-            # so far: of x, or of the squares of what lies between two of them.
+            # Each step rounds about ten times, each time by at most 2^-24 of the largest value so
+            # far: the largest x, or the largest square of a difference of two of them.
             largest = (
                 np.ptp(xs) * np.max(np.abs(xs)) if actual is state.variance else np.max(np.abs(xs))
             )
@@ -102,26 +102,26 @@ def test_the_statistics_are_what_their_names_say(rule, history):
 
 @pytest.mark.parametrize("exponent", [-16, -100])
 @pytest.mark.parametrize("decay", [0.9, 0.998, 0.9995, 0.9999])
-def test_what_does_not_vary_has_no_deviation(decay, exponent):
-    """L4: a magnitude that stays gets the scale at which it fits, as if `deviations` were 0."""
+def test_a_constant_magnitude_has_no_deviation(decay, exponent):
+    """L4: a constant magnitude gets the largest scale at which it fits, as if `deviations` were 0."""
     rule = LogMaxLossScale(deviation_decay=decay, max_scale=2.0**126)
     state = rule.initial_state()
     for step in range(20):
-        # 0.7 keeps the exponent that fits half a power of two away from the next.
+        # 0.7 keeps the exponent half a power of two away from the next one.
         state = rule.advance(state, fits(0.7 * 2.0**exponent))
 
         assert float(state.loss_scale) == 2.0 ** (16 - exponent), f"at step {step}"
 
 
-def test_calm_water_has_the_deviation_that_it_has():
-    """L4: small deviations are not lost in float32: the scale is the oracle's for one and the same
-    calm history at 64 levels, so that the exponents' error is below 1/64 and not only below 1.
+def test_small_deviations_are_not_lost_in_float32():
+    """L4: the scale equals the oracle's for the same history of small deviations at 64 levels,
+    which shows that the error of the exponent is below 1/64, not just below 1.
     """
     rule = LogMaxLossScale(max_scale=2.0**40)
     waves = np.random.default_rng(0).uniform(-0.25, 0.25, 20)
     levels = np.exp2(-24 - np.arange(64) / 64)
     history = np.float32(np.exp2(waves)[:, np.newaxis] * levels)
-    # All levels at once: a rule's arithmetic holds for vectors as for numbers.
+    # All levels at once: a rule's arithmetic works on vectors as well.
     state = LogMaxLossScaleState(*(tf.fill([64], field) for field in rule.initial_state()))
     for step, magnitudes in enumerate(history):
         state = rule.advance(state, Verdict(True, Cause.NONE, tf.constant(magnitudes)))
@@ -137,10 +137,10 @@ def test_calm_water_has_the_deviation_that_it_has():
 
 
 @pytest.mark.parametrize(("at", "bits"), [(0, 8), (20, 1), (5000, 1)])
-def test_an_overflow_does_not_pin_the_scale(at, bits):
-    """L11: one overflow halves the scale at least, and ten steps later it is within one bit of
-    what it is without it, or within eight if it was the first step of all; as OpenSeq2Seq
-    published the rule, it was at its minimum for 11,177 steps.
+def test_the_scale_recovers_after_one_overflow(at, bits):
+    """L11: one overflow at least halves the scale. Ten steps later the scale is within one bit of
+    the scale without the overflow, or within eight bits if the overflow was the first step. With
+    the rule as OpenSeq2Seq published it, the scale stayed at its minimum for 11,177 steps.
     """
     rule = LogMaxLossScale()
     logs = np.random.default_rng(0).normal(-8.0, 0.5, at + 50)
@@ -161,8 +161,8 @@ def test_an_overflow_does_not_pin_the_scale(at, bits):
     assert (np.abs(np.log2(undisturbed[at + 10 :] / disturbed[at + 10 :])) <= bits).all()
 
 
-def test_gradients_that_are_all_zero_raise_the_scale_and_teach_nothing():
-    """L11: what is flushed at the first scale is found; no zero ever makes the scale NaN."""
+def test_all_zero_gradients_double_the_scale_and_leave_the_statistics():
+    """L11: all-zero gradients never make the scale NaN, and doubling finds flushed gradients."""
     rule = LogMaxLossScale(initial_scale=2.0**-14)
     state = rule.initial_state()
     for step in range(1, 20):
@@ -177,8 +177,8 @@ def test_gradients_that_are_all_zero_raise_the_scale_and_teach_nothing():
 
 
 @pytest.mark.parametrize("deviations", [0, 100])
-def test_the_bounds_of_the_room_may_be_asked_for(deviations):
-    """0 and 100 standard deviations are the least and the most."""
+def test_the_smallest_and_largest_deviations_are_accepted(deviations):
+    """0 and 100 standard deviations are the limits."""
     assert LogMaxLossScale(deviations=deviations).deviations == deviations
 
 
@@ -192,8 +192,8 @@ def test_the_bounds_of_the_room_may_be_asked_for(deviations):
         {"deviations": 100},
     ],
 )
-def test_constants_that_float32_rounds_away_are_refused_or_work(arguments):
-    """L3: no constant that the rule accepts takes the scale out of its bounds."""
+def test_constants_that_round_in_float32_keep_the_bounds(arguments):
+    """L3: such a constant is either an error, or keeps the scale within its bounds."""
     bounds = {"initial_scale": 8.0, "min_scale": 4.0, "max_scale": 16.0}
     try:
         rule = LogMaxLossScale(**bounds, **arguments)
@@ -232,8 +232,8 @@ ROOM = (
         ({"deviations": None}, ROOM.format(None)),
     ],
 )
-def test_refusals(arguments, message):
-    """L3: constants with which a mean would keep everything, or the room be no number."""
+def test_errors(arguments, message):
+    """L3: decays outside [0, 1) and deviations outside [0, 100] are errors."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         LogMaxLossScale(**arguments)
 

@@ -1,4 +1,4 @@
-"""Rules by name."""
+"""Parsing rules from text."""
 
 import pytest
 
@@ -36,14 +36,14 @@ from scaling.rules.presets import PRESETS
         ),
     ],
 )
-def test_a_text_stands_for_a_rule(text, rule):
-    """Names, numbers, powers and fields."""
+def test_rules_are_parsed_from_text(text, rule):
+    """A text may be a name, a number or a power of two, and may set fields."""
     assert rule == parse_rule(text)
 
 
 @pytest.mark.parametrize("name", [*RULES, *PRESETS])
-def test_every_name_is_a_rule(name):
-    """Each can be started; a fixed scale needs its number."""
+def test_every_name_can_be_parsed(name):
+    """Every name gives a rule; only a fixed scale needs a number."""
     text = "fixed:loss_scale=8" if name == "fixed" else name
 
     assert float(parse_rule(text).initial_state().loss_scale) > 0
@@ -119,8 +119,8 @@ KNOWN = (
         ),
     ],
 )
-def test_refusals(text, message):
-    """What is not known is said, with what is."""
+def test_errors(text, message):
+    """The error for an unknown name, field or value lists what is accepted."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         parse_rule(text)
 

@@ -1,4 +1,4 @@
-"""The presets, step by step beside the systems they are named after."""
+"""The presets, compared step by step with the systems that they reproduce."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from scaling import DynamicLossScale, preset
 
-# Preset, version, and the law it is held against.
+# Preset, version, and the system it is compared with.
 SYSTEMS = [
     ("keras3", "3.15", references.Keras3),
     ("tf_keras", None, references.TFKeras),
@@ -23,12 +23,12 @@ SYSTEMS = [
     ("jmp", "0.0.4", references.Jmp),
 ]
 IDS = [f"{name} {version}" if version else name for name, version, _ in SYSTEMS]
-# Most of these systems come with an extra.
+# Most of these systems are installed by an extra only.
 pytestmark = pytest.mark.more_in_full
 
 
 def skip_without(reference):
-    """Skips the test where the real system, or what it stands on, is not installed."""
+    """Skips the test if the real system, or a package that it needs, is not installed."""
     if reference.package:
         reason = f"needs {reference.package}: pip install 'halfstep[oracles]'"
         pytest.importorskip(reference.package, reason=reason)
@@ -36,7 +36,7 @@ def skip_without(reference):
 
 @dataclasses.dataclass
 class Tally:
-    """What happened to a reference over all its histories."""
+    """Counts what happened to a reference system over all histories."""
 
     steps: int = 0
     growths: int = 0
@@ -52,10 +52,10 @@ class Tally:
 
 
 def random_moves(rng, interval):
-    """Yields (whether both sides start again, whether the step overflows) without end.
+    """Yields pairs (whether both sides restart, whether the step overflows) without end.
 
-    A segment has one overflow rate: none for up to three intervals and more, so that every
-    system grows and some reach their ceiling; little; up to half; or more, which reaches floors.
+    Each segment has one overflow rate: zero for up to three intervals or more, so that every
+    system grows and some reach their ceiling; up to 5%; up to half; or more, to reach floors.
     """
     while True:
         length = int(400 ** rng.random())
@@ -67,9 +67,9 @@ def random_moves(rng, interval):
 
 
 def record(system, moves, steps, tally):
-    """Plays a reference; returns, by step, whether it started again, overflow, and scale after.
+    """Runs a reference; returns for each step whether it restarted, whether it overflowed, its scale.
 
-    A step at which the reference leaves its bounds is left out, and the next one starts again.
+    A step at which the reference leaves its bounds is left out, and the next one restarts.
     """
     rows, starts = [], True
     while len(rows) < steps:
@@ -92,10 +92,10 @@ def record(system, moves, steps, tally):
     return map(np.array, zip(*rows, strict=True))
 
 
-# XLA plays thousands of steps in a millisecond; that it plays them as eager does is L15.
+# XLA runs thousands of steps in a millisecond; L15 shows that it agrees with eager mode.
 @tf.function(jit_compile=True, autograph=False)
 def play(rule, starts, overflows):
-    """Returns our scale after each step: shape (steps,), float32."""
+    """Returns the rule's scale after each step: shape (steps,), float32."""
     start = rule.initial_state()
 
     def step(state, inputs):
@@ -107,7 +107,7 @@ def play(rule, starts, overflows):
 
 
 def assert_same_moves(rule, system, rng, steps, tally):
-    """Raises unless the rule and the reference have the same scale after every step."""
+    """Asserts that the rule and the reference have the same scale after every step."""
     moves = random_moves(rng, rule.growth_interval)
     starts, overflows, expected = record(system, moves, steps, tally)
     actual = play(rule, tf.constant(starts), tf.constant(overflows)).numpy().astype(np.float64)
@@ -124,12 +124,12 @@ def assert_same_moves(rule, system, rng, steps, tally):
 
 @pytest.mark.parametrize(("name", "version", "reference"), SYSTEMS, ids=IDS)
 def test_a_preset_moves_as_its_system(name, version, reference, full, capsys):
-    """L16: over random histories, with random growth intervals and with the default one, the
-    scale of a preset is at every step the scale of the system, while that is within its bounds.
+    """L16: in random histories, with random growth intervals and with the default one, the scale
+    of a preset equals the scale of its system at every step, while that is within its bounds.
     """
     skip_without(reference)
     rng, tally = np.random.default_rng(0), Tally()
-    # With an interval of 1, ceilings are near.
+    # With an interval of 1, ceilings are reached soon.
     for interval in [1, *rng.integers(1, 51, size=47 if full else 3).tolist()]:
         rule = preset(name, version=version, growth_interval=interval)
         steps = 2500 if full else 1500
@@ -145,7 +145,7 @@ def test_a_preset_moves_as_its_system(name, version, reference, full, capsys):
         version = f" {version}" if version else ""
         label = f"{name}{'' if reference.package else version} {reference.kind()}"
         with capsys.disabled():
-            print(f"\nL16 {label}: {tally}, 0 mismatches", end="")  # noqa: T201 - it is the result
+            print(f"\nL16 {label}: {tally}, 0 mismatches", end="")  # noqa: T201 - the result of the full run
 
 
 HYSTERESIS = DynamicLossScale(
@@ -154,7 +154,7 @@ HYSTERESIS = DynamicLossScale(
 COLOSSAL = DynamicLossScale(2.0**16, min_scale=1.0, max_scale=2.0**32)
 
 
-# Rule, reference, and what the reference is told to match.
+# Rule, reference, and the settings of the reference that match the rule.
 OVERRIDES = [
     (
         preset("deepspeed", hysteresis_refill="finite_step"),
@@ -166,7 +166,7 @@ OVERRIDES = [
         references.OldDeepSpeed,
         {"hysteresis": 3, "consecutive": True},
     ),
-    # Told not to raise, it stays at its floor as ours does.
+    # With this setting DeepSpeed stays at its floor, like the preset, instead of raising.
     (
         preset("deepspeed", hysteresis=1, min_scale=16.0),
         references.DeepSpeed,
@@ -199,14 +199,14 @@ OVERRIDE_IDS = [f"{reference.__name__} {constants}" for _, reference, constants 
 
 
 @pytest.mark.parametrize(("rule", "reference", "constants"), OVERRIDES, ids=OVERRIDE_IDS)
-def test_overrides_move_as_the_system_does_with_them(rule, reference, constants, full):
-    """L16: with hysteresis, its refill, a floor or a tolerance of one's own, the scale is at every
-    step that of the system given the same; and so are Apex's kernel and ColossalAI's scaler,
+def test_overrides_move_as_the_system_does_with_the_same_settings(rule, reference, constants, full):
+    """L16: with another hysteresis, refill, floor or tolerance, the scale equals that of the system
+    with the same settings at every step. So it does for Apex's kernel and ColossalAI's scaler,
     which have no preset.
     """
     rng, tally = np.random.default_rng(0), Tally()
     for interval in [1, 50, *rng.integers(1, 51, size=10 if full else 1).tolist()]:
-        # In none of these does the rule count its interval otherwise than the system.
+        # In all of these the rule counts its interval like the system.
         varied = dataclasses.replace(rule, growth_interval=interval)
         system = reference(growth_interval=interval, **constants)
         assert_same_moves(varied, system, rng, 2500, tally)
@@ -214,13 +214,13 @@ def test_overrides_move_as_the_system_does_with_them(rule, reference, constants,
     assert min(tally.growths, tally.backoffs) >= (100 if full else 10), str(tally)
 
 
-# By hand: system, interval, steps (x overflows), and the exponent of the scale after each.
+# Computed by hand: system, interval, steps (x overflows), exponent of the scale after each.
 KNOWN = [
     ("keras3 3.15", 3, ".........", [15, 15, 16, 16, 16, 17, 17, 17, 18]),
     ("tf_keras", 3, ".........", [15, 15, 16, 16, 16, 17, 17, 17, 18]),
     ("pytorch 2.13", 3, ".........", [16, 16, 17, 17, 17, 18, 18, 18, 19]),
     ("deepspeed 0.16", 3, ".........", [16, 16, 17, 17, 17, 18, 18, 18, 19]),
-    # DeepSpeed 0.19 and flax first grow on step 4; then the one every 3, the other every 4.
+    # DeepSpeed 0.19 and flax first grow on step 4; then DeepSpeed every 3 steps, flax every 4.
     ("deepspeed 0.19", 3, ".........", [16, 16, 16, 17, 17, 17, 18, 18, 18]),
     ("flax 0.12", 3, ".........", [16, 16, 16, 17, 17, 17, 17, 18, 18]),
     ("megatron", 3, ".........", [32, 32, 33, 33, 33, 34, 34, 34, 35]),
@@ -228,10 +228,10 @@ KNOWN = [
     # Its interval is 6 after the first growth and 12 after the second, on step 6.
     ("metaseq", 3, ".........", [2, 2, 3, 3, 3, 4, 4, 4, 4]),
     ("jmp 0.0.4", 3, ".........", [15, 15, 16, 16, 16, 17, 17, 17, 18]),
-    # The count begins again at an overflow.
+    # An overflow restarts the count.
     ("keras3 3.15", 2, ".x..x", [15, 14, 14, 15, 14]),
     ("flax 0.12", 2, "..x...", [16, 16, 15, 15, 15, 16]),
-    # Hysteresis, once spent, is spent until growth.
+    # Hysteresis that is used up stays used up until growth.
     ("megatron", 2, "xx.x..x.x", [32, 31, 31, 30, 30, 31, 31, 31, 30]),
     ("deepspeed 0.16", 2, "xx.x..x.x", [16, 15, 15, 14, 14, 15, 15, 15, 14]),
     ("deepspeed 0.19", 2, "xx.x...x.x", [16, 15, 15, 14, 14, 14, 15, 15, 15, 14]),
@@ -247,7 +247,7 @@ KNOWN_IDS = [f"{system} {history}" for system, _, history, _ in KNOWN]
 
 @pytest.mark.parametrize(("system", "interval", "history", "exponents"), KNOWN, ids=KNOWN_IDS)
 def test_known_histories(system, interval, history, exponents):
-    """L16: short histories worked out by hand, of the preset and of its reference."""
+    """L16: presets and references agree with short histories that were computed by hand."""
     name, version, reference = SYSTEMS[IDS.index(system)]
     rule = preset(name, version=version, growth_interval=interval)
     overflows = np.array([step == "x" for step in history])
@@ -266,7 +266,7 @@ def test_known_histories(system, interval, history, exponents):
     ("reference", "steps"),
     [(references.DeepSpeed, 18), (references.Fairseq, 29), (references.Keras3, 142)],
 )
-def test_a_reference_says_where_it_leaves_its_bounds(reference, steps):
+def test_a_reference_raises_where_it_leaves_its_bounds(reference, steps):
     """L16: DeepSpeed raises at 1, fairseq below 2^-13, and Keras falls below 2^-126."""
     system = reference()
     for _ in range(steps - 1):
@@ -278,7 +278,7 @@ def test_a_reference_says_where_it_leaves_its_bounds(reference, steps):
 
 @pytest.mark.parametrize(("name", "version", "reference"), SYSTEMS, ids=IDS)
 def test_the_newest_version_is_the_default(name, version, reference):
-    """L16: without a version, a preset is that of the newest in the table."""
+    """L16: without a version, the preset of the newest version is returned."""
     del reference
     newest = [other for system, other, _ in SYSTEMS if system == name][-1]
 
@@ -322,8 +322,8 @@ def test_the_newest_version_is_the_default(name, version, reference):
         ),
     ],
 )
-def test_refusals(error, arguments, message):
-    """What is not in the table is refused, and the message lists what is."""
+def test_errors(error, arguments, message):
+    """Unknown names, versions and fields are errors that list the known ones."""
     with pytest.raises(error) as caught:
         preset(**arguments)
 

@@ -1,4 +1,4 @@
-"""What every rule keeps to, and what all of them rest on: bounds, causes, powers of two."""
+"""What all rules have in common: their interface, bounds, causes and constants."""
 
 import generators
 import numpy as np
@@ -40,7 +40,7 @@ CLASSES = sorted({type(rule) for rule in MOVING}, key=lambda rule: rule.__name__
 
 
 def name(rule):
-    """A rule's name, for a test's."""
+    """A rule's name, for the ids of tests."""
     return type(rule).__name__
 
 
@@ -64,7 +64,7 @@ def test_every_rule_keeps_the_contract(rule):
 
 
 def mixed_history():
-    """Finite steps, overflows and incurable steps, with magnitudes and without."""
+    """Finite steps, overflows and incurable steps, with and without a finite magnitude."""
     for magnitude in (0.0, 0.3, 0.7, np.inf, 0.3, 0.01, 0.02, np.nan, np.inf, 5.0, 0.1, 0.1, 0.1):
         finite = np.isfinite(magnitude)
         cause = Cause.FORWARD if np.isnan(magnitude) else Cause.BACKWARD
@@ -91,35 +91,35 @@ def test_eager_graph_and_xla_agree(rule, jit_compile):
 
 @pytest.mark.parametrize("cause", generators.INCURABLE)
 @pytest.mark.parametrize("rule", RULES, ids=name)
-def test_causes_that_no_scale_cures_change_nothing(rule, cause):
-    """L17: weights, forward, unscaling and model leave the whole state untouched, field by field,
-    whatever magnitude comes with them.
+def test_incurable_causes_change_nothing(rule, cause):
+    """L17: after weights, forward, unscaling and model, every field of the state is unchanged,
+    whatever the magnitude.
     """
     state = rule.initial_state()
-    for before_that in (*mixed_history(), None):
+    for next_verdict in (*mixed_history(), None):
         for magnitude in (np.nan, np.inf, 0.0, 0.3):
             verdict = Verdict(tf.constant(False), cause, tf.constant(magnitude, tf.float32))
 
             assert oracle.numbers(state) == oracle.numbers(rule.advance(state, verdict))
-        if before_that is not None:
-            state = rule.advance(state, before_that)
+        if next_verdict is not None:
+            state = rule.advance(state, next_verdict)
 
 
 @pytest.mark.parametrize("rule", MOVING, ids=name)
-def test_a_scale_saved_under_other_bounds_comes_into_these(rule):
-    """L3: whatever scale a state was saved with, the next step of either kind brings it home."""
-    for saved, home in ((2.0**-100, rule.min_scale), (2.0**100, rule.max_scale)):
+def test_a_scale_saved_with_other_bounds_enters_these(rule):
+    """L3: a scale outside the bounds is brought within them by the next step, finite or not."""
+    for saved, bound in ((2.0**-100, rule.min_scale), (2.0**100, rule.max_scale)):
         for verdict in (fits(1e-3), OVERFLOW):
             state = rule.initial_state()._replace(loss_scale=tf.constant(saved))
             scale = float(rule.advance(state, verdict).loss_scale)
 
             assert rule.min_scale <= scale <= rule.max_scale
             if rule not in MEASURING:
-                assert scale == home
+                assert scale == bound
 
 
 def fits(magnitude):
-    """The verdict on a finite step."""
+    """The verdict on a finite step with this magnitude."""
     return Verdict(tf.constant(True), Cause.NONE, tf.constant(magnitude))
 
 
@@ -127,8 +127,8 @@ OVERFLOW = Verdict(False, Cause.BACKWARD, np.inf)
 
 
 @pytest.mark.parametrize("rule", MEASURING, ids=name)
-def test_rules_that_measure_want_a_magnitude(rule):
-    """A rule that moves by the largest magnitude says so when nobody has measured it."""
+def test_rules_that_need_a_magnitude_raise_without_one(rule):
+    """The error says that the rule needs the largest magnitude."""
     for verdict in (True, False, Verdict(tf.constant(True))):
         with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
             rule.advance(rule.initial_state(), verdict)
@@ -142,7 +142,7 @@ def test_rules_that_measure_want_a_magnitude(rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=name)
 def test_a_verdict_must_be_one_bool(rule):
-    """`advance` says what it was given instead of a bool."""
+    """Anything else than one bool is an error that says what was given."""
     state = rule.initial_state()
     with pytest.raises(TypeError) as error:
         rule.advance(state, tf.constant(1.0))
@@ -185,8 +185,8 @@ POWER = (
         ),
     ],
 )
-def test_refusals_of_bounds(rule, arguments, message):
-    """L3: no rule is built with bounds that the scale could leave."""
+def test_errors_about_bounds(rule, arguments, message):
+    """L3: bounds that the scale could leave are errors in every rule."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         rule(**arguments)
 
@@ -214,8 +214,8 @@ COUNTERS = [scaling.DynamicLossScale, scaling.TolerantLossScale, scaling.Headroo
         ),
     ],
 )
-def test_refusals_of_factors(rule, arguments, message):
-    """L3: no rule is built with factors that are no powers of two, or point the wrong way."""
+def test_errors_about_factors(rule, arguments, message):
+    """L3: factors that are not powers of two, or on the wrong side of 1, are errors in every rule."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         rule(**arguments)
 
@@ -224,12 +224,12 @@ def test_refusals_of_factors(rule, arguments, message):
 
 @pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, int])
 @pytest.mark.parametrize("rule", CLASSES, ids=lambda rule: rule.__name__)
-def test_numbers_are_numbers_of_whatever_type(rule, number):
-    """A power of two is one, whatever type it comes in, also once the rule moves."""
+def test_constants_may_have_any_numeric_type(rule, number):
+    """Constants of any numeric type give the same states as Python floats."""
     constants = {"initial_scale": 8.0, "min_scale": 1.0, "max_scale": 16.0}
     if rule in COUNTERS:
         constants |= {"growth_factor": 2.0, "growth_interval": 1}
-        # No int is a backoff factor.
+        # A backoff factor below 1 cannot be an int.
         constants |= {} if number is int else {"backoff_factor": 0.5}
     same = rule(**constants)
     typed = {key: number(value) for key, value in constants.items()}

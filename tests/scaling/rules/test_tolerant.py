@@ -1,4 +1,4 @@
-"""`TolerantLossScale` against plain Python, and its refusals."""
+"""`TolerantLossScale` against plain Python, and its errors."""
 
 import generators
 import oracle
@@ -9,18 +9,18 @@ from scaling import TolerantLossScale
 from scaling.base.number_formats import is_power_of_two
 
 
-# A tolerance that the share reaches exactly: the twentieth step overflows, 1/20 >= 0.05.
+# The fraction of overflows reaches the tolerance exactly: 1/20 >= 0.05.
 @example(TolerantLossScale(growth_interval=100, tolerance=0.05), [True] * 19 + [False])
-# One step more and the share stays below it.
+# With one more finite step it stays below the tolerance.
 @example(TolerantLossScale(growth_interval=100, tolerance=0.05), [True] * 20 + [False])
-# No tolerance backs off at once, and down to the floor.
+# Without tolerance every overflow backs off, down to the floor.
 @example(TolerantLossScale(2.0, min_scale=1.0, tolerance=0), [False] * 4)
-# Growth does not forget the overflows, a backoff does.
+# A backoff resets the count of overflows, growth does not.
 @example(
     TolerantLossScale(growth_interval=3, tolerance=0.6),
     [True, False, True, True, True, True, False, True, False],
 )
-# The interval follows the scale down to 1 and up to 2^30, where it stays.
+# The interval shrinks to 1 and grows to 2^30 with the scale, and stays there.
 @example(TolerantLossScale(growth_interval=3, scale_interval=True), [False] * 3 + [True] * 40)
 @example(TolerantLossScale(growth_interval=1, growth_factor=2.0**16, scale_interval=True), [True])
 @given(generators.tolerant_rules(), generators.histories())
@@ -40,7 +40,7 @@ def test_advance_agrees_with_the_plain_python_rule(rule, history):
 
 
 def test_the_growth_interval_never_leaves_int32():
-    """L11: an interval that has reached 2^30 stays there, and can come down again."""
+    """L11: an interval that has reached 2^30 stays there, and can shrink again."""
     rule = TolerantLossScale(growth_interval=2**28 * 3, tolerance=0, scale_interval=True)
     almost = rule.initial_state()._replace(finite_steps=2**28 * 3 - 1)
     longest = rule.advance(almost, True)
@@ -54,7 +54,7 @@ def test_the_growth_interval_never_leaves_int32():
 
 @pytest.mark.parametrize("factor", [2.0**31, 2.0**126])
 def test_the_largest_factors_lengthen_the_interval_too(factor):
-    """L11: no factor makes the growth interval 0 or negative."""
+    """L11: a large growth factor makes the growth interval neither 0 nor negative."""
     rule = TolerantLossScale(
         1.0, 1, growth_factor=factor, min_scale=2.0**-126, max_scale=2.0**126, scale_interval=True
     )
@@ -66,15 +66,15 @@ def test_the_largest_factors_lengthen_the_interval_too(factor):
 
 @pytest.mark.parametrize("factor", [2.0**-31, 2.0**-126])
 def test_the_smallest_factors_shorten_the_interval_to_one_step(factor):
-    """L11: no factor makes the growth interval 0."""
+    """L11: a small backoff factor does not make the growth interval 0."""
     rule = TolerantLossScale(1.0, 2000, 2.0, factor, min_scale=2.0**-126, scale_interval=True)
     state = rule.advance(rule.initial_state(), False)
 
     assert (factor, 1) == (float(state.loss_scale), int(state.growth_interval))
 
 
-def test_a_run_that_goes_on_with_a_shorter_interval_grows():
-    """L4: the interval in force is the rule's, not the one that was saved, unless it moves."""
+def test_a_run_that_resumes_with_a_shorter_interval_grows():
+    """L4: the interval of the rule applies, not the saved one, unless `scale_interval` is set."""
     state = TolerantLossScale(growth_interval=100).initial_state()
     rule = TolerantLossScale(growth_interval=2)
     for _ in range(2):
@@ -90,16 +90,16 @@ TOLERANCE = (
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, 1, 1.0, float("nan"), float("inf"), "0.05", None])
-def test_a_tolerance_is_a_share(tolerance):
-    """L11: with a tolerance of 1, overflows could last for ever."""
+def test_a_tolerance_is_a_fraction_below_1(tolerance):
+    """L11: with a tolerance of 1 the scale would never back off."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         TolerantLossScale(tolerance=tolerance)
 
     assert TOLERANCE.format(repr(tolerance)) == str(error.value)
 
 
-def test_a_growth_interval_is_a_count():
-    """L3: an interval of 0 steps would divide by 0."""
+def test_a_growth_interval_is_at_least_1():
+    """L3: an interval of 0 steps would divide by zero."""
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         TolerantLossScale(growth_interval=0)
 

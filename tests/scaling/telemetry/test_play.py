@@ -1,4 +1,4 @@
-"""Records of gradients, and rules played over them, beside plain Python."""
+"""Rules that are simulated on recorded gradients, compared with plain Python."""
 
 import generators
 import hypothesis.strategies as st
@@ -18,13 +18,13 @@ OVERFLOWED = (Cause.BACKWARD, Cause.REDUCTION)
 
 @pytest.fixture
 def path(tmp_path):
-    """Where a run's metrics would be."""
+    """The path of a run's `metrics.jsonl`."""
     return tmp_path / "metrics.jsonl"
 
 
-def test_what_a_record_tells_of_other_scales(path):
-    """A skipped step has the next applied one's magnitude, or the last one's; float16 fits where it
-    did, no more; a wider format has nothing to cure.
+def test_evidence_about_other_scales(path):
+    """A skipped step has the magnitude of the next applied step, or of the last one. Float16 steps
+    fit and overflow at their own scales. In wider formats overflows are incurable.
     """
     steps = [
         (16.0, Cause.BACKWARD, np.inf),
@@ -32,12 +32,12 @@ def test_what_a_record_tells_of_other_scales(path):
         (4.0, Cause.NONE, 3.0),
         (4.0, Cause.REDUCTION, np.nan),
     ]
-    known = gather_evidence(write_record(path, step_reports(steps)))
+    evidence = gather_evidence(write_record(path, step_reports(steps)))
 
-    assert known.magnitude.tolist() == [3.0, 3.0, 3.0, 3.0]
-    assert known.fits_at.tolist() == [0.0, 0.0, 4.0, 0.0]
-    assert known.overflows_at.tolist() == [16.0, np.inf, np.inf, 4.0]
-    assert known.incurable.tolist() == [Cause.NONE, Cause.FORWARD, Cause.NONE, Cause.NONE]
+    assert evidence.magnitude.tolist() == [3.0, 3.0, 3.0, 3.0]
+    assert evidence.fits_at.tolist() == [0.0, 0.0, 4.0, 0.0]
+    assert evidence.overflows_at.tolist() == [16.0, np.inf, np.inf, 4.0]
+    assert evidence.incurable.tolist() == [Cause.NONE, Cause.FORWARD, Cause.NONE, Cause.NONE]
     wide = gather_evidence(write_record(path, step_reports(steps), precision="float32"))
     assert wide.fits_at.tolist() == [0.0] * 4
     assert wide.overflows_at.tolist() == [np.inf] * 4
@@ -48,8 +48,8 @@ def test_what_a_record_tells_of_other_scales(path):
     ]
 
 
-def steps_of_a_run():
-    """Steps of any kind, at scales and magnitudes that overflow now and then."""
+def recorded_steps():
+    """Generates steps of all kinds; some of them overflow."""
     finite = st.tuples(
         generators.powers_of_two(-4, 20),
         st.just(Cause.NONE),
@@ -64,7 +64,7 @@ def steps_of_a_run():
 
 
 def would_overflow(steps, index, scale, precision):
-    """Whether a step would have overflowed at a scale, in plain Python."""
+    """Whether a step would have overflowed at another scale, in plain Python."""
     own, cause, magnitude = steps[index]
     if cause in OVERFLOWED and scale >= own:
         return True
@@ -85,15 +85,15 @@ def curable(cause, precision):
 EIGHT = scaling.DynamicLossScale(8.0)
 
 
-# At its own scale a step does what it did, whatever its magnitude says.
+# At its own scale a step has the recorded result, whatever its magnitude.
 @example(EIGHT, [(8.0, Cause.BACKWARD, np.inf), (8.0, Cause.NONE, 1.0)], "mixed_float16")
 @example(EIGHT, [(8.0, Cause.NONE, HALF_MAX)], "mixed_float16")
-# The largest float16 is one.
+# The largest float16 number fits.
 @example(EIGHT, [(4.0, Cause.NONE, HALF_MAX / 8)], "mixed_float16")
 @settings(max_examples=30)  # each compiles a loop
-@given(generators.rules(), steps_of_a_run(), st.sampled_from(["mixed_float16", "float32"]))
-def test_a_rule_played_agrees_with_plain_python(tmp_path_factory, rule, steps, precision):
-    """L4: scale by scale and skip by skip, what a rule would have done is what its oracle does."""
+@given(generators.rules(), recorded_steps(), st.sampled_from(["mixed_float16", "float32"]))
+def test_a_simulated_rule_agrees_with_plain_python(tmp_path_factory, rule, steps, precision):
+    """L4: every scale and every skip of a simulated rule equals that of its oracle."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     scales, skipped = play(rule, write_record(path, step_reports(steps), precision=precision))
     state = oracle.start(rule)
@@ -107,8 +107,8 @@ def test_a_rule_played_agrees_with_plain_python(tmp_path_factory, rule, steps, p
             state = oracle.advance(*state, not overflow, rule)
 
 
-def test_magnitudes_reach_the_rule(path):
-    """A rule that looks at magnitudes is told those of the record."""
+def test_the_rule_receives_the_recorded_magnitudes(path):
+    """A rule that needs magnitudes receives those of the record."""
     steps = [(2.0**10, Cause.NONE, 1.0), (2.0**10, Cause.NONE, 1.0)]
     scales, _ = play(
         scaling.HeadroomLossScale(headroom_bits=3), write_record(path, step_reports(steps))
@@ -117,25 +117,27 @@ def test_magnitudes_reach_the_rule(path):
     assert scales.tolist() == [2.0**15, 2.0**12]
 
 
-@given(steps_of_a_run(), st.sampled_from(["mixed_float16", "float32"]))
+@given(recorded_steps(), st.sampled_from(["mixed_float16", "float32"]))
 def test_the_best_fixed_scale_is_the_largest_that_never_overflows(
     tmp_path_factory, steps, precision
 ):
-    """By trying all powers of two."""
+    """The best fixed scale is found by trying all powers of two."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     record = write_record(path, step_reports(steps), precision=precision)
-    hopeful = [index for index, step in enumerate(steps) if curable(step[1], precision)]
+    curable_steps = [index for index, step in enumerate(steps) if curable(step[1], precision)]
 
     def never_overflows(scale):
-        return not any(would_overflow(steps, index, scale, precision) for index in hopeful)
+        return not any(would_overflow(steps, index, scale, precision) for index in curable_steps)
 
     best = max(filter(never_overflows, 2.0 ** np.arange(-126, 127)), default=2.0**-126)
 
     assert best == best_fixed_scale(record)
 
 
-def test_an_account_adds_up(path):
-    """Skips, steps below the best scale, and what float16 flushes in the steps that were applied."""
+def test_the_figures_of_an_outcome(path):
+    """An outcome counts the steps below the best scale, and averages over the applied steps what
+    float16 flushes.
+    """
     first = [[1.0, 2.0**-30, 0.0, 2.0**-20]] * 2
     second = [[0.5, 2.0**-28]]
     record = write_record(

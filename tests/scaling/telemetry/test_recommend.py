@@ -18,12 +18,12 @@ def at(scale):
     return scaling.FixedLossScale(scale).initial_state()
 
 
-# A magnitude of exactly 65504 / 2^4, for which 1 is the answer, and the next above it.
+# For a magnitude of exactly 65504 / 2^4 a scale of 1 is recommended; also the next number above.
 @example(np.array([HALF_MAX / 16], np.float32))
 @example(np.array([np.nextafter(np.float32(HALF_MAX / 16), np.float32(INF))]))
 @given(generators.float32_arrays())
 def test_the_recommended_scale_is_the_largest_that_leaves_room(gradient):
-    """Four bits are left at the recommended scale, and would not be at twice that."""
+    """The recommended scale leaves a headroom of four bits, and twice that scale would not."""
     advice = scaling.recommend(scaling.gradient_stats([gradient], at(1.0)))
     largest = float(np.abs(gradient).max())
     assert is_power_of_two(advice.loss_scale)
@@ -32,8 +32,8 @@ def test_the_recommended_scale_is_the_largest_that_leaves_room(gradient):
         assert largest * advice.loss_scale * 32 > HALF_MAX or advice.loss_scale == 2.0**126
 
 
-def test_the_recommendation_says_what_it_would_lose_and_where():
-    """Names, shares and the reason, in words."""
+def test_the_recommendation_names_the_variables_that_lose_elements():
+    """The text has the names, the fractions and the reason."""
     gradients = [
         tf.constant([2.0**-20] * 999 + [2.0**-40]),
         tf.constant([1.0] + [2.0**-40] * 3),
@@ -51,8 +51,8 @@ def test_the_recommendation_says_what_it_would_lose_and_where():
 
 
 @pytest.mark.parametrize("gradients", [[[INF, NAN]], [[2.0**-20], [INF, -INF, 1.0]]])
-def test_what_has_overflowed_is_no_reason_to_go_up(gradients):
-    """Half of the scale at which it was not finite is the most to try."""
+def test_after_an_overflow_half_of_the_scale_is_recommended(gradients):
+    """If a gradient is not finite, half of its scale is recommended."""
     stats = scaling.gradient_stats([tf.constant(row) for row in gradients], at(2.0**15))
     advice = scaling.recommend(stats)
 
@@ -66,15 +66,15 @@ def test_what_has_overflowed_is_no_reason_to_go_up(gradients):
 @pytest.mark.parametrize(
     ("variables", "ends"), [(5, "of gradient 4. The"), (6, "of gradient 4 and 1 more. The")]
 )
-def test_many_variables_are_summed_up(variables, ends):
-    """Five names are enough for a sentence; those that lose the same stand in their order."""
+def test_at_most_five_variables_are_named(variables, ends):
+    """Of more than five variables the others are counted; equal fractions keep their order."""
     stats = scaling.gradient_stats([tf.constant([1.0, 2.0**-60])] * variables, at(1.0))
 
     assert ends in str(scaling.recommend(stats))
 
 
-def test_a_recommendation_without_loss_is_short():
-    """Nothing lost, nothing left out; the largest gradient is named wherever it stands."""
+def test_a_recommendation_that_loses_nothing_is_short():
+    """The text names the largest gradient, whichever variable it belongs to."""
     stats = scaling.gradient_stats([tf.constant([0.25]), tf.constant([-0.5, 0.0])], at(1.0))
 
     assert str(scaling.recommend(stats)) == (
@@ -86,13 +86,13 @@ def test_a_recommendation_without_loss_is_short():
 @pytest.mark.parametrize(
     ("share", "words"), [(1e-4, "0.01%"), (0.5, "50.00%"), (9e-5, "less than 0.01%")]
 )
-def test_a_share_is_said_to_two_places(share, words):
-    """What two places cannot show is not said to be nothing."""
+def test_a_fraction_is_printed_with_two_decimals(share, words):
+    """A fraction too small for two decimals is not printed as zero."""
     assert words == describe_share(share)
 
 
-def test_without_any_gradient_the_recommendation_is_to_look_higher():
-    """All zeros say nothing but that the scale may be far too low."""
+def test_if_all_gradients_are_zero_a_larger_scale_is_recommended():
+    """All-zero gradients mean that the scale may be far too small."""
     advice = scaling.recommend(scaling.gradient_stats([tf.zeros([3])], at(4.0)))
 
     assert advice.loss_scale == 2.0**22
@@ -102,8 +102,8 @@ def test_without_any_gradient_the_recommendation_is_to_look_higher():
     )
 
 
-def test_names_must_match():
-    """As many names as gradients."""
+def test_there_must_be_one_name_per_gradient():
+    """The numbers of names and gradients must be equal."""
     stats = scaling.gradient_stats([tf.zeros([3])], at(4.0))
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         scaling.recommend(stats, ["a", "b"])

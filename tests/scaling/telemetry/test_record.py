@@ -13,15 +13,15 @@ from scaling.telemetry.stats import COUNTS
 
 @pytest.fixture
 def path(tmp_path):
-    """Where a run's metrics would be."""
+    """The path of a run's `metrics.jsonl`."""
     return tmp_path / "metrics.jsonl"
 
 
 THREE = [(8.0, Cause.NONE, 0.1), (8.0, Cause.FORWARD, np.inf), (8.0, Cause.NONE, 3.0)]
 
 
-def test_a_record_comes_back_as_it_was(path):
-    """Every number survives the file to the last bit; what a skipped step measured does not."""
+def test_a_record_is_read_as_it_was_written(path):
+    """Every number is restored exactly; magnitudes of skipped steps are left out."""
     record = write_record(
         path, step_reports(THREE), step_reports(THREE[:1], [[0.0, 2.0**-9, 3 * 2.0**-11]], first=4)
     )
@@ -46,11 +46,11 @@ def test_a_record_comes_back_as_it_was(path):
     assert (record.precision, record.shares) == ("mixed_float16", 1)
 
 
-def test_a_step_written_twice_counts_as_the_later_line_tells_it(path):
-    """A run that was stopped and taken up again has written some steps twice."""
-    again = [(2.0, Cause.NONE, 7.0)]
+def test_the_later_line_counts_for_a_step_that_was_written_twice(path):
+    """A run that was stopped and resumed may have written some steps twice."""
+    rewritten = [(2.0, Cause.NONE, 7.0)]
     record = write_record(
-        path, step_reports(THREE), step_reports(again * 2, first=2), precision="float32"
+        path, step_reports(THREE), step_reports(rewritten * 2, first=2), precision="float32"
     )
 
     assert record.step.tolist() == [1, 2, 3]
@@ -76,8 +76,8 @@ def test_a_step_written_twice_counts_as_the_later_line_tells_it(path):
         ),
     ],
 )
-def test_a_damaged_line_is_refused_by_its_number(path, line, why):
-    """The file, the line and what is wrong with it are named."""
+def test_a_damaged_line_is_an_error_with_its_number(path, line, why):
+    """The error names the file, the line and the fault."""
     path.write_text('{"step": 1, "split": "train"}\n' + line + "\n")
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         read_record(path)
@@ -88,8 +88,8 @@ def test_a_damaged_line_is_refused_by_its_number(path, line, why):
     )
 
 
-def test_a_file_without_gradients_is_refused(path):
-    """The error says how to get them."""
+def test_a_file_without_recorded_gradients_is_an_error(path):
+    """The error says how to record gradients."""
     path.write_text('{"step": 1, "split": "train"}\n')
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         read_record(path)

@@ -1,4 +1,4 @@
-"""What stands in the gradients, against NumPy; and the advice drawn from it."""
+"""Gradient statistics, compared with NumPy."""
 
 import generators
 import numpy as np
@@ -17,15 +17,15 @@ def at(scale):
     return scaling.FixedLossScale(scale).initial_state()
 
 
-# Flushed at the scale, but not at twice that.
+# Flushed at this scale, but not at twice this scale.
 @example(np.array([2.0**-26], np.float32), 2.0)
-# Ties at 2^-25 round to 0; one ulp more does not.
+# 2^-25 is a tie and rounds to 0; the next larger number does not.
 @example(
     np.array([2.0**-25, np.nextafter(np.float32(2.0**-25), np.float32(1)), 0.0], np.float32), 1.0
 )
 @given(generators.float32_arrays(), generators.powers_of_two(-14, 24))
 def test_flushed_is_what_the_cast_to_float16_loses(gradient, scale):
-    """At the scale, at twice and at half of it, the share is that of a real cast to float16."""
+    """At the scale, and at twice and half of it, the fraction equals that of a cast to float16."""
     stats = scaling.gradient_stats([gradient], at(scale))
     for factor in (0.5, 1.0, 2.0):
         with np.errstate(over="ignore"):
@@ -39,7 +39,7 @@ def test_flushed_is_what_the_cast_to_float16_loses(gradient, scale):
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_counts(dtype, mode):
-    """L15: inf, NaN, zeros, size and the largest finite magnitude, in every dtype, also compiled."""
+    """L15: counts, sizes and largest magnitudes are the same in every dtype and mode."""
     gradients = [
         tf.constant([[0.0, NAN, -4.0], [INF, -INF, 0.5]], dtype),
         None,
@@ -64,15 +64,15 @@ def test_counts(dtype, mode):
     assert float(stats.loss_scale) == 2.0
 
 
-def test_the_largest_magnitude_is_that_of_the_finite_elements():
-    """An inf or NaN is counted, and hides no other element."""
+def test_the_largest_magnitude_ignores_inf_and_nan():
+    """The largest magnitude is that of the finite elements."""
     stats = scaling.gradient_stats([tf.constant([NAN, -0.25, INF])], at(1.0))
 
     assert stats.max_magnitude.numpy().tolist() == [0.25]
 
 
-def test_rows_of_one_index_are_one_gradient():
-    """Two halves of a sparse row are counted as their sum."""
+def test_sparse_rows_with_the_same_index_are_summed_before_counting():
+    """Two sparse rows with the same index are counted as their sum."""
     slices = tf.IndexedSlices(tf.constant([[3.0], [5.0], [0.0]]), tf.constant([1, 1, 2]))
     stats = scaling.gradient_stats(slices, at(1.0))
 
@@ -87,8 +87,8 @@ def test_no_gradients_at_all():
     assert (stats.counts.shape[0], stats.max_magnitude.shape[0]) == (0, 0)
 
 
-def test_the_farthest_exponents_are_counted():
-    """Magnitudes beyond the table's ends fall into its end columns, none is lost."""
+def test_magnitudes_outside_the_histogram_are_counted_in_its_end_columns():
+    """Magnitudes below and above all columns are counted in the first and the last column."""
     stats = scaling.gradient_stats(
         [tf.constant([2e-38, 1e38, 2.0**-96, 2.0**-95, 2.0**31])], at(1.0)
     )
@@ -97,8 +97,8 @@ def test_the_farthest_exponents_are_counted():
     assert stats.counts.numpy()[0, 127] == 2
 
 
-def test_only_tensors_are_made_on_the_way():
-    """L14: measuring asks the host for nothing: no callback and no read in its graph."""
+def test_measuring_needs_no_host_callback():
+    """L14: the graph contains no callback, print or other host operation."""
     traced = tf.function(lambda g: scaling.gradient_stats([g], at(1.0))).get_concrete_function(
         tf.TensorSpec([None], tf.float32)
     )
