@@ -38,8 +38,8 @@ HINTS = {
     ),
     scaling.Cause.MODEL: (
         "The gradients overflow even at the lowest loss scale allowed. Look for a function with an "
-        "infinite derivative at a finite value (a square root or a norm at 0), compute the layer "
-        'that is named with dtype="float32", or allow a lower loss scale.'
+        "infinite derivative at a finite value (a square root or a norm at 0), compute its "
+        'layer with dtype="float32", or allow a lower loss scale.'
     ),
 }
 
@@ -113,7 +113,7 @@ def check_not_stuck(
 
 
 def warn_of_skips(steps: StepReport, skip_policy: SkipLimits) -> None:
-    """Warns of a non-finite loss once per row of skips, and of a run that holds at every log."""
+    """Warns once per series of skips with a bad loss, and at every log of a run that holds."""
     starts_row = steps.consecutive_skips == 1
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
         hint = HINTS[scaling.Cause.FORWARD]

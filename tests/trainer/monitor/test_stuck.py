@@ -63,7 +63,8 @@ def test_the_error_names_the_record_of_a_skipped_batch():
 
     assert str(error.value) == (
         "Training is stuck: 2 steps in a row were skipped by step 2. Cause of the last skip: "
-        "reduction, in all gradients together: 1 inf, 0 NaN. Latest loss scales: 2^2, 2^1. A "
+        "reduction, in the global norm of the gradients: 1 inf, 0 NaN. Latest loss scales: 2^2, "
+        "2^1. A "
         "skipped batch is recorded in run/overflows/step-00000001: run it again with --mode=replay "
         f"or Trainer.replay(). {HINTS[Cause.REDUCTION]}"
     )
