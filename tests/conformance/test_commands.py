@@ -21,7 +21,10 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             "python benchmarks/growth.py",
+            "python benchmarks/input_path.py",
+            "python benchmarks/onednn.py",
             "python benchmarks/profile_step.py --model=cnn --dtype=bfloat16",
+            "python benchmarks/profile_step.py --model=cnn --dtype=float32",
             "python benchmarks/scale.py",
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",
