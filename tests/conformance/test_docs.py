@@ -4,6 +4,7 @@ import ast
 import html.parser
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
@@ -11,6 +12,8 @@ import subprocess
 import sys
 
 import pytest
+
+from trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -169,3 +172,16 @@ def test_each_law_names_a_test_that_carries_its_number():
         }
         assert test in functions, f"{law}: no {test} in {path}"
         assert re.search(rf"\b{law}\b", functions[test]), f"{law}: {test} does not carry it"
+
+
+def test_the_site_shows_the_values_of_defaults():
+    """Every default of `Trainer` is shown as the value that it has, not as a field of a group."""
+    griffe = pytest.importorskip("griffe", reason="pip install -e '.[docs]'")
+    extensions = griffe.load_extensions(str(DOCS / "site_defaults.py"))
+    package = griffe.load("trainer", search_paths=[ROOT], extensions=extensions)
+    shown = {each.name: each.default for each in package["trainer.Trainer.__init__"].parameters}
+    real = inspect.signature(Trainer.__init__).parameters
+
+    for name, parameter in real.items():
+        if parameter.default is not inspect.Parameter.empty:
+            assert eval(shown[name], {}) == parameter.default, name  # noqa: S307  # a literal
