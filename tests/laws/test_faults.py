@@ -228,17 +228,16 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
     error = raised.value
     if room == "for nothing":
         assert message_of(error) == no_room(path, FAULT)
-        [error] = [one for one in causes(error) if "for the log" in str(one)]
+        [error] = [one for one in causes(error) if "The log in" in str(one)]
         (path / "ballast").unlink()
         log.write_text(log.read_text().replace(" " * 50, ""))
     else:
         assert error.__notes__ == [f"raised at step {FAULT}, which is saved"]
         (path / "aside").rename(log)
     assert str(error) == (
-        f"`model_dir` must have room for the log and let it be written; got {path}: [Errno 28] No "
-        "space "
-        "left on device. What a run has done stands there. Make room and run the same command "
-        "again."
+        f"The log in {path} could not be written: [Errno 28] No space left on device. Everything up to "
+        "the last checkpoint is safe. Free some space or fix the permissions, then run the same "
+        "command again."
     )
 
     last = {"for nothing": INTERVAL, "for a checkpoint": FAULT}[room]
@@ -266,7 +265,7 @@ def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match="must have room for the log") as error:
+    with pytest.raises(CheckpointError, match=r"^The log in .* could not be written") as error:
         finish(Steady(other))
     assert not hasattr(error.value, "__notes__")
     assert steps_saved(other) == []
