@@ -1,4 +1,4 @@
-"""A griffe extension that shows the values of `Trainer`'s defaults, not the names of their fields."""
+"""A griffe extension that shows the values of defaults in `Trainer`, not the fields' names."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Defaults(griffe.Extension):
 
 
 def default_of(value: griffe.Expr | str | None) -> str:
-    """Returns a field's default: the first argument of a call like `count(10)`, or the value itself."""
+    """Returns the default of a field: the first argument of `count(10)`, or the value itself."""
     if not isinstance(value, griffe.ExprCall):
         return str(value)
     first = value.arguments[0]

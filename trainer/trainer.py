@@ -687,7 +687,7 @@ class Trainer(Task):
         """Raises RuntimeError if the trainer has not seen any data yet."""
         if not self._started:
             raise RuntimeError(
-                f"`{name}` is not available yet: this trainer has not seen any data. The first "
-                "batch builds the model and restores the run. Call train, evaluate or predict "
-                "first."
+                f"`{name}` must be used after train, evaluate or predict; got a trainer that has "
+                "not seen any data. The first batch builds the model and restores the run. Call "
+                "one of these methods first."
             )

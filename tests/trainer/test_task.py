@@ -158,6 +158,7 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ask(Linear(verbose=False))
 
     assert str(error.value) == (
-        f"`{name}` is not available yet: this trainer has not seen any data. The first batch "
-        "builds the model and restores the run. Call train, evaluate or predict first."
+        f"`{name}` must be used after train, evaluate or predict; got a trainer that has not seen "
+        "any data. The first batch builds the model and restores the run. Call one of these methods "
+        "first."
     )
