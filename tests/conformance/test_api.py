@@ -21,6 +21,11 @@ MODULES = [
     for room in [*ROOMS, trainer.checkpoint, trainer.log, trainer.report]
     for found in pkgutil.iter_modules(room.__path__)
 ]
+MODULES += [  # those in the inner folders of scaling
+    importlib.import_module(found.name)
+    for found in pkgutil.walk_packages(scaling.__path__, "scaling.")
+    if found.name.count(".") == 2
+]
 PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
 
 # Names without an example of their own, and the name whose example uses them.
