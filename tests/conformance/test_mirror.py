@@ -1,0 +1,102 @@
+"""Every module has a test file of its name, and every test file a module."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("scaling", "strategies", "trainer")
+
+# Modules without a test file of their own: where they are tested instead, or why not.
+UNTESTED = {
+    "trainer/config/checkpoint_config.py": "tests/trainer/checkpoint/test_saver.py",
+    "trainer/config/groups.py": "tests/trainer/test_flags.py and tests/trainer/step/test_checks.py",
+    "trainer/config/resolve.py": "tests/trainer/test_flags.py and tests/trainer/step/test_checks.py",
+    "trainer/log/model_table.py": "tests/trainer/log/test_console.py",
+    "trainer/log/summary.py": "tests/trainer/log/test_console.py",
+    "trainer/log/writers.py": "tests/trainer/log/test_run_log.py",
+    "trainer/report/__main__.py": "tests/trainer/report/test_page.py",
+    "trainer/report/canvas.py": "tests/trainer/report/test_page.py",
+    "trainer/report/facts.py": "tests/trainer/report/test_page.py",
+    "trainer/report/heat.py": "tests/trainer/report/test_page.py",
+    "trainer/report/pictures.py": "tests/trainer/report/test_page.py",
+    "trainer/report/reading.py": "tests/trainer/report/test_page.py",
+    "trainer/report/writing.py": "tests/trainer/report/test_page.py",
+    "trainer/run/build.py": "tests/trainer/step/test_checks.py, and every test that trains",
+    "trainer/run/memory.py": "tests/trainer/run/test_dry_run.py",
+    "trainer/run/outer_loop.py": "tests/trainer/test_task.py, and every test that trains",
+    "trainer/run/protocol.py": "only types",
+    "trainer/run/recovery.py": "tests/trainer/monitor/test_divergence.py",
+    "trainer/run/reporting.py": "tests/trainer/log/test_console.py and tests/trainer/test_task.py",
+    "trainer/run/saving.py": "tests/trainer/checkpoint/test_saver.py and tests/laws/test_faults.py",
+    "trainer/step/microbatch.py": "only types, which the tests of the passes use",
+    "trainer/step/types.py": "only types",
+    "trainer/trainer.py": "tests/trainer/test_task.py and tests/trainer/step/test_checks.py",
+}
+# Test files that belong to no single module, with the reason.
+OF_SEVERAL_MODULES = {
+    "tests/scaling/test_suggestions.py": "suggested values in all errors",
+    "tests/strategies/test_package.py": "the card of the package",
+    "tests/strategies/test_workers.py": "processes that agree, through several modules",
+}
+
+
+def expected_test_file(module):
+    """The test file of a module; both are relative to the repository."""
+    stem = module.stem.strip("_")
+    return pathlib.Path("tests", module.parent, f"test_{stem}.py")
+
+
+def module_of(test_file):
+    """The module of a test file; both are relative to the repository."""
+    stem = test_file.stem.removeprefix("test_")
+    folder = test_file.parent.relative_to("tests")
+    return folder / (f"__{stem}__.py" if stem in {"init", "main"} else f"{stem}.py")
+
+
+def files_in(folder, pattern):
+    """The files in a folder and below, as paths relative to the repository."""
+    return [path.relative_to(ROOT) for path in sorted((ROOT / folder).rglob(pattern))]
+
+
+def names_of_tests(path):
+    """The names of a file's tests."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_has_a_test_file(package):
+    """`trainer/log/summary.py` is tested in `tests/trainer/log/test_summary.py`, in at least one test."""
+    modules = [path for path in files_in(package, "*.py") if path.name != "__init__.py"]
+    missing = []
+    for module in modules:
+        path = expected_test_file(module)
+        if not (ROOT / path).exists():
+            missing.append(module.as_posix())
+        else:
+            assert names_of_tests(path), path
+
+    assert modules
+    assert set(missing) <= UNTESTED.keys()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_test_file_has_a_module(package):
+    """A test file has the name and the folder of the module that it tests."""
+    found = files_in(f"tests/{package}", "test_*.py")
+    strays = {path.as_posix() for path in found if not (ROOT / module_of(path)).exists()}
+
+    assert found
+    assert strays <= OF_SEVERAL_MODULES.keys()
+
+
+def test_every_folder_is_mirrored():
+    """Tests of these packages are in test files, and helpers are in tests/ itself."""
+    for package in PACKAGES:
+        for path in files_in(f"tests/{package}", "*.py"):
+            assert path.name.startswith("test_"), path
