@@ -96,6 +96,7 @@ NOT_QUICK = (
     "scaling/test_call_order.py",
     "scaling/test_scaler.py",
     "scaling/test_simulate.py",
+    "strategies/test_agreements.py",
     "strategies/test_capabilities.py",
     "strategies/test_cluster.py",
     "strategies/test_factories.py",
@@ -114,6 +115,7 @@ NOT_QUICK = (
     "trainer/step/test_measure.py",
     "trainer/step/test_objective.py",
     "trainer/step/test_randomness.py",
+    "trainer/step/test_replica.py",
     "trainer/step/test_xla.py",
 )
 
