@@ -6,14 +6,14 @@ The names below are imported when they are first used, so that `trainer.step` an
 
 import importlib
 import pathlib
-from typing import TYPE_CHECKING, Any
+import typing
 
 from trainer.base import sibling_packages, tensorflow_startup
 
 sibling_packages.check_siblings(pathlib.Path(__file__).parents[1])
 tensorflow_startup.import_tensorflow()  # before anything else imports it
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from trainer.checkpoint import CheckpointError
     from trainer.data.errors import DataError
     from trainer.log.summary import Totals, TrainSummary
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Imports a public name when it is first used (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
