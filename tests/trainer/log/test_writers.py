@@ -1,0 +1,170 @@
+"""The log files: the same numbers in each, and each step exactly once."""
+
+import csv
+import json
+import math
+
+import pytest
+import tensorflow as tf
+from helpers import STEEP, overflowing
+
+from trainer.log.writers import RunWriters, append_row
+
+
+def train(folder):
+    """Twelve steps, the first three of which overflow; a log line after every four steps, and an
+    evaluation after every six.
+    """
+    trainer = overflowing(model_dir=folder, verbose=False)
+    trainer.train(STEEP, steps=12, global_batch=4, eval_data=STEEP, eval_interval=6)
+
+
+def json_lines(folder, split):
+    """The lines of one split of a run's metrics.jsonl."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == split]
+
+
+def csv_rows(path):
+    """The rows of a CSV file, as dicts of text."""
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def curves_of(folder):
+    """The numbers in a folder of TensorBoard's event files, by name and step."""
+    [events] = folder.glob("events.*")
+    curves = {}
+    for record in tf.data.TFRecordDataset(str(events)):
+        event = tf.compat.v1.Event.FromString(record.numpy())
+        for value in event.summary.value:
+            assert value.metadata.plugin_data.plugin_name in ("scalars", "text")
+            if value.metadata.plugin_data.plugin_name == "scalars":
+                number = float(tf.make_ndarray(value.tensor))
+                curves.setdefault(value.tag, {})[event.step] = number
+    return curves
+
+
+def test_all_files_hold_the_same_numbers(tmp_path):
+    """metrics.jsonl, CSV and TensorBoard have the same numbers, under the same names and steps."""
+    train(tmp_path)
+    lines = json_lines(tmp_path, "train")
+    rows = csv_rows(tmp_path / "train.csv")
+    curves = curves_of(tmp_path / "train")
+    curves = {name: curve for name, curve in curves.items() if not name.startswith("skips/")}
+
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    assert [line["skipped"] for line in lines] == [3, 3, 3]
+    assert [line["applied"] for line in lines] == [1, 5, 9]
+    assert [line["loss"] for line in lines] == [3.0, -19.5, -55.5]
+    for name, curve in curves.items():
+        assert curve == {line["step"]: pytest.approx(line[name], rel=1e-6) for line in lines}
+    assert set(lines[0]) - set(curves) == {"step", "split"}
+    for line, row in zip(lines, rows, strict=True):
+        del line["split"]
+        assert {name: float(value) if value else None for name, value in row.items()} == line
+
+
+def test_evaluations_have_files_of_their_own(tmp_path):
+    """Results of evaluations are in validation.csv and in TensorBoard's folder `validation`."""
+    train(tmp_path)
+    rows = csv_rows(tmp_path / "validation.csv")
+    curve = {int(row["step"]): float(row["loss"]) for row in rows}
+
+    assert list(curve) == [6, 12]
+    assert curves_of(tmp_path / "validation") == {"loss": curve}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    """JSON has no NaN, so it is null; the cell of the CSV file is empty."""
+    RunWriters(tmp_path).write_scalars("train", 1, {"loss": math.nan, "scale": 2.0})
+    [line] = json_lines(tmp_path, "train")
+    [row] = csv_rows(tmp_path / "train.csv")
+
+    assert line == {"step": 1, "split": "train", "loss": None, "scale": 2.0}
+    assert row == {"step": "1", "loss": "", "scale": "2.0"}
+
+
+def test_a_new_column_is_empty_in_earlier_rows(tmp_path):
+    """A metric that is added later becomes a column whose earlier cells are empty, and a value that
+    is missing from a later row is empty too.
+    """
+    path = tmp_path / "train.csv"
+    append_row(path, {"step": 4, "loss": 3.0})
+    append_row(path, {"step": 8, "loss": 1.0, "accuracy": 0.5})
+    append_row(path, {"step": 12, "accuracy": 0.75})
+
+    assert path.read_text() == "step,loss,accuracy\n4,3.0,\n8,1.0,0.5\n12,,0.75\n"
+
+
+def write_steps(folder, steps):
+    """Writers that have written one number for each step."""
+    writers = RunWriters(folder)
+    for step in steps:
+        writers.write_scalars("train", step, {"loss": 1.0 / step})
+    return writers
+
+
+def test_rewinding_removes_later_steps(tmp_path):
+    """After a rewind and the same steps again, the files are as if the run had never stopped."""
+    write_steps(tmp_path / "whole", range(1, 9))
+    write_steps(tmp_path / "resumed", range(1, 7))
+    kept = RunWriters(tmp_path / "resumed").rewind(4)
+    write_steps(tmp_path / "resumed", range(5, 9))
+
+    assert [line["step"] for line in kept] == [1, 2, 3, 4]
+    for name in ("metrics.jsonl", "train.csv"):
+        whole, resumed = tmp_path / "whole" / name, tmp_path / "resumed" / name
+        assert whole.read_text() == resumed.read_text()
+
+
+def test_rewinding_removes_incomplete_lines(tmp_path):
+    """Lines that a killed process left incomplete are removed, also if another one went on."""
+    writers = write_steps(tmp_path, [1])
+    for name, end in (("metrics.jsonl", '{"step": 1, "spl'), ("train.csv", "1,0.")):
+        with (tmp_path / name).open("a") as file:
+            file.write(end)
+    writers.write_line({"step": 1, "split": "end"})
+    writers.rewind(9)
+
+    assert [line["step"] for line in json_lines(tmp_path, "train")] == [1]
+    assert json_lines(tmp_path, "end") == []
+    assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n"
+
+
+def test_rewinding_keeps_recoveries(tmp_path):
+    """The line about a rollback stays, although its step is later than the one gone back to."""
+    writers = RunWriters(tmp_path)
+    writers.write_line({"step": 9, "split": "recovery", "restored": 4})
+    writers.write_line({"step": 9, "split": "skip"})
+
+    assert [line["split"] for line in writers.rewind(4)] == ["recovery"]
+
+
+def test_a_rewind_that_changes_nothing_writes_nothing(tmp_path):
+    """A file without later lines is not replaced."""
+    writers = write_steps(tmp_path, [1, 2])
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    writers.rewind(2)
+
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+
+
+def test_files_are_described_if_they_exist(tmp_path):
+    """The text names the files that there are, and a command for each way to view them."""
+    writers = write_steps(tmp_path, [1])
+
+    assert writers.describe_files() == (
+        f"files in {tmp_path}: metrics.jsonl, train.csv\n"
+        f"view them with python -m trainer.report {tmp_path}, or tensorboard --logdir={tmp_path}"
+    )
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    """With `model_dir=None`, every method does nothing."""
+    monkeypatch.chdir(tmp_path)
+    writers = write_steps(None, [1])
+    writers.write_text("run", 1, "text")
+
+    assert writers.rewind(0) == []
+    assert writers.describe_files() == ""
+    assert list(tmp_path.iterdir()) == []
