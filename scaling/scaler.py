@@ -66,7 +66,7 @@ class LossScaler(tf.Module):
         }
 
     @property
-    def state(self) -> Any:
+    def state(self) -> RuleState:
         """The rule's current state: its NamedTuple of tensors. Does not wait for the device."""
         return self._state_type(
             **{field: tf.convert_to_tensor(value) for field, value in self._variables.items()}

@@ -1,14 +1,17 @@
 """What replicas and workers agree on: sums of gradients, verdicts and decisions to stop."""
 
-from typing import Any
+from typing import TypeVar, cast
 
 import tensorflow as tf
 
 from strategies.capabilities import has_workers
 from strategies.checks import check_strategy
 
+Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
+Flag = TypeVar("Flag", bound=bool | tf.Tensor)
 
-def sum_gradients(gradients: Any) -> Any:
+
+def sum_gradients(gradients: Structure) -> Structure:
     """Returns, on every replica, the sum over all replicas, with one all-reduce for all tensors.
 
     Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
@@ -45,9 +48,8 @@ def sum_gradients(gradients: Any) -> Any:
     if context.num_replicas_in_sync == 1:
         return gradients
     sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
-    return tf.nest.pack_sequence_as(
-        gradients, [None if leaf is None else next(sums) for leaf in flat]
-    )
+    summed = [None if leaf is None else next(sums) for leaf in flat]
+    return cast("Structure", tf.nest.pack_sequence_as(gradients, summed))
 
 
 def agree(flag: tf.Tensor | bool) -> tf.Tensor:
@@ -88,7 +90,7 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
     return tf.equal(against, 0.0)
 
 
-def any_worker(flag: bool | tf.Tensor, strategy: tf.distribute.Strategy) -> Any:
+def any_worker(flag: Flag, strategy: tf.distribute.Strategy) -> Flag:
     """Returns, on every worker, whether `flag` is true on any worker. Waits for all workers.
 
     Call it on every worker, in cross-replica context. With a single worker it costs nothing.
@@ -119,7 +121,7 @@ def any_worker(flag: bool | tf.Tensor, strategy: tf.distribute.Strategy) -> Any:
     # The cast is done in replica context to place the number on the device that sums it.
     total = strategy.run(lambda: sum_gradients(tf.cast(flag, tf.float32)))
     answer = strategy.experimental_local_results(total)[0] > 0
-    return answer if is_tensor else bool(answer)
+    return cast("Flag", answer if is_tensor else bool(answer))
 
 
 def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
@@ -166,7 +168,7 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     return context
 
 
-def _check_numeric(tensors: list[Any]) -> None:
+def _check_numeric(tensors: list[tf.Tensor]) -> None:
     """Raises TypeError unless all tensors can be summed."""
     for tensor in tensors:
         dtype = tf.as_dtype(getattr(tensor, "dtype", type(tensor)))

@@ -6,22 +6,26 @@ is dropped: a short last batch gives shorter shares. A share that would be empty
 example with weight 0, and its `examples` is 0.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from strategies.checks import check_count, static_shape
 
+# A batch in the structure of the user's data; the first dimension of every tensor is the example.
+Batch: TypeAlias = "tf.Tensor | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
+
 
 class Share(NamedTuple):
     """One part of a batch."""
 
-    batch: Any  # the batch's structure; first dimension: max(examples, 1)
+    batch: Batch  # the batch's structure; first dimension: max(examples, 1)
     weights: tf.Tensor  # shape=(max(examples, 1),), float32: [0.0] in an empty share
     examples: tf.Tensor  # shape=(), int32: number of real examples; 0 in an empty share
 
 
-def whole(batch: Any, weights: tf.Tensor) -> Share:
+def whole(batch: Batch, weights: tf.Tensor) -> Share:
     """Returns the global batch as one share.
 
     Args:
@@ -109,7 +113,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
 def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
     """Returns a part of static size, which XLA (and so a TPU) requires."""
 
-    def cut(tensor: Any) -> Any:
+    def cut(tensor: tf.Tensor) -> tf.Tensor:
         if not isinstance(tensor, tf.Tensor):  # for instance a tf.RaggedTensor
             return tensor[index * size : (index + 1) * size]
         inner = tensor.shape.rank - 1  # number of dimensions that are not cut

@@ -18,6 +18,7 @@ The names are those of TensorFlow's own models (`--model_dir`, `--train_steps`,
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -119,11 +120,12 @@ def define_setting(name: str, flag_values: flags.FlagValues, *, rare: bool = Fal
     Args:
         name: of the argument.
         flag_values: where the flag is defined.
-        rare: whether only --helpfull shows it.
+        rare: whether only --helpfull shows it, which has room for the whole text.
     """
     field = FIELDS[name]
     where = {"flag_values": flag_values} | ({"module_name": __name__} if rare else {})
-    text, choices, kind = TEXTS[name], field.metadata.get(CHOICES), field.type
+    text = TEXTS[name] if rare else first_sentence(TEXTS[name])
+    choices, kind = field.metadata.get(CHOICES), field.type
     if choices and field.default == ():
         flags.DEFINE_multi_enum(name, [], list(choices), text, **where)
     elif choices:
@@ -139,6 +141,16 @@ def define_setting(name: str, flag_values: flags.FlagValues, *, rare: bool = Fal
         flags.DEFINE_string(name, field.default, text, **where)
 
 
+def first_sentence(text: str) -> str:
+    """Returns a text up to the end of its first sentence.
+
+    Example:
+        >>> first_sentence("Folder for files. None writes nothing.")
+        'Folder for files.'
+    """
+    return text.partition(". ")[0].removesuffix(".") + "."
+
+
 def define_script_flags(flag_values: flags.FlagValues) -> None:
     """Defines what a script needs beside the trainer's arguments, or names otherwise."""
     where = {"flag_values": flag_values}
@@ -146,29 +158,25 @@ def define_script_flags(flag_values: flags.FlagValues) -> None:
         "mode",
         "train_and_eval",
         MODES,
-        "What to do. dry_run tries everything that a run does, once; overfit trains on one batch "
-        "only; replay runs the skipped step again that --overflow names.",
+        "What to do with the trainer.",
         **where,
     )
     flags.DEFINE_string(
         "distribution_strategy",
         RunConfig.strategy,
-        f"Where the replicas run: one of {', '.join(strategies.names())}, or a name that was "
-        "registered with strategies.register.",
+        f"Where the replicas run: one of {', '.join(strategies.names())}.",
         **where,
     )
     flags.DEFINE_string(
         "tpu",
         None,
-        "The TPU to use with --distribution_strategy=tpu or auto: its name, local, or "
-        "grpc://HOST:PORT.",
+        "Address of the TPU: its name, local, or grpc://HOST:PORT.",
         **where,
     )
     flags.DEFINE_string(
         "loss_scale",
         PrecisionConfig.loss_scale,
-        "The loss-scale rule: auto (dynamic for float16, otherwise none), none, dynamic, a power "
-        "of two for a fixed scale, or a rule or preset with fields, as in "
+        "auto, none, a power of two, or the name of a rule or preset, as in pytorch or "
         "headroom:headroom_bits=3.",
         **where,
     )
@@ -188,17 +196,16 @@ def define_amount_flags(flag_values: flags.FlagValues) -> None:
         "verbose",
         "normal",
         ["quiet", "normal", "detailed"],
-        "What to print. normal: a bar on a terminal, lines anywhere else. detailed: lines on a "
-        "terminal too, every skipped step, and every variable. quiet: nothing.",
+        "How much to print.",
         **where,
     )
     flags.DEFINE_integer(
         "validation_interval",
         None,
-        "Number of steps between evaluations during training. Without it there are none.",
+        "Number of steps between evaluations during training.",
         **count,
     )
-    flags.DEFINE_integer("seed", 0, TEXTS["seed"], **where)
+    flags.DEFINE_integer("seed", 0, first_sentence(TEXTS["seed"]), **where)
 
 
 def define_rare_flags(flag_values: flags.FlagValues) -> None:
@@ -328,7 +335,7 @@ def run_mode(
             "Pass the trainer that make_trainer returned."
         )
     batch_size = flag_values.batch_size if are_arrays(train_data) else None
-    finds = {
+    finds: dict[str, Callable[[], object]] = {
         "dry_run": lambda: trainer.dry_run(
             train_data, global_batch=batch_size, eval_data=test_data
         ),

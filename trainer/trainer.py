@@ -49,10 +49,11 @@ from trainer.monitor.divergence import Divergence, LossWatch
 from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
-from trainer.run.build import Forward, Parts, build, recorded_settings
+from trainer.run.build import Forward, build, recorded_settings
 from trainer.run.compile_autotune import Choice, initial_compile_mode, settle
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
+from trainer.run.protocol import Parts
 from trainer.step import StepReport, attempt_step
 from trainer.step.types import Batch, Model
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
@@ -76,18 +77,18 @@ class Trainer(Task):
         metrics: a function that returns new Keras metrics in a dict by name.
 
     Args: Precision and loss scale
-        precision: "float32", "mixed_float16" or "mixed_bfloat16": the Keras dtype policy under
-            which the model is built. Weights are float32 in all of them.
+        precision: the Keras dtype policy under which the model is built. One of "float32",
+            "mixed_float16" and "mixed_bfloat16"; weights are float32 in all of them.
         loss_scale: "auto" (dynamic for float16, otherwise none), a number for a fixed scale, None
             for no scaling, a rule of `scaling`, or the name of a rule or preset as
             `scaling.parse_rule` takes it.
 
     Args: Update
-        num_microbatches: number of parts that each replica's share of a batch is cut into, to
-            save memory.
-        global_clipnorm: upper bound on the global norm of all gradients; None for no bound.
-        clipnorm: upper bound on the norm of each variable's gradient; None for no bound.
-        clipvalue: upper bound on the magnitude of each gradient element; None for no bound. At
+        num_microbatches: number of parts to cut each replica's share of a batch into. More parts
+            need less memory.
+        global_clipnorm: upper bound on the global norm of all gradients. None sets no bound.
+        clipnorm: upper bound on the norm of each variable's gradient. None sets no bound.
+        clipvalue: upper bound on the magnitude of each gradient element. None sets no bound. At
             most one of the three bounds may be set.
         ema_momentum: momentum of a moving average of the weights, between 0 and 1. Evaluation and
             export use the average. None keeps no average.
@@ -99,15 +100,15 @@ class Trainer(Task):
         model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
             a checkpoint there resumes from it. None writes nothing.
         strategy: a name for `strategies.create`, or a `tf.distribute.Strategy`.
-        steps_per_loop: number of steps in one graph call, between which the host does nothing.
+        steps_per_loop: number of steps in one graph call. The host does nothing between them.
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
             update, on a single replica. False: nothing. "auto": half precision is compiled where
             a CPU would compute it in scalar loops; otherwise a run of 1,000 steps or more
             measures which is fastest before its first step, and keeps to it. Results differ by
             rounding.
-        seed: seed of the initial weights, of shuffling and of all random numbers in steps, from 0
-            to 2^32 - 1. Python's, NumPy's and TensorFlow's global seeds are set to it when the
+        seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
+            2^32 - 1. Python's, NumPy's and TensorFlow's global seeds are set to it when the
             model is built. None leaves those alone and draws a random seed for the steps.
 
     Args: Checkpoints and resuming
@@ -156,9 +157,9 @@ class Trainer(Task):
         verbose: what to print. True: a bar on a terminal, lines anywhere else. "detailed": lines
             on a terminal too, every skipped step, and every variable. False: nothing.
         profile_steps: the first and the last step to profile for TensorBoard; None profiles none.
-        record_gradients: whether to write each step's largest gradient magnitude, and counts by
-            exponent, to `metrics.jsonl`, for reports and for `python -m scaling.simulate`. Costs
-            a few passes over the gradients in each step.
+        record_gradients: whether to record gradient magnitudes, for reports and the simulator.
+            `metrics.jsonl` then holds each step's largest magnitude and counts by exponent, which
+            `python -m scaling.simulate` reads. Costs a few passes over the gradients per step.
         divergence: a `trainer.Divergence`: when a run counts as diverged and is rolled back.
         actions: `trainer.Action`s: functions to call every so many steps or seconds.
 

@@ -21,6 +21,7 @@ def check_siblings(ours: pathlib.Path) -> None:
             raise ImportError(
                 f"`import {name}` finds {origin or 'nothing'}, not halfstep's package in "
                 f"{ours / name}. halfstep cannot work beside another module of that name. Rename "
-                "the other file or folder, or run the script from another folder.",
+                "the other file or folder, or start Python with -P, which leaves out the script's "
+                "folder.",
                 name=name,
             )

@@ -51,7 +51,7 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
 
 def is_floating(variable: keras.Variable | tf.Variable) -> bool:
     """Returns whether a variable is floating-point, as opposed to a seed or a counter."""
-    return tf.as_dtype(variable.dtype).is_floating
+    return bool(tf.as_dtype(variable.dtype).is_floating)
 
 
 def variable_row(

@@ -74,9 +74,8 @@ class Interval:
     def scalars(self) -> dict[str, float]:
         """Returns all numbers except the step, by name."""
         fields = dataclasses.asdict(self)
-        metrics = fields.pop("metrics")
-        del fields["step"]
-        return fields | metrics
+        del fields["step"], fields["metrics"]
+        return {**fields, **self.metrics}
 
 
 def summarize(

@@ -133,7 +133,7 @@ def is_kept(line: str, last_step: int) -> bool:
         fields = json.loads(line)
     except ValueError:  # an incomplete line that another process continued
         return False
-    return fields["step"] <= last_step or fields["split"] == "recovery"
+    return bool(fields["step"] <= last_step or fields["split"] == "recovery")
 
 
 def append_row(path: pathlib.Path, row: Mapping[str, object]) -> None:

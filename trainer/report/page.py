@@ -7,6 +7,7 @@ import re
 import jinja2
 import markupsafe
 
+from trainer.log.summary import power_of_two
 from trainer.report import facts
 from trainer.report.canvas import Picture
 from trainer.report.heat import ROWS
@@ -30,7 +31,7 @@ def render(run: Run, pictures: dict[str, Picture]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["data_url"] = data_url
-    environment.filters["power_of_two"] = facts.power_of_two
+    environment.filters["power_of_two"] = power_of_two
     environment.filters["raised"] = raised
     parameters, bytes_ = facts.model_totals(run)
     return environment.get_template("report.html.jinja").render(

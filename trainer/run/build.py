@@ -104,7 +104,8 @@ def make_loop(
         recorded=plan.recorded,
         keep_overflows=trainer.max_overflow_records > 0,
     )
-    return tf.function(loop, autograph=False)  # see `base.autograph`
+    traced: RunSteps = tf.function(loop, autograph=False)  # see `base.autograph`
+    return traced
 
 
 def build_metrics(trainer: RunnableTrainer) -> Metrics:

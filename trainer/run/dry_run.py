@@ -213,7 +213,7 @@ def replicas_equal(plan: StepPlan) -> bool:
 
 def same_bits(one: tf.Tensor | Variable, other: tf.Tensor | Variable) -> bool:
     """Returns whether two tensors or variables hold the same bits."""
-    return one.numpy().tobytes() == other.numpy().tobytes()
+    return bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def describe_step(report: StepReport, variable_names: list[str]) -> str:

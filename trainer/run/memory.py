@@ -1,7 +1,7 @@
 """An estimate of the memory that a replica needs during a step."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,7 +10,7 @@ from trainer.log.model_table import total_size, variable_rows
 from trainer.log.summary import format_bytes
 from trainer.run.build import optimizers_by_item
 from trainer.run.protocol import RunnableTrainer
-from trainer.step.types import Aux, Batch
+from trainer.step.types import Batch
 
 # Operations whose outputs are no new numbers.
 NOT_COUNTED = {"Const", "Placeholder", "ReadVariableOp", "Identity", "Reshape"}
@@ -59,7 +59,7 @@ def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
         rows = -(-int(tensor.shape[0]) // shares)
         return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
 
-    def forward(share: Batch) -> tuple[tf.Tensor, Aux]:
+    def forward(share: Batch) -> Any:
         with keras.StatelessScope():  # so that nothing is assigned, not even in the graph
             return trainer.compute_loss(share, training=True)
 

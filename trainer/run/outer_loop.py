@@ -234,7 +234,7 @@ class OuterLoop:
         return True
 
     def _stop_asked(self) -> bool:
-        return strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy)
+        return bool(strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy))
 
     def _keep_results(self, results: Results | None) -> None:
         """Logs the results of an evaluation and keeps the model if it is one of the best."""

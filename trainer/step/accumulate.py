@@ -12,7 +12,7 @@ from trainer.step.microbatch import (
     NonfiniteFlags,
     PassInputs,
 )
-from trainer.step.types import Aux, Gradient, Written
+from trainer.step.types import Aux, Written
 
 Tree = TypeVar("Tree")
 
@@ -42,7 +42,7 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     expected = differentiate.get_concrete_function(first).structured_outputs
     aux_parts = tf.nest.map_structure(
         lambda spec: tf.TensorArray(
-            spec.dtype, num_microbatches, infer_shape=False, element_shape=spec.shape
+            spec.dtype, num_microbatches, infer_shape=False, element_shape=any_rows(spec)
         ),
         expected.aux,
     )
@@ -56,14 +56,16 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
         rows = real_rows(result.aux, now.share)
         return (
             index + 1,
-            tf.nest.map_structure(add, total, (result.contribution, result.nonfinite)),
+            tf.nest.map_structure(tf.add, total, (present(result.contribution), result.nonfinite)),
             unless_empty(now.share, result.written, values),
             tf.nest.map_structure(lambda array, row: array.write(index, row), aux, rows),
         )
 
     start = (
         tf.constant(0),
-        tf.nest.map_structure(zeros_like_spec, (expected.contribution, expected.nonfinite)),
+        tf.nest.map_structure(
+            zeros_like_spec, (present(expected.contribution), expected.nonfinite)
+        ),
         {position: inputs.values[int(position)] for position in expected.written},
         aux_parts,
     )
@@ -71,8 +73,9 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
         lambda index, *_: index < num_microbatches, body, start, parallel_iterations=1
     )
     aux = tf.nest.map_structure(
-        lambda array, spec: tf.ensure_shape(array.concat(), spec.shape), aux_parts, expected.aux
+        lambda array, spec: tf.ensure_shape(array.concat(), any_rows(spec)), aux_parts, expected.aux
     )
+    contribution = with_missing(contribution, expected.contribution)
     return Microbatch(contribution, nonfinite, written, aux)
 
 
@@ -114,11 +117,29 @@ def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     return rows
 
 
-def add(total: Gradient, part: Gradient) -> Gradient:
-    """Returns the sum; None, for a variable without a gradient, stays None."""
-    return None if part is None else total + part
+def present(contribution: Contribution) -> Contribution:
+    """Returns a contribution without its missing gradients: a loop in a graph cannot hold None."""
+    gradients = [gradient for gradient in contribution.gradients if gradient is not None]
+    return contribution._replace(gradients=gradients)
 
 
-def zeros_like_spec(spec: tf.TensorSpec | None) -> tf.Tensor | None:
-    """Returns zeros of a traced output's shape and dtype; None stays None."""
-    return None if spec is None else tf.zeros(spec.shape, spec.dtype)
+def with_missing(contribution: Contribution, expected: Contribution) -> Contribution:
+    """Puts None back where `present` left a gradient out.
+
+    Args:
+        contribution: what `present` returned.
+        expected: a contribution whose gradients are None in the same places.
+    """
+    left = iter(contribution.gradients)
+    gradients = [None if spec is None else next(left) for spec in expected.gradients]
+    return contribution._replace(gradients=gradients)
+
+
+def any_rows(spec: tf.TensorSpec) -> tf.TensorShape:
+    """Returns a spec's shape with an open first dimension: microbatches may differ in size."""
+    return tf.TensorShape([None, *spec.shape[1:]])
+
+
+def zeros_like_spec(spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns zeros of a traced output's shape and dtype."""
+    return tf.zeros(spec.shape, spec.dtype)

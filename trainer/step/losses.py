@@ -64,7 +64,9 @@ def losses_and_aux(
     return {name: check_losses(loss, batch) for name, loss in losses.items()}, aux
 
 
-def by_objective(losses: Any, objectives: Sequence[Objective]) -> dict[str, Any]:
+def by_objective(
+    losses: tf.Tensor | dict[str, tf.Tensor], objectives: Sequence[Objective]
+) -> dict[str, tf.Tensor]:
     """Returns losses by the objective's name. A single objective's losses need no name."""
     names = [objective.name for objective in objectives]
     if names == [ONLY]:
@@ -79,7 +81,7 @@ def by_objective(losses: Any, objectives: Sequence[Objective]) -> dict[str, Any]
     return {name: losses[name] for name in names}
 
 
-def check_losses(losses: Any, batch: Batch) -> tf.Tensor:
+def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Returns the losses of a batch, or raises TypeError or ValueError; see `losses_and_aux`."""
     losses = tf.convert_to_tensor(losses)
     if losses.dtype != tf.float32:

@@ -55,6 +55,11 @@ class StepReport(NamedTuple):
     magnitude_counts: tf.Tensor
     underflow: tf.Tensor
 
+    @property
+    def skips_in_a_row(self) -> tf.Tensor:
+        """The old name of `consecutive_skips`."""
+        return self.consecutive_skips
+
 
 def outcome_spec(recorded: int = 0) -> Outcome:
     """Returns an `Outcome` with the `tf.TensorSpec` of each field.

@@ -47,6 +47,11 @@ class TrainState(tf.Module):
         """Number of attempted steps: shape (), int64."""
         return tf.reduce_sum(self.outcomes)
 
+    @property
+    def skips_in_a_row(self) -> tf.Variable:
+        """The old name of `consecutive_skips`."""
+        return self.consecutive_skips
+
     def due_in_float32(self, float32_after: int | None) -> tf.Tensor | None:
         """Returns whether the next step is computed in float32: shape (), bool.
 

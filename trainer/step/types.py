@@ -7,20 +7,20 @@ import keras
 import tensorflow as tf
 
 from scaling.base.types import Gradient, RuleState
+from strategies.division import Batch
 
 __all__ = [
     "Aux",
     "Batch",
     "Gradient",
+    "MetricsByName",
     "Model",
+    "Optimizers",
     "ScaleState",
     "StepInputs",
     "Variable",
     "Written",
 ]
-
-# A batch in the structure of the user's data; the first dimension of every tensor is the example.
-Batch: TypeAlias = "tf.Tensor | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
 
 # What `compute_loss` returns beside the losses: any structure of tensors; `()` if nothing.
 Aux: TypeAlias = Batch

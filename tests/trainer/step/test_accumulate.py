@@ -57,18 +57,10 @@ def test_each_microbatch_reads_what_the_one_before_wrote():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-# Aux is checked against the static shape of the first microbatch instead of the whole share's.
-STATIC = pytest.mark.xfail(
-    strict=True, raises=tf.errors.InvalidArgumentError, reason="aux of static microbatches"
-)
-
-
 @pytest.mark.parametrize(
     ("parts", "static"),
     [
-        (1, True),
-        pytest.param(2, True, marks=STATIC),
-        pytest.param(3, True, marks=STATIC),
+        *[(parts, True) for parts in (1, 2, 3, 4)],
         *[(parts, False) for parts in (1, 2, 3, 4)],
     ],
 )
@@ -100,9 +92,6 @@ def test_flags_are_summed():
     assert (float(found.loss), found.losses.numpy().tolist()) == (2.0, [1.0, 2.0])
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="tf.while_loop refuses None among its variables"
-)
 def test_a_missing_gradient_stays_missing():
     """A variable that the loss does not reach has no gradient after several microbatches either."""
     model = Pair()

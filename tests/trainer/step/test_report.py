@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import scaling
 from scaling import Cause
 from trainer.step.report import (
     Outcome,
@@ -13,6 +14,7 @@ from trainer.step.report import (
     report_spec,
     step_of,
 )
+from trainer.step.state import TrainState
 
 NAMES = ["a/kernel", "b/kernel"]
 
@@ -92,3 +94,12 @@ def test_step_of():
     steps = StepReport(*(np.arange(4) + place for place, _ in enumerate(StepReport._fields)))
 
     assert list(step_of(steps, 2)) == [2 + place for place, _ in enumerate(StepReport._fields)]
+
+
+def test_the_old_name_of_consecutive_skips_still_works():
+    """`skips_in_a_row` was public before it was renamed, in reports and in the state of a run."""
+    report = StepReport(**dict.fromkeys(StepReport._fields, 0) | {"consecutive_skips": 3})
+    state = TrainState(scaling.NoLossScale())
+
+    assert report.skips_in_a_row == 3
+    assert state.skips_in_a_row is state.consecutive_skips
