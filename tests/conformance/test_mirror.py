@@ -10,9 +10,6 @@ PACKAGES = ("scaling", "strategies", "trainer")
 
 # Modules without a test file of their own: where they are tested instead, or why not.
 UNTESTED = {
-    "trainer/config/checkpoint_config.py": "tests/trainer/checkpoint/test_saver.py",
-    "trainer/config/groups.py": "tests/trainer/test_flags.py and tests/trainer/step/test_checks.py",
-    "trainer/config/resolve.py": "tests/trainer/test_flags.py and tests/trainer/step/test_checks.py",
     "trainer/report/__main__.py": "tests/trainer/report/test_page.py",
     "trainer/report/canvas.py": "tests/trainer/report/test_page.py",
     "trainer/report/facts.py": "tests/trainer/report/test_page.py",

@@ -1,15 +1,19 @@
 """The flags, and the trainer that they build."""
 
-import keras
+import inspect
+import re
+
 import pytest
 import tensorflow as tf
 from absl import flags
 from helpers import Linear, slopes
 
 import scaling
+from trainer import Trainer
 from trainer.config.checkpoint_config import CheckpointConfig
+from trainer.config.fields import argument_texts
 from trainer.config.skip_policy import SkipPolicy
-from trainer.flags import define_flags, make_trainer, run_mode
+from trainer.flags import COMMON, RARE, define_flags, make_trainer, run_mode
 from trainer.step import Clip
 
 
@@ -115,22 +119,6 @@ def test_a_script_has_its_own_defaults():
         parse(train_step=7)
 
 
-def test_the_dtype_policy_is_restored():
-    """Building a model under a mixed policy restores the previous policy, also if
-    building fails.
-    """
-    values = parse("--precision=mixed_float16")
-
-    class Failing(Linear):
-        def build_model(self):
-            assert keras.config.dtype_policy().name == "mixed_float16"
-            raise OSError
-
-    with pytest.raises(OSError):  # noqa: PT011
-        _ = make_trainer(Failing, values).model
-    assert keras.config.dtype_policy().name == "float32"
-
-
 HELD_OUT = slopes(2.0, 2.0, 2.0, 2.0)
 
 
@@ -221,3 +209,50 @@ def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
     made.is_chief = False
     assert run_mode(made, slopes(1.0), HELD_OUT, replaying) is None
     assert capsys.readouterr().out == ""
+
+
+SETTINGS = [*COMMON, *RARE]
+
+
+def help_text(flag):
+    """The help text of a flag on one line, without what absl adds about choices."""
+    text = re.sub(r"^<.*?>: ", "", " ".join(flag.help.split()))
+    return text.removesuffix("; repeat this option to specify a list of values")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_flag_has_the_default_and_the_text_of_its_argument(name):
+    """A flag with the name of a trainer's argument has its default and its docstring's text."""
+    flag = parse()[name]
+    argument = inspect.signature(Trainer).parameters[name].default
+
+    assert flag.default == (list(argument) if argument == () else argument)
+    assert help_text(flag) == argument_texts(Trainer)[name]
+
+
+def own_flags():
+    """The flags that `define_flags` defines."""
+    values = parse()
+    return [values[name] for name in values if name != "verbosity"]
+
+
+@pytest.mark.parametrize("flag", own_flags(), ids=lambda flag: flag.name)
+def test_every_help_text_stands_by_itself(flag):
+    """Help texts are sorted by name, so none may refer to the one before or after it."""
+    text = help_text(flag)
+    elsewhere = r"\b(above(?! this)|below|the same as|see|their|likewise|ditto)\b"
+
+    assert len(text.split()) >= 3
+    assert text[0].isupper() or text[0] == '"'
+    assert text.endswith(".")
+    assert not re.search(elsewhere, text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("rare", [False, True])
+def test_rare_flags_are_only_in_the_full_help(rare):
+    """Common flags belong to the script, and rare ones to `trainer.flags`: --help omits them."""
+    names = RARE if rare else COMMON
+    values = parse()
+    script = {flag.name for flag in values.get_key_flags_for_module("trainer.flags")}
+
+    assert (set(names) <= script) == rare

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from trainer.config.fields import (
+    argument_texts,
     check_fields,
     check_seconds,
     checked,
@@ -80,3 +81,59 @@ def test_optional():
     check("b", 0)
 
     assert seen == [("b", 0)]
+
+
+def documented(doc):
+    """A class with a docstring."""
+    return type("Documented", (), {"__doc__": doc})
+
+
+def test_texts_of_arguments():
+    """Texts are collected from every "Args" section, each on one line with a capital first letter."""
+    texts = argument_texts(
+        documented("""Does something.
+
+    Args: First
+        one: the first
+            argument: with a colon, and
+            two lines more.
+        two_2: "quoted".
+
+    Text between sections: no argument.
+
+    Args:
+        three: last.
+
+    Raises:
+        ValueError: not an argument.
+
+    Example:
+        >>> four: 4
+    """)
+    )
+
+    assert texts == {
+        "one": "The first argument: with a colon, and two lines more.",
+        "two_2": '"quoted".',
+        "three": "Last.",
+    }
+
+
+@pytest.mark.parametrize(
+    "doc",
+    [
+        None,
+        "",
+        "Has no section.",
+        "Has another one.\n\n    Returns:\n        one: a result.\n    ",
+        "Is empty.\n\n    Args:\n\n    Raises:\n        one: an error.\n    ",
+    ],
+)
+def test_no_argument_has_a_text(doc):
+    """A docstring without arguments yields no texts."""
+    assert argument_texts(documented(doc)) == {}
+
+
+def test_a_docstring_may_end_with_its_arguments():
+    """The last line needs no line break after it."""
+    assert argument_texts(documented("Is short.\n\n    Args:\n        one: x")) == {"one": "X"}

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl import logging
 from helpers import Linear, linear_model, slopes
 
 import scaling
@@ -642,26 +641,6 @@ def test_refused_rules_never_reach_a_step():
         make(loss_scale=scaling.DynamicLossScale(growth_factor=0.5))
 
 
-def test_float16_without_a_loss_scale_is_warned_of_once(monkeypatch, caplog):
-    """Float16 without a loss scale is warned of once, unless loss_scale="none" says that it is
-    intended.
-    """
-    monkeypatch.setattr(logging, "_log_counter_per_token", {})  # another test may have logged it
-    with caplog.at_level("WARNING"):
-        make(precision="mixed_float16", loss_scale="none")
-        make(precision="mixed_bfloat16", loss_scale=None)
-        make(precision="mixed_float16")
-        assert not caplog.records
-        for _ in range(2):
-            make(precision="mixed_float16", loss_scale=None)
-
-    assert [record.getMessage() for record in caplog.records] == [
-        "loss_scale=None with precision='mixed_float16': small gradients are lost to underflow. "
-        "Use "
-        'loss_scale="dynamic", or "none" if that is what you want.'
-    ]
-
-
 def test_only_a_keras_model_is_exported():
     """A module cannot be exported, because it has no layers to write."""
 
@@ -684,16 +663,3 @@ def test_only_a_keras_model_is_exported():
         "only Keras models. Use tf.saved_model.save, or "
         "tf.train.Checkpoint(model=trainer.model)."
     )
-
-
-def test_a_registered_optimizer_has_a_name():
-    """An optimizer can be given by the name under which a user registered it with Keras."""
-
-    @keras.saving.register_keras_serializable("own")
-    class Halved(keras.optimizers.SGD):
-        pass
-
-    try:
-        assert isinstance(make(optimizer="own>Halved").optimizer, Halved)
-    finally:
-        del keras.saving.get_custom_objects()["own>Halved"]

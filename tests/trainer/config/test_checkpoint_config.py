@@ -1,0 +1,71 @@
+"""Settings of checkpoints that depend on more than one argument."""
+
+import pytest
+
+from trainer.config.checkpoint_config import CheckpointConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (CheckpointConfig(), None),
+        (CheckpointConfig(best_metric="accuracy"), ["loss"]),
+        (CheckpointConfig(keep_best=1), ["loss"]),
+        (CheckpointConfig(keep_best=1, best_metric="accuracy"), ["loss", "accuracy"]),
+    ],
+)
+def test_results_are_accepted(config, names):
+    """Evaluations need the result that ranks the models only if models are kept."""
+    config.check_results(names)
+
+
+def test_keeping_the_best_models_needs_evaluations():
+    """Without evaluations no model can be the best."""
+    with pytest.raises(ValueError, match="`eval_data` must be given") as error:
+        CheckpointConfig(keep_best=2).check_results(None)
+
+    assert str(error.value) == (
+        "`eval_data` must be given to keep the best models; got None with keep_best=2. Evaluations "
+        "say which models are best. Pass eval_data=, or leave out keep_best."
+    )
+
+
+def test_the_result_that_ranks_models_must_exist():
+    """The error lists the results that there are."""
+    config = CheckpointConfig(keep_best=1, best_metric="acuracy")
+    with pytest.raises(ValueError, match="`best_metric` must be a result") as error:
+        config.check_results(["loss", "accuracy"])
+
+    assert str(error.value) == (
+        "`best_metric` must be a result of the evaluation; got 'acuracy', but the results are "
+        "loss, accuracy. It says which models are kept. Choose one of these."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"best_metric": 3},
+            "`best_metric` must be the name of an evaluation result; got 3. It says which models "
+            'are best. Pass "loss", or the name of a metric.',
+        ),
+        (
+            {"allow_changes": 3},
+            "`allow_changes` must be a sequence of names; got 3. Each names something that may "
+            'differ from the checkpoint. Pass ("seed",), for example.',
+        ),
+    ],
+)
+def test_values_of_another_type_are_refused(arguments, message):
+    """The error says what the value is used for."""
+    with pytest.raises(TypeError) as error:
+        CheckpointConfig(**arguments)
+
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("several", [list, tuple, set])
+def test_allowed_changes_may_be_any_collection(several):
+    """Flags pass a list, and scripts may pass a set."""
+    assert CheckpointConfig(allow_changes=several(["seed", "data"])).max_to_keep == 5
