@@ -224,7 +224,7 @@ def test_the_best_survive_a_restart(tmp_path):
 def test_a_run_whose_evaluations_lack_the_metric_does_not_begin(tmp_path):
     """The names of the results are known before the first step."""
     trainer = Learning(model_dir=tmp_path, best_metric="accuracy")
-    with pytest.raises(ValueError, match="where it has loss, error"):
+    with pytest.raises(ValueError, match="but the results are loss, error"):
         trainer.train((X, Y), steps=3, global_batch=4, eval_data=(X, Y))
 
     assert list(tmp_path.rglob("ckpt-*")) == []
@@ -241,8 +241,8 @@ def test_nothing_is_kept_without_being_asked_for(tmp_path):
 
     assert list(tmp_path.rglob("best")) == []
     assert str(error.value) == (
-        "`eval_data` must be given where the best models are kept; got None with keep_best=1. "
-        "Evaluations say which are best. Pass eval_data, or leave out keep_best."
+        "`eval_data` must be given to keep the best models; got None with keep_best=1. Evaluations "
+        "say which models are best. Pass eval_data=, or leave out keep_best."
     )
     assert trainer.totals.attempted == 0
 

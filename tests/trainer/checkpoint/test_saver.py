@@ -242,12 +242,12 @@ def test_checkpoint_items_need_other_names(tmp_path, name):
             return {"fine": tf.Variable(1.0), name: tf.Variable(2.0)}
 
     trainer = Colliding(model_dir=tmp_path, verbose=False)
-    with pytest.raises(ValueError, match="names of its own") as error:
+    with pytest.raises(ValueError, match="names that are not taken") as error:
         trainer.train(slopes(1.0), steps=1, global_batch=1)
 
     assert str(error.value) == (
-        f"`checkpoint_items` must return names of its own; got {name!r}. A checkpoint has that "
-        "already. Call it something else."
+        f"`checkpoint_items` must return names that are not taken; got {name!r}. Every checkpoint "
+        "already holds an item of that name. Choose another name."
     )
     assert list(tmp_path.glob("ckpt-*")) == []
 

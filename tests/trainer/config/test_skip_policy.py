@@ -477,8 +477,9 @@ def test_a_module_cannot_be_computed_in_float32():
         list(attempt(trainer, [poison()]))
 
     assert str(error.value) == (
-        '`on_stuck` must be "raise" or "hold" unless the model is a keras.Model; got "float32" for a '
-        "Module. A module casts for itself, and only it knows how to stop. Choose one of the two."
+        '`on_stuck` must be "raise" or "hold" unless the model is a keras.Model; got "float32" '
+        "with a Module. A tf.Module casts by itself, so the trainer cannot make it compute in "
+        'float32. Use "raise" or "hold".'
     )
 
 

@@ -187,7 +187,7 @@ def test_a_damaged_line_is_refused_by_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:-1], lines[-1][:40]]))
-    with pytest.raises(ValueError, match=rf"in line {len(lines)} of .* The line is damaged"):
+    with pytest.raises(ValueError, match=rf"Line {len(lines)} of .* is damaged"):
         read_record(path)
 
 
