@@ -1,8 +1,8 @@
-"""A run's page: what `metrics.jsonl` holds, as a person wants to see it.
+"""The report of a run: one HTML page with everything that `metrics.jsonl` records.
 
     python -m trainer.report RUN
 
-writes RUN/report/report.html, one file that fetches nothing, and its pictures beside it.
+writes RUN/report/report.html, a single file that loads nothing else, and its pictures as PNG files.
 """
 
 from trainer.report.writing import write_report

@@ -1,4 +1,7 @@
-"""The program: `python -m trainer.report RUN`; with `--output=DIR` the page goes there."""
+"""The command `python -m trainer.report RUN`, which writes the report of a run.
+
+`--output=DIR` writes it to another folder.
+"""
 
 import sys
 
@@ -6,13 +9,15 @@ from absl import app, flags
 
 from trainer.report.writing import write_report
 
-OUTPUT = flags.DEFINE_string("output", None, "Where the page goes; by default RUN/report.")
+OUTPUT = flags.DEFINE_string("output", None, "Folder to write the report to; default: RUN/report.")
 
 
 def main(arguments: list[str]) -> None:
-    """Reads the command line, writes the page, and says where it is."""
+    """Parses the command line, writes the report, and prints its path."""
     if len(arguments) != 2:
-        raise app.UsageError("give one folder, the run's --model_dir: python -m trainer.report RUN")
+        raise app.UsageError(
+            "pass exactly one folder, the run's --model_dir: python -m trainer.report RUN"
+        )
     try:
         print(f"report in {write_report(arguments[1], OUTPUT.value)}")
     except (ValueError, OSError, ModuleNotFoundError) as error:

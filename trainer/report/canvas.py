@@ -1,6 +1,7 @@
-"""What all pictures of a report share: colours, axes, and how one becomes a file."""
+"""What all pictures of a report share: colors, axes, and the conversion to PNG."""
 
 import io
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -9,83 +10,82 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trainer.report.reading import Run
 
-# Okabe and Ito's colours, which those who cannot tell red from green tell apart. Markers say the
-# same once more.
+# The palette of Okabe and Ito, which color-blind readers can distinguish. Markers repeat the
+# information.
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GRAY = "#CC79A7", "#56B4E9", "#000000", "#6B6B6B"
 
 WIDTH = 10.0  # inches
 DPI = 144
-# In inches, and the same in every picture: a step stands at the same place in all of them.
+# Margins in inches. They are the same in every picture, so that a step is at the same place in all.
 LEFT, RIGHT, BOTTOM = 0.75, 0.35, 0.55
 
 
 class Picture(NamedTuple):
     """A picture on the page."""
 
-    file: str
-    alt: str  # what it shows, for those who cannot see it
+    file: str  # file name
+    alt: str  # description for readers who cannot see the picture
     png: bytes
     width: int  # in pixels
-    height: int
+    height: int  # in pixels
 
 
-def panels(heights: list[float], top: float) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with axes below each other that share the steps.
+def make_panels(heights: Sequence[float], top: float) -> tuple[Figure, list[Axes]]:
+    """Returns a figure with axes stacked vertically, which share the step axis.
 
     Args:
-        heights: of each, in inches.
-        top: what is left above each, in inches, for its title or legend.
+        heights: the height of each axes, in inches.
+        top: the space above each axes for its title or legend, in inches.
     """
     total = sum(heights) + top * len(heights) + BOTTOM
     figure = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor="white")
-    axes: list[Axes] = []
-    ceiling = total
+    panels: list[Axes] = []
+    upper_edge = total
     for height in heights:
-        ceiling -= top + height
-        place = (
+        upper_edge -= top + height
+        rectangle = (
             LEFT / WIDTH,
-            ceiling / total,
+            upper_edge / total,
             (WIDTH - LEFT - RIGHT) / WIDTH,
             height / total,
         )
-        axes.append(figure.add_axes(place, sharex=axes[0] if axes else None))
-    return figure, axes
+        panels.append(figure.add_axes(rectangle, sharex=panels[0] if panels else None))
+    return figure, panels
 
 
-def dress(axes: list[Axes], run: Run) -> None:
-    """Gives axes their grid and their steps, which the lowest ones say; and a dotted line where
-    the run was taken up again.
-    """
-    for one in axes:
+def style_panels(panels: Sequence[Axes], run: Run) -> None:
+    """Adds a grid, the step axis, and a dotted line at each step where the run was resumed."""
+    for axes in panels:
         for start in run.starts[1:]:
-            one.axvline(start.step, color=GRAY, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
-        one.grid(color="#E3E3E3", linewidth=0.8)
-        one.set_axisbelow(True)
-        one.spines[["top", "right"]].set_visible(False)
-        one.spines[["left", "bottom"]].set_color(GRAY)
-        one.tick_params(colors="#333333", labelbottom=one is axes[-1])
+            axes.axvline(start.step, color=GRAY, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+        axes.grid(color="#E3E3E3", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GRAY)
+        axes.tick_params(colors="#333333", labelbottom=axes is panels[-1])
     margin = max(run.last_step, 1) * 0.01
-    axes[0].set_xlim(-margin, run.last_step + margin)
-    say_steps(axes[-1])
+    panels[0].set_xlim(-margin, run.last_step + margin)
+    label_steps(panels[-1])
 
 
-def say_steps(axes: Axes) -> None:
-    """Writes round steps below an axis."""
+def label_steps(axes: Axes) -> None:
+    """Labels the horizontal axis with round step numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.set_xlabel("step", color="#333333")
 
 
-def headline(axes: Axes, text: str) -> None:
-    """Writes a panel's title above its left end. The text may be anything, a formula is not made
-    of it.
+def add_title(axes: Axes, text: str) -> None:
+    """Writes the title of a panel above its left end.
+
+    The text may come from the user, so it is not parsed as a formula.
     """
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold", parse_math=False)
 
 
-def legend(axes: Axes, columns: int = 8) -> None:
-    """Puts the legend above the right end, where it covers nothing."""
+def add_legend(axes: Axes, columns: int = 8) -> None:
+    """Puts the legend above the right end of a panel, where it covers nothing."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(
             loc="lower right",
@@ -98,14 +98,20 @@ def legend(axes: Axes, columns: int = 8) -> None:
         )
 
 
-def powers_of_two(axes: Axes) -> None:
-    """Lets the axis of a loss scale, drawn as its logarithm, say 2^k."""
+def label_powers_of_two(axes: Axes) -> None:
+    """Labels a vertical axis that shows log2 of a loss scale with 2^k."""
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda power, _: f"$2^{{{power:.0f}}}$"))
 
 
-def finish(figure: Figure, name: str, alt: str) -> Picture:
-    """Returns a figure as a picture."""
+def to_picture(figure: Figure, name: str, alt: str) -> Picture:
+    """Returns a figure as a picture.
+
+    Args:
+        figure: the figure.
+        name: the name of the picture, without ".png".
+        alt: a description for readers who cannot see it.
+    """
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI)
     width, height = (round(inches * DPI) for inches in figure.get_size_inches())

@@ -1,9 +1,9 @@
-"""What the page says in words and numbers: from a run to what stands in its header and tables."""
+"""The numbers and sentences of the page: header, recommended scale, settings, and model."""
 
 import collections
 import math
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -17,7 +17,7 @@ from scaling.telemetry.stats import GradientStats
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.report.reading import Curve, Run
 
-# What a "train" line holds besides the metrics.
+# Fields of a "train" line that are not metrics of the user.
 NOT_METRICS = {
     "loss",
     "regularization_loss",
@@ -29,11 +29,12 @@ NOT_METRICS = {
     "steps_per_second",
     "data_wait",
 }
-HEADROOM_BITS = 4  # what `scaling.recommend` leaves
+HEADROOM_BITS = 4  # the default of `scaling.recommend`
+NOT_RECORDED = "not recorded"  # shown instead of a value
 
 
 class Tile(NamedTuple):
-    """A number in the header, what it is, and what else there is to say of it."""
+    """A value in the header of the page."""
 
     label: str
     value: str
@@ -41,139 +42,157 @@ class Tile(NamedTuple):
 
 
 def tiles(run: Run) -> list[Tile]:
-    """Returns the numbers that a reader wants first."""
+    """Returns the values of the header."""
     applied, skipped = (last(run.train.get(name)) for name in ("applied", "skipped"))
     causes = collections.Counter(skip.cause for skip in run.skips)
     by_cause = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common())
-    scale, exact = scale_path(run)
-    speed = run.train.get("examples_per_second")
-    wait = run.train.get("data_wait")
-    none = "not recorded"
+    speed = median(run.train.get("examples_per_second"))
+    wait = mean(run.train.get("data_wait"))
     return [
-        Tile("step reached", f"{run.last_step:,}", how_it_ended(run)),
-        Tile("updates applied", count(applied), attempted(applied, skipped)),
-        Tile("steps skipped", count(skipped), by_cause),
-        Tile("loss scale at the end", power_of_two(scale.value[-1]), between(scale, exact))
-        if scale.step.size
-        else Tile("loss scale at the end", none),
-        best(run),
-        Tile("examples a second", count(middle(speed)), "the median of the log's lines"),
-        Tile("waiting for data", share(mean(wait)), "of the time, on average"),
-        began(run),
+        Tile("step reached", f"{run.last_step:,}", describe_end(run)),
+        Tile("updates applied", format_count(applied), describe_attempted(applied, skipped)),
+        Tile("steps skipped", format_count(skipped), by_cause),
+        scale_tile(run),
+        best_tile(run),
+        Tile("examples per second", format_count(speed), "median of the log lines"),
+        Tile("waiting for data", format_share(wait), "of the time, on average"),
+        start_tile(run),
     ]
 
 
 def last(curve: Curve | None) -> float:
-    """Returns the last value that is a number, or NaN."""
+    """Returns the last value that is not NaN, or NaN if there is none."""
     known = curve.value[~np.isnan(curve.value)] if curve else np.zeros(0)
     return float(known[-1]) if known.size else math.nan
 
 
-def middle(curve: Curve | None) -> float:
-    """Returns the median, or NaN."""
-    return float(np.nanmedian(curve.value)) if not math.isnan(last(curve)) and curve else math.nan
+def median(curve: Curve | None) -> float:
+    """Returns the median of the values that are not NaN, or NaN if there is none."""
+    return float(np.nanmedian(curve.value)) if curve and not math.isnan(last(curve)) else math.nan
 
 
 def mean(curve: Curve | None) -> float:
-    """Returns the mean, or NaN."""
-    return float(np.nanmean(curve.value)) if not math.isnan(last(curve)) and curve else math.nan
+    """Returns the mean of the values that are not NaN, or NaN if there is none."""
+    return float(np.nanmean(curve.value)) if curve and not math.isnan(last(curve)) else math.nan
 
 
-def count(value: float) -> str:
-    """Returns a count as people read it.
+def format_count(value: float) -> str:
+    """Returns a count as text.
 
     Example:
-        >>> count(12345.0), count(float("nan"))
+        >>> format_count(12345.0), format_count(float("nan"))
         ('12,345', 'not recorded')
     """
-    return "not recorded" if math.isnan(value) else f"{value:,.0f}"
+    return NOT_RECORDED if math.isnan(value) else f"{value:,.0f}"
 
 
-def share(value: float) -> str:
-    """Returns a share as people read it."""
-    return "not recorded" if math.isnan(value) else f"{value:.1%}"
-
-
-def attempted(applied: float, skipped: float) -> str:
-    """Says of how many steps these were the applied ones."""
-    if math.isnan(applied + skipped):
-        return ""
-    return f"of {applied + skipped:,.0f} attempted, at the last log line"
-
-
-def how_it_ended(run: Run) -> str:
-    """Says how the last call of `train` ended, as far as the file knows."""
-    if run.end is None:
-        return "no end is recorded: it runs on, or was killed" if run.starts else ""
-    how = "stopped on request" if run.end.stopped else "ended"
-    return f"{how} after {duration(run.end.seconds)}"
-
-
-def duration(seconds: float) -> str:
-    """Returns a time span as people say it.
+def format_share(value: float) -> str:
+    """Returns a fraction as text.
 
     Example:
-        >>> duration(27.46), duration(754), duration(7260)
+        >>> format_share(0.031), format_share(float("nan"))
+        ('3.1%', 'not recorded')
+    """
+    return NOT_RECORDED if math.isnan(value) else f"{value:.1%}"
+
+
+def describe_attempted(applied: float, skipped: float) -> str:
+    """Returns a sentence with the number of attempted steps, or "" if it is unknown."""
+    if math.isnan(applied + skipped):
+        return ""
+    return f"of {applied + skipped:,.0f} attempted steps, at the last log line"
+
+
+def describe_end(run: Run) -> str:
+    """Returns a sentence about how the last call of `train` ended, or "" if nothing is known."""
+    if run.end is None:
+        return "still running, or killed: no end is recorded" if run.starts else ""
+    how = "stopped on request" if run.end.stopped else "ended"
+    return f"{how} after {format_duration(run.end.seconds)}"
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a time span as text.
+
+    Example:
+        >>> format_duration(27.46), format_duration(754), format_duration(7260)
         ('27.5 s', '12 min 34 s', '2 h 1 min')
     """
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remainder} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
-def best(run: Run) -> Tile:
-    """Returns the best evaluation, or else the lowest training loss.
+def scale_tile(run: Run) -> Tile:
+    """Returns the last known loss scale, and the range of its values."""
+    scale, exact = scale_path(run)
+    if not scale.step.size:
+        return Tile("loss scale at the end", NOT_RECORDED)
+    return Tile(
+        "loss scale at the end", power_of_two(scale.value[-1]), describe_range(scale, exact)
+    )
 
-    Which is best is what the run's own `best_metric` and `best_is` say.
+
+def describe_range(scale: Curve, exact: bool) -> str:
+    """Returns the range of the loss scale as text, or "" if it is unknown.
+
+    Args:
+        scale: the known loss scales.
+        exact: whether the loss scale is known at every step.
+    """
+    lowest, highest = scale.value.min(), scale.value.max()
+    if lowest == highest:
+        return "never changed" if exact else ""
+    return f"between {power_of_two(lowest)} and {power_of_two(highest)}"
+
+
+def best_tile(run: Run) -> Tile:
+    """Returns the best evaluation, or the best training result if there was no evaluation.
+
+    The run's settings `best_metric` and `best_is` define which result is best.
     """
     settings = run.starts[-1].settings if run.starts else {}
-    name, direction = settings.get("best_metric", "loss"), settings.get("best_is", "lowest")
+    name = str(settings.get("best_metric", "loss"))
+    direction = settings.get("best_is", "lowest")
     split, results = ("validation", run.validation) if run.validation else ("training", run.train)
     curve = results.get(name)
     if curve is None or math.isnan(last(curve)):
-        return Tile("best loss", "not recorded")
-    place = int((np.nanargmax if direction == "highest" else np.nanargmin)(curve.value))
-    step = int(curve.step[place])
+        return Tile("best loss", NOT_RECORDED)
+    index = int((np.nanargmax if direction == "highest" else np.nanargmin)(curve.value))
+    step = int(curve.step[index])
     others = [
         f"{other} {result:.4g}"
         for other, values in results.items()
         if other not in (NOT_METRICS - {"loss"}) | {name}
         for result in values.value[(values.step == step) & ~np.isnan(values.value)]
     ]
-    value = f"{curve.value[place]:.4g}"
+    value = f"{curve.value[index]:.4g}"
     return Tile(f"{direction} {split} {name}", value, ", ".join([f"at step {step:,}", *others]))
 
 
-def between(scale: Curve, exact: bool) -> str:
-    """Says within what a loss scale has moved, as far as that is known."""
-    lowest, highest = scale.value.min(), scale.value.max()
-    if lowest == highest:
-        return "it never moved" if exact else ""
-    return f"between {power_of_two(lowest)} and {power_of_two(highest)}"
-
-
-def began(run: Run) -> Tile:
-    """Returns when the run began, how often it was started again, and how often taken back."""
+def start_tile(run: Run) -> Tile:
+    """Returns when the run started, and how often it was resumed and rolled back."""
     if not run.starts:
-        return Tile("began", "not recorded")
-    day, _, clock = moment(run.starts[0].time).partition(" ")
-    said = [f"at {clock}"] if clock else []
-    again = len(run.starts) - 1
-    if again:
-        said.append(f"taken up again {times(again)}, last {moment(run.starts[-1].time)}")
+        return Tile("started", NOT_RECORDED)
+    day, _, clock = format_time(run.starts[0].time).partition(" ")
+    notes = [f"at {clock}"] if clock else []
+    resumed = len(run.starts) - 1
+    if resumed:
+        latest = format_time(run.starts[-1].time)
+        notes.append(f"resumed {format_times(resumed)}, last at {latest}")
     if run.recoveries:
-        said.append(f"taken back {times(len(run.recoveries))}")
-    return Tile("began", day, "; ".join(said))
+        notes.append(f"rolled back {format_times(len(run.recoveries))}")
+    return Tile("started", day, "; ".join(notes))
 
 
-def moment(text: str) -> str:
-    """Returns a time of ISO 8601 as people read it, in UTC; any other text as it is.
+def format_time(text: str) -> str:
+    """Returns a time in ISO 8601 as text in UTC, and any other text unchanged.
 
     Example:
-        >>> moment("2026-11-22T03:30:00+01:00")
+        >>> format_time("2026-11-22T03:30:00+01:00")
         '2026-11-22 02:30 UTC'
     """
     try:
@@ -183,11 +202,11 @@ def moment(text: str) -> str:
     return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
-def times(number: int) -> str:
-    """Returns how often, in words.
+def format_times(number: int) -> str:
+    """Returns a number of times as text.
 
     Example:
-        >>> times(1), times(3)
+        >>> format_times(1), format_times(3)
         ('once', '3 times')
     """
     return "once" if number == 1 else f"{number:,} times"
@@ -196,15 +215,15 @@ def times(number: int) -> str:
 def scale_path(run: Run) -> tuple[Curve, bool]:
     """Returns the loss scale over the steps, and whether it is known at every step.
 
-    The lines of its changes know it, and so do recorded gradients; a run of an older version has
-    only what its log lines and its skips say.
+    It is known at every step if the run logged its changes or recorded its gradients. A run of an
+    older version has only the values in its log lines and skipped steps.
     """
     if run.scale.step.size:
         return run.scale, True
     if run.record is not None:
         scale = run.record.loss_scale.astype(np.float64)
-        moved = np.flatnonzero(np.diff(scale, prepend=np.nan) != 0)
-        return Curve(run.record.step[moved], scale[moved]), True
+        changed = np.flatnonzero(np.diff(scale, prepend=np.nan) != 0)
+        return Curve(run.record.step[changed], scale[changed]), True
     known = {skip.step: skip.loss_scale for skip in run.skips}
     if "loss_scale" in run.train:
         lines = run.train["loss_scale"]
@@ -214,27 +233,29 @@ def scale_path(run: Run) -> tuple[Curve, bool]:
 
 
 def headroom(record: Record) -> Curve:
-    """Returns, for each applied step, how many factors of two its largest gradient stayed below
-    the largest float16; steps whose gradients were all zero are left out.
+    """Returns the headroom of each applied step, in bits.
+
+    That is the log2 of the factor between the largest scaled gradient and the largest float16.
+    Steps whose gradients were all zero are left out.
     """
     scaled = record.max_magnitude.astype(np.float64) * record.loss_scale
-    known = scaled > 0  # NaN, of a skipped step, is not
+    known = scaled > 0  # false for the NaN of a skipped step
     return Curve(record.step[known], np.log2(HALF_MAX / scaled[known]))
 
 
 class Advice(NamedTuple):
-    """Which loss scale the recorded gradients ask for."""
+    """The loss scale that the recorded gradients call for."""
 
-    recommended: str  # "2^13"
-    largest: str  # the largest gradient
-    lost: str  # "0.40%"
-    best_fixed: str
-    blind: bool  # whether float16 had already flushed what the record cannot show
-    shares: int
+    recommended: str  # such as "2^13"
+    largest: str  # magnitude of the largest gradient
+    lost: str  # share of elements that float16 would flush to zero, such as "0.40%"
+    best_fixed: str  # largest scale at which no step overflows, such as "2^15"
+    gradients_were_float16: bool  # float16 may have flushed elements before they were recorded
+    shares: int  # backward passes per batch: replicas times microbatches
 
 
 def advise(record: Record) -> Advice | None:
-    """Returns what `scaling.recommend` says of a whole run; None if no step was applied."""
+    """Returns what `scaling.recommend` advises for a whole run; None if no step was applied."""
     applied = record.max_magnitude[~record.skipped]
     if not applied.size:
         return None
@@ -250,39 +271,53 @@ def advise(record: Record) -> Advice | None:
         largest=f"{applied.max():.3g}",
         lost=describe_share(lost) if lost else "none",
         best_fixed=power_of_two(best_fixed_scale(record)),
-        blind=record.precision == "mixed_float16",
+        gradients_were_float16=record.precision == "mixed_float16",
         shares=record.shares,
     )
 
 
 def settings_rows(run: Run) -> list[tuple[str, str, str]]:
-    """Returns (name, value, value at the first start if it was another) for each setting."""
+    """Returns (name, value, value at the first start) for each setting.
+
+    The value at the first start is "" if it was the same.
+    """
     if not run.starts:
         return []
-    first, now = run.starts[0].settings, run.starts[-1].settings
+    first, latest = run.starts[0].settings, run.starts[-1].settings
     return [
         (name, str(value), "" if first.get(name, value) == value else str(first[name]))
-        for name, value in now.items()
+        for name, value in latest.items()
     ]
 
 
-def model_rows(run: Run) -> list[dict[str, Any]]:
-    """Returns the model's variables as a table shows them."""
+class ModelRow(NamedTuple):
+    """A variable of the model, as a row of the table."""
+
+    name: str
+    shape: str
+    dtype: str
+    compute_dtype: str
+    parameters: str
+    bytes: str
+
+
+def model_rows(run: Run) -> list[ModelRow]:
+    """Returns the table of the model's variables."""
     return [
-        {
-            "name": row["name"],
-            "shape": " x ".join(str(length) for length in row["shape"]) or "scalar",
-            "dtype": row["dtype"],
-            "compute_dtype": row["compute_dtype"],
-            "parameters": f"{row['parameters']:,}",
-            "bytes": format_bytes(row["bytes"]),
-        }
+        ModelRow(
+            name=row["name"],
+            shape=" x ".join(str(length) for length in row["shape"]) or "scalar",
+            dtype=row["dtype"],
+            compute_dtype=row["compute_dtype"],
+            parameters=f"{row['parameters']:,}",
+            bytes=format_bytes(row["bytes"]),
+        )
         for row in (run.starts[-1].model if run.starts else [])
     ]
 
 
 def model_totals(run: Run) -> tuple[str, str]:
-    """Returns how many parameters the model has, and their size."""
+    """Returns the number of the model's parameters and their size, both as text."""
     rows = run.starts[-1].model if run.starts else []
     return f"{sum(row['parameters'] for row in rows):,}", format_bytes(
         sum(row["bytes"] for row in rows)

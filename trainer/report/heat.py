@@ -1,93 +1,126 @@
-"""The heat map of underflow: which variable lost how much of its gradient, and when."""
+"""The heat map of underflow: how much of its gradient each variable lost, and when."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trainer.report.canvas import DPI, GRAY, WIDTH, Picture, finish, say_steps
-from trainer.report.reading import Underflow, number
+from trainer.report.canvas import DPI, GRAY, WIDTH, Picture, label_steps, to_picture
+from trainer.report.reading import Underflow, finite_or_nan
 
-ROWS = 40  # variables; more would not be readable
-LETTERS = 34  # of a name
-LETTER = 0.076  # inches that one takes
-LEAST = 0.01  # the scale of colours reaches at least this share
+MAX_ROWS = 40  # variables; more rows would not be readable
+MAX_NAME = 34  # characters of a variable's name
+MIN_COLOR_RANGE = 0.01  # the color scale covers at least the shares from 0 to this
+# In inches.
+CHARACTER_WIDTH = 0.076
+ROW_HEIGHT = 0.24
+TOP, BOTTOM = 0.2, 0.55
+COLOR_BAR_SPACE = 1.3  # the margin on the right
 
 
-def draw_underflow(lines: list[Underflow], last_step: int) -> Picture | None:
-    """Draws a row for each variable, in the model's order, and a column for each line.
+def draw_underflow(lines: Sequence[Underflow], last_step: int) -> Picture | None:
+    """Draws a row for each variable, in the model's order, and a column for each log line.
 
-    Of more than `ROWS` variables those that lost most are shown.
+    If there are more than `MAX_ROWS` variables, only those that lost most are shown.
     """
-    names, shares = table(lines)
+    names, shares = share_matrix(lines)
     if not names:
         return None
     mean = np.nanmean(np.where(np.isnan(shares).all(axis=1, keepdims=True), 0.0, shares), axis=1)
-    shown = np.sort(np.argsort(-mean, kind="stable")[:ROWS])
-    height = 0.24 * len(shown)
-    total = height + 0.2 + 0.55
+    shown = np.sort(np.argsort(-mean, kind="stable")[:MAX_ROWS])
+    labels = [shorten(names[row]) for row in shown]
+    height = ROW_HEIGHT * len(shown)
+    total = height + TOP + BOTTOM
     figure = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor="white")
-    left = 0.2 + LETTER * max(len(shorten(names[row])) for row in shown)
+    left = 0.2 + CHARACTER_WIDTH * max(map(len, labels))
     axes = figure.add_axes(
-        (left / WIDTH, 0.55 / total, (WIDTH - left - 1.3) / WIDTH, height / total)
+        (left / WIDTH, BOTTOM / total, (WIDTH - left - COLOR_BAR_SPACE) / WIDTH, height / total)
     )
-    edges = np.array([0, *(line.step for line in lines)])
-    most = max(float(np.nanmax(shares, initial=0.0)), LEAST)
+    largest = max(float(np.nanmax(shares, initial=0.0)), MIN_COLOR_RANGE)
     image = axes.pcolormesh(
-        edges,
+        np.array([0, *(line.step for line in lines)]),
         np.arange(len(shown) + 1),
         np.ma.masked_invalid(shares[shown]),
         cmap=colormaps["YlGnBu"],
-        norm=PowerNorm(0.5, 0.0, most),  # a small share is to be seen beside a large one
+        norm=PowerNorm(0.5, 0.0, largest),  # keeps small shares visible next to large ones
     )
-    axes.set_facecolor("#D0D0D0")  # where nothing was measured
-    axes.invert_yaxis()
-    axes.set_xlim(0, last_step)
-    say_steps(axes)
-    labels = [shorten(names[row]) for row in shown]
-    axes.set_yticks(
-        np.arange(len(shown)) + 0.5, labels, parse_math=False, fontsize=9, family="monospace"
-    )
-    axes.tick_params(axis="y", length=0)
-    axes.spines[:].set_color(GRAY)
-    bar_height = min(height, 3.0)
-    bar = figure.add_axes(
-        (1 - 1.1 / WIDTH, (0.55 + height - bar_height) / total, 0.18 / WIDTH, bar_height / total)
-    )
-    figure.colorbar(
-        image,
-        cax=bar,
-        ticks=MaxNLocator(max(2, round(bar_height * 2))),
-        format=FuncFormatter(lambda share, _: f"{100 * share:.3g}%"),
-    )
+    style_heat_map(axes, labels, last_step)
+    add_color_bar(figure, image, height, total)
     worst = int(np.argmax(mean))
-    return finish(
+    return to_picture(
         figure,
         "underflow",
-        f"Share of each variable's gradient that underflowed in float16, {len(names):,} "
+        f"Share of each variable's gradient that underflowed in float16, for {len(names):,} "
         f"variables. {names[worst]} lost most, {mean[worst]:.2%} on average.",
     )
 
 
-def table(lines: list[Underflow]) -> tuple[list[str], np.ndarray]:
-    """Returns the variables, in the order of their coming, and the shares: shape (variables,
-    lines), NaN where none was written.
+def style_heat_map(axes: Axes, labels: Sequence[str], last_step: int) -> None:
+    """Labels the rows with the variables' names, and the horizontal axis with steps."""
+    axes.set_facecolor("#D0D0D0")  # shows where nothing was measured
+    axes.invert_yaxis()
+    axes.set_xlim(0, last_step)
+    label_steps(axes)
+    axes.set_yticks(
+        np.arange(len(labels)) + 0.5, labels, parse_math=False, fontsize=9, family="monospace"
+    )
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_color(GRAY)
+
+
+def add_color_bar(figure: Figure, image: ScalarMappable, height: float, total: float) -> None:
+    """Adds the color scale to the right of the heat map.
+
+    Args:
+        figure: the figure.
+        image: the heat map.
+        height: the height of the heat map, in inches.
+        total: the height of the figure, in inches.
     """
-    rows = {name: row for row, name in enumerate(dict.fromkeys(n for x in lines for n in x.share))}
+    bar_height = min(height, 3.0)
+    axes = figure.add_axes(
+        (
+            1 - 1.1 / WIDTH,
+            (BOTTOM + height - bar_height) / total,
+            0.18 / WIDTH,
+            bar_height / total,
+        )
+    )
+    figure.colorbar(
+        image,
+        cax=axes,
+        ticks=MaxNLocator(max(2, round(bar_height * 2))),
+        format=FuncFormatter(lambda share, _: f"{100 * share:.3g}%"),
+    )
+
+
+def share_matrix(lines: Sequence[Underflow]) -> tuple[list[str], np.ndarray]:
+    """Returns the shares of all lines as one matrix.
+
+    Returns:
+        The names of the variables in the order in which they first appear, and an array of shape
+        (variables, lines), with NaN where a line has no share for a variable.
+    """
+    names = dict.fromkeys(name for line in lines for name in line.share)
+    rows = {name: row for row, name in enumerate(names)}
     shares = np.full([len(rows), len(lines)], np.nan)
     for column, line in enumerate(lines):
         for name, share in line.share.items():
-            shares[rows[name], column] = number(share)
+            shares[rows[name], column] = finite_or_nan(share)
     return list(rows), shares
 
 
 def shorten(name: str) -> str:
-    """Returns a name that is not too long; what is left out is in its middle.
+    """Returns a name with its middle left out if it is too long.
 
     Example:
         >>> shorten("functional/block_12/attention/query/kernel")
         'functional/block…tion/query/kernel'
     """
-    half = LETTERS // 2
-    return name if len(name) <= LETTERS else f"{name[: half - 1]}…{name[-half:]}"
+    half = MAX_NAME // 2
+    return name if len(name) <= MAX_NAME else f"{name[: half - 1]}…{name[-half:]}"

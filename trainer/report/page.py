@@ -1,8 +1,9 @@
-"""The page itself: facts and pictures set into `report.html.jinja`, everything in one file."""
+"""The HTML page: fills `report.html.jinja` with facts and pictures, all in one file."""
 
 import base64
 import dataclasses
 import re
+from collections.abc import Mapping
 
 import jinja2
 import markupsafe
@@ -10,18 +11,18 @@ import markupsafe
 from trainer.log.summary import power_of_two
 from trainer.report import facts
 from trainer.report.canvas import Picture
-from trainer.report.heat import ROWS
+from trainer.report.heat import MAX_ROWS
 from trainer.report.reading import Run
 
-SKIPS = 50  # rows of their table
+MAX_SKIPS = 50  # rows of the table of skipped steps
 
 
-def render(run: Run, pictures: dict[str, Picture]) -> str:
-    """Returns the page of a run. Whatever the run wrote stands in it as text.
+def render(run: Run, pictures: Mapping[str, Picture]) -> str:
+    """Returns the page of a run as HTML. Text that the run wrote is escaped.
 
     Args:
         run: the run.
-        pictures: of it, by name.
+        pictures: the pictures of the run, by name.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("trainer", "report"),
@@ -32,15 +33,16 @@ def render(run: Run, pictures: dict[str, Picture]) -> str:
     )
     environment.filters["data_url"] = data_url
     environment.filters["power_of_two"] = power_of_two
-    environment.filters["raised"] = raised
+    environment.filters["superscript"] = superscript
     parameters, bytes_ = facts.model_totals(run)
     return environment.get_template("report.html.jinja").render(
-        run=dataclasses.replace(run, skips=run.skips[:SKIPS]),
+        run=dataclasses.replace(run, skips=run.skips[:MAX_SKIPS]),
         skipped=facts.last(run.train.get("skipped")),
-        more_skips=len(run.skips) - SKIPS,
+        more_skips=len(run.skips) - MAX_SKIPS,
         pictures=pictures,
         tiles=facts.tiles(run),
-        rows_left_out=len({name for line in run.underflow for name in line.share}) - ROWS,
+        not_recorded=facts.NOT_RECORDED,
+        rows_left_out=len({name for line in run.underflow for name in line.share}) - MAX_ROWS,
         exact=facts.scale_path(run)[1],
         headroom_bits=facts.HEADROOM_BITS,
         advice=facts.advise(run.record) if run.record else None,
@@ -51,18 +53,18 @@ def render(run: Run, pictures: dict[str, Picture]) -> str:
     )
 
 
-def raised(text: str) -> markupsafe.Markup:
-    """Returns a text with its powers of two as people write them: 2^16 with the 16 above.
+def superscript(text: str) -> markupsafe.Markup:
+    """Returns a text as HTML in which the exponents of powers of two are superscripts.
 
     Example:
-        >>> raised("<b> 2^16")
+        >>> superscript("<b> 2^16")
         Markup('&lt;b&gt; 2<sup>16</sup>')
     """
-    return markupsafe.Markup(  # noqa: S704 - of digits only, in a text that was escaped
+    return markupsafe.Markup(  # noqa: S704 - the text is escaped, and only digits are inserted
         re.sub(r"\b2\^(-?\d+)", r"2<sup>\1</sup>", str(markupsafe.escape(text)))
     )
 
 
 def data_url(picture: Picture) -> str:
-    """Returns a picture as an address that holds it."""
+    """Returns a picture as a data URL."""
     return f"data:image/png;base64,{base64.b64encode(picture.png).decode('ascii')}"

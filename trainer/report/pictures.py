@@ -1,7 +1,10 @@
-"""The pictures of a report, one function each. What a run has not recorded has no picture."""
+"""The line plots of a report, one function each.
+
+A function returns None if the run has not recorded the data for its plot.
+"""
 
 import collections
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,18 +22,18 @@ from trainer.report.canvas import (
     SKY,
     VERMILLION,
     Picture,
-    dress,
-    finish,
-    headline,
-    legend,
-    panels,
-    powers_of_two,
+    add_legend,
+    add_title,
+    label_powers_of_two,
+    make_panels,
+    style_panels,
+    to_picture,
 )
 from trainer.report.facts import HEADROOM_BITS, NOT_METRICS, headroom, last, scale_path
 from trainer.report.heat import draw_underflow
 from trainer.report.reading import Curve, Run
 
-# Colour and marker of each cause, in the order in which a step looks.
+# Color and marker of each cause, in the order in which a step checks for them.
 CAUSES = {
     "weights": (BLACK, "X"),
     "forward": (ORANGE, "D"),
@@ -39,14 +42,14 @@ CAUSES = {
     "unscaling": (PURPLE, "^"),
     "model": (SKY, "o"),
 }
-OTHER = (GRAY, "*")  # a cause that a later version may know
-FEW = 60  # so many points are shown as points, too
-CROWD = 200  # more marks than these are small and plain
-MANY = 1500  # more points than these are shown as a band
+UNKNOWN_CAUSE = (GRAY, "*")  # a cause that a later version added
+MAX_MARKED_POINTS = 60  # a curve with more points has no markers
+MAX_LARGE_MARKS = 200  # with more marks than this, marks are small and have no edge
+MAX_LINE_POINTS = 1500  # a curve with more points is shown as a median and a band
 
 
 def draw_all(run: Run) -> dict[str, Picture]:
-    """Returns the pictures of all that the run has recorded, by name."""
+    """Returns all pictures for which the run has recorded data, by name."""
     drawn = {
         "loss": draw_curves(run),
         "loss_scale": draw_scale(run),
@@ -57,16 +60,31 @@ def draw_all(run: Run) -> dict[str, Picture]:
     return {name: picture for name, picture in drawn.items() if picture is not None}
 
 
-def plot(axes: Axes, curve: Curve, color: str, **style: Any) -> None:
-    """Draws a curve, its points marked if they are few."""
-    style = dict[str, Any](marker="o", markersize=4) | style
-    if curve.step.size > FEW:
-        style["marker"] = ""
-    axes.plot(curve.step, curve.value, color=color, **style)
+def plot(
+    axes: Axes,
+    curve: Curve,
+    color: str,
+    *,
+    label: str | None = None,
+    marker: str = "o",
+    linestyle: str = "-",
+    linewidth: float = 1.5,
+) -> None:
+    """Draws a curve, with a marker at each point if there are few."""
+    axes.plot(
+        curve.step,
+        curve.value,
+        color=color,
+        label=label,
+        marker=marker if curve.step.size <= MAX_MARKED_POINTS else "",
+        markersize=4,
+        linestyle=linestyle,
+        linewidth=linewidth,
+    )
 
 
-def fit_scale(axes: Axes, curves: list[Curve]) -> None:
-    """Makes the axis logarithmic if the values are positive and far apart."""
+def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Makes the vertical axis logarithmic if all values are positive and span a wide range."""
     values = np.concatenate([curve.value for curve in curves])
     values = values[~np.isnan(values)]
     if values.size and values.min() > 0 and values.max() > 20 * values.min():
@@ -74,124 +92,141 @@ def fit_scale(axes: Axes, curves: list[Curve]) -> None:
 
 
 def draw_curves(run: Run) -> Picture | None:
-    """Draws the loss and each metric, training and validation on the same axes."""
+    """Draws the loss and each metric in a panel, training and validation on the same axes."""
     names = [name for name in run.train if name not in NOT_METRICS - {"loss"}]
     names += [name for name in run.validation if name not in names]
     if not names:
         return None
-    figure, axes = panels([2.5] + [1.8] * (len(names) - 1), top=0.38)
-    for one, name in zip(axes, names, strict=True):
-        shown = []
-        for results, color, label in (
-            (run.train, BLUE, "training"),
-            (run.validation, VERMILLION, "validation"),
-        ):
-            if name in results:
-                shown.append(results[name])
-                marker = "o" if label == "training" else "D"
-                plot(one, results[name], color, label=label, marker=marker)
-        penalty = run.train.get("regularization_loss")
-        if name == "loss" and penalty is not None and np.nansum(np.abs(penalty.value)):
-            plot(one, penalty, GRAY, label="regularization", linestyle=":", marker="")
-        fit_scale(one, shown)
-        headline(one, name)
-        legend(one)
-    dress(axes, run)
-    told = [
+    figure, panels = make_panels([2.5] + [1.8] * (len(names) - 1), top=0.38)
+    for axes, name in zip(panels, names, strict=True):
+        draw_metric(axes, run, name)
+    style_panels(panels, run)
+    ends = [
         f"{split} {name} ends at {last(results[name]):.4g}"
         for name in names
         for split, results in (("training", run.train), ("validation", run.validation))
         if name in results
     ]
-    return finish(figure, "loss", f"Curves over {run.last_step:,} steps: {'; '.join(told)}.")
+    return to_picture(figure, "loss", f"Curves over {run.last_step:,} steps: {'; '.join(ends)}.")
+
+
+def draw_metric(axes: Axes, run: Run, name: str) -> None:
+    """Draws one metric, or the loss with the regularization loss if it is not zero everywhere."""
+    shown = []
+    if name in run.train:
+        shown.append(run.train[name])
+        plot(axes, run.train[name], BLUE, label="training")
+    if name in run.validation:
+        shown.append(run.validation[name])
+        plot(axes, run.validation[name], VERMILLION, label="validation", marker="D")
+    penalty = run.train.get("regularization_loss")
+    if name == "loss" and penalty is not None and np.nansum(np.abs(penalty.value)):
+        plot(axes, penalty, GRAY, label="regularization", linestyle=":", marker="")
+    choose_scale(axes, shown)
+    add_title(axes, name)
+    add_legend(axes)
 
 
 def draw_scale(run: Run) -> Picture | None:
-    """Draws the loss scale as a staircase, with every skip where it happened."""
+    """Draws the loss scale as a step function, with a mark at each skipped step."""
     scale, exact = scale_path(run)
     if not scale.step.size:
         return None
-    figure, axes = panels([3.1], top=0.38)
-    [one] = axes
+    figure, [axes] = make_panels([3.1], top=0.38)
     steps = np.append(scale.step, max(run.last_step, scale.step[-1]))
     powers = np.log2(np.append(scale.value, scale.value[-1]))
-    style: dict[str, Any] = (
-        {"drawstyle": "steps-post"} if exact else {"linestyle": ":", "marker": "."}
+    axes.plot(
+        steps,
+        powers,
+        color=BLUE,
+        linewidth=0.6 if scale.step.size > MAX_LARGE_MARKS else 1.6,
+        drawstyle="steps-post" if exact else "default",
+        linestyle="-" if exact else ":",
+        marker="" if exact else ".",
     )
-    width = 0.6 if scale.step.size > CROWD else 1.6
-    one.plot(steps, powers, color=BLUE, linewidth=width, **style)
-    counts = mark_skips(one, run)
-    margin = 0.6 if np.ptp(powers) > 1 else 1.6  # a scale that stands still has ticks, too
-    one.set_ylim(powers.min() - margin, powers.max() + margin)
-    powers_of_two(one)
-    one.set_ylabel("loss scale")
-    legend(one)
-    dress(axes, run)
-    skipped = ", ".join(f"{count:,} by {cause}" for cause, count in counts.items()) or "none"
+    counts = mark_skips(axes, run)
+    margin = 0.6 if np.ptp(powers) > 1 else 1.6  # room for several ticks if the scale is constant
+    axes.set_ylim(powers.min() - margin, powers.max() + margin)
+    label_powers_of_two(axes)
+    axes.set_ylabel("loss scale")
+    add_legend(axes)
+    style_panels([axes], run)
+    return to_picture(figure, "loss_scale", describe_scale(scale, run.last_step, counts))
+
+
+def describe_scale(scale: Curve, last_step: int, skips: Mapping[str, int]) -> str:
+    """Returns a description of the loss scale for readers who cannot see the picture.
+
+    Args:
+        scale: the loss scale over the steps.
+        last_step: the last step of the run.
+        skips: the number of skipped steps by cause.
+    """
+    skipped = ", ".join(f"{count:,} by {cause}" for cause, count in skips.items()) or "none"
     first, highest, lowest = scale.value[0], scale.value.max(), scale.value.min()
-    return finish(
-        figure,
-        "loss_scale",
-        f"The loss scale over {run.last_step:,} steps: from {power_of_two(first)} to "
+    return (
+        f"The loss scale over {last_step:,} steps: from {power_of_two(first)} to "
         f"{power_of_two(scale.value[-1])}, between {power_of_two(lowest)} and "
-        f"{power_of_two(highest)}. Skipped steps: {skipped}.",
+        f"{power_of_two(highest)}. Skipped steps: {skipped}."
     )
 
 
 def mark_skips(axes: Axes, run: Run) -> collections.Counter[str]:
-    """Marks every skip by its cause, at the scale it used; returns how many there are of each."""
+    """Marks each skipped step by its cause at the loss scale it used.
+
+    Returns:
+        The number of skipped steps by cause.
+    """
     counts = collections.Counter(skip.cause for skip in run.skips)
     if counts:
-        axes.plot([], [], " ", label="skipped:")  # the legend's first word
-    crowded = len(run.skips) > CROWD
+        axes.plot([], [], " ", label="skipped:")  # the first entry of the legend
+    crowded = len(run.skips) > MAX_LARGE_MARKS
     for cause in [name for name in (*CAUSES, *sorted(set(counts) - set(CAUSES))) if counts[name]]:
-        color, marker = CAUSES.get(cause, OTHER)
+        color, marker = CAUSES.get(cause, UNKNOWN_CAUSE)
         skips = [skip for skip in run.skips if skip.cause == cause]
         axes.scatter(
             [skip.step for skip in skips],
             np.log2([skip.loss_scale for skip in skips]),
             color=color,
             marker=marker,
-            s=14 if crowded and len(skips) > CROWD // 4 else 42,
+            s=14 if crowded and len(skips) > MAX_LARGE_MARKS // 4 else 42,
             edgecolors="white",
             linewidths=0 if crowded else 0.6,
-            zorder=3 + 1 / len(skips),  # the rare lie upon the many
+            zorder=3 + 1 / len(skips),  # draws rare causes on top of frequent ones
             label=f"{len(skips):,} {cause}",
         )
     return counts
 
 
 def draw_headroom(run: Run) -> Picture | None:
-    """Draws how far below the largest float16 each step's largest scaled gradient stayed."""
+    """Draws the headroom of each step's largest scaled gradient below the largest float16."""
     if run.record is None:
         return None
     room = headroom(run.record)
     if not room.step.size:
         return None
-    figure, axes = panels([2.7], top=0.38)
-    [one] = axes
-    if room.step.size > MANY:
-        bands = np.array_split(np.arange(room.step.size), MANY // 3)
-        step = [room.step[band[0]] for band in bands]
-        low, mid, high = (
-            [float(of(room.value[band])) for band in bands] for of in (np.min, np.median, np.max)
-        )
-        one.fill_between(step, low, high, color=SKY, alpha=0.5, linewidth=0, label="all steps")
-        one.plot(step, mid, color=BLUE, linewidth=1.2, label="median")
+    figure, [axes] = make_panels([2.7], top=0.38)
+    if room.step.size > MAX_LINE_POINTS:
+        plot_band(axes, room)
     else:
-        plot(one, room, BLUE, linewidth=1.2, label="headroom")
-    full = run.record.step[np.isin(run.record.cause, [Cause.BACKWARD, Cause.REDUCTION])]
-    if full.size:
-        label = "skipped, its size unknown"
-        marker = "|" if full.size > CROWD else "x"
-        one.plot(full, np.zeros(full.size), marker, color=VERMILLION, label=label, zorder=3)
-    one.axhline(0, color=VERMILLION, linewidth=1.2, linestyle="--", label="overflow")
-    one.axhline(HEADROOM_BITS, color=GRAY, linewidth=1, linestyle=":", label="recommended at least")
-    one.set_ylim(min(0, room.value.min()) - 1, max(HEADROOM_BITS, room.value.max()) + 1)
-    one.set_ylabel("bits")
-    legend(one)
-    dress(axes, run)
-    return finish(
+        plot(axes, room, BLUE, linewidth=1.2, label="headroom")
+    overflows = run.record.step[np.isin(run.record.cause, [Cause.BACKWARD, Cause.REDUCTION])]
+    if overflows.size:
+        axes.plot(
+            overflows,
+            np.zeros(overflows.size),
+            "|" if overflows.size > MAX_LARGE_MARKS else "x",
+            color=VERMILLION,
+            label="skipped, size unknown",
+            zorder=3,
+        )
+    axes.axhline(0, color=VERMILLION, linewidth=1.2, linestyle="--", label="overflow")
+    axes.axhline(HEADROOM_BITS, color=GRAY, linewidth=1, linestyle=":", label="recommended minimum")
+    axes.set_ylim(min(0, room.value.min()) - 1, max(HEADROOM_BITS, room.value.max()) + 1)
+    axes.set_ylabel("bits")
+    add_legend(axes)
+    style_panels([axes], run)
+    return to_picture(
         figure,
         "headroom",
         f"Headroom below {HALF_MAX:.0f} in bits: from {room.value.min():.1f} to "
@@ -199,19 +234,36 @@ def draw_headroom(run: Run) -> Picture | None:
     )
 
 
+def plot_band(axes: Axes, curve: Curve) -> None:
+    """Draws the median of a long curve, and a band from its minimum to its maximum.
+
+    The points are divided into `MAX_LINE_POINTS // 3` groups of successive points.
+    """
+    groups = np.array_split(np.arange(curve.step.size), MAX_LINE_POINTS // 3)
+    step = [curve.step[group[0]] for group in groups]
+    low, middle, high = (
+        [float(reduce(curve.value[group])) for group in groups]
+        for reduce in (np.min, np.median, np.max)
+    )
+    axes.fill_between(
+        step, low, high, color=SKY, alpha=0.5, linewidth=0, label="minimum to maximum"
+    )
+    axes.plot(step, middle, color=BLUE, linewidth=1.2, label="median")
+
+
 def draw_norm(run: Run) -> Picture | None:
-    """Draws the mean global norm of the gradients between two log lines."""
+    """Draws the global norm of the gradients, averaged over the steps of each log line."""
     norm = run.train.get("gradient_norm")
     if norm is None or np.isnan(norm.value).all():
         return None
-    figure, axes = panels([2.2], top=0.15)
-    plot(axes[0], norm, BLUE, linewidth=1.4)
-    fit_scale(axes[0], [norm])
-    axes[0].set_ylabel("gradient norm")
-    dress(axes, run)
-    return finish(
+    figure, [axes] = make_panels([2.2], top=0.15)
+    plot(axes, norm, BLUE, linewidth=1.4)
+    choose_scale(axes, [norm])
+    axes.set_ylabel("gradient norm")
+    style_panels([axes], run)
+    return to_picture(
         figure,
         "gradient_norm",
-        f"The gradients' global norm: from {np.nanmin(norm.value):.3g} to "
+        f"The global norm of the gradients: from {np.nanmin(norm.value):.3g} to "
         f"{np.nanmax(norm.value):.3g}, {last(norm):.3g} at the end.",
     )

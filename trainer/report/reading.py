@@ -1,8 +1,8 @@
-"""What a run has left in its `metrics.jsonl`, as values.
+"""Reads the `metrics.jsonl` of a run.
 
-Each line is a JSON object whose "split" says what it is about. A line that cannot be read, as the
-last one of a killed run may be, is left out and counted. Of two lines about one step the later
-counts: the run was taken up again from before it.
+Each line is a JSON object whose "split" names the kind of line. A line that cannot be read, such as
+the last line of a run that was killed, is ignored and counted. If two lines of the same kind
+describe the same step, the later one counts: the run was resumed from an earlier step.
 """
 
 import collections
@@ -12,25 +12,35 @@ import json
 import math
 import operator
 import pathlib
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
 from scaling.telemetry.record import SPLIT, Record, parse_record
 
+
+class HasStep(Protocol):
+    """Anything that belongs to one step."""
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+
+
 T = TypeVar("T")
+Event = TypeVar("Event", bound=HasStep)
 
 
 class Curve(NamedTuple):
-    """A number over the steps at which it was written."""
+    """A quantity over the steps at which it was logged."""
 
-    step: np.ndarray  # shape=(points,), int64: rising
-    value: np.ndarray  # shape=(points,), float64: NaN where it was null
+    step: np.ndarray  # shape=(points,), int64: increasing
+    value: np.ndarray  # shape=(points,), float64: NaN where null was logged
 
 
 class Skip(NamedTuple):
-    """A skipped step, and what was found where it first went wrong."""
+    """A skipped step, and where the first non-finite value was found."""
 
     step: int
     loss_scale: float
@@ -41,13 +51,24 @@ class Skip(NamedTuple):
     nan_count: int
 
 
+class VariableFields(TypedDict):
+    """The fields of one variable of the model that the report uses."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    compute_dtype: str
+    parameters: int
+    bytes: int
+
+
 class Start(NamedTuple):
-    """One start of the job; a run that was taken up again has several."""
+    """One start of the process. A resumed run has several."""
 
     step: int
     time: str  # ISO 8601
-    settings: dict[str, Any]
-    model: list[dict[str, Any]]  # a row for each variable
+    settings: dict[str, object]
+    model: list[VariableFields]
 
 
 class End(NamedTuple):
@@ -59,171 +80,195 @@ class End(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """The run had diverged, and was taken back."""
+    """A rollback after the run had diverged."""
 
-    step: int
-    what: str
-    restored: int
+    step: int  # where the divergence was found
+    what: str  # what diverged, such as "a loss of 1e+04, above 100"
+    restored: int  # step of the checkpoint that was restored
     batches_left_out: int
 
 
 class Underflow(NamedTuple):
-    """Which share of each variable's gradient underflowed in float16, up to a step."""
+    """The share of each variable's gradient that underflowed in float16, up to a step."""
 
     step: int
     share: dict[str, float]
 
 
+class ScaleChange(NamedTuple):
+    """The first step that used another loss scale than the step before."""
+
+    step: int
+    loss_scale: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run, as far as it has told of itself. What it has not told is empty, or None."""
+    """Everything that a run has recorded. Fields that were not recorded are empty or None."""
 
     name: str
     last_step: int
     train: dict[str, Curve]
     validation: dict[str, Curve]
-    scale: Curve  # the scale from each of these steps on
+    scale: Curve  # the loss scale from each of these steps on
     skips: list[Skip]
     underflow: list[Underflow]
-    record: Record | None  # of the gradients' magnitudes
+    record: Record | None  # magnitudes of the gradients
     starts: list[Start]
-    end: End | None  # None if it runs on, or was killed
+    end: End | None  # None if the run is still running or was killed
     recoveries: list[Recovery]
-    unread: int  # lines that could not be read
+    unreadable: int  # number of lines that could not be read
 
 
 def read_run(run_dir: str | pathlib.Path) -> Run:
-    """Reads a run's `metrics.jsonl`.
+    """Reads the `metrics.jsonl` of a run.
 
     Args:
         run_dir: the run's `model_dir`.
 
     Raises:
-        ValueError: if there is no such file, or no line in it that can be read.
+        ValueError: if the file does not exist or has no readable line.
     """
     path = pathlib.Path(run_dir) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(
             f"`run_dir` must be a folder with a run's metrics.jsonl; got {str(run_dir)!r}. A run "
-            "writes that file at its first log line. Give the run's --model_dir."
+            "writes that file to its --model_dir when it starts. Pass that folder."
         )
     lines = Lines(path)
     if not any(lines.by_split.values()):
         raise ValueError(
-            f"`run_dir` must hold the numbers of a run; got a metrics.jsonl in {str(run_dir)!r} "
-            f"with no line that can be read, of {lines.unread}. A run that was killed, or that is "
-            "young, has none yet. Wait for its first log line, or start it again."
+            f"`run_dir` must be a folder whose metrics.jsonl has readable lines; got "
+            f"{str(run_dir)!r}, where 0 of {lines.unreadable} lines are readable. A run that has "
+            "just started, or was killed early, has not recorded anything yet. Wait for its first "
+            "log line, or start the run again."
         )
-    skips = by_step(lines.read("skip", skip_of))
-    scales = by_step(lines.read("scale", lambda step, loss_scale: (step, positive(loss_scale))))
-    train, validation = curves(lines.by_split["train"]), curves(lines.by_split["validation"])
+    scales = by_step(lines.read("scale", parse_scale_change))
     gradients = lines.by_split[SPLIT]
     return Run(
         name=path.resolve().parent.name,
         last_step=lines.last_step,
-        train=train,
-        validation=validation,
-        scale=curve_of(dict(scales)),
-        skips=skips,
-        underflow=by_step(lines.read("underflow", underflow_of)),
+        train=to_curves(lines.by_split["train"]),
+        validation=to_curves(lines.by_split["validation"]),
+        scale=to_curve({change.step: change.loss_scale for change in scales}),
+        skips=by_step(lines.read("skip", parse_skip)),
+        underflow=by_step(lines.read("underflow", parse_underflow)),
         record=parse_record(lines.gradients, path) if gradients else None,
         starts=lines.read("run", Start),
         end=next(reversed(lines.read("end", End)), None),
         recoveries=lines.read("recovery", Recovery),
-        unread=lines.unread,
+        unreadable=lines.unreadable,
     )
 
 
 class Lines:
-    """The lines of a file, in order, by their "split"; and how many could not be read."""
+    """The lines of a `metrics.jsonl`, in order, grouped by their "split"."""
 
     def __init__(self, path: pathlib.Path) -> None:
         """Reads the file."""
         self.by_split: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-        self.gradients: list[tuple[int, str]] = []  # as `parse_record` takes them
+        self.gradients: list[tuple[int, str]] = []  # line numbers and texts, for `parse_record`
         self.last_step = 0
-        self.unread = 0
+        self.unreadable = 0  # number of lines that could not be read
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, text in enumerate(lines, start=1):
-                self._take(number, text)
+                self._add(number, text)
 
-    def _take(self, number: int, text: str) -> None:
+    def _add(self, number: int, text: str) -> None:
+        """Parses one line."""
         try:
             line = json.loads(text)
             split, step = str(line.pop("split")), operator.index(line["step"])
         except (ValueError, KeyError, TypeError, AttributeError):
-            self.unread += 1
+            self.unreadable += 1
             return
         self.by_split[split].append(line)
         if split == SPLIT:
             self.gradients.append((number, text))
-        if split == "run":  # an end before it was not the last
+        if split == "run":  # the run was resumed, so an end before this line was not its last
             self.by_split["end"].clear()
-        if split != "recovery":  # which tells of steps that were taken back
+        if split != "recovery":  # its step was rolled back
             self.last_step = max(self.last_step, step)
 
-    def read(self, split: str, make: Callable[..., T]) -> list[T]:
-        """Returns what `make` makes of the facts of each line of a split.
+    def read(self, split: str, parse: Callable[..., T]) -> list[T]:
+        """Returns the result of `parse` for each line of a split.
 
-        `make` takes them by name. What a later version may have added to a line is left out.
+        `parse` receives the fields of a line as keyword arguments. Fields that are not among its
+        parameters are ignored, because a later version may have added them. A line on which
+        `parse` fails is counted as unreadable.
         """
-        wanted = inspect.signature(make).parameters
-        made = []
+        parameters = inspect.signature(parse).parameters
+        parsed = []
         for line in self.by_split[split]:
             try:
-                made.append(make(**{name: line[name] for name in wanted}))
+                parsed.append(parse(**{name: line[name] for name in parameters}))
             except (KeyError, TypeError, ValueError, AttributeError):
-                self.unread += 1
-        return made
+                self.unreadable += 1
+        return parsed
 
 
-def number(value: Any) -> float:
-    """Returns a finite number of JSON as it is, and NaN for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else math.nan
+def finite_or_nan(value: object) -> float:
+    """Returns a finite JSON number as a float, and NaN for any other value.
+
+    Example:
+        >>> finite_or_nan(3), finite_or_nan(None), finite_or_nan("3")
+        (3.0, nan, nan)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if math.isfinite(value) else math.nan
 
 
-def positive(value: Any) -> float:
-    """Returns a number that is positive and finite, or raises ValueError."""
-    if not number(value) > 0:  # nor is NaN
+def positive_or_error(value: object) -> float:
+    """Returns a positive finite JSON number as a float, or raises ValueError."""
+    number = finite_or_nan(value)
+    if not number > 0:  # true for NaN, too
         raise ValueError
-    return float(value)
+    return number
 
 
-def skip_of(
+def parse_scale_change(step: int, loss_scale: object) -> ScaleChange:
+    """Returns the `ScaleChange` in the fields of a line."""
+    return ScaleChange(step, positive_or_error(loss_scale))
+
+
+def parse_skip(
     step: int,
-    loss_scale: Any,
+    loss_scale: object,
     cause: str,
-    variable: Any,
-    replica: Any,
+    variable: str | None,
+    replica: int | None,
     inf_count: int,
     nan_count: int,
 ) -> Skip:
-    """Returns the skip of a line."""
-    return Skip(step, positive(loss_scale), str(cause), variable, replica, inf_count, nan_count)
+    """Returns the `Skip` in the fields of a line."""
+    scale = positive_or_error(loss_scale)
+    return Skip(step, scale, str(cause), variable, replica, inf_count, nan_count)
 
 
-def underflow_of(step: int, share: dict[str, Any]) -> Underflow:
-    """Returns the shares of a line."""
-    return Underflow(step, {name: number(each) for name, each in share.items()})
+def parse_underflow(step: int, share: Mapping[str, object]) -> Underflow:
+    """Returns the `Underflow` in the fields of a line."""
+    return Underflow(step, {name: finite_or_nan(value) for name, value in share.items()})
 
 
-def by_step(facts: Iterable[Any]) -> list[Any]:
-    """Returns facts in the order of their steps, which come first; of each step the last."""
-    return [fact for _, fact in sorted({fact[0]: fact for fact in facts}.items())]
+def by_step(events: Iterable[Event]) -> list[Event]:
+    """Returns events sorted by step, keeping only the last one of each step."""
+    last = {event.step: event for event in events}
+    return [last[step] for step in sorted(last)]
 
 
-def curve_of(values: dict[int, float]) -> Curve:
+def to_curve(values: Mapping[int, float]) -> Curve:
     """Returns values by step as a curve."""
     steps = sorted(values)
     return Curve(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
 
 
-def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Returns a curve for every number that stands in some lines, in the order of their coming."""
+def to_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Returns a curve for each numeric field, in the order in which the fields first appear."""
     values: dict[str, dict[int, float]] = {}
     for line in lines:
         for name, value in line.items():
-            if name != "step" and (value is None or not math.isnan(number(value))):
-                values.setdefault(name, {})[line["step"]] = number(value)
-    return {name: curve_of(points) for name, points in values.items()}
+            number = finite_or_nan(value)
+            if name != "step" and (value is None or not math.isnan(number)):
+                values.setdefault(name, {})[line["step"]] = number
+    return {name: to_curve(points) for name, points in values.items()}

@@ -1,4 +1,4 @@
-"""From a run's folder to its page: read, draw, write."""
+"""Writes the report of a run: reads the run, draws the pictures, and writes the page."""
 
 import pathlib
 
@@ -7,20 +7,19 @@ from trainer.report.reading import read_run
 
 
 def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None = None) -> str:
-    r"""Writes the page of a run, and the pictures on it as files of their own.
+    r"""Writes the report of a run: a page, and its pictures as separate files.
 
     Args:
         run_dir: the run's `model_dir`.
-        output: the folder to write to, made if it is not there; None is `run_dir/report`.
+        output: the folder to write to, which is created if needed; None is `run_dir/report`.
 
     Returns:
         The path of the page.
 
     Raises:
-        TypeError: if one of the two is no path.
-        ValueError: if there is no run in `run_dir`, or nothing that can be read, or no folder can
-            be made for the page.
-        ModuleNotFoundError: if what the extra `report` brings is missing.
+        TypeError: if an argument is not a path.
+        ValueError: if `run_dir` has no readable `metrics.jsonl`, or if `output` cannot be created.
+        ModuleNotFoundError: if a package of the extra `report` is not installed.
 
     Example:
         >>> import json, tempfile
@@ -38,16 +37,16 @@ def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None 
         from trainer.report.pictures import draw_all
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error.name} is needed to write the report; it is not installed. It comes with an "
-            "extra of its own. Run pip install 'halfstep[report]'."
+            f"Writing a report needs {error.name}, which is not installed. "
+            "Run pip install 'halfstep[report]'."
         ) from error
     folder = pathlib.Path(run_dir) / "report" if output is None else pathlib.Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"`output` must be a folder that can be written to; got {str(folder)!r}: "
-            f"{error.strerror}. The page and its pictures go there. Give another one."
+            f"`output` must be a folder that can be created or written to; got {str(folder)!r}: "
+            f"{error.strerror}. The page and its pictures are written there. Pass another folder."
         ) from error
     pictures = draw_all(run)
     for picture in pictures.values():
