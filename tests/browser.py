@@ -1,10 +1,13 @@
-"""Looks at pages in a real browser, and tells what it saw: a program of its own, since a browser
-that falls takes its process with it.
+"""Loads pages in a real browser and reports what it shows.
+
+This is a separate program, because a browser that crashes ends its process.
 
     python tests/browser.py '{"width": 800, "dark": false, "pages": {"a.html": "a.png"}}'
 
-prints "started", and then one line of JSON: for each page its title, its headings, its text,
-every address that was asked for, the images that did not load, and the widths of window and page.
+prints "started" and then one line of JSON with the following for each page: title, headings, text,
+requested addresses, number of images, images that did not load or have no description, widths of
+window and page, height of the page, and background color. A screenshot of a page is saved to the
+file after the colon, unless that is "".
 """
 
 import json
@@ -12,12 +15,12 @@ import os
 import sys
 
 os.environ["QT_QPA_PLATFORM"] = "offscreen"
-os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"  # it may be run by root
+os.environ["QTWEBENGINE_DISABLE_SANDBOX"] = "1"  # the sandbox refuses to run as root
 WANTED = json.loads(sys.argv[1])
 DARK = " --blink-settings=preferredColorScheme=0" if WANTED["dark"] else ""
 os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "--disable-gpu" + DARK
 
-from PyQt6.QtCore import QEventLoop, QTimer, QUrl  # noqa: E402 - the environment comes first
+from PyQt6.QtCore import QEventLoop, QTimer, QUrl  # noqa: E402 - Qt reads the environment on import
 from PyQt6.QtWebEngineCore import (  # noqa: E402
     QWebEngineProfile,
     QWebEngineSettings,
@@ -26,7 +29,7 @@ from PyQt6.QtWebEngineCore import (  # noqa: E402
 from PyQt6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
 from PyQt6.QtWidgets import QApplication  # noqa: E402
 
-LOOK = """JSON.stringify({
+INSPECT = """JSON.stringify({
     title: document.title,
     headings: [...document.querySelectorAll("h1, h2, h3")].map(h => [h.tagName, h.innerText]),
     text: document.body.innerText,
@@ -39,81 +42,92 @@ LOOK = """JSON.stringify({
 })"""
 
 
-class Listener(QWebEngineUrlRequestInterceptor):
-    """Writes down every address that is asked for; what is not on this machine stays unasked."""
+class RequestRecorder(QWebEngineUrlRequestInterceptor):
+    """Records every requested address, and blocks all that are not local files."""
 
     def __init__(self):
-        """Has heard nothing yet."""
+        """Starts without any addresses."""
         super().__init__()
-        self.heard = []
+        self.addresses = []
 
     def interceptRequest(self, info):  # noqa: N802 - Qt's name
-        """Called by the browser."""
-        self.heard.append(info.requestUrl().toString()[:200])
+        """Called by the browser before each request."""
+        self.addresses.append(info.requestUrl().toString()[:200])
         info.block(info.requestUrl().scheme() not in ("file", "about"))
 
 
 def wait(begin, seconds=20):
-    """Runs the browser until what `begin` was given is called; returns what it is called with."""
+    """Runs the browser until it calls back.
+
+    Args:
+        begin: starts an operation. Called with the callback to pass to the browser.
+        seconds: the program ends with an error if the callback has not been called by then.
+
+    Returns:
+        The first argument of the callback, or None.
+    """
     loop, answers = QEventLoop(), []
     begin(lambda *answer: (answers.append(answer), loop.quit()))
     QTimer.singleShot(seconds * 1000, loop.quit)
     if not answers:
         loop.exec()
     if not answers:
-        sys.exit("the browser did not answer")
+        sys.exit("the browser did not call back in time")
     return answers[0][0] if answers[0] else None
 
 
-def rest(seconds):
-    """Lets the browser go on for a while."""
+def pause(seconds):
+    """Runs the browser for some seconds."""
     wait(lambda done: QTimer.singleShot(int(seconds * 1000), done))
 
 
 def load(view, url):
-    """Loads a page, and waits until it and its images have come, or failed to."""
-    once = []
+    """Loads a page, and waits until its images have loaded or failed to load."""
+    connections = []
 
     def begin(done):
-        once.append(view.loadFinished.connect(done))
+        connections.append(view.loadFinished.connect(done))
         view.load(QUrl(url))
 
     if not wait(begin):
-        sys.exit(f"{url} was not loaded")
-    view.loadFinished.disconnect(once[0])
+        sys.exit(f"{url} could not be loaded")
+    view.loadFinished.disconnect(connections[0])
 
 
-def look(view, listener, path, picture):
-    """Returns what a page shows, and takes a picture of all of it."""
-    listener.heard.clear()
+def inspect(view, recorder, path, screenshot):
+    """Returns what a page shows. Saves a screenshot of the whole page unless `screenshot` is ""."""
+    recorder.addresses.clear()
     view.resize(WANTED["width"], 900)
     load(view, f"file://{path}")
-    rest(0.2)
-    seen = json.loads(wait(lambda done: view.page().runJavaScript(LOOK, done)))
-    seen["asked_for"] = list(listener.heard)
-    if picture:
-        view.resize(WANTED["width"], seen["page_height"])
-        rest(2)  # until all of it is painted
-        view.grab().save(picture)
-    return seen
+    pause(0.2)
+    shown = json.loads(wait(lambda done: view.page().runJavaScript(INSPECT, done)))
+    shown["requested"] = list(recorder.addresses)
+    if screenshot:
+        view.resize(WANTED["width"], shown["page_height"])
+        pause(2)  # until the whole page is painted
+        view.grab().save(screenshot)
+    return shown
 
 
 def main():
-    """Looks at every page."""
+    """Inspects all pages."""
     application = QApplication(sys.argv[:1])
-    listener = Listener()
+    recorder = RequestRecorder()
     profile = QWebEngineProfile.defaultProfile()
-    profile.setUrlRequestInterceptor(listener)
+    profile.setUrlRequestInterceptor(recorder)
     view = QWebEngineView()
     attributes = QWebEngineSettings.WebAttribute
     view.settings().setAttribute(attributes.ShowScrollBars, False)
-    # Or a page on this machine could not ask for others, and none would be heard.
+    # Otherwise Qt refuses remote requests of local pages before they can be recorded.
     view.settings().setAttribute(attributes.LocalContentCanAccessRemoteUrls, True)
     view.show()
     load(view, "about:blank")
-    print("started", flush=True)  # noqa: T201 - a program
-    seen = {path: look(view, listener, path, picture) for path, picture in WANTED["pages"].items()}
-    print(json.dumps(seen), flush=True)  # noqa: T201
+    print("started", flush=True)  # noqa: T201 - the result of a program
+    shown = {
+        path: inspect(view, recorder, path, screenshot)
+        for path, screenshot in WANTED["pages"].items()
+    }
+    print(json.dumps(shown), flush=True)  # noqa: T201
     view.close()
     application.quit()
 

@@ -1,6 +1,8 @@
 """Writes a made-up `metrics.jsonl` with every kind of line that a run logs, and hostile names.
 
 python tests/written_run.py FOLDER [STEPS]
+
+`write_lines` writes single lines instead, such as `TRAIN`, `GRADIENTS` and `SKIP`.
 """
 
 import json
@@ -30,6 +32,37 @@ CAUSES = {
     "unscaling": 0.003,
     "weights": 0.003,
     "model": 0.003,
+}
+# Single lines of a short run.
+TRAIN = {
+    "split": "train",
+    "step": 10,
+    "loss": 0.5,
+    "loss_scale": 2.0**15,
+    "gradient_norm": 2.0,
+    "applied": 9,
+    "skipped": 1,
+}
+GRADIENTS = {
+    "split": "gradients",
+    "step": 3,
+    "precision": "mixed_float16",
+    "shares": 1,
+    "loss_scale": [2.0**16, 2.0**15, 2.0**15],
+    "cause": ["backward", "none", "none"],
+    "max_magnitude": [None, 65504 / 2**17, 65504 / 2**20],
+    "zeros": 0,
+    "exponents": {"-1": 3, "-40": 1},
+}
+SKIP = {
+    "split": "skip",
+    "step": 1,
+    "loss_scale": 2.0**16,
+    "cause": "backward",
+    "variable": "a/kernel",
+    "replica": 0,
+    "inf_count": 3,
+    "nan_count": 0,
 }
 
 
@@ -163,6 +196,15 @@ def write(folder, steps=600):
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines(steps))
     (folder / "metrics.jsonl").write_text(text + '{"split": "tr')
+    return folder
+
+
+def write_lines(folder, *lines):
+    """Writes a metrics.jsonl with these lines and returns its folder. A string is written as is."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    folder = pathlib.Path(folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(text + "\n" for text in texts))
     return folder
 
 

@@ -10,13 +10,6 @@ PACKAGES = ("scaling", "strategies", "trainer")
 
 # Modules without a test file of their own: where they are tested instead, or why not.
 UNTESTED = {
-    "trainer/report/__main__.py": "tests/trainer/report/test_page.py",
-    "trainer/report/canvas.py": "tests/trainer/report/test_page.py",
-    "trainer/report/facts.py": "tests/trainer/report/test_page.py",
-    "trainer/report/heat.py": "tests/trainer/report/test_page.py",
-    "trainer/report/pictures.py": "tests/trainer/report/test_page.py",
-    "trainer/report/reading.py": "tests/trainer/report/test_page.py",
-    "trainer/report/writing.py": "tests/trainer/report/test_page.py",
     "trainer/run/build.py": "tests/trainer/step/test_checks.py, and every test that trains",
     "trainer/run/memory.py": "tests/trainer/run/test_dry_run.py",
     "trainer/run/outer_loop.py": "tests/trainer/test_task.py, and every test that trains",

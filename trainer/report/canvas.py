@@ -1,6 +1,7 @@
 """What all pictures of a report share: colors, axes, and the conversion to PNG."""
 
 import io
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -114,5 +115,6 @@ def to_picture(figure: Figure, name: str, alt: str) -> Picture:
     """
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI)
-    width, height = (round(inches * DPI) for inches in figure.get_size_inches())
+    # matplotlib rounds the size down, so take it from the PNG file, where it follows 16 bytes.
+    width, height = struct.unpack(">II", file.getvalue()[16:24])
     return Picture(f"{name}.png", alt, file.getvalue(), width, height)

@@ -1,0 +1,143 @@
+"""The line plots of a report."""
+
+import matplotlib.colors
+import numpy as np
+import pytest
+import written_run
+from matplotlib.figure import Figure
+from report_figures import figure_of
+from written_run import GRADIENTS, SKIP, TRAIN, write_lines
+
+from scaling import Cause
+from scaling.base.number_formats import HALF_MAX
+from trainer.report import pictures
+from trainer.report.canvas import GRAY
+from trainer.report.reading import Curve, read_run
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory):
+    """A run that has recorded everything."""
+    return read_run(written_run.write(tmp_path_factory.mktemp("runs") / "rich"))
+
+
+def test_the_loss_scale_is_a_step_function_with_a_mark_for_each_skip(rich, monkeypatch):
+    """Marks differ in color and shape by cause, are at the skipped steps, and are counted in the legend."""
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(rich)).axes
+    line = axes.get_lines()[0]
+    marks = {mark.get_label(): mark for mark in axes.collections}
+
+    assert line.get_drawstyle() == "steps-post"
+    assert list(line.get_xdata()) == [*rich.scale.step, 600]
+    assert list(line.get_ydata())[:-1] == list(np.log2(rich.scale.value))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["skipped:", *marks]
+    assert list(marks) == [
+        "1 weights",
+        "1 forward",
+        "10 backward",
+        "1 reduction",
+        "3 unscaling",
+        "2 model",
+    ]
+    for label, mark in marks.items():
+        places = [
+            (skip.step, np.log2(skip.loss_scale))
+            for skip in rich.skips
+            if skip.cause == label.split()[1]
+        ]
+        assert mark.get_offsets().tolist() == [list(place) for place in places]
+    assert len({tuple(mark.get_facecolor()[0]) for mark in marks.values()}) == len(marks)
+    assert len({mark.get_paths()[0].vertices.tobytes() for mark in marks.values()}) == len(marks)
+    assert axes.yaxis.get_major_formatter()(15, 0) == "$2^{15}$"
+    assert set(pictures.CAUSES) == {cause.name.lower() for cause in Cause} - {"none"}
+
+
+@pytest.mark.parametrize("scales", [[2.0**15], [2.0**15, 2.0**16], [2.0**-3, 2.0**30]])
+def test_every_tick_of_the_scale_is_a_power_of_two(tmp_path, monkeypatch, scales):
+    """No power appears twice, and a constant scale has at least three ticks, too."""
+    lines = [{"split": "scale", "step": n, "loss_scale": s} for n, s in enumerate(scales, start=1)]
+    run = read_run(write_lines(tmp_path, TRAIN, *lines))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+
+    assert len(labels) == len(set(labels)) >= 3
+    assert all(tick == round(tick) for tick in axes.get_yticks())
+
+
+def test_a_cause_of_a_later_version_is_marked_too(tmp_path, monkeypatch):
+    """An unknown cause comes after the known ones, in gray."""
+    run = read_run(write_lines(tmp_path, SKIP, SKIP | {"step": 2, "cause": "cosmic"}))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
+
+    assert [mark.get_label() for mark in axes.collections] == ["1 backward", "1 cosmic"]
+    assert axes.collections[1].get_facecolor().tolist() == [[*matplotlib.colors.to_rgb(GRAY), 1.0]]
+
+
+@pytest.mark.parametrize("draw", ["draw_curves", "draw_scale", "draw_headroom", "draw_norm"])
+def test_nothing_overlaps(rich, monkeypatch, draw):
+    """Legends and titles are inside the picture, outside the axes, and do not overlap each other. The
+    step axis is at the same place in every picture.
+    """
+    figure = figure_of(monkeypatch, pictures, lambda: getattr(pictures, draw)(rich))
+    for axes in figure.axes:
+        inside = axes.get_window_extent()
+        outside = [axes.get_legend(), axes.title]
+        boxes = [x.get_window_extent() for x in outside if x is not None]
+        boxes = [box for box in boxes if box.width > 0]
+        assert all(figure.bbox.contains(*box.min) for box in boxes)
+        assert all(figure.bbox.contains(*box.max) for box in boxes)
+        assert not any(box.y0 < inside.y1 - 1 for box in boxes)
+        assert len(boxes) < 2 or not boxes[0].overlaps(boxes[1])
+        assert (inside.x0, inside.x1) == pytest.approx((108, 1389.6))
+        assert axes.get_xlim() == (-6, 606)
+
+
+def test_training_and_validation_share_axes(rich, monkeypatch):
+    """The loss and each metric have a panel, with the name as its title, unchanged."""
+    figure = figure_of(monkeypatch, pictures, lambda: pictures.draw_curves(rich))
+
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        "loss",
+        "accuracy",
+        written_run.METRIC,
+    ]
+    for axes in figure.axes:
+        name = axes.get_title("left")
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert list(lines["training"].get_ydata()) == list(rich.train[name].value)
+        assert list(lines["validation"].get_xdata()) == list(rich.validation[name].step)
+        assert ("regularization" in lines) == (name == "loss")
+
+
+def test_a_long_run_is_drawn_as_a_band(tmp_path, monkeypatch):
+    """The band goes from the minimum to the maximum of each group of steps, so no step is left out."""
+    steps = 4000
+    magnitudes = [HALF_MAX / 2.0 ** (20 + step % 7) for step in range(steps)]
+    line = GRADIENTS | {"step": steps, "loss_scale": [2.0**15] * steps}
+    line |= {"cause": ["none"] * steps, "max_magnitude": magnitudes}
+    run = read_run(write_lines(tmp_path, line))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_headroom(run)).axes
+    heights = axes.collections[0].get_paths()[0].vertices[:, 1]
+
+    assert (heights.min(), heights.max()) == (5.0, 11.0)
+    assert len(axes.get_lines()[0].get_xdata()) == pictures.MAX_LINE_POINTS // 3
+
+
+def test_a_run_without_data_has_no_pictures(tmp_path):
+    """A picture is drawn only if its data were recorded."""
+    assert pictures.draw_all(read_run(write_lines(tmp_path, '{"split": "x", "step": 1}'))) == {}
+    drawn = pictures.draw_all(read_run(write_lines(tmp_path, TRAIN)))
+    assert list(drawn) == ["loss", "loss_scale", "gradient_norm"]
+
+
+def test_values_over_a_wide_range_have_a_logarithmic_axis():
+    """Positive values that differ by more than a factor of 20 do; zero and negative values do not."""
+    for values, expected in (
+        ([1.0, 21.0], "log"),
+        ([1.0, 20.0], "linear"),
+        ([0.0, 100.0], "linear"),
+        ([np.nan, np.nan], "linear"),
+    ):
+        axes = Figure().add_subplot()
+        pictures.choose_scale(axes, [Curve(np.arange(2), np.array(values))])
+        assert axes.get_yscale() == expected
