@@ -87,3 +87,23 @@ def test_the_architecture_page_names_files_that_exist():
     """Paths in code spans lead to files and folders of the repository."""
     for place in re.findall(r"`((?:scaling|strategies|trainer|tests)/[\w./]*)`", PAGE):
         assert (ROOT / place).exists(), place
+
+
+# Functions whose arguments are public settings.
+PUBLIC_SETTINGS = {"trainer/trainer.py __init__", "trainer/step/plan.py plan_step"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_fit_on_a_screen(path):
+    """A function has at most 50 lines without its docstring, and at most 8 parameters."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        lines = node.end_lineno - node.lineno + 1
+        lines -= (ast.get_docstring(node, clean=False) or "").count("\n")
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        names = [each.arg for each in arguments if each.arg not in {"self", "cls"}]
+        place = f"{path.relative_to(ROOT).as_posix()} {node.name}"
+        fits = lines <= 50 and len(names) <= 8
+
+        assert fits or place in PUBLIC_SETTINGS, f"{place}: {lines} lines, {len(names)} parameters"
