@@ -10,16 +10,8 @@ PACKAGES = ("scaling", "strategies", "trainer")
 
 # Modules without a test file of their own: where they are tested instead, or why not.
 UNTESTED = {
-    "trainer/run/build.py": "tests/trainer/step/test_checks.py, and every test that trains",
-    "trainer/run/memory.py": "tests/trainer/run/test_dry_run.py",
-    "trainer/run/outer_loop.py": "tests/trainer/test_task.py, and every test that trains",
-    "trainer/run/protocol.py": "only types",
-    "trainer/run/recovery.py": "tests/trainer/monitor/test_divergence.py",
-    "trainer/run/reporting.py": "tests/trainer/log/test_console.py and tests/trainer/test_task.py",
-    "trainer/run/saving.py": "tests/trainer/checkpoint/test_saver.py and tests/laws/test_faults.py",
     "trainer/step/microbatch.py": "only types, which the tests of the passes use",
     "trainer/step/types.py": "only types",
-    "trainer/trainer.py": "tests/trainer/test_task.py and tests/trainer/step/test_checks.py",
 }
 # Test files that belong to no single module, with the reason.
 OF_SEVERAL_MODULES = {

@@ -1,15 +1,10 @@
-"""Hooks for subclasses, actions, and the moving average."""
-
-import json
+"""The user-defined part of a trainer: its hooks, its metrics, and what a checkpoint holds of it."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
-
-from trainer import Action
-from trainer.data.batches import untuned
 
 
 class Hooked(Linear):
@@ -81,58 +76,6 @@ def test_hooks_are_called_in_order(tmp_path):
     assert int(resumed.updates.numpy()) == 3
 
 
-def test_a_run_stops_when_asked(tmp_path, capsys):
-    """A run ends and saves after the inner loop in which `stop` was called, and can be
-    continued.
-    """
-    action = Action(lambda trainer: trainer.totals.attempted >= 6 and trainer.stop(), every_steps=3)
-    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100)
-    summary = trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
-
-    assert (summary.step, summary.checkpoint) == (6, str(tmp_path / "ckpt-6"))
-    assert "stopped at step 6 of 20, as asked" in capsys.readouterr().out
-    trainer.actions.clear()
-    assert trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2).step == 20
-
-
-def test_metrics_are_those_of_applied_steps():
-    """A skipped step does not count in training metrics."""
-    seen = []
-
-    class Measured(Linear):
-        def build_metrics(self):
-            return {"mean": keras.metrics.Mean()}
-
-        def compute_loss(self, batch, training):
-            return super().compute_loss(batch, training), batch["slope"]
-
-        def update_metrics(self, batch, aux):
-            del batch
-            self.metrics["mean"].update_state(aux)
-
-        def on_loop_end(self, step):
-            seen.append((step, float(self.metrics["mean"].result())))
-
-    batches = [slopes(1.0), slopes(np.inf), slopes(3.0)]
-    specs = {"x": tf.TensorSpec([None, 1]), "slope": tf.TensorSpec([None])}
-    data = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
-    trainer = Measured(verbose=False, steps_per_loop=1, log_interval=100)
-    trainer.train(data, steps=4)
-
-    assert seen[:3] == [(1, 1.0), (2, 1.0), (3, 2.0)]
-
-
-def test_a_stopped_run_writes_its_log(tmp_path):
-    """A stopped run writes a log line even before the first one was due."""
-    action = Action(lambda trainer: trainer.stop(), every_steps=3)
-    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100, verbose=False)
-    trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    [line] = [line for line in lines if line["split"] == "train"]
-
-    assert line["step"] == 3
-
-
 def test_metrics_without_an_update_are_refused():
     """Metrics beside a custom `compute_loss` need an `update_metrics`."""
 
@@ -142,23 +85,3 @@ def test_metrics_without_an_update_are_refused():
 
     with pytest.raises(ValueError, match=r"`update_metrics` must be overridden with compute_loss"):
         Forgetful(verbose=False).train(slopes(1.0), steps=1, global_batch=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "ask"),
-    [
-        ("totals", lambda trainer: trainer.totals),
-        ("loss_scale", lambda trainer: trainer.loss_scale),
-        ("export", lambda trainer: trainer.export("model.keras")),
-    ],
-)
-def test_state_is_unavailable_before_any_data(name, ask):
-    """Before any data, the error says which methods to call first."""
-    with pytest.raises(RuntimeError) as error:
-        ask(Linear(verbose=False))
-
-    assert str(error.value) == (
-        f"`{name}` must be used after train, evaluate or predict; got a trainer that has not seen "
-        "any data. The first batch builds the model and restores the run. Call one of these methods "
-        "first."
-    )

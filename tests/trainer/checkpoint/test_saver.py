@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 
 import everything
 import keras
@@ -333,38 +332,6 @@ def test_without_an_interval_one_is_written_at_the_end(tmp_path):
 
     summary = Linear(verbose=False).train(slopes(1.0), steps=3, global_batch=1)
     assert summary.checkpoint is None
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self, monkeypatch):
-        """Replaces `time.monotonic`."""
-        self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
-def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
-    """After the inner loop in which `checkpoint_secs` have passed since the last checkpoint."""
-    clock = Clock(monkeypatch)
-    trainer = Linear(
-        model_dir=tmp_path,
-        steps_per_loop=1,
-        checkpoint_secs=10.0,
-        checkpoint_interval=7,
-        max_to_keep=20,
-        verbose=False,
-    )
-
-    def on_loop_begin(step):
-        del step
-        clock.now += 4.0
-
-    trainer.on_loop_begin = on_loop_begin
-    trainer.train(slopes(1.0), steps=12, global_batch=1)
-
-    # 12 s after the start; 12 s later; the interval of 7 steps; 12 s later; the end.
-    assert steps_saved(tmp_path) == [3, 6, 7, 10, 12]
 
 
 def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):

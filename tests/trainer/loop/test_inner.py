@@ -1,7 +1,5 @@
 """The inner loop: how often the host calls it, how often it is traced, and what the graph holds."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -126,24 +124,6 @@ def test_graph_eager_and_xla_agree():
     assert repr(graph[1]) == repr(xla[1]) == repr(eager[1])
 
 
-def test_a_run_resumes_up_to_an_absolute_target(tmp_path):
-    """`steps` is an absolute target: the same command takes only the steps that are left."""
-
-    def run(steps):
-        trainer = Linear(model_dir=tmp_path, seed=0, verbose=False)
-        return trainer, trainer.train(data(), steps=steps)
-
-    _, first = run(4)
-    trainer, second = run(10)
-    _, third = run(10)
-
-    assert (first.steps_run, second.steps_run, third.steps_run) == (4, 6, 0)
-    assert (trainer.weight, int(trainer.optimizer.iterations.numpy())) == (-9.0, 10)
-    assert first.checkpoint.endswith("ckpt-4")
-    assert second.checkpoint == third.checkpoint
-    assert third.checkpoint.endswith("ckpt-10")
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
     """Weights, slots, the loss-scale state and the outcomes are restored on every replica's copy."""
@@ -170,17 +150,6 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
         before._parts.state.loss_scaler.state, after._parts.state.loss_scaler.state, strict=True
     ):
         assert old.numpy() == new.numpy()
-
-
-def test_evaluations_and_checkpoints_happen_when_due(tmp_path):
-    """Loops end at every checkpoint and evaluation; both also happen at the end, and none twice."""
-    trainer = Linear(model_dir=tmp_path, steps_per_loop=4, checkpoint_interval=6, verbose=False)
-    trainer.train(data(), steps=15, eval_data=data(), eval_interval=5)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-
-    assert [line["step"] for line in lines if line["split"] == "validation"] == [5, 10, 15]
-    saved = {path.name for path in tmp_path.glob("ckpt-*")}
-    assert saved == {"ckpt-6", "ckpt-12", "ckpt-15"}
 
 
 def test_an_inner_loop_ends_at_the_first_stop():

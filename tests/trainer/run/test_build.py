@@ -1,0 +1,188 @@
+"""Building what a trainer works with, and restoring it from a checkpoint."""
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+from trainer.replay.recorder import FlightRecorder
+from trainer.run.build import check_items, optimizers_by_item, recorded_settings
+
+
+class Late(keras.Model):
+    """Creates its variables when it is first called, and remembers the sizes of the batches."""
+
+    def __init__(self):
+        """Has a layer whose statistics a training pass would assign."""
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization()
+        self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        self.sizes = []
+
+    def call(self, x, training=False):
+        """Normalizes and predicts."""
+        self.sizes.append(x.shape[0])
+        return self.dense(self.norm(x, training=training))
+
+
+class OfLate(Linear):
+    """A trainer of a `Late` model."""
+
+    def build_model(self):
+        """Returns a model without variables."""
+        return Late()
+
+
+def started(trainer):
+    """The trainer after it has seen its first batch."""
+    trainer._start(tf.nest.map_structure(tf.constant, slopes(1.0, 2.0, 3.0, 4.0)))
+    return trainer
+
+
+def test_a_model_that_is_built_when_called_sees_one_example():
+    """The call creates the variables, assigns none of them, and costs one example."""
+    trainer = started(OfLate(verbose=False))
+    mean, variance = trainer.model.norm.moving_mean, trainer.model.norm.moving_variance
+
+    assert trainer.model.sizes[0] == 1
+    assert len(trainer.model.trainable_variables) == 3
+    assert (float(mean.numpy()[0]), float(variance.numpy()[0])) == (0.0, 1.0)
+
+
+def test_a_trainer_is_built_once():
+    """A second batch changes nothing."""
+    trainer = started(Linear(verbose=False))
+    parts = trainer._parts
+
+    assert started(trainer)._parts is parts
+
+
+def test_evaluations_have_metrics_of_their_own():
+    """An evaluation during training does not reset the metrics of the training."""
+
+    class Measured(Linear):
+        def build_metrics(self):
+            return {"mean": keras.metrics.Mean()}
+
+        def update_metrics(self, batch, aux):
+            self.metrics["mean"].update_state(batch["slope"])
+
+    parts = started(Measured(verbose=False))._parts
+
+    assert list(parts.metrics.train) == list(parts.metrics.eval) == ["mean"]
+    assert parts.metrics.train["mean"] is not parts.metrics.eval["mean"]
+
+
+def test_metrics_must_be_a_dict():
+    """The error says why they need names."""
+
+    class Listed(Linear):
+        def build_metrics(self):
+            return [keras.metrics.Mean()]
+
+    with pytest.raises(TypeError) as error:
+        started(Listed(verbose=False))
+
+    assert str(error.value) == (
+        "`metrics` must return a dict of metrics by name; got list. The names stand in the log. "
+        'Return for example {"accuracy": keras.metrics.Accuracy()}.'
+    )
+
+
+def test_a_run_can_be_stopped_from_any_thread(mirrored):
+    """The variable that stops a run is a plain one, on any strategy."""
+    stop = started(Linear(strategy=mirrored(2), verbose=False))._parts.stop
+
+    assert isinstance(stop, tf.Variable)
+    assert not hasattr(stop, "values")
+    assert not stop.numpy()
+
+
+@pytest.mark.parametrize("records", [0, 2])
+def test_steps_are_recorded_only_if_asked(tmp_path, records):
+    """Without records there is no flight recorder, and the loop does not keep batches."""
+    trainer = started(Linear(model_dir=tmp_path, max_overflow_records=records, verbose=False))
+
+    assert isinstance(trainer._parts.recorder, FlightRecorder if records else type(None))
+
+
+def test_the_settings_of_a_record_are_json_types():
+    """A rule that is an object is recorded by its text, and its argument as "auto"."""
+    trainer = Linear(loss_scale=1024, seed=1, num_microbatches=2, verbose=False)
+
+    assert recorded_settings(trainer) == {
+        "precision": "float32",
+        "jit_compile": False,
+        "num_microbatches": 2,
+        "alternate_optimizers": False,
+        "loss_scale": 1024,
+        "rule": "FixedLossScale(loss_scale=1024.0)",
+        "num_replicas": 1,
+        "strategy": "default",
+    }
+    trainer = Linear(loss_scale=trainer.rule, strategy=trainer.strategy, verbose=False)
+    settings = recorded_settings(trainer)
+    assert (settings["loss_scale"], settings["strategy"]) == ("auto", None)
+
+
+def test_several_optimizers_have_items_of_their_own():
+    """A checkpoint holds each optimizer under its name."""
+    one, other = keras.optimizers.SGD(), keras.optimizers.SGD()
+
+    assert optimizers_by_item(one) == {"optimizer": one}
+    assert optimizers_by_item({"a": one, "b": other}) == {"optimizer_a": one, "optimizer_b": other}
+
+
+def test_items_of_a_checkpoint_have_names_of_their_own():
+    """Names that every checkpoint uses are refused, and others are returned."""
+    taken = {"model": None, "state": None}
+
+    assert check_items({"mine": 1}, taken) == {"mine": 1}
+    for name in (*taken, "trainer"):
+        with pytest.raises(ValueError, match=f"got '{name}'"):
+            check_items({name: 1}, taken)
+
+
+def test_names_in_a_checkpoint_do_not_change(tmp_path):
+    """Checkpoints of older versions stay readable: the names of the saved variables are these."""
+    trainer = Linear(model_dir=tmp_path, loss_scale="dynamic", verbose=False)
+    summary = trainer.train(slopes(1.0), steps=1, global_batch=1)
+    names = {
+        name.split("/.ATTRIBUTES")[0]
+        for name, _ in tf.train.list_variables(f"{summary.checkpoint}/variables")
+    }
+
+    assert {name.removeprefix("state/") for name in names if name.startswith("state/")} == {
+        "float32_steps",
+        "halted",
+        "outcomes",
+        "random_seed",
+        "retries",
+        "skips_in_a_row",
+    }
+
+
+def test_weights_of_another_run_are_taken_once(tmp_path):
+    """`init_from` gives a new run its weights, and a resumed run ignores it."""
+    Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=2, global_batch=1)
+    settings = {"init_from": tmp_path / "old", "model_dir": tmp_path / "new", "verbose": False}
+    first = started(Linear(**settings))
+    assert (first.weight, first.totals.attempted) == (-1.0, 0)
+    first.train(slopes(1.0), steps=3, global_batch=1)
+
+    assert started(Linear(**settings)).weight == -4.0
+
+
+def test_a_built_model_is_not_called():
+    """A model that has its variables is not called before the first step."""
+    model = Late()
+    model(tf.ones([2, 1]))
+    model.sizes.clear()
+
+    class Built(OfLate):
+        def build_model(self):
+            return model
+
+    started(Built(verbose=False))
+
+    assert model.sizes == []

@@ -1,0 +1,143 @@
+"""The outer loop: what happens between inner loops, and in which order."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import STEEP, Linear, slopes
+
+import scaling
+from trainer import Action
+from trainer.data.batches import untuned
+from trainer.log.run_log import RunLog
+from trainer.run.outer_loop import BestModels, TrainRequest
+
+
+def data(examples=10, global_batch=4):
+    """Returns a data set whose last batch is short."""
+    arrays = {"x": np.ones([examples, 1], np.float32), "slope": np.ones(examples, np.float32)}
+    return untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(global_batch))
+
+
+def test_a_run_stops_when_asked(tmp_path, capsys):
+    """A run ends and saves after the inner loop in which `stop` was called, and can be
+    continued.
+    """
+    action = Action(lambda trainer: trainer.totals.attempted >= 6 and trainer.stop(), every_steps=3)
+    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100)
+    summary = trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
+
+    assert (summary.step, summary.checkpoint) == (6, str(tmp_path / "ckpt-6"))
+    assert "stopped at step 6 of 20, as asked" in capsys.readouterr().out
+    trainer.actions.clear()
+    assert trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2).step == 20
+
+
+def test_a_stopped_run_writes_its_log(tmp_path):
+    """A stopped run writes a log line even before the first one was due."""
+    action = Action(lambda trainer: trainer.stop(), every_steps=3)
+    trainer = Linear(model_dir=tmp_path, actions=[action], log_interval=100, verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    [line] = [line for line in lines if line["split"] == "train"]
+
+    assert line["step"] == 3
+
+
+def test_evaluations_and_checkpoints_happen_when_due(tmp_path):
+    """Loops end at every checkpoint and evaluation; both also happen at the end, and none twice."""
+    trainer = Linear(model_dir=tmp_path, steps_per_loop=4, checkpoint_interval=6, verbose=False)
+    trainer.train(data(), steps=15, eval_data=data(), eval_interval=5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    assert [line["step"] for line in lines if line["split"] == "validation"] == [5, 10, 15]
+    saved = {path.name for path in tmp_path.glob("ckpt-*")}
+    assert saved == {"ckpt-6", "ckpt-12", "ckpt-15"}
+
+
+def test_a_run_resumes_up_to_an_absolute_target(tmp_path):
+    """`steps` is an absolute target: the same command takes only the steps that are left."""
+
+    def run(steps):
+        trainer = Linear(model_dir=tmp_path, seed=0, verbose=False)
+        return trainer, trainer.train(data(), steps=steps)
+
+    _, first = run(4)
+    trainer, second = run(10)
+    _, third = run(10)
+
+    assert (first.steps_run, second.steps_run, third.steps_run) == (4, 6, 0)
+    assert (trainer.weight, int(trainer.optimizer.iterations.numpy())) == (-9.0, 10)
+    assert first.checkpoint.endswith("ckpt-4")
+    assert second.checkpoint == third.checkpoint
+    assert third.checkpoint.endswith("ckpt-10")
+
+
+def test_the_summary_says_how_far_a_schedule_lags_behind(capsys):
+    """A schedule counts updates, so every skipped step puts it one step further behind."""
+
+    class Scheduled(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(1.0, 100))
+
+    rule = scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17)
+    trainer = Scheduled(precision="mixed_float16", loss_scale=rule, jit_compile=False)
+    trainer.train(STEEP, steps=1, global_batch=4)
+    assert "; the schedule is 1 update behind the steps" in capsys.readouterr().out
+    assert trainer.train(STEEP, steps=6, global_batch=4).schedule_lag == 3
+
+
+def test_the_order_between_inner_loops(tmp_path):
+    """After an inner loop come the log line, the evaluation, the actions, the hook, the checkpoint."""
+    seen = []
+
+    def look(what):
+        metrics = tmp_path / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        splits = [line["split"] for line in lines if line["step"] == 2 and line["split"] != "scale"]
+        seen.append((what, splits, (tmp_path / "ckpt-2").exists()))
+
+    class Looking(Linear):
+        def on_loop_end(self, step):
+            look("hook")
+
+    actions = [Action(lambda _: look("action"), every_steps=2)]
+    settings = {"log_interval": 2, "steps_per_loop": 2, "verbose": False}
+    trainer = Looking(model_dir=tmp_path, actions=actions, **settings)
+    trainer.train(slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0))
+
+    assert seen == [(what, ["train", "validation"], False) for what in ("action", "hook")]
+    assert (tmp_path / "ckpt-2").exists()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_error_between_steps_says_where_the_run_stands(tmp_path, saved):
+    """An error of a hook is raised as it is, with a note; the run is saved before."""
+
+    class Broken(Linear):
+        def on_loop_end(self, step):
+            if step == 4:
+                raise RuntimeError("broken")
+
+    trainer = Broken(model_dir=tmp_path if saved else None, steps_per_loop=2, verbose=False)
+    with pytest.raises(RuntimeError, match="broken") as error:
+        trainer.train(slopes(1.0), steps=6, global_batch=1)
+
+    assert error.value.__notes__ == [f"raised at step 4{', which is saved' if saved else ''}"]
+    assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-4"] * saved
+
+
+@pytest.mark.parametrize(
+    ("best_is", "best"), [("lowest", "loss 0.5000 at step 4"), ("highest", "loss 2.0000 at step 2")]
+)
+def test_the_best_result_of_a_call(best_is, best):
+    """The best result and the step of its evaluation, without any folder to keep models in."""
+    request = TrainRequest(6, evaluate=dict, eval_interval=2, export=print)
+    models = BestModels(Linear(best_is=best_is, verbose=False), RunLog(None, "quiet"), request)
+    assert models.describe() is None
+    for step, loss in [(2, 2.0), (4, 0.5), (6, 1.0)]:
+        models.consider(step, {"loss": loss})
+
+    assert models.describe() == best

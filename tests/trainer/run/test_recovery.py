@@ -1,0 +1,188 @@
+"""Rolling back a run that has diverged, a bounded number of times."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies, assert_same_bits
+
+from trainer import DivergedError, Divergence
+from trainer.checkpoint.folder import committed
+
+
+class Noisy(Linear):
+    """Its loss is the slope of the batch; Dropout's noise shows whether new numbers are drawn."""
+
+    def build_model(self):
+        """One weight after a dropout layer."""
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        return keras.Sequential([keras.Input([1]), keras.layers.Dropout(0.5), dense])
+
+    def build_optimizer(self):
+        """A low learning rate, so that the loss depends on the data alone."""
+        return keras.optimizers.SGD(1e-6, momentum=0.9)
+
+    def compute_loss(self, batch, training):
+        """The slope plus a small amount of noise."""
+        predictions = tf.cast(self.model(batch["x"], training=training), tf.float32)
+        return batch["slope"] + 1e-3 * predictions[:, 0]
+
+    def on_recovery(self, step, restored):
+        """Records the call."""
+        self.__dict__.setdefault("recovered", []).append((step, restored))
+
+
+def data(*slopes):
+    """Returns a dataset of batches of two examples, with one slope per batch."""
+    batches = {
+        "x": np.ones([len(slopes), 2, 1], np.float32),
+        "slope": np.repeat(np.array(slopes, np.float32)[:, None], 2, axis=1),
+    }
+    return tf.data.Dataset.from_tensor_slices(batches)
+
+
+def run(model_dir, divergence, steps, slopes, **arguments):
+    """Trains one step on each slope; returns the trainer."""
+    arguments = {"checkpoint_interval": 2, "steps_per_loop": 3, "log_interval": 1} | arguments
+    trainer = Noisy(model_dir=model_dir, divergence=divergence, seed=1, verbose=False, **arguments)
+    trainer.train(data(*slopes), steps=steps)
+    return trainer
+
+
+def recoveries(model_dir):
+    """Returns the lines of `metrics.jsonl` about recoveries."""
+    lines = (model_dir / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["split"] == "recovery"]
+
+
+def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
+    """The newest checkpoint from before the divergence is restored, and with skip_data the batches up
+    to and including the bad one are skipped. The recovery is recorded in metrics.jsonl and run.json.
+    """
+    slopes = [1, 1, 1, 1, 1, 50, 1, 1, 1, 1]
+    trainer = run(tmp_path, Divergence(loss_above=10.0, skip_data=True), 8, slopes)
+
+    assert trainer.recovered == [(6, 4)]
+    [line] = recoveries(tmp_path)
+    assert line.pop("what").endswith(" above 10 at step 6")
+    assert line == {"step": 6, "split": "recovery", "restored": 4, "batches_left_out": 2}
+    position = trainer._trained_on[1]
+    assert (trainer.totals.attempted, position.taken) == (8, 10)
+    saved = json.loads((tmp_path / "ckpt-8" / "run.json").read_text())
+    assert (saved["batches_taken"], saved["divergence"]["recoveries"]) == (10, 1)
+
+
+def test_without_skip_data_the_run_meets_the_same_batch_again(tmp_path):
+    """The same batch diverges each time, so after max_recoveries the run ends at the last good
+    checkpoint, with an error that says what happened, how often, and what was restored.
+    """
+    slopes = [1, 1, 1, 50, 1]
+    divergence = Divergence(loss_above=10.0, max_recoveries=2)
+    with pytest.raises(DivergedError) as caught:
+        run(tmp_path, divergence, 5, slopes)
+
+    start, rest = str(caught.value).split(": loss ")
+    assert start == "Training diverged after 2 recoveries"
+    assert rest.split(" above ")[1] == (
+        f"10 at step 4. The last good checkpoint, {tmp_path / 'ckpt-2'}, was restored. Lower the "
+        "learning rate, clip the gradients, or check the data of these steps."
+    )
+    assert [line["restored"] for line in recoveries(tmp_path)] == [2, 2]
+    assert list(committed(tmp_path, "ckpt")) == [0, 2]
+
+
+def test_each_recovery_draws_new_random_numbers(tmp_path):
+    """The seed changes at each recovery; with the same numbers the same batches would diverge again."""
+    drawn = []
+
+    class Drawing(Noisy):
+        def on_recovery(self, step, restored):
+            drawn.append(int(self._parts.state.random_seed.numpy()))
+
+    trainer = Drawing(
+        model_dir=tmp_path,
+        divergence=Divergence(loss_above=10.0, max_recoveries=2),
+        checkpoint_interval=2,
+        log_interval=1,
+        steps_per_loop=1,
+        seed=1,
+        verbose=False,
+    )
+    with pytest.raises(DivergedError):
+        trainer.train(data(1, 1, 1, 50, 1), steps=5)
+
+    assert drawn == [2, 3]
+
+
+def test_a_killed_run_remembers_its_recoveries(tmp_path):
+    """A recovery saves its count and the skipped data at once: a run that is killed right after it and
+    started again ends with the same bits as one that was not killed.
+    """
+    slopes = [1, 1, 1, 1, 1, 50, 1, 1, 1, 1]
+    divergence = Divergence(loss_above=10.0, skip_data=True)
+
+    class Stopped(Noisy):
+        def on_loop_begin(self, step):
+            if getattr(self, "recovered", None):
+                raise SystemExit
+
+    whole = run(tmp_path / "whole", divergence, 8, slopes)
+    killed = Stopped(
+        model_dir=tmp_path / "killed",
+        divergence=divergence,
+        checkpoint_interval=2,
+        log_interval=1,
+        steps_per_loop=3,
+        seed=1,
+        verbose=False,
+    )
+    with pytest.raises(SystemExit):
+        killed.train(data(*slopes), steps=8)
+    again = run(tmp_path / "killed", divergence, 8, slopes)
+
+    assert not hasattr(again, "recovered")
+    ends = [list(all_copies(trainer).values()) for trainer in (whole, again)]
+    assert_same_bits(*[dict(enumerate(end)) for end in ends])
+    assert again._watch.state() == whole._watch.state()
+    assert again._trained_on[1].taken == whole._trained_on[1].taken == 10
+
+
+def test_a_loss_that_rises_past_a_window(tmp_path):
+    """The mean loss of the last window is compared with the lowest mean so far. The run goes back to a
+    checkpoint from before that window, and later checkpoints are removed.
+    """
+    # Means of three: 4, 4, 4.33, 5, and 6.33 at step 7, which is above 1.5 x 4. That window
+    # begins at step 5.
+    slopes = [4, 4, 4, 4, 5, 6, 8, 4, 4, 4, 4, 4]
+    divergence = Divergence(rise=1.5, window=3, max_recoveries=1, skip_data=True)
+    trainer = run(tmp_path, divergence, 8, slopes)
+
+    [line] = recoveries(tmp_path)
+    assert (line["step"], line["restored"], line["batches_left_out"]) == (7, 4, 3)
+    assert (trainer.totals.attempted, trainer._trained_on[1].taken) == (8, 11)
+
+
+def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):
+    """If the window began before the oldest checkpoint, no checkpoint can be restored."""
+    divergence = Divergence(rise=1.5, window=6)
+    slopes = [1] * 6 + [3] * 6
+    with pytest.raises(DivergedError, match="There is no checkpoint from before that step"):
+        run(tmp_path, divergence, 12, slopes, max_to_keep=1, checkpoint_interval=3)
+
+
+def test_a_recovery_is_printed(tmp_path, capsys):
+    """The console says what happened, and to which step the run went back."""
+    trainer = Noisy(
+        model_dir=tmp_path,
+        divergence=Divergence(loss_above=10.0, skip_data=True),
+        checkpoint_interval=1,
+        steps_per_loop=1,
+        log_interval=1,
+    )
+    trainer.train(data(1, 50, 1), steps=2)
+
+    said = capsys.readouterr().out
+    assert "diverged: loss " in said
+    assert "above 10 at step 2; back to step 1" in said

@@ -1,0 +1,126 @@
+"""Saving and resuming a run: when it is due, and what a checkpoint says of the run."""
+
+import json
+import time
+
+import pytest
+from helpers import Linear, slopes
+
+from trainer.checkpoint import folder
+from trainer.log.run_log import RunLog
+from trainer.run.saving import RunSaver
+
+ONE = slopes(1.0)
+
+
+def steps_saved(model_dir):
+    """The steps of the checkpoints in a folder."""
+    return list(folder.committed(model_dir, "ckpt"))
+
+
+def trained(model_dir, steps=3, **arguments):
+    """A trainer that has taken some steps, and the object that saves it."""
+    trainer = Linear(model_dir=model_dir, verbose=False, **arguments)
+    trainer.train(ONE, steps=steps, global_batch=1)
+    return trainer, RunSaver(trainer, trainer._parts, trainer._trained_on[1], None)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, monkeypatch):
+        """Replaces `time.monotonic`."""
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
+    """After the inner loop in which `checkpoint_secs` have passed since the last checkpoint."""
+    clock = Clock(monkeypatch)
+    trainer = Linear(
+        model_dir=tmp_path,
+        steps_per_loop=1,
+        checkpoint_secs=10.0,
+        checkpoint_interval=7,
+        max_to_keep=20,
+        verbose=False,
+    )
+
+    def on_loop_begin(step):
+        del step
+        clock.now += 4.0
+
+    trainer.on_loop_begin = on_loop_begin
+    trainer.train(slopes(1.0), steps=12, global_batch=1)
+
+    # 12 s after the start; 12 s later; the interval of 7 steps; 12 s later; the end.
+    assert steps_saved(tmp_path) == [3, 6, 7, 10, 12]
+
+
+@pytest.mark.parametrize("secs", [None, 10.0])
+def test_without_a_time_no_checkpoint_is_late(tmp_path, monkeypatch, secs):
+    """A checkpoint is late when `checkpoint_secs` have passed since the last one, and not sooner."""
+    clock = Clock(monkeypatch)
+    _, saver = trained(tmp_path, checkpoint_secs=secs)
+    clock.now += 9.5
+    assert not saver.is_late()
+    clock.now += 0.5
+    assert saver.is_late() == (secs is not None)
+
+    saver.save(4)
+    assert not saver.is_late()
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """Saving a step again does nothing, unless the checkpoint is to be replaced."""
+    trainer, saver = trained(tmp_path)
+    for step, again, saved_weight in [(3, False, -2.0), (3, True, 7.0)]:
+        trainer.model.trainable_variables[0].assign([[7.0]])
+        saver.save(step, again=again)
+        resumed = Linear(model_dir=tmp_path, verbose=False)
+        resumed.evaluate(ONE, global_batch=1)
+        assert resumed.weight == saved_weight
+
+    assert steps_saved(tmp_path) == [3]
+
+
+def test_a_checkpoint_repeats_the_facts_of_its_run(tmp_path):
+    """`run.json` holds the facts, which are JSON types and do not change while the run trains."""
+    trainer, saver = trained(tmp_path, seed=3)
+    facts = saver.facts()
+    trainer.train(ONE, steps=5, global_batch=1)
+    saved = json.loads((tmp_path / "ckpt-5" / "run.json").read_text())
+
+    assert saver.facts() == facts == json.loads(json.dumps(facts))
+    assert saved.items() >= facts.items()
+    assert (facts["seed"], facts["global_batch"], facts["precision"]) == (3, 1, "float32")
+    assert (saved["batches_taken"], saved["scale"], saved["divergence"]) == (5, 1.0, None)
+
+
+def test_a_halted_run_may_go_on(tmp_path):
+    """`resume` clears the halt that an error of an earlier call of `train` has left."""
+    trainer, saver = trained(tmp_path)
+    state = trainer._parts.state
+    state.halted.assign(True)
+    state.consecutive_skips.assign(9)
+    saver.resume(RunLog(None, "quiet"))
+
+    assert not state.halted.numpy()
+    assert int(state.consecutive_skips.numpy()) == 0
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(5, 5), (None, 1)])
+def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
+    """With "seed" allowed to change, a new seed is used; without one, the saved seed is kept."""
+    trained(tmp_path, seed=1)
+    trainer, _ = trained(tmp_path, steps=4, seed=seed, allow_changes=["seed"])
+
+    assert int(trainer._parts.state.random_seed.numpy()) == expected
+
+
+def test_a_resumed_run_says_from_where(tmp_path, capsys):
+    """The console shows the step and the checkpoint."""
+    trained(tmp_path)
+    Linear(model_dir=tmp_path).train(ONE, steps=4, global_batch=1)
+
+    assert f"going on from step 3 ({tmp_path / 'ckpt-3'})" in capsys.readouterr().out

@@ -1,0 +1,159 @@
+"""The trainer itself: its arguments, and what it can say before it has seen any data."""
+
+import keras
+import numpy as np
+import pytest
+from helpers import Linear, linear_model, slopes
+
+import scaling
+from trainer import Trainer
+
+X = np.ones([8, 1], np.float32)
+
+
+def make(**arguments):
+    """A trainer of (x, y) batches, with overrides from the test."""
+    good = {"model": linear_model, "optimizer": keras.optimizers.SGD, "loss_fn": "mse"}
+    return Trainer(**good | {"verbose": False} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("totals", lambda trainer: trainer.totals),
+        ("loss_scale", lambda trainer: trainer.loss_scale),
+        ("export", lambda trainer: trainer.export("model.keras")),
+    ],
+)
+def test_state_is_unavailable_before_any_data(name, ask):
+    """Before any data, the error says which methods to call first."""
+    with pytest.raises(RuntimeError) as error:
+        ask(Linear(verbose=False))
+
+    assert str(error.value) == (
+        f"`{name}` must be used after train, evaluate or predict; got a trainer that has not seen "
+        "any data. The first batch builds the model and restores the run. Call one of these methods "
+        "first."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"strategy": "miror"},
+            "`strategy` must be one of default, one_device, mirrored.*; got 'miror'. No other name "
+            "is registered. Did you mean 'mirrored'?",
+        ),
+        (
+            {"precision": "fp16"},
+            "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'fp16'. "
+            "Weights always stay in float32, so that small updates are not lost. Use "
+            '"mixed_float16" or "mixed_bfloat16" to compute in half precision.',
+        ),
+        (
+            {"loss_scale": 1000},
+            "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only "
+            "powers of two scale and unscale gradients without changing their bits. Use 1024.0.",
+        ),
+        (
+            {"loss_scale": "dynamite"},
+            "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, "
+            "headroom, "
+            "keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, metaseq, flax, jmp; got "
+            "'dynamite'. There is no rule with that name. Did you mean 'dynamic'?",
+        ),
+        (
+            {"loss_scale": [1]},
+            "`loss_scale` must be a name, a number, None or a loss-scale rule; got a list. A rule "
+            "has initial_state() and advance(). Use for example "
+            "scaling.DynamicLossScale(growth_interval=500).",
+        ),
+        (
+            {"jit_compile": "yes"},
+            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True; got "
+            "'yes'. There are no other choices. Pass one of these.",
+        ),
+        (
+            {"metrics": ["accuracy"]},
+            "`metrics` must be a function that returns a dict of metrics; got list. It is called "
+            "in the strategy's scope, once for training and once for evaluation. Pass for example "
+            'lambda: {"accuracy": keras.metrics.Accuracy()}.',
+        ),
+        (
+            {"num_microbatches": 0},
+            "`num_microbatches` must be an int of at least 1; got 0. It is a count. Pass a "
+            "positive integer.",
+        ),
+        (
+            {"global_clipnorm": -1.0},
+            "`global_clipnorm` must be None, or positive and finite; got -1.0. It is the largest "
+            "norm that a gradient keeps. Use 1.0, for example.",
+        ),
+    ],
+)
+def test_arguments_are_refused_by_the_constructor(arguments, message):
+    """The constructor refuses whatever an argument alone shows to be wrong."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        make(**arguments)
+
+    text = str(error.value)
+    start, _, end = message.partition(".*")
+    assert text == message or (end and text.startswith(start) and text.endswith(end))
+
+
+def test_evaluation_precision_is_checked():
+    """Evaluation computes in float32 or as in training, and other values are refused."""
+    with pytest.raises(
+        ValueError, match=r'`precision` must be "float32" or "train" here; got \'half\''
+    ):
+        make().evaluate((X, X), global_batch=4, precision="half")
+
+
+def test_refused_rules_never_reach_a_step():
+    """L3: the constants of a rule are checked when it is created, before a trainer can use it."""
+    with pytest.raises(ValueError, match="`growth_factor` must be greater than 1"):
+        make(loss_scale=scaling.DynamicLossScale(growth_factor=0.5))
+
+
+def test_an_unknown_argument_is_answered_with_the_closest_one():
+    """A misspelled argument would have no effect, so it is refused."""
+    with pytest.raises(TypeError, match=r"^`precison` must be an argument of Trainer") as error:
+        make(precison="float32")
+
+    assert "Did you mean 'precision'?" in str(error.value)
+
+
+def test_nothing_is_built_before_data_comes(tmp_path):
+    """Making a trainer calls no user code and writes no file."""
+
+    class Failing(Linear):
+        def build_model(self):
+            raise AssertionError
+
+        build_optimizer = build_metrics = build_model
+
+    trainer = Failing(model_dir=tmp_path / "run", verbose=False)
+
+    assert trainer.is_chief
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_before_training_has_no_effect():
+    """`train` clears an earlier call of `stop`: it applies to a run that is going on."""
+    trainer = Linear(verbose=False)
+    trainer.stop()
+    assert trainer.stop_asked
+
+    assert trainer.train(slopes(1.0), steps=3, global_batch=1).step == 3
+
+
+def test_a_second_call_goes_on():
+    """`steps` counts from the beginning of the run, over all calls of `train`."""
+    trainer = Linear(verbose=False)
+    first = trainer.train(slopes(1.0), steps=2, global_batch=1)
+    second = trainer.train(slopes(1.0), steps=5, global_batch=1)
+
+    assert (first.steps_run, second.steps_run) == (2, 3)
+    assert trainer.weight == 1.0 - 5
+    assert trainer.totals.attempted == 5
