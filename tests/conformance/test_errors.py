@@ -4,6 +4,7 @@ them.
 A new argument needs a case here, or a reason in `EXEMPT`.
 """
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -875,6 +876,64 @@ def test_a_bad_flag_is_refused(flag, line, word):
         assert refused.startswith(f"IllegalFlagValueError: flag --{flag}=")
     else:
         check_form(refused, word)
+
+
+# A literal, or a call of a name in `scaling`, behind "Use", "Pass" or "Did you mean".
+VALUE = r"""("[^"]*"|'[^']*'|\([^()]*\)|\[[^\[\]]*\]|scaling\.\w+\([^()]*\)|-?\d[\d.e*-]*\d|\d)"""
+SUGGESTION = re.compile(rf"(?:Use|Pass|Did you mean|Choose)(?: for (?:example|instance))? {VALUE}")
+WORDS = {"Pass True or False": "False", "Pass a positive integer": "1", "Pass 0 or a positive": "0"}
+# Arguments that a constructor needs beside the one that is tried.
+OTHERS = {"Trainer": {"model_dir": '"runs/new"'}, "Action": {"call": "print"}}
+SIMPLE = re.compile(r"^(?:Trainer|Action|Divergence|trainer\.\w+)\((\w+)=(.*)\)$", re.DOTALL)
+
+
+def suggested(message):
+    """The value that an error suggests, as code; None if it suggests none."""
+    found = SUGGESTION.search(message.rpartition("; got ")[2])
+    if found:
+        return found[1]
+    return next((value for words, value in WORDS.items() if words in message), None)
+
+
+def cases():
+    """(code, argument) of every example that passes a single bad argument to a constructor."""
+    for _, _, code, _ in ALL_CASES:
+        match = SIMPLE.match(code)
+        if match and match[1] != "los_scale" and one_argument(code):  # which is no argument
+            yield pytest.param(code, match[1], id=code)
+
+
+def one_argument(code):
+    """Whether an example is one call with one keyword argument."""
+    try:
+        call = ast.parse(code, mode="eval").body
+    except SyntaxError:
+        return False
+    return isinstance(call, ast.Call) and not call.args and len(call.keywords) == 1
+
+
+TRIED = []
+
+
+@pytest.mark.parametrize(("code", "argument"), list(cases()))
+def test_a_suggested_value_is_accepted(code, argument):
+    """If you follow an error's suggestion, the same argument is not refused again."""
+    value = suggested(refusal(code))
+    if value is None:
+        pytest.skip("suggests no value")
+    TRIED.append(code)
+    constructor = code.partition("(")[0]
+    names = names_in_examples() | {"call": print}
+    arguments = OTHERS.get(constructor, {}) | {argument: value}
+    retried = f"{constructor}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
+    again = error_of(lambda: eval(retried, names))  # noqa: S307  # the suggestion of our own error
+
+    assert again == "accepted", f"{retried}: {again}"
+
+
+def test_suggestions_were_found():
+    """Most errors of the constructor suggest a value that can be tried."""
+    assert len(TRIED) >= 20, TRIED
 
 
 def check_form(refused, word):
