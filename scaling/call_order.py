@@ -1,8 +1,8 @@
 """Checks the order in which a `LossScaler` is called: scale, unscale, update.
 
-Calls are tracked per place, which is a replica in a graph or in eager mode. Tracing runs Python
-code once per graph and replica, so a wrong order is detected when a function is traced, and the
-check costs nothing when the function runs.
+Calls are tracked separately for each place: one replica in one graph, or in eager mode. Tracing
+runs Python code once per graph and replica, so a wrong order is detected when a function is
+traced, and the check costs nothing when the function runs.
 """
 
 import weakref
@@ -30,7 +30,7 @@ class Token:
     """
 
     def __init__(self, state: RuleState, order: "CallOrder", place: "Place") -> None:
-        """Called by `CallOrder.record_scale` only."""
+        """Stores the arguments. Only `CallOrder.record_scale` creates tokens."""
         self.state = state
         self.order = order
         self.place = place
@@ -46,7 +46,7 @@ class Place:
     """Counts the calls since the last update, in one graph and on one replica."""
 
     def __init__(self) -> None:
-        """Starts at zero, as after an update."""
+        """Sets both counts to zero, as after an update."""
         self.scaled = 0
         self.unscaled = 0
 
@@ -55,7 +55,7 @@ class CallOrder:
     """Tracks one scaler's calls and raises an error if they come out of order."""
 
     def __init__(self) -> None:
-        """Starts without any calls."""
+        """Creates an empty record of calls."""
         self._eager: dict[int | None, Place] = {}
         self._graphs: weakref.WeakKeyDictionary[Any, dict[int | None, Place]] = (
             weakref.WeakKeyDictionary()
@@ -103,7 +103,8 @@ class CallOrder:
         """Checks that `update` may be called now.
 
         Raises:
-            RuntimeError: if nothing was unscaled since the last update, or a scaled loss was not.
+            RuntimeError: if nothing was unscaled since the last update, or a scaled loss has not
+                been unscaled.
         """
         place = self._places("update").get(replica_id())
         if place and place.scaled > place.unscaled:
@@ -114,7 +115,7 @@ class CallOrder:
                 "`reset` after a step that was abandoned."
             )
         # In a graph without any recorded calls, an inner function that was traced earlier may have
-        # made both. Eager mode sees every call except those inside functions.
+        # called both. In eager mode, every call outside functions is recorded.
         if place is None and not tf.executing_eagerly():
             return
         if place is None or not place.unscaled:
@@ -149,7 +150,7 @@ class CallOrder:
 def replica_id() -> int | None:
     """Returns the number of the calling replica.
 
-    None in cross-replica context, and on TPUs, where all replicas run one program.
+    The result is None in cross-replica context, and on TPUs, where all replicas run one program.
     """
     context = tf.distribute.get_replica_context()
     number = context and tf.get_static_value(context.replica_id_in_sync_group)
@@ -157,7 +158,7 @@ def replica_id() -> int | None:
 
 
 def function_graph(graph: Any, call: str) -> Any:
-    """Returns the outermost function graph, so that the body of a loop counts as its function's.
+    """Returns the outermost function graph, so that a loop's body counts as part of its function.
 
     Only function graphs have an `outer_graph`. A branch can be recognized only by the name of
     its graph's class.

@@ -20,16 +20,17 @@ class LossScaler(tf.Module):
 
     Each step calls `scale`, `unscale` and `update`, in this order and in one function:
     `scale` and `unscale` once for each loss, `update` once per step. Several optimizers can
-    share one scaler if they share that one `update`. Calls in the wrong order raise an error
+    share one scaler if one `update` covers them all. Calls in the wrong order raise an error
     that says which call is missing. The order is checked while the function is traced,
     separately for each replica. All three calls, or just the first two, may be inside a loop,
     but none may be inside a branch.
 
     Create the scaler inside the strategy's scope, so that every replica gets a copy. To save
-    it, add it to the `tf.train.Checkpoint` of model and optimizer, or save `state_dict()`.
+    it, add it to the `tf.train.Checkpoint` of the model and the optimizer, or save
+    `state_dict()`.
 
     Args:
-        rule: a `DynamicLossScale`, any other rule of this package, or one of your own.
+        rule: a `DynamicLossScale`, any other rule of this package, or your own rule.
 
     Raises:
         TypeError: if `rule` is not a rule.
@@ -95,7 +96,7 @@ class LossScaler(tf.Module):
 
         Args:
             gradients: any structure; see `unscale_gradients`.
-            token: the token that `scale` returned with their loss.
+            token: the token that `scale` returned with the scaled loss.
 
         Returns:
             The same structure, float32.
@@ -167,7 +168,7 @@ class LossScaler(tf.Module):
             self._variables[field].assign(value)
 
     def merge(self, before: RuleState, after: RuleState) -> None:
-        """Merges a step's changes into a state that other workers change without waiting.
+        """Merges a step's changes into a state that other workers may have changed meanwhile.
 
         If the step moved the scale, the whole state is replaced. Otherwise a counter that grew
         by one is incremented, so that increments by other workers are kept, and any other
@@ -215,8 +216,8 @@ class LossScaler(tf.Module):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state that `state_dict` returned, from a rule with the same fields.
 
-        The rule's constants may differ. A scale outside the new bounds enters them at the next
-        step.
+        The rule's constants may differ. A scale outside the new bounds is clipped to them at
+        the next step.
 
         Raises:
             ValueError: if the fields are not those of the rule's state, or the scale is not a
@@ -293,7 +294,7 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
             f"{len(scalers)} scalers. Each scale follows its own loss. Pass them in the order of "
             "the scalers."
         )
-    for scaler in scalers:  # check all before the first one moves
+    for scaler in scalers:  # check all scalers before any scale moves
         scaler.check_complete()
     pairs = zip(scalers, verdicts, strict=True)
     return tf.reduce_all([scaler.update(verdict) for scaler, verdict in pairs])
@@ -314,7 +315,7 @@ def agree_on_verdict(verdict: Verdict, context: tf.distribute.ReplicaContext) ->
         tf.cast(magnitude, tf.float32),
     ]
     own_row = tf.range(replicas)[:, None] == tf.cast(context.replica_id_in_sync_group, tf.int32)
-    # `where` and not a product: 0 times a NaN would turn the other rows into NaN.
+    # Use `tf.where` and not a product: 0 times NaN would turn the other rows into NaN.
     table = tf.where(own_row, tf.stack(values)[None], 0.0)
     try:
         table = context.all_reduce(tf.distribute.ReduceOp.SUM, table)

@@ -82,7 +82,7 @@ def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> A
         ) from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    styles = itertools.cycle(["-", "--", "-.", ":"])  # lines of rules that agree overlap
+    styles = itertools.cycle(["-", "--", "-.", ":"])  # to tell overlapping lines apart
     for outcome, style in zip(outcomes, styles, strict=False):
         exponents, skipped = np.log2(outcome.loss_scale), outcome.skipped
         [line] = axes.step(record.step, exponents, style, where="post", label=outcome.name)

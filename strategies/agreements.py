@@ -1,4 +1,4 @@
-"""What replicas and workers agree on: sums of gradients, verdicts and decisions to stop."""
+"""Agreement among replicas and workers: sums of gradients, verdicts and decisions to stop."""
 
 from typing import TypeVar, cast
 
@@ -57,7 +57,8 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
 
     Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
     that one replica could take without the others. It costs an all-reduce of one number. To save
-    it, include the number of replicas whose flag is false in a call of `sum_gradients`.
+    this, sum the flag with the gradients: pass `sum_gradients` 1.0 from each replica whose flag is
+    false and 0.0 from the others, and compare the sum with 0.
 
     Args:
         flag: this replica's flag: shape (), bool; for instance `scaling.all_finite(gradients)`.
@@ -86,7 +87,7 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
             "Pass for instance scaling.all_finite(gradients)."
         )
     against = sum_gradients(tf.cast(~flag, tf.float32))
-    # Compared with 0 and never with 1, because several replicas can vote no at once.
+    # Compare with 0 and not with 1, because several replicas can vote no at once.
     return tf.equal(against, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a strategy can do and where this process stands in it: the questions a step has to ask."""
+"""The properties of a strategy that a training step depends on, and this process's role in it."""
 
 import dataclasses
 
@@ -20,9 +20,9 @@ class Capabilities:
 
 
 def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
-    """Returns what a strategy can do, as plain Python values.
+    """Returns the properties of a strategy, as plain Python values.
 
-    Nothing is run, no device is initialized, and no other process is waited for.
+    Runs nothing, initializes no device and does not wait for other processes.
 
     Args:
         strategy: the strategy to describe.
@@ -86,8 +86,8 @@ def decides_inside(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether each replica's program must decide whether to apply the update.
 
     This is the case on a TPU, where a step is one program per replica, from its share of the
-    batch to the update. The other strategies refuse collectives inside a condition within a
-    replica, so there the decision is made outside the replicas, in cross-replica context.
+    batch to the update. The other strategies do not allow collectives inside a condition in a
+    replica, so with them the decision is made in cross-replica context.
 
     Args:
         strategy: the strategy that the replicas run under.
@@ -128,6 +128,6 @@ def _on_cpu(strategy: tf.distribute.Strategy) -> bool:
     try:
         devices = strategy.extended.worker_devices
     except RuntimeError:  # the default strategy
-        # The logical devices would say the same, but asking for them initializes all devices.
+        # Do not list the logical devices: that would initialize all devices.
         return not tf.config.get_visible_devices("GPU")
     return all("CPU" in device.upper() for device in devices)

@@ -1,4 +1,4 @@
-"""Finds the job that this process belongs to, from what its scheduler put in the environment."""
+"""Finds the job that this process belongs to, from environment variables set by its scheduler."""
 
 import json
 import os
@@ -26,8 +26,8 @@ def find_cluster() -> Resolver | None:
     - the variables that Slurm sets for each task of a step (`srun --ntasks=4 python ...`): all
       tasks are workers, and the tasks on one node divide its GPUs among themselves;
     - `HALFSTEP_WORKER_PODS`, a Kubernetes label selector (`job-name=digits`) that finds the pods
-      of all workers. Each pod runs on its own node and on that node's network, and `NODE_IP` is
-      the address of the node.
+      of all workers. Each pod must run on its own node and on that node's network, and `NODE_IP`
+      must be the address of the node.
 
     Returns:
         A TensorFlow cluster resolver with the addresses of all processes and the task of this
@@ -35,7 +35,7 @@ def find_cluster() -> Resolver | None:
 
     Raises:
         ValueError: if the environment describes a job that cannot work.
-        ImportError: if Kubernetes is asked for and its Python client is not installed.
+        ImportError: if `HALFSTEP_WORKER_PODS` is used and the Kubernetes client is not installed.
 
     Example:
         >>> find_cluster() is None
@@ -53,8 +53,8 @@ def find_cluster() -> Resolver | None:
 def from_tf_config(text: str) -> Resolver:
     """Returns the job that a `TF_CONFIG` describes.
 
-    TensorFlow's own resolver accepts any text. The processes would then hang, each waiting for
-    addresses that do not exist.
+    The text is checked here because TensorFlow's own resolver accepts any text. The processes
+    would then wait forever for addresses that do not exist.
 
     Raises:
         ValueError: if the text does not describe a job. The message says what is wrong.
@@ -71,7 +71,7 @@ def from_tf_config(text: str) -> Resolver:
 
 
 def find_problem(text: str) -> str | None:
-    """Returns what is wrong with a `TF_CONFIG`, or None."""
+    """Returns what is wrong with a `TF_CONFIG`, or None if it is valid."""
     try:
         config = json.loads(text)
     except ValueError as error:
@@ -92,7 +92,7 @@ def find_problem(text: str) -> str | None:
 
 
 def find_bad_address(addresses: Sequence[Any]) -> str | None:
-    """Returns what is wrong with the addresses of a job, or None."""
+    """Returns what is wrong with the addresses of a job, or None if they are valid."""
     for address in addresses:
         if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
             return f"{address!r} is not HOST:PORT"
@@ -102,7 +102,7 @@ def find_bad_address(addresses: Sequence[Any]) -> str | None:
 
 
 def from_slurm() -> Resolver:
-    """Returns the job of the Slurm step that this process is a task of.
+    """Returns the job whose workers are the tasks of this process's Slurm step.
 
     Raises:
         ValueError: if variables that Slurm sets for a step are missing.
@@ -114,8 +114,8 @@ def from_slurm() -> Resolver:
             spec = resolver.cluster_spec()  # also restricts this process to its own GPUs
             index = resolver.task_id
             return fixed_resolver(spec.as_dict(), index, resolver.num_accelerators())
-        # The resolver divides by the number of GPUs per task, so it fails without GPUs. A number
-        # larger than any number of tasks makes it place the tasks as Slurm did.
+        # The resolver divides by the number of GPUs per task, so it fails without GPUs. With
+        # more GPUs per node than there are tasks, it places the tasks as Slurm did.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=SLURM_PORT, gpus_per_node=2**20, gpus_per_task=1, auto_set_gpu=False
         )
@@ -168,7 +168,7 @@ def from_kubernetes(selector: str) -> Resolver:
 def fixed_resolver(cluster: dict[str, Sequence[str]], index: int, accelerators: Any) -> Resolver:
     """Returns a resolver that always gives these addresses.
 
-    The resolvers of Slurm and Kubernetes would look them up again each time they are asked.
+    TensorFlow's resolvers for Slurm and Kubernetes would look the addresses up again at each call.
     """
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster),

@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from strategies.checks import check_count, static_shape
 
-# A batch in the structure of the user's data; the first dimension of every tensor is the example.
+# A batch in the structure of the user's data; the first dimension of every tensor counts examples.
 Batch: TypeAlias = "tf.Tensor | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
 
 
 class Share(NamedTuple):
     """One part of a batch."""
 
-    batch: Batch  # the batch's structure; first dimension: max(examples, 1)
+    batch: Batch  # same structure as the whole batch; first dimension: max(examples, 1)
     weights: tf.Tensor  # shape=(max(examples, 1),), float32: [0.0] in an empty share
     examples: tf.Tensor  # shape=(), int32: number of real examples; 0 in an empty share
 
@@ -33,7 +33,7 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         weights: shape (global_batch,), float32: the weight of each example's loss.
 
     Raises:
-        ValueError: if the static shapes show that there is not one weight for each example.
+        ValueError: if the static shapes show that the numbers of examples and weights differ.
 
     Example:
         >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
@@ -111,7 +111,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
 
 
 def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
-    """Returns a part of static size, which XLA (and so a TPU) requires."""
+    """Returns a part whose size is static, which XLA (and so a TPU) requires."""
 
     def cut(tensor: tf.Tensor) -> tf.Tensor:
         if not isinstance(tensor, tf.Tensor):  # for instance a tf.RaggedTensor

@@ -1,4 +1,4 @@
-"""Makes each built-in strategy. A new one is a function here and a line in `registry.py`."""
+"""Creates the built-in strategies. To add one, write a function here; list it in `registry.py`."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -34,11 +34,11 @@ def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
 
 
 def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """Returns a strategy with a replica on each of the given devices, or on all of this machine.
+    """Returns a strategy with a replica on each of the given devices, or on every local device.
 
     On CPU devices, all sums are computed on one device. TensorFlow's default on CPUs is a
-    collective with a fixed group key, which fails once a second number of replicas is used in the
-    same process, and its hierarchical copy returned 2 for the sum of three ones.
+    collective with a fixed group key, which fails if two strategies in one process have different
+    numbers of replicas. TensorFlow's hierarchical copy returned 2 for the sum of three ones.
     """
     chosen = _names_of(devices) if devices is not None else _all_devices()
     if not chosen or len(set(chosen)) != len(chosen):
@@ -91,7 +91,7 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
 
 
 def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """Returns a strategy with variables on servers and workers that do not wait for each other.
+    """Returns a strategy with parameter servers, whose workers do not wait for each other.
 
     The call returns only in the job's chief, which sends steps to the workers. In a worker or a
     parameter server it never returns: the process serves the chief until it is killed.
@@ -119,13 +119,13 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
             protocol=cluster.rpc_layer or "grpc",
         )
         server.join()
-    # Otherwise the chief would wait for a lost worker instead of giving its step to another one.
+    # Without this, the chief would wait for a lost worker instead of giving its step to another.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     return tf.distribute.ParameterServerStrategy(cluster)
 
 
 def auto(devices: Sequence[str] | None) -> tf.distribute.Strategy:
-    """Returns a strategy for a TPU, all GPUs or the CPU, whichever exists first, and prints which.
+    """Returns a strategy for a TPU, else for all GPUs, else for the CPU, and prints the choice.
 
     A TPU is used if `devices` or `TPU_NAME` gives its address or TensorFlow lists one. GPU memory
     is allocated as it is needed, not all at once.

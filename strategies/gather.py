@@ -1,9 +1,9 @@
 """Waits until all processes of a job have started, and names the ones that are missing.
 
-TensorFlow would wait inside a constructor that holds Python's global lock, so it prints nothing and
-reacts to no signal but SIGKILL. So the processes wait here first. Each listens on its own address
-until it has reached all the others. It then releases the port to TensorFlow's server, which answers
-the processes that are still waiting.
+TensorFlow itself waits inside a constructor that holds Python's global lock: the process prints
+nothing and reacts to no signal but SIGKILL. Therefore the processes wait here first. Each process
+listens on its own address until it has reached all others. It then releases the port to
+TensorFlow's server, which answers the processes that are still waiting.
 """
 
 import socket
@@ -21,7 +21,7 @@ def gather(addresses: dict[str, str], task: str) -> None:
     """Returns once every process of a job has answered.
 
     Args:
-        addresses: the "HOST:PORT" of every process by task, for instance "worker 1".
+        addresses: the "HOST:PORT" of every process, keyed by task, for instance "worker 1".
         task: the task of this process.
 
     Raises:
@@ -30,7 +30,7 @@ def gather(addresses: dict[str, str], task: str) -> None:
     start = last_warning = time.monotonic()
     missing = {other: address for other, address in addresses.items() if other != task}
     port = int(addresses[task].rpartition(":")[2])
-    # Connections are never accepted: that one can be made shows that this process has started.
+    # Connections are never accepted: being able to connect shows that this process has started.
     with socket.create_server(("", port), backlog=4096):
         while True:
             missing = {other: each for other, each in missing.items() if not answers(each)}

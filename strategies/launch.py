@@ -24,16 +24,16 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO, NamedTuple
 
-# Between SIGTERM and SIGKILL, because a process can be writing a checkpoint.
+# Time between SIGTERM and SIGKILL, so that a process can finish writing a checkpoint.
 GRACE_SECS = 30.0
-MAX_RESTARTS = 3  # of each worker of a job with parameter servers
+MAX_RESTARTS = 3  # restarts allowed per worker, in a job with parameter servers
 
 
 class Task(NamedTuple):
     """One process of a job."""
 
     kind: str  # "worker", "chief" or "ps"
-    task_id: int  # among the tasks of its kind, from 0
+    task_id: int  # index among the tasks of its kind, from 0
 
     def __str__(self) -> str:
         """Returns the name that starts each line of the task's output."""
@@ -51,7 +51,7 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], workers: int, servers: int, out: IO[str]) -> None:
-        """Chooses the ports. Starts no process yet."""
+        """Lists the tasks and chooses a port for each; `run` starts the processes."""
         kinds = {"worker": workers} | ({"chief": 1, "ps": servers} if servers else {})
         self.tasks = [Task(kind, index) for kind, count in kinds.items() for index in range(count)]
         ports = iter(free_ports(len(self.tasks)))
@@ -77,7 +77,7 @@ class Job:
             text=True,
             errors="replace",
             env=os.environ | {"TF_CONFIG": json.dumps(config)},
-            start_new_session=True,  # otherwise Ctrl-C in a terminal would reach it twice
+            start_new_session=True,  # otherwise the process would get Ctrl-C twice
         )
         self.processes[task] = process
         reader = threading.Thread(
@@ -158,7 +158,7 @@ class Job:
 
 
 def describe_exit(code: int | None) -> str:
-    """Returns in words how a process ended.
+    """Returns a description of how a process ended.
 
     Example:
         >>> describe_exit(1), describe_exit(-9)

@@ -1,4 +1,4 @@
-"""Finds and initializes a TPU. Without one, raises an error within a bounded time."""
+"""Finds and initializes a TPU, or raises an error within a limited time."""
 
 import os
 import socket
@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-TIMEOUT_SECS = 20.0  # for an answer from a TPU
-# What a client of HTTP/2 (and so of gRPC) sends first. The server answers with a SETTINGS frame,
-# whose fourth byte is its type. Source: RFC 9113, sections 3.4, 4.1 and 6.5.
+TIMEOUT_SECS = 20.0  # how long to wait for an answer from a TPU
+# The first bytes that an HTTP/2 (and so a gRPC) client sends. The server answers with a
+# SETTINGS frame, whose fourth byte is its type. Source: RFC 9113, sections 3.4, 4.1 and 6.5.
 CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 SETTINGS = 4
 

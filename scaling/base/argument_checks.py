@@ -31,8 +31,8 @@ def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:
         remedy: what to do instead, without the final period.
 
     Raises:
-        ValueError: if it is not a scalar.
-        TypeError: if it is not a bool.
+        ValueError: if the value is not a scalar.
+        TypeError: if the value is not a bool.
     """
     flag = as_tensor(name, value)
     if flag.dtype != tf.bool:
@@ -42,7 +42,7 @@ def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:
 
 
 def check_scalar(name: str, tensor: tf.Tensor, why: str, remedy: str) -> None:
-    """Raises ValueError, naming the argument, if a tensor is known not to be a scalar."""
+    """Raises ValueError, naming the argument, if a tensor's rank is known and is not 0."""
     if tensor.shape.rank not in (0, None):
         raise ValueError(
             f"`{name}` must be a scalar; got shape {tuple(tensor.shape)}. {why} {remedy}."
@@ -73,7 +73,7 @@ def check_state(state: Any, kind: type) -> None:
 
 
 def loss_scale_of(state: RuleState) -> tf.Tensor:
-    """Returns the scale in a rule's state; raises TypeError if it has none."""
+    """Returns the scale in a rule's state; raises TypeError if there is no scale."""
     if not hasattr(state, "loss_scale"):
         raise TypeError(
             f"`state` must be a rule's state; got {type(state).__name__}. Its `loss_scale` field "

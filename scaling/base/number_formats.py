@@ -7,12 +7,13 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import is_number
 
-# Every scale in this range, and its reciprocal, is a normal float32, so scaling loses no bit.
+# Every scale in this range and its reciprocal are normal float32 numbers, so scaling is exact.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 HALF_MAX = 65504.0  # the largest finite float16
-# The largest magnitude that float16 rounds to 0: half its smallest number; ties round to even.
+# The largest magnitude that float16 rounds to 0: half the smallest positive float16,
+# because ties round to even.
 HALF_FLUSHED = 2.0**-25
 HALF_NORMAL = 2.0**-14  # the smallest normal float16; below it, precision is lost
 HALF_BITS = 40  # factors of two from the smallest positive float16, 2^-24, to 2^16 > HALF_MAX
@@ -114,7 +115,7 @@ def nearest_power_of_two(
 
 
 def power_of_two_text(value: float) -> str:
-    """Returns a power of two as Python code that people can read.
+    """Returns a power of two as readable Python code.
 
     Example:
         >>> power_of_two_text(1024.0), power_of_two_text(2.0**-14)

@@ -1,4 +1,4 @@
-"""Names for the types that pass through this package."""
+"""Types that are used throughout this package."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -8,13 +8,13 @@ import tensorflow as tf
 # One variable's gradient: dense, sparse, or None if the loss does not depend on the variable.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
-# Any nest of lists, tuples and dicts that `tf.nest` can walk. Python has no type for it.
+# Any nested lists, tuples and dicts that `tf.nest` accepts. Python has no type for them.
 Structure: TypeAlias = Any
 
 
 @runtime_checkable
 class RuleState(Protocol):
-    """What a rule remembers between steps: a NamedTuple of tensors whose first is `loss_scale`."""
+    """What a rule remembers between steps: a NamedTuple of tensors, `loss_scale` first."""
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -25,7 +25,7 @@ class RuleState(Protocol):
 
     @property
     def _replace(self) -> Callable[..., "RuleState"]:
-        """Returns a copy with some fields replaced, like that of every NamedTuple."""
+        """Returns a copy with some fields replaced, as for any NamedTuple."""
 
     def _asdict(self) -> Mapping[str, tf.Tensor]:
-        """Returns the fields by name, like that of every NamedTuple."""
+        """Returns a dict of the fields, keyed by name, as for any NamedTuple."""

@@ -1,4 +1,4 @@
-"""The verdict on a step's gradients: were they finite, and if not, what caused it."""
+"""The verdict on a step's gradients: whether they were finite and, if not, the cause."""
 
 import enum
 from typing import NamedTuple, TypeAlias
@@ -9,12 +9,12 @@ from scaling.base.argument_checks import as_flag
 
 
 class Cause(enum.IntEnum):
-    """Where a step first met an inf or NaN, in the order of the step; `NONE` if nowhere.
+    """The first stage of a step at which an inf or NaN appeared; `NONE` if none did.
 
-    Only `BACKWARD` and `REDUCTION` say something about the loss scale: at a smaller scale
-    the same numbers might have been finite. Backing off cures neither a loss that was
+    Only `BACKWARD` and `REDUCTION` suggest that the loss scale is too large: at a smaller
+    scale, the same gradients might have been finite. Backing off cures neither a loss that was
     infinite before it was scaled nor a gradient that overflows when it is divided by a
-    small scale, so the other causes leave a rule's state as it is.
+    small scale, so the other causes leave a rule's state unchanged.
 
     Example:
         >>> Cause(3).name
@@ -39,18 +39,21 @@ def find_cause(
     unscaled_gradients_finite: tf.Tensor | bool,
     at_min_scale: tf.Tensor | bool = False,
 ) -> tf.Tensor:
-    """Returns the cause of a step: the first stage at which a value was not finite.
+    """Returns the cause of a non-finite step: the first stage at which a value was not finite.
 
     Pure. If the arguments are the same on every replica, so is the result.
 
     Args:
-        weights_finite: shape (), bool, like all others: the weights before the step.
-        loss_finite: the unscaled loss, on every replica.
-        local_gradients_finite: each replica's own scaled gradients, before they are summed.
-        summed_gradients_finite: the sum over replicas, still scaled.
-        unscaled_gradients_finite: the gradients to apply, including their global norm.
+        weights_finite: whether the weights were finite before the step. All arguments have
+            shape () and dtype bool.
+        loss_finite: whether the unscaled loss was finite on every replica.
+        local_gradients_finite: whether the scaled gradients of every replica were finite before
+            they were summed.
+        summed_gradients_finite: whether the sum over replicas was finite, still scaled.
+        unscaled_gradients_finite: whether the gradients to apply and their global norm were
+            finite.
         at_min_scale: whether the step ran at the rule's smallest scale. The scale cannot be
-            lowered any further then, so overflows count as the model's.
+            lowered any further then, so the cause of an overflow is `MODEL`.
 
     Returns:
         A `Cause`: shape (), int32.
@@ -104,7 +107,7 @@ class Verdict(NamedTuple):
         True
     """
 
-    grads_finite: tf.Tensor  # shape=(), bool: the same on every replica
+    grads_finite: tf.Tensor  # shape=(), bool: whether every gradient on every replica was finite
     cause: tf.Tensor | Cause = Cause.BACKWARD  # shape=(), int32: ignored on finite steps
     # shape=(), float32: the largest unscaled gradient magnitude, for rules that need it
     max_magnitude: tf.Tensor | None = None

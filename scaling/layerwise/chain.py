@@ -20,7 +20,7 @@ class LayerwiseGradients(NamedTuple):
         ('loss', 'gradients', 'total_scales')
     """
 
-    loss: tf.Tensor  # as `loss_fn` returned it
+    loss: tf.Tensor  # the result of `loss_fn`
     # One list per layer, in the order of its trainable variables; float32, unscaled.
     gradients: list[list[Gradient]]
     total_scales: tf.Tensor  # shape=(layers,), float32: the scale of each layer's gradients
@@ -47,11 +47,11 @@ def layerwise_gradients(
 
     Args:
         layers: a `keras.Sequential`, or a list of callables, each of which takes the output of
-            the one before. Those that have `variables` and `trainable_variables` are trained.
+            the previous one. Gradients are computed for the layers' `trainable_variables`.
         inputs: a tensor, the input of the first layer.
         loss_fn: a function of the last layer's output. If its result is not a scalar, the sum
-            is differentiated.
-        rule: a `LayerwiseLossScale`; None means one with the paper's bounds.
+            of its elements is differentiated.
+        rule: a `LayerwiseLossScale`; None means `LayerwiseLossScale()`.
         training: passed to Keras layers.
 
     Returns:
@@ -91,7 +91,7 @@ def layerwise_gradients(
 
 
 class _LayerPass(NamedTuple):
-    """One layer's forward pass, and the tape that recorded it alone."""
+    """One layer's forward pass, and the tape that recorded only this layer."""
 
     layer: Callable[..., tf.Tensor]
     inputs: tf.Tensor
@@ -119,7 +119,7 @@ def _backward(
 
     Args:
         layer_pass: the layer's forward pass.
-        gradient: the gradient of its outputs, scaled by `above`; None if there is none.
+        gradient: the gradient of the layer's outputs, scaled by `above`; None if none reaches it.
         above: the total scale of the layer above; shape (), float32.
         rule: chooses the layer's scale.
 

@@ -1,4 +1,4 @@
-"""`LayerwiseLossScale`: by how much to scale the gradient of each layer's outputs."""
+"""`LayerwiseLossScale`: chooses a scale for the gradient of each layer's outputs."""
 
 import dataclasses
 import math
@@ -22,18 +22,18 @@ SMALLEST_HALF = 2 * HALF_FLUSHED  # the smallest positive float16; the paper rou
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseLossScale:
-    """Chooses by how much to scale the gradient of a layer's outputs before backpropagation.
+    """Chooses the scale for the gradient of a layer's outputs before backpropagation.
 
-    Backpropagation through the layer multiplies this gradient with the kernel, and float16
+    Backpropagation through the layer multiplies this gradient by the kernel, and float16
     loses products below 2^-24. If gradient and kernel are independent and normally distributed
     around 0, the standard deviation of the products is the product of the standard deviations.
     The scale is the one at which a fraction `underflow_share` of the products is lost, but at
     least 1 and at most `max_layer_scale`, rounded down to a power of two.
 
-    The scale is smaller if, in the worst case, a sum of such products could exceed 65504. The
-    products are those of the gradient with the kernel, and those with the layer's inputs, which
-    form the kernel's gradient. To prevent that, a layer's scale may be less than 1 and so undo
-    scaling by the layers above. The product of all scales stays within
+    The scale is smaller if, in the worst case, a sum of such products could exceed 65504. Both
+    kinds of products are considered: gradient times kernel, and gradient times the layer's
+    inputs, which gives the kernel's gradient. To prevent overflow, a layer's scale may be
+    less than 1, which undoes scaling by the layers above. The product of all scales stays within
     `[1, max_total_scale]`. So in dense and convolutional layers no gradient is smaller than
     without the rule, and none overflows that would not overflow without it.
 
@@ -49,8 +49,8 @@ class LayerwiseLossScale:
 
     Source:
         Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", 2019,
-        https://arxiv.org/abs/1910.12385; the default bounds are theirs. Different from the
-        paper: the gradients of a layer's own variables are scaled as well and kept from
+        https://arxiv.org/abs/1910.12385; the default bounds are the paper's. Differences from
+        the paper: the gradients of a layer's own variables are scaled as well and kept from
         overflowing, and a layer may undo scaling by the layers above.
 
     Example:
@@ -151,5 +151,5 @@ def _largest(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _terms(kernel: tf.Tensor) -> float:
-    """Returns how many products are summed in one element of the gradient of a layer's inputs."""
+    """Returns the number of products summed in each element of the gradient of a layer's inputs."""
     return float(math.prod(kernel.shape) / kernel.shape[-2])

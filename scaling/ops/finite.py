@@ -7,13 +7,13 @@ from scaling.base.types import Structure
 
 
 def all_finite(structure: Structure) -> tf.Tensor:
-    """Returns whether no element of a structure is inf or NaN. Does not wait for the device.
+    """Returns whether every element of a structure is finite. Does not wait for the device.
 
     The result covers the calling replica only; `strategies.agree` combines all replicas.
 
     Args:
         structure: any structure of tensors, of any shape and dtype. Integers, None and an empty
-            structure are finite. Of `tf.IndexedSlices` the values are checked.
+            structure count as finite. For `tf.IndexedSlices`, the values are checked.
 
     Returns:
         Shape (), bool.

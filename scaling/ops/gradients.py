@@ -11,7 +11,7 @@ def scale_loss(loss: tf.Tensor | float, state: RuleState) -> tf.Tensor:
     """Multiplies a loss by the loss scale, in float32.
 
     The product is never computed in half precision: float16 cannot represent a scale of 2^16
-    or more. With `NoLossScale` the loss is returned as it is.
+    or more. With `NoLossScale` the loss is only cast, not multiplied.
 
     Args:
         loss: any shape, any float dtype.
@@ -19,7 +19,7 @@ def scale_loss(loss: tf.Tensor | float, state: RuleState) -> tf.Tensor:
             moved the scale in the meantime.
 
     Returns:
-        The shape of `loss`; float64 if the loss was, and float32 otherwise.
+        A tensor with the shape of `loss`: float64 if the loss is float64, and float32 otherwise.
 
     Raises:
         TypeError: if the loss does not have a float dtype, or the state has no `loss_scale`.
@@ -48,7 +48,7 @@ def scale_loss(loss: tf.Tensor | float, state: RuleState) -> tf.Tensor:
 
 
 def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
-    """Divides gradients by the loss scale that their loss was multiplied by, in float32.
+    """Divides gradients, in float32, by the loss scale that their loss was multiplied by.
 
     Exact: the scale is a power of two, so multiplying by its reciprocal restores the bits of
     the unscaled gradient, unless a value overflows or underflows. Rows of a sparse gradient

@@ -1,4 +1,4 @@
-"""The dtypes of a precision policy: for computing, for variables; and the casts between them."""
+"""The compute and variable dtypes of a precision policy, and the casts between them."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ COMPUTE_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A precision by its Keras policy name: a compute dtype, and float32 for the weights.
+    """A precision with the name of a Keras policy: a compute dtype, and float32 weights.
 
     Attributes:
         name: "float32", "mixed_float16" or "mixed_bfloat16".
@@ -40,7 +40,7 @@ class Precision:
     name: str
 
     def __post_init__(self) -> None:
-        """Rejects other names."""
+        """Rejects unknown names."""
         if self.name not in COMPUTE_DTYPES:
             raise ValueError(
                 f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {self.name!r}. "

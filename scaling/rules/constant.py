@@ -1,4 +1,4 @@
-"""The two rules that never move: a fixed loss scale, and no loss scaling."""
+"""The two rules whose scale never changes: a fixed loss scale, and no loss scaling."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -12,7 +12,7 @@ from scaling.rules.rule import normalize_numbers
 
 
 class FixedLossScaleState(NamedTuple):
-    """The state of `FixedLossScale`: the scale, which never moves.
+    """The state of `FixedLossScale`: the scale, which never changes.
 
     Example:
         >>> float(FixedLossScale(8.0).initial_state().loss_scale)
@@ -47,7 +47,7 @@ class FixedLossScale:
     needs_magnitude: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Rejects a scale that would round the gradients."""
+        """Rejects a scale that is not a power of two, which would round the gradients."""
         suggestion = nearest_power_of_two(self.loss_scale, 1024.0, low=2.0**-24, high=2.0**40)
         check_power_of_two("loss_scale", self.loss_scale, suggestion)
         normalize_numbers(self)
@@ -57,14 +57,14 @@ class FixedLossScale:
         return FixedLossScaleState(tf.constant(self.loss_scale))
 
     def advance(self, state: FixedLossScaleState, verdict: VerdictLike) -> FixedLossScaleState:
-        """Returns the only state of this rule, even if `state` was saved with another scale."""
+        """Returns the state with this rule's scale, even if `state` was saved with another one."""
         check_state(state, FixedLossScaleState)
         as_verdict(verdict)
         return self.initial_state()
 
 
 class NoLossScaleState(NamedTuple):
-    """The state of `NoLossScale`: a scale of 1, by which nothing is multiplied.
+    """The state of `NoLossScale`: a scale of 1. Nothing is multiplied by it.
 
     Example:
         >>> float(NoLossScale().initial_state().loss_scale)
@@ -76,7 +76,7 @@ class NoLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NoLossScale:
-    """No loss scaling, for float32 and bfloat16. Steps that are not finite are still skipped.
+    """No loss scaling, for float32 and bfloat16. Non-finite steps are still skipped.
 
     Source:
         Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019,

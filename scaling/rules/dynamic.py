@@ -39,8 +39,8 @@ class DynamicLossScale:
     After `growth_interval` finite steps in a row the scale is multiplied by `growth_factor`.
     An overflow restarts that count. The `hysteresis`-th overflow since the last refill, and
     every later one, multiplies the scale by `backoff_factor`. The scale never leaves
-    `[min_scale, max_scale]`. A step that was not finite for a cause that no scale can cure
-    (see `Cause`) changes nothing.
+    `[min_scale, max_scale]`. A non-finite step whose cause no scale can cure (see `Cause`)
+    changes nothing.
 
     Attributes:
         initial_scale: the first scale; a power of two within the bounds.
@@ -50,16 +50,16 @@ class DynamicLossScale:
         backoff_factor: the factor by which the scale backs off; a power of two below 1.
         min_scale: the lower bound of the scale; a power of two, at least 2^-126.
         max_scale: the upper bound of the scale; a power of two, at most 2^126. The default
-            is Apex's.
+            is that of Apex.
         hysteresis: number of overflows after which the scale backs off; with 1 it backs off at
             every overflow.
-        hysteresis_refill: what resets the count of overflows. "growth": the scale has grown, so
-            that all overflows since the last growth count, whether in a row or not.
-            "finite_step": any finite step, so that only overflows in a row count.
+        hysteresis_refill: what resets the count of overflows. With "growth", it is reset when
+            the scale grows, so overflows need not be in a row to count. With "finite_step", it
+            is reset by every finite step, so only overflows in a row count.
         grace_steps: number of finite steps, at the start and after each overflow, that do not
             count towards growth.
         low_scale_intervals: pairs (scale, interval). While the loss scale is below `scale`,
-            the growth interval is `interval` if that is shorter.
+            the growth interval is at most `interval`.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
@@ -136,11 +136,11 @@ class DynamicLossScale:
         )
 
     def advance(self, state: DynamicLossScaleState, verdict: VerdictLike) -> DynamicLossScaleState:
-        """Moves the loss scale after one step. Pure: nothing but the return value changes.
+        """Moves the loss scale after one step. Pure: it changes no variables.
 
         Args:
             state: the state before the step.
-            verdict: a `Verdict`, or shape (), bool: whether every gradient on every
+            verdict: a `Verdict`, or a bool (shape ()): whether every gradient on every
                 replica was finite.
 
         Returns:
@@ -162,7 +162,7 @@ class DynamicLossScale:
 
         factor = tf.where(backs_off, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
         moved = DynamicLossScaleState(
-            # Clipped on every step, so that a state saved with other bounds enters these.
+            # Clip on every step: the state may have been saved with other bounds.
             loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
             finite_steps=tf.where(
                 verdict.overflowed, -self.grace_steps, tf.where(grows, 0, finite_steps)
@@ -184,7 +184,7 @@ class DynamicLossScale:
 
 
 def check_low_scale_intervals(pairs: Any) -> None:
-    """Raises ValueError unless `pairs` is a sequence of (power of two, number of steps)."""
+    """Raises ValueError unless `pairs` is a sequence of pairs (power of two, number of steps)."""
     if not isinstance(pairs, tuple | list) or not all(
         isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
     ):

@@ -17,7 +17,7 @@ from scaling.rules.rule import (
     select_state,
 )
 
-# One search step covers half of float16's range, so that a search cannot jump over all of it.
+# A search step moves by half of float16's range, so it cannot jump past the whole range.
 SEARCH_FACTOR = 2.0 ** (HALF_BITS // 2)
 
 
@@ -37,21 +37,21 @@ class HeadroomLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
-    """Finds its first scale by measuring, and grows only while the largest gradient leaves room.
+    """Measures its first scale, and grows only while the largest gradient leaves headroom.
 
     The first finite step with a nonzero gradient sets the scale to the largest power of two
     at which that gradient stays `headroom_bits` factors of two below the largest float16.
     Until then an overflow divides the scale by 2^20, and all-zero gradients multiply it by
-    2^20. That is half of float16's range, so one or two steps find the scale, where halving
-    from 2^40 takes twenty.
+    2^20. That is half of float16's range, so the search takes one or two steps, while halving
+    from 2^40 would take twenty.
 
     From then on, growth is considered after every `growth_interval` finite steps in a row.
     The scale is multiplied by `growth_factor` if the largest gradient of those steps would
-    still leave `headroom_bits`, and stays the same otherwise. An overflow multiplies it by
+    still leave that headroom, and stays the same otherwise. An overflow multiplies it by
     `backoff_factor`: gradients of activations can overflow in the middle of the network
-    although every variable's gradient leaves room. The scale never leaves
-    `[min_scale, max_scale]`. A step that was not finite for a cause that no scale can cure
-    (see `Cause`) changes nothing.
+    although every variable's gradient leaves headroom. The scale never leaves
+    `[min_scale, max_scale]`. A non-finite step whose cause no scale can cure (see `Cause`)
+    changes nothing.
 
     Attributes:
         initial_scale: the first scale; a power of two within the bounds.
@@ -120,7 +120,7 @@ class HeadroomLossScale:
     def advance(
         self, state: HeadroomLossScaleState, verdict: VerdictLike
     ) -> HeadroomLossScaleState:
-        """Moves the loss scale after one step. Pure: nothing but the return value changes.
+        """Moves the loss scale after one step. Pure: it changes no variables.
 
         Args:
             state: the state before the step.
@@ -145,7 +145,7 @@ class HeadroomLossScale:
     def _search(
         self, state: HeadroomLossScaleState, overflowed: tf.Tensor, magnitude: tf.Tensor
     ) -> HeadroomLossScaleState:
-        """Returns the state after a step during the search, before a gradient was measured."""
+        """Returns the state after a step during the search, before a nonzero gradient is seen."""
         flushed = ~overflowed & (magnitude == 0)
         jumped = state.loss_scale * tf.where(overflowed, 1.0 / SEARCH_FACTOR, SEARCH_FACTOR)
         measured = floor_power_of_two(self._max_scaled_magnitude() / magnitude)
@@ -183,7 +183,7 @@ class HeadroomLossScale:
 
 
 def check_headroom_bits(bits: int) -> None:
-    """Raises ValueError unless float16's range has that many factors of two."""
+    """Raises ValueError unless `bits` is an int from 0 to `HALF_BITS`."""
     remedy = "Use 4, the default"
     check_count("headroom_bits", bits, "It counts factors of two.", remedy, least=0)
     if bits > HALF_BITS:

@@ -26,7 +26,7 @@ class LogMaxLossScaleState(NamedTuple):
     steps: tf.Tensor  # shape=(), int32: number of steps in the statistics
     mean: tf.Tensor  # shape=(), float32: running mean of x, with `mean_decay`
     slow_mean: tf.Tensor  # shape=(), float32: running mean of x, with `deviation_decay`
-    variance: tf.Tensor  # shape=(), float32: of x around `slow_mean`, with `deviation_decay`
+    variance: tf.Tensor  # shape=(), float32: variance of x around `slow_mean`, same decay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +36,16 @@ class LogMaxLossScale:
     After each step, x = log2(largest gradient magnitude) enters a running mean m and a
     running standard deviation s. The scale becomes the largest power of two at which
     m + `deviations` * s still fits into float16, within `[min_scale, max_scale]`. A step
-    that overflowed has no magnitude: it counts as the x that would have been one bit too
-    large, and the scale is at least halved. If all gradients are zero, float16 has flushed
-    them: the statistics stay the same and the scale doubles. A step that was not finite for
-    a cause that no scale can cure (see `Cause`) changes nothing.
+    that overflowed has no magnitude: it counts as an x that is one bit too large for its
+    scale, and the scale is at least halved. If all gradients are zero, the rule assumes that
+    float16 has flushed them: the statistics stay the same and the scale doubles. A non-finite
+    step whose cause no scale can cure (see `Cause`) changes nothing.
 
     This version corrects two faults of the rule as published in OpenSeq2Seq. There, an
     overflow counts as x = 2^16, which kept the scale at its minimum for 11,177 steps; x = 16,
-    which may have been intended, still lowers the scale by 20 bits early in a run. And a
-    single zero gradient turns the scale into NaN for good. A third difference is that the
-    scale is always a power of two.
+    which may have been intended, still lowers the scale by 20 bits early in a run. In
+    addition, if all gradients are zero just once, the scale becomes NaN and stays NaN. A third
+    difference is that here the scale is always a power of two.
 
     Attributes:
         initial_scale: the scale until the first finite step; a power of two.
@@ -83,7 +83,7 @@ class LogMaxLossScale:
     needs_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Rejects constants with which the scale could leave its bounds or a mean never move."""
+        """Rejects constants with which the scale could leave its bounds or a mean never change."""
         check_bounds(self)
         for name in ("mean_decay", "deviation_decay"):
             value = getattr(self, name)
@@ -111,7 +111,7 @@ class LogMaxLossScale:
         )
 
     def advance(self, state: LogMaxLossScaleState, verdict: VerdictLike) -> LogMaxLossScaleState:
-        """Moves the loss scale after one step. Pure: nothing but the return value changes.
+        """Moves the loss scale after one step. Pure: it changes no variables.
 
         Args:
             state: the state before the step.
@@ -149,7 +149,7 @@ class LogMaxLossScale:
             steps=steps,
             mean=state.mean + weight * (x - state.mean),
             slow_mean=state.slow_mean + slow_weight * deviation,
-            # West's formula: the mean of squares minus the square of the mean would cancel.
+            # West's formula. Subtracting the squared mean from the mean square would lose digits.
             variance=(1.0 - slow_weight) * (state.variance + slow_weight * tf.square(deviation)),
         )
 
@@ -172,7 +172,7 @@ def log2(x: tf.Tensor) -> tf.Tensor:
 def newest_weight(decay: float, steps: tf.Tensor) -> tf.Tensor:
     """Returns the weight of the newest of `steps` values in their decaying mean; 1 for the first.
 
-    It is (1 - decay) / (1 - decay^steps), computed so that a decay near 1 loses no digits.
+    The weight is (1 - decay) / (1 - decay^steps), computed so that a decay near 1 loses no digits.
     """
     if decay == 0:
         return tf.ones([])

@@ -1,4 +1,4 @@
-"""Rules that reproduce other systems' loss scaling exactly, by the system's name.
+"""Rules that exactly reproduce the loss scaling of other systems, named after them.
 
 `tests/scaling/rules/test_presets.py` compares each preset over random histories with the system
 itself, or with a short reimplementation of it.
@@ -22,7 +22,7 @@ tolerant = partial(TolerantLossScale, tolerance=0.0, max_scale=LARGEST_SCALE)
 
 
 def flax(growth_interval: int, **fields: Any) -> DynamicLossScale:
-    """Returns Flax's rule: it compares before it counts, so an interval of N is N + 1 steps."""
+    """Returns Flax's rule. Flax compares before it counts: an interval of N takes N + 1 steps."""
     check_count(
         "growth_interval",
         growth_interval,
@@ -35,7 +35,7 @@ def flax(growth_interval: int, **fields: Any) -> DynamicLossScale:
 
 deepspeed = partial(above_one, initial_scale=2.0**16, growth_interval=1000, hysteresis=2)
 
-# By system and version, the newest last. None: the rule is the same in all versions.
+# Keyed by system, then by version, newest last. None means that all versions agree.
 PRESETS: dict[str, dict[str | None, Callable[..., LossScaleRule]]] = {
     "keras3": {"3.15": partial(unbounded, initial_scale=2.0**15, growth_interval=2000)},
     "tf_keras": {None: partial(above_one, initial_scale=2.0**15, growth_interval=2000)},
@@ -75,23 +75,24 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
                            raises it to 1 at the first overflow.
     pytorch     2.13       No bounds, like keras3. Factors must be powers of two.
     deepspeed   0.16       ZeRO's `DynamicLossScaler`: hysteresis 2, refilled by growth;
-                           floor 1, where DeepSpeed raises and the preset stays.
+                           floor 1, where DeepSpeed raises an error.
     deepspeed   0.19       Like 0.16, but the first step and the step after an overflow
                            do not count: growth on step N + 1 (since 0.17.1).
     megatron               Starts at 2^32; hysteresis 2, refilled by growth; floor 1.
     fairseq                `tolerance` 0; floor 2^-13, where fairseq, with a floor of
-                           1e-4, raises.
+                           1e-4, raises an error.
     metaseq                The interval doubles and halves with the scale; floor 2^-5.
     flax        0.12       `growth_interval` N grows on every (N + 1)-th step. Flax's
                            bounds are those of float32, which are not powers of two.
-    jmp         0.0.4      Floor 1, which jmp forgets at any tree operation.
+    jmp         0.0.4      Floor 1, which in jmp is lost in any tree operation.
     ==========  =========  ========================================================
 
     Args:
         name: the system's name.
         version: the system's version, if its rule has changed; None means the newest.
         **overrides: fields of the rule that is returned: `TolerantLossScale` for fairseq and
-            metaseq, `DynamicLossScale` otherwise. `growth_interval` counts as in that system.
+            metaseq, `DynamicLossScale` otherwise. `growth_interval` has that system's
+            meaning.
 
     Raises:
         ValueError: for a name or version that is not in the table.

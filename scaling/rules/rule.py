@@ -2,8 +2,8 @@
 
 A rule answers three questions: where the scale starts (`initial_state`), how a step's
 verdict moves it (`advance`), and whether it needs the largest gradient magnitude
-(`needs_magnitude`). A rule holds no variables. Its state is a NamedTuple of its own, whose
-first field is always `loss_scale`: shape (), float32, a power of two.
+(`needs_magnitude`). A rule holds no variables. Each rule has its own NamedTuple type for its
+state, whose first field is always `loss_scale`: shape (), float32, a power of two.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from scaling.base.verdict import Verdict, VerdictLike
 
 MAX_COUNT = 2**30  # counters are int32
 
-# Bounds that are suggested where the nearest power of two would make no sense.
+# Values that errors suggest if the power of two nearest to the rejected value is unsuitable.
 USUAL_INITIAL_SCALE = 2.0**15
 USUAL_MIN_SCALE = 2.0**-14
 USUAL_MAX_SCALE = 2.0**24
@@ -34,7 +34,7 @@ State = TypeVar("State", bound=tuple[tf.Tensor, ...])
 
 
 class LossScaleRule(Protocol):
-    """The interface of a rule. A rule of your own needs nothing else.
+    """The interface of a rule. Any class with these three members can be used as a rule.
 
     Example:
         A scale that halves at every overflow and never grows, for a `LossScaler` or a Trainer:
@@ -54,7 +54,7 @@ class LossScaleRule(Protocol):
 
     @property
     def needs_magnitude(self) -> bool:
-        """Whether `advance` reads `Verdict.max_magnitude`; it costs a pass over the gradients."""
+        """Whether `advance` reads `Verdict.max_magnitude`, which takes a pass over gradients."""
 
     def initial_state(self) -> RuleState:
         """Returns the state before the first step: a NamedTuple of tensors."""
@@ -95,16 +95,16 @@ def check_bounds(rule: Any) -> None:
     """Checks the `initial_scale`, `min_scale` and `max_scale` of a rule.
 
     Raises:
-        ValueError: if one is not a power of two, or they are not in order.
+        ValueError: if a value is not a power of two, or the values are not in order.
     """
     initial, low, high = rule.initial_scale, rule.min_scale, rule.max_scale
-    # Beyond these limits a scale fits no float16 gradient, so none is suggested.
+    # Suggest no scale outside these limits, because none is useful for float16 gradients.
     check_power_of_two(
         "initial_scale",
         initial,
         nearest_power_of_two(initial, USUAL_INITIAL_SCALE, low=2.0**-24, high=2.0**40),
     )
-    # A suggested bound leaves room between itself and the other bound.
+    # Suggest bounds that differ by at least a factor of 2, so that the scale can move.
     start = as_float(initial)
     highest_floor = (as_float(high) if is_power_of_two(high) else LARGEST_SCALE) / 2
     usual = min(USUAL_MIN_SCALE, start, highest_floor)
@@ -157,7 +157,7 @@ def check_rule(rule: Any) -> None:
 def normalize_numbers(rule: Any) -> None:
     """Converts a rule's NumPy numbers and ints to the Python types of its fields.
 
-    TensorFlow would otherwise derive the dtypes of the state from them.
+    Otherwise TensorFlow would derive the dtypes of the state's tensors from those numbers.
     """
     for field in dataclasses.fields(rule):
         if field.type in (float, int):

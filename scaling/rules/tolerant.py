@@ -37,14 +37,14 @@ class TolerantLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TolerantLossScale:
-    """Ignores single overflows and backs off when their fraction reaches `tolerance`.
+    """Tolerates single overflows, and backs off when their fraction reaches `tolerance`.
 
     Each `growth_interval`-th finite step since the last overflow multiplies the scale by
     `growth_factor`. After an overflow, the number of overflows since the last backoff is
     divided by the number of steps since the scale last moved; if the result is `tolerance` or
     more, the scale is multiplied by `backoff_factor`. The step is skipped in either case. The
-    scale never leaves `[min_scale, max_scale]`. A step that was not finite for a cause that no
-    scale can cure (see `Cause`) changes nothing.
+    scale never leaves `[min_scale, max_scale]`. A non-finite step whose cause no scale can
+    cure (see `Cause`) changes nothing.
 
     Attributes:
         initial_scale: the first scale; a power of two within the bounds.
@@ -126,11 +126,11 @@ class TolerantLossScale:
     def advance(
         self, state: TolerantLossScaleState, verdict: VerdictLike
     ) -> TolerantLossScaleState:
-        """Moves the loss scale after one step. Pure: nothing but the return value changes.
+        """Moves the loss scale after one step. Pure: it changes no variables.
 
         Args:
             state: the state before the step.
-            verdict: a `Verdict`, or shape (), bool: whether every gradient on every
+            verdict: a `Verdict`, or a bool (shape ()): whether every gradient on every
                 replica was finite.
 
         Returns:
@@ -153,7 +153,7 @@ class TolerantLossScale:
 
         factor = tf.where(backs_off, self.backoff_factor, tf.where(grows, self.growth_factor, 1.0))
         moved = TolerantLossScaleState(
-            # Clipped on every step, so that a state saved with other bounds enters these.
+            # Clip on every step: the state may have been saved with other bounds.
             loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
             finite_steps=tf.where(overflowed, 0, finite_steps),
             steps=tf.where(grows | backs_off, 0, steps),

@@ -1,9 +1,10 @@
-"""Simulates rules on a run's recorded gradients: what would they have done in that run?
+"""Simulates what rules would have done in a run, using its recorded gradients.
 
 The simulation makes these assumptions:
 
-- A step that the run skipped has no recorded magnitude. It gets that of the next applied step, or
-  of the last one at the end of the run, and it overflows at every scale from the recorded one up.
+- A step that the run skipped has no recorded magnitude. It is given that of the next applied
+  step or, at the end of the run, of the last applied one. An overflow is assumed to occur at the
+  recorded scale and at every larger one.
 - Overflows of a run in float32 or bfloat16 cannot be cured by any scale, because these formats
   have far more range than float16.
 - The weights are always those of the recorded run, even where a rule would have skipped other
@@ -28,7 +29,7 @@ from scaling.telemetry.stats import flushed_share
 
 
 class StepEvidence(NamedTuple):
-    """How each recorded step behaves at other scales. Each field has shape (steps,)."""
+    """What the record shows about each step at other scales. Each field has shape (steps,)."""
 
     # float32: the largest unscaled magnitude. A skipped step has that of the next applied step,
     # or of the last applied one; 0 if no step was applied.
@@ -42,7 +43,7 @@ class StepEvidence(NamedTuple):
 class Outcome:
     """The result of simulating a rule."""
 
-    name: str  # the rule, as `parse_rule` takes it
+    name: str  # the rule, as text that `parse_rule` accepts
     loss_scale: np.ndarray  # shape=(steps,), float32: the scale of each step
     skipped: np.ndarray  # shape=(steps,), bool: whether the step would have been skipped
     below_best: int  # number of steps at a scale below the best fixed scale
@@ -50,7 +51,7 @@ class Outcome:
 
 
 def gather_evidence(record: Record) -> StepEvidence:
-    """Returns what the record tells about its steps at scales other than the recorded ones."""
+    """Returns what the record shows about its steps at scales other than the recorded ones."""
     is_float16 = record.precision == "mixed_float16"
     out_of_range = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
     overflowed = out_of_range & is_float16
@@ -103,7 +104,7 @@ def play(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
         )
         return scales.stack(), skips.stack()
 
-    # Called only once, so a concrete function saves the checks for retracing.
+    # The function is called only once, so skip the checks for retracing.
     scales, skipped = tf.function(all_steps).get_concrete_function()()
     return scales.numpy(), skipped.numpy()
 
@@ -139,7 +140,7 @@ def compare(record: Record, rules: Iterable[str]) -> list[Outcome]:
 
     Args:
         record: the recorded run.
-        rules: rules as text, as `parse_rule` takes them.
+        rules: rules as text, as `parse_rule` accepts them.
     """
     recorded = summarize("as recorded", record.loss_scale, record.skipped, record)
     simulated = [summarize(text, *play(parse_rule(text), record), record) for text in rules]

@@ -1,4 +1,4 @@
-"""Recommends a loss scale for given gradients, and says what it would lose."""
+"""Recommends a loss scale for given gradients, and estimates what would underflow."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from scaling.telemetry.stats import GradientStats, flushed_share
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """A loss scale, and what float16 would flush to zero with it. Prints as text.
+    """A recommended loss scale, and what float16 would flush to zero at it. `str` gives a text.
 
     Example:
         >>> advice = Recommendation(8192.0, {"conv1": 0.004}, "Reason.")
@@ -47,12 +47,12 @@ def recommend(
         stats: statistics of one step's gradients, preferably computed in float32 (see
             `gradient_stats`).
         names: one name per gradient, such as `[v.path for v in model.trainable_variables]`;
-            None numbers them.
+            with None, the gradients are numbered.
         headroom_bits: number of factors of two to leave between the largest gradient and
             65504; the default is that of `HeadroomLossScale`.
 
     Returns:
-        The scale, and the fraction of each variable that it would lose.
+        The scale, and the fraction of each variable's elements that it would flush to zero.
 
     Raises:
         TypeError: if `stats` is not a `GradientStats`.

@@ -1,8 +1,8 @@
-"""Recorded gradients of a run: the lines that a run writes, and the record read back from them.
+"""Writes the lines that record a run's gradients, and reads them back.
 
 Each line of `metrics.jsonl` with `"split": "gradients"` covers the steps up to `"step"`. For each
-step it has the loss scale, the cause, and the largest unscaled gradient magnitude. For all of
-them together it has a histogram: how many elements of the applied gradients had which binary
+step it has the loss scale, the cause, and the largest unscaled gradient magnitude. It also has one
+histogram over all of these steps: the number of elements of the applied gradients with each binary
 exponent.
 """
 
@@ -24,14 +24,15 @@ SPLIT = "gradients"
 class Record:
     """A run's gradients, step by step: NumPy arrays of shape (steps,), unless noted otherwise."""
 
-    precision: str  # of the run; only "mixed_float16" was limited to float16's range
+    precision: str  # the run's precision; only "mixed_float16" was limited to float16's range
     shares: int  # number of separate backward passes per batch: replicas times microbatches
     step: np.ndarray  # int64
     loss_scale: np.ndarray  # float32: the scale that the step used
     cause: np.ndarray  # int32: a `Cause`
-    max_magnitude: np.ndarray  # float32: unscaled; NaN where the step was skipped
+    max_magnitude: np.ndarray  # float32: largest unscaled magnitude; NaN in skipped steps
     interval: np.ndarray  # int64: the row of `counts` to which the step belongs
-    counts: np.ndarray  # shape=(intervals, COUNTS), float32: as in `GradientStats`
+    # shape=(intervals, COUNTS), float32: a histogram per line, as in `GradientStats.counts`
+    counts: np.ndarray
 
     @property
     def skipped(self) -> np.ndarray:
@@ -116,7 +117,7 @@ class _Row(NamedTuple):
 
 
 def parse_record(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Record:
-    """Returns the record in some lines of a `metrics.jsonl`; see `read_record`.
+    """Parses the record from the lines of a `metrics.jsonl`; see `read_record`.
 
     Args:
         lines: pairs of a line's number and its text.

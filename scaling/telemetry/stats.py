@@ -9,8 +9,8 @@ from scaling.base.number_formats import HALF_FLUSHED, HALF_NORMAL, ceil_log2, ch
 from scaling.base.types import Gradient, RuleState, Structure
 from scaling.ops.gradients import at_least_float32, coalesce
 
-# A magnitude in (2^(e-1), 2^e] is counted in the column of exponent e. Smaller and larger
-# magnitudes are counted in the first and the last column.
+# A magnitude in (2^(e-1), 2^e] is counted in the column of exponent e. Smaller
+# magnitudes are counted in the first column, larger ones in the last.
 LOWEST_EXPONENT = -96
 HIGHEST_EXPONENT = 31
 EXPONENTS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
@@ -29,9 +29,11 @@ class GradientStats(NamedTuple):
         [0.25, 0.25, 0.0]
     """
 
-    loss_scale: tf.Tensor  # shape=(), float32: the scale the gradients were computed at
-    counts: tf.Tensor  # shape=(variables, COUNTS), float32: elements by exponent, 0, inf, NaN
-    max_magnitude: tf.Tensor  # shape=(variables,), float32: of finite elements, unscaled
+    loss_scale: tf.Tensor  # shape=(), float32: the scale at which the gradients were computed
+    # shape=(variables, COUNTS), float32: number of elements with each exponent, then the numbers
+    # of zeros, infs and NaNs
+    counts: tf.Tensor
+    max_magnitude: tf.Tensor  # shape=(variables,), float32: largest finite magnitude, unscaled
 
     @property
     def size(self) -> tf.Tensor:
@@ -40,7 +42,7 @@ class GradientStats(NamedTuple):
 
     @property
     def zero_count(self) -> tf.Tensor:
-        """Number of zeros, flushed elements included: shape (variables,), float32."""
+        """Number of zeros, including flushed elements: shape (variables,), float32."""
         return self.counts[:, ZERO]
 
     @property
@@ -64,13 +66,14 @@ class GradientStats(NamedTuple):
         return tf.math.divide_no_nan(low + self.zero_count, self.size)
 
     def flushed(self, factor: float = 1.0) -> tf.Tensor:
-        """Returns the fraction of elements that float16 flushes to zero, at any loss scale.
+        """Returns the fraction of elements that float16 flushes to zero at a multiple of the scale.
 
         These are the nonzero elements that are at most 2^-25 after scaling.
 
         Args:
-            factor: by what to multiply the loss scale; a power of two. With 1 the scale is the
-                current one, with 2 it has grown once, with 0.5 it has backed off once.
+            factor: the factor by which to multiply the loss scale; a power of two. For example,
+                1 means the current scale, 2 the scale after one growth, and 0.5 the scale after
+                one backoff.
 
         Returns:
             Shape (variables,), float32, in [0, 1].
@@ -85,16 +88,16 @@ class GradientStats(NamedTuple):
 def gradient_stats(gradients: Structure, state: RuleState) -> GradientStats:
     """Counts gradient elements by magnitude. Does not wait for the device.
 
-    Costs one or two passes over the gradients. If they were computed in float16, elements
-    that it flushed are already zeros, and `flushed()` tells only what a smaller scale would
-    flush in addition. Gradients that were computed in float32 give the full answer for every
+    Costs one or two passes over the gradients. If the gradients were computed in float16,
+    flushed elements are already zeros, and `flushed()` reports only what a smaller scale would
+    flush in addition. If they were computed in float32, `flushed()` is complete for every
     scale.
 
     Args:
         gradients: any structure of unscaled gradients, as `unscale_gradients` returns them:
             any shape and float dtype. Rows of `tf.IndexedSlices` that share an index are
-            summed first. None has no elements.
-        state: the state that their loss was scaled with.
+            summed first. None counts as a gradient without elements.
+        state: the rule's state with which their loss was scaled.
 
     Returns:
         The counts, one row per gradient in the order of `tf.nest.flatten`. Counts above 2^24
@@ -132,17 +135,18 @@ def count_elements(gradient: Gradient) -> tuple[tf.Tensor, tf.Tensor]:
     column = tf.clip_by_value(ceil_log2(magnitude) - LOWEST_EXPONENT, 0, EXPONENTS - 1)
     column = tf.where(magnitude == 0, ZERO, column)
     column = tf.where(finite, column, tf.where(tf.math.is_nan(magnitude), NAN, INF))
-    # Not tf.math.bincount: it computes its output size, and XLA needs a constant.
+    # Not tf.math.bincount, because it computes its output size at run time, and XLA needs a
+    # constant.
     counts = tf.raw_ops.DenseBincount(
         input=column, size=COUNTS, weights=tf.zeros([0], tf.int32), binary_output=False
     )
-    # The appended 0 is the maximum of a gradient without elements.
+    # Append a 0, so that the maximum is 0 for a gradient without elements.
     largest = tf.reduce_max(tf.concat([tf.where(finite, magnitude, 0.0), [0.0]], axis=0))
     return tf.cast(counts, tf.float32), largest
 
 
 def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
-    """Returns the fraction of elements that are not zero but would be flushed by float16.
+    """Returns the fraction of elements that are nonzero but would be flushed to zero by float16.
 
     Args:
         counts: shape (rows, COUNTS), float32.
@@ -156,7 +160,7 @@ def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
 
 
 def magnitudes_up_to(bound: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Returns, per row, how many nonzero elements are at most a power of two: shape (rows,)."""
+    """Returns each row's number of nonzero elements up to a power of two: shape (rows,)."""
     exponents = tf.range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
     return tf.reduce_sum(
         tf.where(exponents <= ceil_log2(bound), counts[:, :EXPONENTS], 0.0), axis=1
