@@ -232,7 +232,7 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
         (path / "ballast").unlink()
         log.write_text(log.read_text().replace(" " * 50, ""))
     else:
-        assert error.__notes__ == [f"raised at step {FAULT}, which is saved"]
+        assert error.__notes__ == [f"raised at step {FAULT}. The run was saved."]
         (path / "aside").rename(log)
     assert str(error) == (
         f"The log in {path} could not be written: [Errno 28] No space left on device. Everything up to "
@@ -259,7 +259,7 @@ def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
     with pytest.raises(CheckpointError) as error:
         finish(trainer)
 
-    assert error.value.__notes__ == ["raised at step 2, which is saved"]
+    assert error.value.__notes__ == ["raised at step 2. The run was saved."]
     assert steps_saved(tmp_path) == [2]
 
     other = tmp_path / "other"
@@ -488,7 +488,9 @@ def test_a_run_that_has_diverged_is_not_saved_because_a_hook_raises(tmp_path):
     with pytest.raises(ZeroDivisionError) as error:
         finish(Diverging(tmp_path, divergence=divergence))
 
-    assert error.value.__notes__ == ["raised at step 2, which is not saved: the run has diverged"]
+    assert error.value.__notes__ == [
+        "raised at step 2. The run was not saved, because it has diverged."
+    ]
     assert steps_saved(tmp_path) == [0]
 
 
@@ -565,7 +567,7 @@ def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
         assert "ValueError: no such record" in str(error.value)
     else:
         assert str(error.value) == f"in {place}"
-    assert error.value.__notes__ == [f"raised at step {FAULT}, which is saved"]
+    assert error.value.__notes__ == [f"raised at step {FAULT}. The run was saved."]
     assert steps_saved(tmp_path) == [INTERVAL, FAULT]
     healthy = trainer("")
     assert_resumes(tmp_path, FAULT, undisturbed, trainer=healthy)

@@ -1,1 +1,1 @@
-"""A run from its parts to its end."""
+"""Runs the training: builds the parts, takes the steps, saves, resumes and recovers."""

@@ -1,4 +1,4 @@
-"""Makes the objects that a trainer works with, checks them, and restores a checkpoint."""
+"""Builds the parts of a trainer, checks them, and restores a checkpoint."""
 
 import functools
 import pathlib
@@ -23,16 +23,16 @@ from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.types import Batch, MetricsByName, Optimizers
 
-# Names of `TrainState`'s variables in a checkpoint, where they differ from their names in the code:
-# checkpoints of older versions must stay readable.
+# Names in a checkpoint of those variables of `TrainState` that have a different name in the code.
+# The old names are kept so that checkpoints of older versions stay readable.
 SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
 
-# Calls the model with (batch, training), so that it creates its variables.
+# A function of (batch, training) that calls the model, which then creates its variables.
 Forward = Callable[..., Any]
 
 
 class PartsOfPlan(TypedDict):
-    """Those fields of `Parts` that depend on the step's plan."""
+    """The fields of `Parts` that depend on the step's plan."""
 
     plan: StepPlan
     run_steps: RunSteps
@@ -41,15 +41,16 @@ class PartsOfPlan(TypedDict):
 
 
 def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
-    """Builds what is not built yet, checks it, and restores a checkpoint if there is one.
+    """Builds the parts of a trainer, checks them, and restores a checkpoint if there is one.
 
     Args:
         trainer: the trainer.
-        batch: the first batch.
-        forward: (batch, training) -> anything: calls the model, if it needs that to be built.
+        batch: the first global batch.
+        forward: a function of (batch, training) that calls the model. It is used if the model
+            creates its variables when it is first called.
 
     Raises:
-        TypeError, ValueError: if model, optimizer or checkpoint do not fit.
+        TypeError, ValueError: if the model, the optimizer or the checkpoint cannot be used.
     """
     model, strategy = trainer.model, trainer.strategy
     check_model(model, trainer.precision)
@@ -62,7 +63,7 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
         checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
         if not checkpoints.restore() and trainer.checkpoint_config.init_from:
             warm_start(pathlib.Path(trainer.checkpoint_config.init_from), model)
-    # Made outside the strategy's scope: a plain variable, which other threads can assign.
+    # Created outside the strategy's scope, as a plain variable that other threads can set.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     depending = parts_of_plan(trainer, plan, state, stop)
     return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **depending)
@@ -71,7 +72,7 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
 def parts_of_plan(
     trainer: RunnableTrainer, plan: StepPlan, state: TrainState, stop: tf.Variable
 ) -> PartsOfPlan:
-    """Returns the parts that depend on the plan, by name."""
+    """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
     return {
         "plan": plan,
         "run_steps": make_loop(trainer, plan, state, stop),
@@ -93,7 +94,7 @@ def make_loop(
     """Returns the function that takes many steps in one call."""
     strategy = trainer.strategy
     if strategies.capabilities(strategy).asynchronous:
-        return RemoteSteps(  # type: ignore[return-value]  # it is never traced as a whole
+        return RemoteSteps(  # type: ignore[return-value]  # never traced as a whole
             trainer.train_step, strategy, state.halted, stop, state.outcomes
         )
     loop = functools.partial(
@@ -109,13 +110,13 @@ def make_loop(
 
 
 def build_metrics(trainer: RunnableTrainer) -> Metrics:
-    """Makes the metrics of the training, and those of evaluations."""
+    """Creates one set of metrics for training and another for evaluation."""
     made = Metrics(trainer.build_metrics(), trainer.build_metrics())
     for metrics in made:
         if not isinstance(metrics, dict):
             raise TypeError(
-                f"`metrics` must return a dict of metrics by name; got {type(metrics).__name__}. "
-                "The names stand in the log. Return for example "
+                "`metrics` must return a dict of metrics keyed by name; got "
+                f"{type(metrics).__name__}. The names appear in the log. Return for example "
                 '{"accuracy": keras.metrics.Accuracy()}.'
             )
     return made
@@ -127,7 +128,7 @@ def make_checkpoints(
     metrics: MetricsByName,
     model_dir: pathlib.Path | None,
 ) -> Checkpoints:
-    """Returns the checkpoints of a run: everything of the trainer's that holds variables."""
+    """Returns the checkpoints of a run, which hold all variables of its trainer."""
     model, optimizers = trainer.model, optimizers_by_item(trainer.optimizer)
     own = {
         SAVED_AS.get(name, name): each
@@ -152,7 +153,7 @@ def make_checkpoints(
 
 
 def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
-    """Returns the items, or raises ValueError if one has a name that is taken."""
+    """Returns the items; raises ValueError if the name of one is already taken."""
     for name in items:
         if name in (*taken, "trainer"):
             raise ValueError(
@@ -163,10 +164,11 @@ def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:
-    """Calls a model once if it creates its variables when it is called."""
+    """Calls the model once if it creates its variables when it is first called."""
     model = trainer.model
     if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
-        # With one example, and in a stateless scope: variables are created, but none is assigned.
+        # One example is enough to create the variables. The stateless scope keeps the call from
+        # assigning to them.
         one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
@@ -201,7 +203,7 @@ def make_plan(trainer: RunnableTrainer) -> StepPlan:
 
 
 def optimizers_by_item(optimizer: Optimizers) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns the optimizers by their names in a checkpoint."""
+    """Returns the optimizers, keyed by their names in a checkpoint."""
     if isinstance(optimizer, dict):
         return {f"optimizer_{name}": one for name, one in optimizer.items()}
     return {"optimizer": optimizer}
@@ -221,7 +223,7 @@ def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -
 
 
 def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
-    """Returns the settings that must be the same for a step to end in the same way."""
+    """Returns the settings that must be the same when a recorded step is run again."""
     return {
         "precision": trainer.precision.name,
         "jit_compile": trainer.jit_compile,

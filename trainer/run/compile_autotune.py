@@ -1,8 +1,9 @@
-"""`jit_compile="auto"`: measures what XLA should compile, on a run's own first batch.
+"""`jit_compile="auto"`: measures what XLA should compile, on the first batch of a run.
 
-Before its first step, a run that is long enough to make up for it takes some steps in every
-compile mode that may pay. Then every bit is put back, the fastest mode is kept, and
-`model_dir/jit_compile.json` records it, so that a resumed run computes in the same mode.
+Measuring takes time, so only long runs do it. Before its first step, such a run times some steps
+in each compile mode that may be the fastest. Then all variables are restored exactly, the fastest
+mode is kept, and `model_dir/jit_compile.json` records it, so that a resumed run computes in the
+same mode.
 """
 
 import contextlib
@@ -31,25 +32,25 @@ from trainer.step.xla import COMPILE_MODES, check_compile_mode
 
 CompileMode = bool | str
 
-MIN_STEPS = 1000  # runs with fewer steps would not make up for the time of measuring
-MAX_SECS = 15.0  # no mode is begun that would not be ready by then
-TURN_SECS = 0.2  # duration of one turn of a mode; at least one step
+MIN_STEPS = 1000  # in shorter runs, measuring takes longer than it saves
+MAX_SECS = 15.0  # a mode that would not be ready within this time is not tried
+TURN_SECS = 0.2  # duration of one turn of a mode; a turn takes at least one step
 TURNS = 5
 TOO_SLOW = 1.3  # a mode this many times as slow as the best gets no further turn
-AS_GOOD = 1.03  # a mode at most this many times as slow as the best is taken if tried earlier
+AS_GOOD = 1.03  # the earliest mode at most this many times as slow as the best is chosen
 FILE = "jit_compile.json"
 
 
 class Choice(NamedTuple):
     """The result of a measurement."""
 
-    jit_compile: CompileMode  # the fastest mode, or the first that is as good
+    jit_compile: CompileMode  # the first mode that is as good as the fastest; see `AS_GOOD`
     millisecs: dict[CompileMode, float]  # median time of a step in each mode that was tried
     secs: float  # duration of the measurement
-    parts: Parts  # of a trainer in the chosen mode, with its loop traced and compiled
+    parts: Parts  # the trainer's parts in the chosen mode; the loop is traced and compiled
 
     def __str__(self) -> str:
-        """For instance "XLA compiles nothing: 4.1 ms a step (...); measured in 8.0 s"."""
+        """Returns for example "XLA compiles nothing: 4.1 ms a step (...); measured in 8.0 s"."""
         others = ", ".join(
             f"{COMPILE_MODES[mode]} {millisecs:.3g}"
             for mode, millisecs in self.millisecs.items()
@@ -63,13 +64,14 @@ class Choice(NamedTuple):
 def initial_compile_mode(
     jit_compile: CompileMode, precision: scaling.Precision, strategy: tf.distribute.Strategy
 ) -> CompileMode:
-    """Returns the compile mode of a run before anything has been measured.
+    """Returns the compile mode that a run begins with, before anything has been measured.
 
-    For "auto" it is True in half precision on a CPU for which TensorFlow has no fast kernels: its
-    convolutions are scalar loops there, up to hundreds of times slower.
+    "auto" begins with False. The exception is half precision on a CPU for which TensorFlow has no
+    fast kernels: TensorFlow would compute convolutions in scalar loops, up to hundreds of times
+    slower, so "auto" begins with True and XLA compiles them.
 
     Raises:
-        ValueError: if there is no such mode, or the strategy does not allow it.
+        ValueError: if `jit_compile` is not a compile mode, or the strategy does not allow it.
     """
     check_choice("jit_compile", jit_compile, ("auto", *COMPILE_MODES))
     if jit_compile != "auto":
@@ -82,11 +84,11 @@ def initial_compile_mode(
 
 @functools.cache
 def has_only_scalar_kernels(dtype: str) -> bool:
-    """Returns whether TensorFlow computes a half precision on this CPU in scalar loops.
+    """Returns whether TensorFlow computes a half-precision dtype on this CPU in scalar loops.
 
-    It has no fast float16 kernels, and fast bfloat16 kernels only for processors with AVX-512 or
-    similar. There is no function to ask, so the gradient of a convolution is timed: with AVX2
-    alone it is 15 times as slow as in float32.
+    TensorFlow has no fast float16 kernels, and has fast bfloat16 kernels only for processors with
+    AVX-512 or similar. No function reports this, so the gradient of a convolution is timed: on a
+    processor with AVX2 alone, it is 15 times as slow in bfloat16 as in float32.
     """
     return dtype == "float16" or gradient_secs(dtype) > 4 * gradient_secs("float32")
 
@@ -110,7 +112,10 @@ def gradient_secs(dtype: str) -> float:
 
 
 def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
-    """Returns the modes that may pay, the likeliest first. A single one needs no measuring."""
+    """Returns the modes that may be the fastest, the most likely first.
+
+    If there is only one mode, nothing needs to be measured.
+    """
     found = strategies.capabilities(trainer.strategy)
     several_processes = found.asynchronous or found.multi_worker
     if several_processes or found.decides_in_replica or plan.jit_compile is True:
@@ -118,7 +123,7 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
     unfused = any(fused_rule(objective.optimizer) is None for objective in plan.objectives)
     update: list[CompileMode] = ["update"] if unfused and found.num_replicas == 1 else []
     if trainer.precision.compute_dtype == "bfloat16" and found.on_cpu:
-        # XLA's own products do not use a processor's bfloat16 instructions.
+        # XLA's matrix products do not use the processor's bfloat16 instructions: try True last.
         return [False, "elementwise", *update, True]
     return [False, True, *update, "elementwise"]
 
@@ -130,17 +135,18 @@ def settle(
     steps: int,
     use: Callable[[Parts], None],
 ) -> Choice | None:
-    """Decides on a compile mode, and lets the trainer go on in it.
+    """Chooses a compile mode and switches the trainer to it.
 
     Args:
         trainer: a trainer with jit_compile="auto" that has started.
-        parts: what it works with.
-        data: what it is about to train on.
-        steps: number of steps it is about to take.
-        use: makes the trainer work with other parts. A user's own `train_step` finds them there.
+        parts: the trainer's parts, from `build`.
+        data: the training data.
+        steps: number of steps from here to the end of the run.
+        use: a function that replaces the trainer's parts, so that a `train_step` that a user has
+            overridden computes with the new ones.
 
     Returns:
-        What was measured, if anything was.
+        The result of the measurement; None if nothing was measured.
     """
     modes, choice = modes_to_try(trainer, parts.plan), None
     if parts.checkpoints.latest:
@@ -170,24 +176,24 @@ def measure(
     modes: list[CompileMode],
     use: Callable[[Parts], None],
 ) -> Choice | None:
-    """Takes steps in every mode, in turn, and puts everything back bit for bit.
+    """Times steps in each mode, in turn, and restores all variables exactly.
 
     Args:
         trainer: a trainer that has started.
-        parts: what it works with.
-        data: its first batch is used again and again.
-        modes: what to compare.
+        parts: the trainer's parts, from `build`.
+        data: the training data; only its first batch is used, repeatedly.
+        modes: the modes to compare.
         use: see `settle`.
 
     Returns:
-        The result; None if somebody has asked the run to stop, or no step can be taken.
+        The result; None if the run was asked to stop, or if no step can be taken.
     """
     began = time.perf_counter()
     dataset = repeat_first_batch(data)
     secs: dict[CompileMode, list[float]] = {}
     steps: dict[CompileMode, int] = {}
     candidates: dict[CompileMode, Parts] = {}
-    longest = 0.0  # seconds that a mode took to be ready
+    longest = 0.0  # maximum number of seconds that a mode has needed to get ready
     with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
         afterwards.callback(use, parts)
         for mode in modes:
@@ -212,25 +218,25 @@ def measure(
 
 
 def still_promising(secs: dict[CompileMode, list[float]]) -> list[CompileMode]:
-    """Returns the modes whose best turn is not far slower than the best of all."""
+    """Returns the modes whose best turn is at most `TOO_SLOW` times as slow as the fastest."""
     best = min(min(turns) for turns in secs.values())
     return [mode for mode, turns in secs.items() if min(turns) <= TOO_SLOW * best]
 
 
 def seconds_per_step(parts: Parts, dataset: tf.data.Dataset, steps: int) -> float:
-    """Returns the time of a step, averaged over some; inf if not all of them could be taken."""
+    """Returns the mean time of `steps` steps; inf if not all of them could be taken."""
     iterator = iter(dataset)
     began = time.perf_counter()
     try:
         report, _ = parts.run_steps(iterator, tf.constant(steps))
-    except tf.errors.OpError:  # XLA knows no strings, for instance
+    except tf.errors.OpError:  # for example, XLA does not support strings
         return math.inf
     taken = len(report.loss.numpy())
     return (time.perf_counter() - began) / steps if taken == steps else math.inf
 
 
 def read_choice(model_dir: pathlib.Path | None) -> CompileMode | None:
-    """Returns the mode that an earlier start of the run has chosen; None if there is none."""
+    """Returns the mode that was chosen when the run was first started; None if none was."""
     try:
         return json.loads((model_dir / FILE).read_text())["jit_compile"] if model_dir else None
     except (OSError, ValueError, KeyError):
@@ -238,7 +244,7 @@ def read_choice(model_dir: pathlib.Path | None) -> CompileMode | None:
 
 
 def write_choice(model_dir: pathlib.Path | None, choice: Choice) -> None:
-    """Writes a choice to a file, whole or not at all."""
+    """Writes a choice to `model_dir`, atomically."""
     if model_dir is None:
         return
     millisecs = {COMPILE_MODES[mode]: round(value, 3) for mode, value in choice.millisecs.items()}

@@ -1,4 +1,4 @@
-"""Before a long run: a step, an evaluation and a checkpoint are tried and put back bit for bit."""
+"""Tries a step, an evaluation and a checkpoint before a long run, and restores all variables."""
 
 import math
 import pathlib
@@ -30,8 +30,8 @@ class DryRun(NamedTuple):
     loss: float  # loss of the first step, unscaled
     evaluation: dict[str, float] | None  # results on one batch; None without `eval_data`
     checkpoint_bytes: int
-    restored: bool  # whether reading the checkpoint restored every bit
-    traces: int  # number of times that two steps were traced; more than 1 is a defect of the model
+    restored: bool  # whether reading the checkpoint restored the weights exactly
+    traces: int  # number of traces in two steps; more than 1 means that the model retraces
     replicas: int
     replicas_equal: bool  # whether all replicas had the same weights after the steps
     memory: Memory
@@ -44,7 +44,7 @@ class DryRun(NamedTuple):
         return equal and self.traces == 1 and math.isfinite(self.loss)
 
     def __str__(self) -> str:
-        """A line for each finding."""
+        """Returns one line for each finding."""
         evaluation = format_results(self.evaluation) if self.evaluation else "no eval_data"
         restored = "bit for bit" if self.restored else "BITS LOST"
         equal = "equal to the bit" if self.replicas_equal else "NOT EQUAL"
@@ -68,7 +68,7 @@ class Overfit(NamedTuple):
     skipped: int  # number of skipped steps
 
     def __str__(self) -> str:
-        """For instance "one batch, 100 steps: loss 2.3021 -> 0.0004, 8 skipped"."""
+        """Returns for example "one batch, 100 steps: loss 2.3021 -> 0.0004, 8 skipped"."""
         finite = self.losses[np.isfinite(self.losses)]
         path = f"{finite[0]:.4f} -> {finite[-1]:.4f}" if len(finite) else "never finite"
         return f"one batch, {len(self.losses)} steps: loss {path}, {self.skipped} skipped"
@@ -80,13 +80,13 @@ def dry_run(
     data: Batches,
     evaluate: Callable[[], dict[str, float] | None] | None,
 ) -> DryRun:
-    """Tries once everything that a run does; see `Trainer.dry_run`.
+    """Tries everything that a run does; see `Trainer.dry_run`.
 
     Args:
         trainer: a trainer that has started.
-        parts: what it works with.
+        parts: the trainer's parts, from `build`.
         data: the training data.
-        evaluate: returns the results on one batch; None evaluates nothing.
+        evaluate: a function that returns the results on one batch; None for no evaluation.
     """
     began = time.perf_counter()
     with put_back(trainer, parts):
@@ -96,7 +96,7 @@ def dry_run(
         traced = parts.run_steps.experimental_get_tracing_count()
         parts.run_steps(iterator, tf.constant(1))
         retraced = parts.run_steps.experimental_get_tracing_count() - traced
-        # Compared before a checkpoint is read, which gives all replicas the same values.
+        # Compare the replicas now: reading a checkpoint will give all of them the same values.
         equal = replicas_equal(parts.plan)
         evaluation = evaluate() if evaluate else None
         with tempfile.TemporaryDirectory() as scratch:
@@ -116,7 +116,7 @@ def dry_run(
 
 
 def overfit(trainer: RunnableTrainer, parts: Parts, data: Batches, steps: int) -> Overfit:
-    """Trains on the first batch again and again, and puts everything back."""
+    """Trains on the first batch repeatedly, then restores all variables exactly."""
     dataset = repeat_first_batch(data)
     with put_back(trainer, parts):
         report, _ = parts.run_steps(iter(dataset), tf.constant(steps))
@@ -127,20 +127,22 @@ def overfit(trainer: RunnableTrainer, parts: Parts, data: Batches, steps: int) -
 def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | None = None) -> int:
     """Returns the smallest number of microbatches at which a step fits into memory.
 
-    It tries a replica's whole share first, and halves it as long as TensorFlow runs out of memory.
-    The global batch, and so the result of training, stays the same.
+    The search begins with one microbatch, and doubles the number for as long as TensorFlow runs
+    out of memory. The global batch does not change, so the result of training stays the same.
 
     Args:
-        make: returns a new trainer for a `num_microbatches`; each is tried with a dry run.
+        make: a function that returns a new trainer for a given `num_microbatches`. Each trainer is
+            tried with a dry run.
         data: as for `Trainer.train`.
         global_batch: the batch size, if `data` is arrays.
 
     Returns:
-        A `num_microbatches`: the smallest power of two that fits.
+        The first `num_microbatches` that fits: a power of two, or the number of examples in a
+        replica's share of the batch.
 
     Raises:
         TypeError: if `make` is not a function.
-        ValueError: if not even one example at a time fits.
+        ValueError: if a step does not fit even with one example per microbatch.
 
     Example:
         >>> import keras, numpy as np
@@ -155,8 +157,8 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
     """
     if not callable(make):
         raise TypeError(
-            f"`make` must be a function; got {type(make).__name__}. It makes a trainer for each "
-            "trial. Pass for example lambda parts: Digits(num_microbatches=parts)."
+            f"`make` must be a function; got {type(make).__name__}. The function makes a trainer "
+            "for each trial. Pass for example lambda parts: Digits(num_microbatches=parts)."
         )
     parts = 1
     while True:
@@ -177,17 +179,17 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of what an error says, without a full stop."""
+    """Returns the first line of an error message, without a period at its end."""
     return str(error).splitlines()[0].removesuffix(".")
 
 
 def save_and_restore(
     trainer: RunnableTrainer, parts: Parts, folder: pathlib.Path
 ) -> tuple[int, bool]:
-    """Writes a checkpoint, zeroes the weights, and reads it.
+    """Writes a checkpoint, sets the weights to zero, and restores the checkpoint.
 
     Returns:
-        The size of the checkpoint in bytes, and whether every bit of the weights came back.
+        The size of the checkpoint in bytes, and whether the weights were restored exactly.
     """
     strategy = trainer.strategy
     checkpoints = make_checkpoints(trainer, parts.state, parts.metrics.train, folder)
@@ -206,7 +208,7 @@ def save_and_restore(
 
 
 def replicas_equal(plan: StepPlan) -> bool:
-    """Returns whether every replica has the same weights, and statistics, to the bit."""
+    """Returns whether all replicas have exactly the same weights and statistics."""
     found = [copies_of(variable, plan.strategy) for variable in plan.model.variables]
     return all(same_bits(copy, copies[0]) for copies in found for copy in copies)
 

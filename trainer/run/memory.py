@@ -12,7 +12,7 @@ from trainer.run.build import optimizers_by_item
 from trainer.run.protocol import RunnableTrainer
 from trainer.step.types import Batch
 
-# Operations whose outputs are no new numbers.
+# Types of operations whose outputs are not computed, only read or reshaped.
 NOT_COUNTED = {"Const", "Placeholder", "ReadVariableOp", "Identity", "Reshape"}
 
 
@@ -22,10 +22,10 @@ class Memory(NamedTuple):
     weights: int  # all variables of the model
     slots: int  # variables of the optimizers
     gradients: int  # in float32
-    activations: int  # of the forward pass over one microbatch: an order of magnitude
+    activations: int  # outputs in the forward pass over one microbatch; a rough estimate
 
     def __str__(self) -> str:
-        """For instance "about 3.0 MB a replica: weights 605.6 kB, ..."."""
+        """Returns for example "about 3.0 MB a replica: weights 605.6 kB, ..."."""
         parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in self._asdict().items())
         return f"about {format_bytes(sum(self))} a replica: {parts}"
 
@@ -51,7 +51,8 @@ def memory_of(trainer: RunnableTrainer, batch: Batch) -> Memory:
 def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
     """Returns the size of all tensors that the forward pass over a microbatch computes.
 
-    This is an upper bound: not all of them are kept for the backward pass, and XLA fuses some.
+    This is an upper bound: not all of these tensors are kept for the backward pass, and XLA fuses
+    some of the operations.
     """
     shares = trainer.strategy.num_replicas_in_sync * trainer.num_microbatches
 
@@ -60,7 +61,7 @@ def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
         return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
 
     def forward(share: Batch) -> Any:
-        with keras.StatelessScope():  # so that nothing is assigned, not even in the graph
+        with keras.StatelessScope():  # keeps assignments out of the graph
             return trainer.compute_loss(share, training=True)
 
     specs = tf.nest.map_structure(spec_of_share, batch)

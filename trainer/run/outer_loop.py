@@ -1,8 +1,9 @@
-"""One call of `Trainer.train`: inner loops, and what is done between them.
+"""Runs one call of `Trainer.train`: the inner loops, and the work between them.
 
-After each inner loop, in this order: stop a run that is stuck, and roll back one that has
-diverged; log; evaluate, and keep the model if it is one of the best; actions; hooks; save. Saving
-comes last, so that nothing unexamined is saved and nothing is missing from a checkpoint.
+After each inner loop, the outer loop does the following, in this order: ends a run that is stuck,
+or rolls back a run that has diverged; writes the log; evaluates, and keeps the model if it is one
+of the best; calls the actions; calls `on_loop_end`; saves a checkpoint. Saving comes last, so that
+every checkpoint has been checked first and includes the effects of all earlier items.
 """
 
 import contextlib
@@ -35,24 +36,24 @@ Results = dict[str, float]
 
 
 class TrainRequest(NamedTuple):
-    """What one call of `train` was asked to do."""
+    """The arguments of one call of `train`, checked and resolved."""
 
     target: int  # the step to reach
-    evaluate: Callable[[], Results | None] | None  # returns None if it was stopped
+    evaluate: Callable[[], Results | None] | None  # the function returns None if it was stopped
     eval_interval: int | None  # number of steps between evaluations; None: at the end only
-    export: Callable[[pathlib.Path], None]  # writes the model as it was evaluated into a folder
+    export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
 
 
 class OuterLoop:
-    """Takes a trainer from the step it has reached to a target.
+    """Trains from the current step of a trainer to a target step.
 
     Args:
         trainer: a trainer that has started.
-        parts: what it works with.
-        position: the position in its data.
-        watch: what looks for divergence, or None.
-        log: the run's.
-        request: what to do.
+        parts: the trainer's parts, from `build`.
+        position: the position in the training data.
+        watch: the loss watch, which detects divergence, or None.
+        log: the run's log.
+        request: the arguments of this call of `train`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class OuterLoop:
         log: RunLog,
         request: TrainRequest,
     ) -> None:
-        """Takes no step yet."""
+        """Prepares saving and reporting and, if asked for, rollbacks and profiling."""
         self._trainer = trainer
         self._parts = parts
         self._position = position
@@ -83,15 +84,17 @@ class OuterLoop:
         self._best = BestModels(trainer, log, request)
 
     def resume(self) -> None:
-        """Goes to where the checkpoint that was restored was written, if one was.
+        """Continues from the restored checkpoint, if there is one.
+
+        Restores the position in the data, and rewinds the log to the checkpoint's step.
 
         Raises:
-            ValueError: if the checkpoint is of a run that differs from this one.
+            ValueError: if the checkpoint comes from a run with different settings.
         """
         self._saver.resume(self._log)
 
     def introduce(self) -> None:
-        """Shows on the console, and writes to `metrics.jsonl`, what is trained and how."""
+        """Logs the model and the settings on the console and in `metrics.jsonl`."""
         config = self._trainer.checkpoint_config
         best = {"best_metric": config.best_metric, "best_is": config.best_is}
         settings, rows = self._saver.facts() | best, variable_rows(self._trainer.model)
@@ -99,7 +102,7 @@ class OuterLoop:
             self._log.log_start(type(self._trainer).__name__, self._start, settings, rows)
 
     def run(self) -> None:
-        """Takes inner loops until the target, or until somebody asks the run to stop."""
+        """Runs inner loops until the target is reached or the run is asked to stop."""
         progress = self._log.progress_bar(self._start, self._request.target)
         with progress, worker_loss_explained(self._trainer.strategy, self._progress):
             if self._recovery and not self._parts.checkpoints.latest:
@@ -116,10 +119,10 @@ class OuterLoop:
             self._parts.checkpoints.wait()
 
     def conclude(self, began: float) -> TrainSummary:
-        """Logs and returns how the run stands.
+        """Logs and returns a summary of the run.
 
         Args:
-            began: the `time.perf_counter()` at the beginning of this call of `train`.
+            began: the value of `time.perf_counter()` when this call of `train` began.
         """
         totals, checkpoints = Totals.from_state(self._parts.state), self._parts.checkpoints
         sizes = checkpoints.bytes
@@ -152,7 +155,7 @@ class OuterLoop:
             check_no_stateful_ops(run_steps.get_concrete_function(*arguments).graph)
 
     def _take_steps(self) -> None:
-        """Takes one inner loop, which ends early if somebody asks the run to stop."""
+        """Runs one inner loop, which ends early if the run is asked to stop."""
         before, end = self._step, self._next_stop()
         iterator = self._position.iterator
         if self._profile:
@@ -169,9 +172,9 @@ class OuterLoop:
             self._log.say(f"profiled, for TensorBoard: {folder}")
         self._log.add(report, self._step, compiling=before == self._start)
         self._position.taken += taken
-        if self._parts.recorder:  # the loop ends early where there is something to record
+        if self._parts.recorder:  # the loop ends at a step that is to be recorded
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
-        if self._parts.recorder or self._step < end:  # a loop that ends early may have to stop
+        if self._parts.recorder or self._step < end:  # the run may have to stop
             self._reporter.read()
 
     def _next_stop(self) -> int:
@@ -188,15 +191,15 @@ class OuterLoop:
         return next_stop(self._step, target, trainer.steps_per_loop, intervals, marks)
 
     def _explain(self, error: tf.errors.OpError) -> None:
-        """Raises DataError for an error of the data; adds to others where the run stood."""
+        """Raises DataError if the data caused the error; otherwise adds a note to the error."""
         done = Totals.from_state(self._parts.state).attempted
-        self._position.taken += done + 1 - self._step  # with the batch of the step that raised
+        self._position.taken += done + 1 - self._step  # counts the failed step's batch
         self._parts.checkpoints.wait()
         latest, exact = self._parts.checkpoints.latest, self._position.resume_mode == "exact"
         explain(error, done, self._request.target, latest, exact=exact)
 
     def _after_inner_loop(self, before: int) -> None:
-        """Does what is due after an inner loop, in the order that this file begins with.
+        """Does what is due after an inner loop, in the order given at the top of this file.
 
         Args:
             before: the step at which the inner loop began.
@@ -226,7 +229,7 @@ class OuterLoop:
             self._saver.save(step)
 
     def _rolled_back(self) -> bool:
-        """Rolls the run back if it has diverged; returns whether it had."""
+        """Rolls the run back if it has diverged, and returns whether it has."""
         divergence = self._reporter.take_divergence() if self._recovery else None
         if divergence is None or self._recovery is None:
             return False
@@ -237,8 +240,8 @@ class OuterLoop:
         return bool(strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy))
 
     def _keep_results(self, results: Results | None) -> None:
-        """Logs the results of an evaluation and keeps the model if it is one of the best."""
-        if results is None:  # stopped before its end
+        """Logs the results of an evaluation, and keeps the model if it is one of the best."""
+        if results is None:  # the evaluation was stopped
             return
         with self._reporter.writing():
             self._log.log_evaluation(self._step, results)
@@ -255,16 +258,19 @@ class OuterLoop:
 
     @contextlib.contextmanager
     def _saved_if_it_raises(self) -> Iterator[None]:
-        """Within, between two steps, the run is saved before an exception is passed on."""
+        """Context manager: saves the run before re-raising an exception.
+
+        A run that has diverged is not saved. Use this only between steps.
+        """
         try:
             yield
         except Exception as error:
             self._reporter.read()
             if self._reporter.diverged:
-                saved = ", which is not saved: the run has diverged"
+                saved = ". The run was not saved, because it has diverged."
             else:
                 self._saver.save(self._step)
-                saved = ", which is saved" if self._trainer.model_dir else ""
+                saved = ". The run was saved." if self._trainer.model_dir else ""
             error.add_note(f"raised at step {self._step}{saved}")
             raise
 
@@ -274,17 +280,17 @@ class BestModels:
 
     Args:
         trainer: a trainer that has started.
-        log: the run's.
-        request: whether there are evaluations, and how to export a model.
+        log: the run's log.
+        request: the arguments of this call of `train`, with the functions that evaluate and export.
     """
 
     def __init__(self, trainer: RunnableTrainer, log: RunLog, request: TrainRequest) -> None:
-        """Keeps nothing yet."""
+        """Stores the settings. Models are kept only by the chief, if `keep_best` is set."""
         self._config = trainer.checkpoint_config
         self._log = log
         self._export = request.export
         self._model_dir = trainer.model_dir
-        self._results: dict[int, float] = {}  # the best metric of each evaluation, by step
+        self._results: dict[int, float] = {}  # the value of `best_metric`, keyed by step
         self._best = None
         keep = self._config.keep_best
         if keep and request.evaluate and trainer.model_dir and trainer.is_chief:
@@ -292,7 +298,7 @@ class BestModels:
             self._best = Best(trainer.model_dir, keep, metric, best_is)
 
     def consider(self, step: int, results: Results) -> None:
-        """Keeps the model of an evaluation if it is one of the best."""
+        """Notes the result of an evaluation, and keeps the model if it is one of the best."""
         self._results[step] = results[self._config.best_metric]
         if self._best and self._model_dir and self._best.consider(step, results, self._export):
             self._log.say(f"kept in {self._model_dir / 'best'}")

@@ -1,4 +1,8 @@
-"""What this room needs of a trainer. `Trainer` has all of it; a test holds the two together."""
+"""Types: a trainer as this package sees it, and its parts.
+
+`RunnableTrainer` lists the members of `Trainer` that this package uses. A test checks that
+`Trainer` has all of them.
+"""
 
 import pathlib
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ class RunSteps(Protocol):
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor
     ) -> tuple[StepReport, Batch]:
-        """Takes steps on the next batches; returns their reports, and the last batch if kept."""
+        """Takes `num_steps` steps; returns their reports, and the last batch if it is kept."""
 
     def get_concrete_function(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> Any:
         """Returns the traced loop. `RemoteSteps` has no such method."""
@@ -34,19 +38,22 @@ class RunSteps(Protocol):
 
 
 class Metrics(NamedTuple):
-    """A run's metrics by name. Evaluation has its own, so that it does not reset the training's."""
+    """A run's metrics, keyed by name.
+
+    Evaluation has separate metrics, so that it does not reset those of the training.
+    """
 
     train: MetricsByName
     eval: MetricsByName
 
 
 class Parts(NamedTuple):
-    """The objects that a started trainer works with; see `build`."""
+    """The objects that `build` makes for a trainer."""
 
     plan: StepPlan
     state: TrainState
     run_steps: RunSteps  # takes many steps in one call
-    stop: tf.Variable  # shape=(), bool: setting it, in any thread, ends `run_steps` and evaluations
+    stop: tf.Variable  # shape=(), bool: True ends `run_steps` and evaluations; set in any thread
     metrics: Metrics
     evaluator: Evaluator
     checkpoints: Checkpoints
@@ -54,7 +61,7 @@ class Parts(NamedTuple):
 
 
 class RunnableTrainer(Protocol):
-    """A trainer, as the functions and classes of this room use it."""
+    """The members of a trainer that this package uses."""
 
     # Settings; see the arguments of the same names in `Trainer`.
     model_dir: pathlib.Path | None
@@ -80,7 +87,7 @@ class RunnableTrainer(Protocol):
     divergence: Divergence | None
     actions: list[Action]
     is_chief: bool
-    stop_asked: bool  # whether somebody has asked the run to end
+    stop_asked: bool  # whether the run has been asked to stop
 
     @property
     def model(self) -> Model:
@@ -88,18 +95,18 @@ class RunnableTrainer(Protocol):
 
     @property
     def optimizer(self) -> Optimizers:
-        """The optimizer, or several by name; built on first use."""
+        """The optimizer, or a dict of several, keyed by name; built on first use."""
 
     @property
     def metrics(self) -> MetricsByName:
-        """The metrics in use."""
+        """The metrics in use, keyed by name."""
 
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step. Waits for the device."""
 
     def build_metrics(self) -> MetricsByName:
-        """Returns new metrics."""
+        """Returns new metrics, keyed by name."""
 
     def compute_loss(self, batch: Batch, training: bool) -> Any:
         """Returns losses, or (losses, aux); see `Task.compute_loss`."""
@@ -114,7 +121,7 @@ class RunnableTrainer(Protocol):
         """Returns the model's outputs for a batch."""
 
     def checkpoint_items(self) -> dict[str, object]:
-        """Returns what else a checkpoint holds."""
+        """Returns further items for checkpoints, keyed by name."""
 
     def train_step(self, batch: Batch) -> StepReport:
         """Attempts one update."""

@@ -1,4 +1,4 @@
-"""Lets a trainer try something, and puts every bit of its variables back."""
+"""Lets a trainer take steps on trial, and then restores its variables exactly."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 
 @contextlib.contextmanager
 def put_back(trainer: RunnableTrainer, parts: Parts) -> Iterator[None]:
-    """Within, a trainer may take steps; afterwards its variables have the bits they had before."""
+    """Context manager: restores all variables of a trainer exactly when the block ends."""
     roots = [trainer.model, trainer.optimizer, parts.state, *vars(trainer).values()]
     roots += [metric for metrics in parts.metrics for metric in metrics.values()]
     variables = variables_in_reach(roots, held_back=())

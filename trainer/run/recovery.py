@@ -10,15 +10,15 @@ from trainer.run.saving import RunSaver
 
 
 class Recovery:
-    """Rolls a run back.
+    """Rolls a diverged run back to a checkpoint.
 
     Args:
         trainer: a trainer that has started.
-        parts: what it works with.
-        position: the position in its data.
-        log: the run's.
-        watch: what noticed the divergence.
-        divergence: what counts as one, and how often a run may be rolled back.
+        parts: the trainer's parts, from `build`.
+        position: the position in the training data.
+        log: the run's log.
+        watch: the loss watch, which is rolled back together with the run.
+        divergence: the criteria for divergence, and the maximum number of rollbacks.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Recovery:
         watch: LossWatch,
         divergence: Divergence,
     ) -> None:
-        """Rolls nothing back yet."""
+        """Stores the arguments, which a rollback needs."""
         self._trainer = trainer
         self._parts = parts
         self._position = position
@@ -42,12 +42,13 @@ class Recovery:
         """Restores the newest checkpoint from before a divergence; returns its step.
 
         Args:
-            detection: the divergence.
-            reporter: writes what happened up to it.
-            saver: saves the run again once it is rolled back.
+            detection: the divergence that was detected.
+            reporter: writes the log of the steps up to the divergence.
+            saver: saves the run after the rollback.
 
         Raises:
-            DivergedError: if there is no such checkpoint, or the run was rolled back too often.
+            DivergedError: if there is no such checkpoint, or the run has already been rolled back
+                `max_recoveries` times.
         """
         reporter.write()
         tries = self._watch.recoveries + 1
@@ -63,12 +64,13 @@ class Recovery:
         if checkpoints.facts["divergence"]:
             self._watch.set_state(checkpoints.facts["divergence"])
         self._watch.recoveries = tries
-        # With the same random numbers and batches it would diverge again.
+        # Change the seed: with the same batches and random numbers, the run would diverge again.
         self._parts.state.random_seed.assign_add(1)
         fields = {"what": detection.what, "restored": step, "batches_left_out": batches_left_out}
         with reporter.writing():
             self._log.log_event("recovery", detection.last, fields)
         self._log.say(f"diverged: {detection.what}; back to step {step}")
         self._trainer.on_recovery(detection.last, step)
-        saver.save(step, again=True)  # or a run that is killed now would not know of the rollback
+        # Save now: a run that is killed later must not forget the rollback.
+        saver.save(step, again=True)
         return step

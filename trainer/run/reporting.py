@@ -1,4 +1,4 @@
-"""Reads what steps reported: ends a run that is stuck, notices divergence, writes the log."""
+"""Reads the reports of steps: ends a run that is stuck, detects divergence, writes the log."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ class Reporter:
 
     Args:
         trainer: a trainer that has started.
-        parts: what it works with.
-        log: the run's.
-        watch: what looks for divergence, or None.
-        target: the step to reach.
+        parts: the trainer's parts, from `build`.
+        log: the run's log.
+        watch: the loss watch, which detects divergence, or None.
+        target: the step at which this call of `train` ends.
     """
 
     def __init__(
@@ -33,29 +33,29 @@ class Reporter:
         watch: LossWatch | None,
         target: int,
     ) -> None:
-        """Reads nothing yet."""
+        """Stores the arguments. No divergence has been detected yet."""
         self._trainer = trainer
         self._parts = parts
         self._log = log
         self._watch = watch
         self._target = target
-        self._divergence: Detection | None = None  # found, and nothing done about it yet
+        self._divergence: Detection | None = None  # detected, but not handled yet
 
     @property
     def diverged(self) -> bool:
-        """Whether a divergence was found about which nothing has been done yet."""
+        """Whether a divergence was detected that has not been handled yet."""
         return self._divergence is not None
 
     def take_divergence(self) -> Detection | None:
-        """Returns the divergence that was found, and forgets it; None if there is none."""
+        """Returns the detected divergence and clears it; None if there is none."""
         divergence, self._divergence = self._divergence, None
         return divergence
 
     def read(self) -> None:
-        """Reads the reports of the steps since the last time, and examines them.
+        """Reads and checks the reports of the steps since the last call.
 
         Raises:
-            TrainingStuckError: if the run must not go on.
+            TrainingStuckError: if the run cannot continue.
         """
         with self.writing():
             steps = self._log.read()
@@ -72,7 +72,7 @@ class Reporter:
             self._divergence = self._watch.detect(steps)
 
     def write(self) -> None:
-        """Writes a log line about the steps since the last one, if there are any."""
+        """Writes a log line for the steps since the last log line, if there are any."""
         if not self._log.pending:
             return
         metrics = self._trainer.metrics
@@ -84,7 +84,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within, an error of the file system becomes a CheckpointError that names the folder."""
+        """Context manager: turns a file system error into a CheckpointError with the folder."""
         try:
             yield
         except (OSError, tf.errors.OpError) as error:

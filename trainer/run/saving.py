@@ -1,4 +1,4 @@
-"""Saves a run, with what it takes to resume it, and resumes it from a checkpoint."""
+"""Saves a run with everything that is needed to resume it, and resumes it."""
 
 import time
 from typing import Any
@@ -13,13 +13,13 @@ from trainer.run.protocol import Parts, RunnableTrainer
 
 
 class RunSaver:
-    """Saves a run and resumes it.
+    """Saves a run, and resumes it from a checkpoint.
 
     Args:
         trainer: a trainer that has started.
-        parts: what it works with.
-        position: the position in its data.
-        watch: what looks for divergence, or None.
+        parts: the trainer's parts, from `build`.
+        position: the position in the training data.
+        watch: the loss watch, which detects divergence, or None.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class RunSaver:
         position: DataPosition,
         watch: LossWatch | None,
     ) -> None:
-        """Saves nothing yet."""
+        """Notes the step of the restored checkpoint, if there is one, and the time."""
         self._trainer = trainer
         self._parts = parts
         self._position = position
@@ -38,22 +38,27 @@ class RunSaver:
         self._saved_time = time.monotonic()
 
     def resume(self, log: RunLog) -> None:
-        """Restores what a checkpoint says beside the variables, if the variables came from one.
+        """Continues from the restored checkpoint, if there is one.
+
+        The variables have already been restored. This restores the position in the data and the
+        state of the loss watch and the actions, and rewinds the log to the checkpoint's step.
+
 
         Args:
-            log: the run's, which goes back to the step of the checkpoint.
+            log: the run's log.
 
         Raises:
-            ValueError: if the checkpoint is of a run that differs from this one.
+            ValueError: if the checkpoint comes from a run with different settings.
         """
         checkpoints, trainer, state = self._parts.checkpoints, self._trainer, self._parts.state
-        if state.halted.numpy():  # by an earlier call of `train`, which has raised an error
+        if state.halted.numpy():  # by an earlier call of `train` that raised an error
             state.halted.assign(value=False)
             state.consecutive_skips.assign(0)
         if checkpoints.resumed or not checkpoints.latest:
             return
         saved, ours = dict(checkpoints.facts), self.facts()
-        if saved["data_resume"] == ours["data_resume"]:  # "skip" never looked at the pipeline
+        # Only some values of `data_resume` describe the pipeline: compare like with like.
+        if saved["data_resume"] == ours["data_resume"]:
             for facts in (saved, ours):
                 facts["data"] += facts["pipeline"]
         allowed = trainer.checkpoint_config.allow_changes
@@ -73,7 +78,7 @@ class RunSaver:
         log.say(f"going on from step {step} ({checkpoints.latest})")
 
     def save(self, step: int, *, again: bool = False) -> None:
-        """Saves, unless there is a checkpoint of this step already.
+        """Saves the run, unless there is already a checkpoint of this step.
 
         Args:
             step: the step that the run has reached.
@@ -97,7 +102,7 @@ class RunSaver:
         return secs is not None and strategies.any_worker(late, self._trainer.strategy)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what `run.json` says of this run that does not change while it trains."""
+        """Returns the entries of `run.json` that do not change during training."""
         trainer, data = self._trainer, self._position.data
         return {
             "versions": versions(),
