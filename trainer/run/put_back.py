@@ -3,7 +3,10 @@
 import contextlib
 from collections.abc import Iterator
 
+import keras
+
 from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.step.held_back import leaves
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 
 
@@ -12,6 +15,8 @@ def put_back(trainer: RunnableTrainer, parts: Parts) -> Iterator[None]:
     """Context manager: restores all variables of a trainer exactly when the block ends."""
     roots = [trainer.model, trainer.optimizer, parts.state, *vars(trainer).values()]
     roots += [metric for metrics in parts.metrics for metric in metrics.values()]
+    # TensorFlow does not find the variables of a Keras metric by itself.
+    roots += [leaf.variables for leaf in leaves(roots) if isinstance(leaf, keras.metrics.Metric)]
     variables = variables_in_reach(roots, held_back=())
     before = read_copies(variables, trainer.strategy)
     try:

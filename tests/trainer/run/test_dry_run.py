@@ -40,7 +40,7 @@ DATA = (X, (X[:, 0] > 0).astype(np.int32))
 def bits(trainer):
     """The bytes of every copy of a trainer's variables."""
     roots = [trainer.model, trainer.optimizer, trainer._parts.state]
-    roots += [*trainer._parts.metrics.train.values(), *trainer._parts.metrics.eval.values()]
+    roots += [metric.variables for each in trainer._parts.metrics for metric in each.values()]
     variables = variables_in_reach(roots, held_back=())
     copies = tf.nest.flatten(read_copies(variables, trainer.strategy))
     return [copy.numpy().tobytes() for copy in copies]

@@ -54,31 +54,55 @@ def train_lines(folder):
     return [line for line in lines if line["split"] == "train"]
 
 
-def test_metrics_are_those_of_applied_steps():
-    """A skipped step does not count in training metrics."""
-    seen = []
+class Measured(Linear):
+    """Has the mean slope as a metric, and records it after every inner loop."""
 
-    class Measured(Linear):
-        def build_metrics(self):
-            return {"mean": keras.metrics.Mean()}
+    def __init__(self, **arguments):
+        """Has seen nothing yet."""
+        super().__init__(verbose=False, steps_per_loop=1, **arguments)
+        self.seen = []
 
-        def compute_loss(self, batch, training):
-            return super().compute_loss(batch, training), batch["slope"]
+    def build_metrics(self):
+        """The mean slope."""
+        return {"mean": keras.metrics.Mean()}
 
-        def update_metrics(self, batch, aux):
-            del batch
-            self.metrics["mean"].update_state(aux)
+    def compute_loss(self, batch, training):
+        """The slopes are the aux value."""
+        return super().compute_loss(batch, training), batch["slope"]
 
-        def on_loop_end(self, step):
-            seen.append((step, float(self.metrics["mean"].result())))
+    def update_metrics(self, batch, aux):
+        """Takes the slopes of a batch."""
+        del batch
+        self.metrics["mean"].update_state(aux)
 
+    def on_loop_end(self, step):
+        """Records the metric."""
+        self.seen.append((step, float(self.metrics["mean"].result())))
+
+
+def train_measured(trainer, steps):
+    """Trains on slopes 1, inf and 3, again and again."""
     batches = [slopes(1.0), slopes(np.inf), slopes(3.0)]
     specs = {"x": tf.TensorSpec([None, 1]), "slope": tf.TensorSpec([None])}
     data = untuned(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=specs))
-    trainer = Measured(verbose=False, steps_per_loop=1, log_interval=100)
-    trainer.train(data, steps=4)
+    trainer.train(data, steps=steps)
 
-    assert seen[:3] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+def test_metrics_are_those_of_applied_steps():
+    """A skipped step does not count in training metrics."""
+    trainer = Measured(log_interval=100)
+    train_measured(trainer, steps=4)
+
+    assert trainer.seen[:3] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_metrics_start_over_at_every_log_line(tmp_path):
+    """The metrics of a log line are those of the steps since the previous one; null if all of them
+    were skipped.
+    """
+    train_measured(Measured(model_dir=tmp_path, log_interval=1, data_resume="restart"), steps=3)
+
+    assert [line["mean"] for line in train_lines(tmp_path)] == [1.0, None, 3.0]
 
 
 def test_without_new_steps_nothing_is_read_or_written(tmp_path, reporter):
