@@ -76,13 +76,15 @@ class CallOrder:
         """
         if not isinstance(token, Token):
             raise TypeError(
-                f"`token` must be the token that `scale` returned; got {type(token).__name__}. It "
-                "holds the scale that multiplied the loss. Call `scale` first, and pass its token."
+                f"`token` must be the token that `scale` returned; got {type(token).__name__}. A "
+                "token holds the scale that multiplied the loss. Call `scale` first, and pass its "
+                "token."
             )
         if token.order is not self:
             raise ValueError(
-                "`token` must come from this scaler; got one from another scaler. The two may have "
-                "different scales. Call `unscale` on the scaler whose `scale` returned the token."
+                "`token` must come from this scaler; got one from another scaler. The two scalers "
+                "may have different scales. Call `unscale` on the scaler whose `scale` returned "
+                "the token."
             )
         if token.place is not self._places("unscale").get(replica_id()):
             raise ValueError(
@@ -92,8 +94,8 @@ class CallOrder:
             )
         if token.used:
             raise ValueError(
-                "`token` must be used only once; got one that was used before. Gradients must not "
-                "be unscaled twice. Call `scale` once for each `unscale`."
+                "`token` must be used only once; got a token that was used before. Gradients must "
+                "not be unscaled twice. Call `scale` once for each `unscale`."
             )
         token.used = True
         token.place.unscaled += 1

@@ -226,9 +226,9 @@ class LossScaler(tf.Module):
         if set(state) != set(self._variables):
             raise ValueError(
                 f"`state` must have the fields {', '.join(self._variables)}; got "
-                f"{', '.join(state) or 'none'}. These are the fields of a "
-                f"{type(self.rule).__name__} state. Load the state into a scaler with the rule "
-                "that it was saved from."
+                f"{', '.join(state) or 'none'}. A "
+                f"{type(self.rule).__name__} state has exactly the required fields. Load the state "
+                "into a scaler with the rule that it was saved from."
             )
         scale = state["loss_scale"]
         suggestion = nearest_power_of_two(scale, 2.0**15, low=2.0**-24, high=2.0**40)

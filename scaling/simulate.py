@@ -57,8 +57,8 @@ def table(record: Record, outcomes: list[Outcome]) -> str:
         )
     if record.shares > 1:
         lines.append(
-            f"Magnitudes are of sums over {record.shares} parts of a batch, but float16 holds one "
-            "part at a time, so fewer steps may overflow in reality."
+            f"Magnitudes were measured on sums over {record.shares} parts of a batch, but float16 "
+            "holds one part at a time, so fewer steps may overflow in reality."
         )
     return "\n".join(lines)
 

@@ -50,8 +50,8 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         if not found[:1].is_compatible_with(shape):
             raise ValueError(
                 "`batch` must have as many examples as there are weights; got shapes "
-                f"{tuple(found)} and {tuple(shape)}. The first dimension counts examples. Make it "
-                "the same for both."
+                f"{tuple(found)} and {tuple(shape)}. The first dimension counts examples. Make the "
+                "first dimensions equal."
             )
     rows = shape[:1].num_elements()
     return Share(batch, weights, tf.shape(weights)[0] if rows is None else tf.constant(rows))
@@ -82,8 +82,9 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     """
     if not isinstance(share, Share):
         raise TypeError(
-            f"`share` must be a Share; got {type(share).__name__}. It holds the examples together "
-            "with their weights. Pass strategies.whole(batch, weights), or a part of it."
+            f"`share` must be a Share; got {type(share).__name__}. A Share holds the examples "
+            "together with their weights. Pass strategies.whole(batch, weights) or the result of "
+            "take()."
         )
     check_count("parts", parts, "The share is divided into this many parts.")
     if not tf.is_tensor(index) and index not in range(parts):
@@ -137,7 +138,7 @@ def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int)
     Example:
         >>> check_divisible(64, num_replicas=2, num_microbatches=4)
     """
-    check_count("global_batch", global_batch, "It is the number of examples in a batch.")
+    check_count("global_batch", global_batch, "A batch has this many examples.")
     check_count("num_replicas", num_replicas, "Each replica takes a share of the batch.")
     check_count("num_microbatches", num_microbatches, "Each share is divided into microbatches.")
     if global_batch < num_replicas * num_microbatches:

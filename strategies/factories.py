@@ -28,7 +28,7 @@ def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     if len(chosen) != 1:
         raise ValueError(
             f"`devices` must name one device for one_device; got {devices!r}. All variables and "
-            'operations are placed on it. Name one device, or use "mirrored" for several.'
+            'operations are placed on that device. Name one device, or use "mirrored" for several.'
         )
     return tf.distribute.OneDeviceStrategy(chosen[0])
 
@@ -161,7 +161,7 @@ def split_cpu(count: int) -> None:
         >>> [device.name for device in tf.config.list_logical_devices("CPU")][-1]
         '/device:CPU:3'
     """
-    check_count("count", count, "It is a number of logical devices.")
+    check_count("count", count, "The CPU is divided into this many logical devices.")
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(
@@ -172,8 +172,8 @@ def split_cpu(count: int) -> None:
         if found != count:
             raise RuntimeError(
                 f"`count` must be {found} now that TensorFlow has initialized its devices; got "
-                f"{count}. The number of logical CPU devices is then fixed. Call split_cpu() "
-                "before anything uses a device."
+                f"{count}. The number of logical CPU devices can no longer change. Call "
+                "split_cpu() before anything uses a device."
             ) from error
 
 

@@ -191,8 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m strategies.launch",
         description="Starts a job of several processes on this machine.",
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes that take training steps")
-    parser.add_argument("--ps", type=int, default=0, help="parameter servers; 0 for none")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="number of processes that take training steps"
+    )
+    parser.add_argument("--ps", type=int, default=0, help="number of parameter servers; 0 for none")
     parser.add_argument("script", help="the Python script that each process runs")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     chosen = parser.parse_args(arguments)

@@ -71,7 +71,7 @@ def register(name: str, factory: Factory) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"`name` must be a string; got {name!r}. It is passed to create() and to "
+            f"`name` must be a string; got {name!r}. The name is passed to create() and to "
             'Trainer(strategy=). Pass for instance "my_strategy".'
         )
     if not callable(factory):

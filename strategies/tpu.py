@@ -29,7 +29,7 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     if isinstance(devices, str) or (devices is not None and len(devices) != 1):
         raise ValueError(
             f"`devices` must be a list of one address for tpu; got {devices!r}. All cores of a TPU "
-            'have one address. Pass for instance ["local"], or None to use TPU_NAME.'
+            'share one address. Pass for instance ["local"], or None to use TPU_NAME.'
         )
     address = devices[0] if devices else os.environ.get("TPU_NAME", "local")
     resolver = resolve(address)
@@ -98,6 +98,6 @@ def not_found(address: str, reason: str) -> ValueError:
     return ValueError(
         f"Found no TPU at {address!r}: {first_line}. The devices of this machine are {devices}. "
         "Check that the TPU is running and that the address is its name, local or "
-        'grpc://HOST:PORT. To train without a TPU, use the strategy "mirrored" and no address '
-        "(--tpu)."
+        'grpc://HOST:PORT. To train without a TPU, use the strategy "mirrored" and leave out '
+        "the address (--tpu)."
     )

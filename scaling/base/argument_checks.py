@@ -76,8 +76,9 @@ def loss_scale_of(state: RuleState) -> tf.Tensor:
     """Returns the scale in a rule's state; raises TypeError if there is no scale."""
     if not hasattr(state, "loss_scale"):
         raise TypeError(
-            f"`state` must be a rule's state; got {type(state).__name__}. Its `loss_scale` field "
-            "holds the scale. Pass what the rule's initial_state() or advance() returned."
+            f"`state` must be a rule's state; got {type(state).__name__}. A rule's state has the "
+            "scale in its `loss_scale` field. Pass what the rule's initial_state() or advance() "
+            "returned."
         )
     return state.loss_scale
 

@@ -72,7 +72,7 @@ def find_cause(
         as_flag(
             "at_min_scale",
             at_min_scale,
-            "It says whether the scale cannot be lowered any further.",
+            "This flag says whether the scale cannot be lowered any further.",
             "Pass state.loss_scale <= rule.min_scale",
         ),
         [int(Cause.MODEL)] * 2,
@@ -90,7 +90,7 @@ def find_cause(
         flag = as_flag(
             name,
             finite,
-            "It says whether every value was finite at that stage.",
+            "This flag says whether every value was finite at that stage.",
             "Pass the result of scaling.all_finite()",
         )
         cause = tf.where(flag, cause, stage_cause)
@@ -149,13 +149,13 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
     grads_finite = as_flag(
         name,
         verdict.grads_finite,
-        "It says whether every gradient was finite.",
+        "This flag says whether every gradient was finite.",
         "Pass scaling.all_finite(gradients)",
     )
     if not tf.is_tensor(verdict.cause) and verdict.cause not in list(Cause):
         raise ValueError(
-            f"`verdict.cause` must be a scaling.Cause; got {verdict.cause!r}. It says where the "
-            "step first met a value that was not finite. Pass the result of scaling.find_cause(), "
-            "or leave it out."
+            f"`verdict.cause` must be a scaling.Cause; got {verdict.cause!r}. A cause names the "
+            "stage of the step at which a value was first not finite. Pass the result of "
+            "scaling.find_cause(), or leave it out."
         )
     return verdict._replace(grads_finite=grads_finite)

@@ -131,9 +131,9 @@ def _backward(
     if gradient is None:
         if variables:
             raise ValueError(
-                f"`layers` must pass a gradient to {layer_pass.layer!r}; got None. A layer between "
-                "it and the loss is not differentiable. Set `trainable = False` on this layer, or "
-                "replace that one."
+                f"`layers` must pass a gradient to {layer_pass.layer!r}; got None. Another layer, "
+                "between this layer and the loss, is not differentiable. Set `trainable = False` "
+                "on this layer, or replace the other one."
             )
         return None, [], above
     layer_variables = getattr(layer_pass.layer, "variables", ())
@@ -154,8 +154,8 @@ def _as_chain(layers: Any) -> list[Callable[..., tf.Tensor]]:
     if not isinstance(chain, list | tuple) or not chain or not all(map(callable, chain)):
         raise ValueError(
             "`layers` must be a keras.Sequential or a nonempty list of callables; got "
-            f"{layers!r}. Each layer takes the output of the one before: branches that join would "
-            "need equal scales. Wrap branches into one layer, and pass a list of the layers."
+            f"{layers!r}. Each layer takes the output of the previous layer: branches that join "
+            "would need equal scales. Wrap branches into one layer, and pass a list of the layers."
         )
     return list(chain)
 
@@ -173,7 +173,10 @@ def _check_arguments(loss_fn: Any, rule: Any, training: Any) -> None:
             "rules work on whole steps, not on layers. Pass LayerwiseLossScale(), or None."
         )
     check_bool(
-        "training", training, "It is passed to Keras layers.", "Use True, the default, or False"
+        "training",
+        training,
+        "The value is passed to Keras layers.",
+        "Use True, the default, or False",
     )
 
 

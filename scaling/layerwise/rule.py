@@ -77,8 +77,8 @@ class LayerwiseLossScale:
                 )
         if not is_number(self.underflow_share) or not 0 < self.underflow_share < 1:
             raise ValueError(
-                f"`underflow_share` must be between 0 and 1; got {self.underflow_share!r}. It is "
-                "the fraction of products that may underflow. Use 1e-3, the default."
+                f"`underflow_share` must be between 0 and 1; got {self.underflow_share!r}. The "
+                "share is the fraction of products that may underflow. Use 1e-3, the default."
             )
 
     def total_scale(
@@ -114,7 +114,7 @@ class LayerwiseLossScale:
         check_scalar(
             "above",
             as_tensor("above", above),
-            "It is one factor for the whole gradient.",
+            "One factor scales the whole gradient.",
             "Pass the total scale of the layer above, or 1.0 for the last layer",
         )
         kernels = [tf.cast(as_tensor("kernels", kernel), tf.float32) for kernel in kernels]
@@ -122,7 +122,7 @@ class LayerwiseLossScale:
             if len(kernel.shape) < 2:
                 raise ValueError(
                     f"`kernels` must have rank 2 or more; got shape {tuple(kernel.shape)}. "
-                    "Gradients are multiplied with matrices. Pass a list of kernels without biases."
+                    "Gradients are multiplied by matrices. Pass a list of kernels without biases."
                 )
         deviation, largest = _deviation(gradient), _largest(gradient)
         if kernels:

@@ -102,25 +102,25 @@ class DynamicLossScale:
         check_count(
             "growth_interval",
             self.growth_interval,
-            "It counts finite steps.",
+            "This argument counts finite steps.",
             "Use 2000, the default",
         )
         check_count(
             "hysteresis",
             self.hysteresis,
-            "It counts overflows.",
+            "This argument counts overflows.",
             "Use 1 to back off at every overflow",
         )
         if self.hysteresis_refill not in ("growth", "finite_step"):
             raise ValueError(
                 '`hysteresis_refill` must be "growth" or "finite_step"; got '
-                f"{self.hysteresis_refill!r}. It says what resets the count of overflows. Use "
-                '"growth", the default of Megatron-LM and DeepSpeed.'
+                f"{self.hysteresis_refill!r}. This argument says what resets the count of "
+                'overflows. Use "growth", the default of Megatron-LM and DeepSpeed.'
             )
         check_count(
             "grace_steps",
             self.grace_steps,
-            "It counts finite steps.",
+            "This argument counts finite steps.",
             "Use 0 to count every finite step",
             least=0,
         )
@@ -189,8 +189,9 @@ def check_low_scale_intervals(pairs: Any) -> None:
         isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
     ):
         raise ValueError(
-            f"`low_scale_intervals` must be pairs (scale, interval); got {pairs!r}. Below each "
-            "scale, its interval applies. Use for instance ((2.0, 25), (8.0, 100))."
+            f"`low_scale_intervals` must be pairs (scale, interval); got {pairs!r}. Each interval "
+            "applies while the loss scale is below its scale. Use for instance ((2.0, 25), (8.0, "
+            "100))."
         )
     for scale, interval in pairs:
         if not is_power_of_two(scale):

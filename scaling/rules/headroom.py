@@ -103,7 +103,7 @@ class HeadroomLossScale:
         check_count(
             "growth_interval",
             self.growth_interval,
-            "It counts finite steps.",
+            "This argument counts finite steps.",
             "Use 100, the default",
         )
         normalize_numbers(self)
@@ -185,7 +185,7 @@ class HeadroomLossScale:
 def check_headroom_bits(bits: int) -> None:
     """Raises ValueError unless `bits` is an int from 0 to `HALF_BITS`."""
     remedy = "Use 4, the default"
-    check_count("headroom_bits", bits, "It counts factors of two.", remedy, least=0)
+    check_count("headroom_bits", bits, "This argument counts factors of two.", remedy, least=0)
     if bits > HALF_BITS:
         raise ValueError(
             f"`headroom_bits` must be at most {HALF_BITS}; got {bits!r}. Float16 has only that "

@@ -95,8 +95,8 @@ class LogMaxLossScale:
                 )
         if not is_number(self.deviations) or not 0 <= self.deviations <= 100:
             raise ValueError(
-                f"`deviations` must be a number from 0 to 100; got {self.deviations!r}. It is the "
-                "headroom in standard deviations. Use 3.09, the default."
+                f"`deviations` must be a number from 0 to 100; got {self.deviations!r}. The "
+                "headroom is this number of standard deviations. Use 3.09, the default."
             )
         normalize_numbers(self)
 

@@ -49,8 +49,8 @@ def parse_rule(text: str) -> LossScaleRule:
     """
     if not isinstance(text, str):
         raise TypeError(
-            f"`text` must be a string; got {text!r}. It describes a rule, as in a flag. Pass for "
-            'instance "dynamic", or construct the rule itself.'
+            f"`text` must be a string; got {text!r}. The text describes a rule, as in a flag. Pass "
+            'for instance "dynamic", or construct the rule itself.'
         )
     name, *assignments = text.strip().split(":")
     if is_number(number := parse_value(name)):
@@ -58,7 +58,8 @@ def parse_rule(text: str) -> LossScaleRule:
         if assignments:
             raise ValueError(
                 f"`loss_scale` must not have fields after a number; got {text!r}. A number means a "
-                f"fixed scale, which has none. Use {name}, or dynamic:initial_scale={text}."
+                f"fixed scale, which has no other fields. Use {name}, or "
+                f"dynamic:initial_scale={text}."
             )
         return fixed
     names = [*RULES, *PRESETS]

@@ -26,7 +26,7 @@ def flax(growth_interval: int, **fields: Any) -> DynamicLossScale:
     check_count(
         "growth_interval",
         growth_interval,
-        "It counts finite steps, and Flax grows one step after it.",
+        "Flax grows one step after this number of finite steps.",
         "Use 2000, the default",
         least=0,
     )

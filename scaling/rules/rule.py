@@ -84,9 +84,9 @@ def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
     """
     if verdict.max_magnitude is None:
         raise ValueError(
-            f"`verdict.max_magnitude` must be given to {rule}; got None. This rule moves by the "
-            "largest unscaled gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
-            "max_magnitude)."
+            f"`verdict.max_magnitude` must be given to {rule}; got None. This rule chooses the "
+            "scale from the largest unscaled gradient magnitude. Pass "
+            "scaling.Verdict(grads_finite, cause, max_magnitude)."
         )
     return tf.cast(verdict.max_magnitude, tf.float32)
 
@@ -114,8 +114,8 @@ def check_bounds(rule: Any) -> None:
     check_power_of_two("max_scale", high, nearest_power_of_two(high, usual, low=lowest_ceiling))
     if low > high:
         raise ValueError(
-            f"`min_scale` must be at most `max_scale`; got {low!r} and {high!r}. There is no scale "
-            "between them. Lower `min_scale` or raise `max_scale`."
+            f"`min_scale` must be at most `max_scale`; got {low!r} and {high!r}. No scale could "
+            "satisfy both bounds. Lower `min_scale` or raise `max_scale`."
         )
     if not low <= initial <= high:
         bound, limit = ("max_scale", high) if initial > high else ("min_scale", low)

@@ -96,19 +96,19 @@ class TolerantLossScale:
         check_count(
             "growth_interval",
             self.growth_interval,
-            "It counts finite steps.",
+            "This argument counts finite steps.",
             "Use 2000, the default",
         )
         if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(
-                f"`tolerance` must be a number in [0, 1); got {self.tolerance!r}. It is the "
-                "fraction of steps that may overflow; with 1 the scale would never back off. Use "
-                "0.05, the default."
+                f"`tolerance` must be a number in [0, 1); got {self.tolerance!r}. The tolerance is "
+                "the fraction of steps that may overflow; with 1 the scale would never back off. "
+                "Use 0.05, the default."
             )
         check_bool(
             "scale_interval",
             self.scale_interval,
-            "It says whether the growth interval grows and shrinks with the scale.",
+            "This switch says whether the growth interval grows and shrinks with the scale.",
             "Use False, the default, or True to follow metaseq",
         )
         normalize_numbers(self)

@@ -68,8 +68,9 @@ def recommend(
     """
     if not isinstance(stats, GradientStats):
         raise TypeError(
-            f"`stats` must be a GradientStats; got {type(stats).__name__}. The scale is chosen "
-            "by the counts in it. Pass scaling.gradient_stats(gradients, state)."
+            f"`stats` must be a GradientStats; got {type(stats).__name__}. A GradientStats holds "
+            "the counts that the recommendation is based on. Pass "
+            "scaling.gradient_stats(gradients, state)."
         )
     check_headroom_bits(headroom_bits)
     variables = int(stats.max_magnitude.shape[0])
@@ -77,8 +78,8 @@ def recommend(
     if len(names) != variables:
         raise ValueError(
             f"`names` must hold one name per gradient; got {len(names)} names for {variables} "
-            "gradients. The order is that of tf.nest.flatten(gradients). Pass for instance "
-            "[v.path for v in model.trainable_variables]."
+            "gradients. The names follow the order of tf.nest.flatten(gradients). Pass for "
+            "instance [v.path for v in model.trainable_variables]."
         )
     magnitudes = np.asarray(stats.max_magnitude)
     scale = float(stats.loss_scale)

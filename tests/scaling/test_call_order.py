@@ -97,18 +97,16 @@ NEITHER = (
 MISTAKES = [
     (
         state_as_token,
-        "`token` must be the token that `scale` returned; got DynamicLossScaleState. It holds the "
-        "scale that multiplied the loss. Call `scale` first, and pass its token.",
+        "`token` must be the token that `scale` returned; got DynamicLossScaleState. A token holds the scale that multiplied the loss. Call `scale` first, and pass its token.",
     ),
     (
         token_used_twice,
-        "`token` must be used only once; got one that was used before. Gradients must not be "
+        "`token` must be used only once; got a token that was used before. Gradients must not be "
         "unscaled twice. Call `scale` once for each `unscale`.",
     ),
     (
         token_of_another_scaler,
-        "`token` must come from this scaler; got one from another scaler. The two may have "
-        "different scales. Call `unscale` on the scaler whose `scale` returned the token.",
+        "`token` must come from this scaler; got one from another scaler. The two scalers may have different scales. Call `unscale` on the scaler whose `scale` returned the token.",
     ),
     (
         token_from_outside,

@@ -387,7 +387,7 @@ def test_a_state_with_other_fields_is_an_error():
 
     assert str(error.value) == (
         "`state` must have the fields loss_scale, finite_steps, overflows_left; got loss_scale, "
-        "counter. These are the fields of a DynamicLossScale state. Load the state into a scaler with "
+        "counter. A DynamicLossScale state has exactly the required fields. Load the state into a scaler with "
         "the rule that it was saved from."
     )
     assert float(scaler.loss_scale) == 2.0**15

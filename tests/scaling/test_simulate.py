@@ -39,13 +39,15 @@ def test_the_table(path):
     halved = write_record(
         path, step_reports([(8.0, Cause.NONE, 0.1)]), precision="float32", shares=2
     )
-    assert "Magnitudes are of sums over 2 parts" in simulate.table(halved, compare(halved, []))
+    assert "Magnitudes were measured on sums over 2 parts" in simulate.table(
+        halved, compare(halved, [])
+    )
     wide = write_record(path, step_reports([(8.0, Cause.NONE, 0.1)]), precision="float32", shares=8)
     assert simulate.table(wide, compare(wide, [])) == (
         "1 steps in float32; best fixed scale: 2^19\n"
         "rule         skipped  below 2^19   lost to underflow  last scale\n"
         "as recorded        0            1             0.000%         2^3\n"
-        "Magnitudes are of sums over 8 parts of a batch, but float16 holds one part at a time, so "
+        "Magnitudes were measured on sums over 8 parts of a batch, but float16 holds one part at a time, so "
         "fewer steps may overflow in reality."
     )
 

@@ -146,6 +146,5 @@ def test_the_cpu_cannot_be_split_twice():
         strategies.split_cpu(2)
 
     assert str(error.value) == (
-        "`count` must be 4 now that TensorFlow has initialized its devices; got 2. The number of "
-        "logical CPU devices is then fixed. Call split_cpu() before anything uses a device."
+        "`count` must be 4 now that TensorFlow has initialized its devices; got 2. The number of logical CPU devices can no longer change. Call split_cpu() before anything uses a device."
     )

@@ -18,7 +18,7 @@ def message(address, reason):
     return (
         f"Found no TPU at {address!r}: {reason}. The devices of this machine are {DEVICES}. Check "
         "that the TPU is running and that the address is its name, local or grpc://HOST:PORT. To "
-        'train without a TPU, use the strategy "mirrored" and no address (--tpu).'
+        'train without a TPU, use the strategy "mirrored" and leave out the address (--tpu).'
     )
 
 
@@ -130,6 +130,6 @@ def test_one_address_in_a_list(devices):
         strategies.create("tpu", devices)
 
     assert str(error.value) == (
-        f"`devices` must be a list of one address for tpu; got {devices!r}. All cores of a TPU have "
+        f"`devices` must be a list of one address for tpu; got {devices!r}. All cores of a TPU share "
         'one address. Pass for instance ["local"], or None to use TPU_NAME.'
     )

@@ -106,7 +106,7 @@ def test_the_scale_is_read_from_a_state():
     """Anything with a `loss_scale` is a state; a bare number is an error."""
     assert float(loss_scale_of(DynamicLossScale(8.0).initial_state())) == 8.0
     assert message_of(TypeError, loss_scale_of, 8.0) == (
-        "`state` must be a rule's state; got float. Its `loss_scale` field holds the scale. Pass "
+        "`state` must be a rule's state; got float. A rule's state has the scale in its `loss_scale` field. Pass "
         "what the rule's initial_state() or advance() returned."
     )
 

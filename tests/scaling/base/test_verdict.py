@@ -85,20 +85,18 @@ def test_a_bool_becomes_a_verdict():
         (
             1.0,
             TypeError,
-            "`verdict` must be a bool; got float32. It says whether every gradient was finite. Pass "
+            "`verdict` must be a bool; got float32. This flag says whether every gradient was finite. Pass "
             "scaling.all_finite(gradients).",
         ),
         (
             Verdict([True, False]),
             ValueError,
-            "`verdict.grads_finite` must be a scalar; got shape (2,). It says whether every gradient "
-            "was finite. Pass scaling.all_finite(gradients).",
+            "`verdict.grads_finite` must be a scalar; got shape (2,). This flag says whether every gradient was finite. Pass scaling.all_finite(gradients).",
         ),
         (
             Verdict(False, 9),
             ValueError,
-            "`verdict.cause` must be a scaling.Cause; got 9. It says where the step first met a value "
-            "that was not finite. Pass the result of scaling.find_cause(), or leave it out.",
+            "`verdict.cause` must be a scaling.Cause; got 9. A cause names the stage of the step at which a value was first not finite. Pass the result of scaling.find_cause(), or leave it out.",
         ),
     ],
 )
@@ -129,6 +127,5 @@ def test_find_cause_names_the_argument_that_is_not_a_bool(argument):
         scaling.find_cause(**flags | {argument: 1.0})
 
     assert str(error.value) == (
-        f"`{argument}` must be a bool; got float32. It says whether every value was finite at that "
-        "stage. Pass the result of scaling.all_finite()."
+        f"`{argument}` must be a bool; got float32. This flag says whether every value was finite at that stage. Pass the result of scaling.all_finite()."
     )

@@ -246,7 +246,7 @@ def test_what_is_not_a_chain_is_an_error(kind):
     layers = {"a branching model": branching, "nothing": [], "no callable": [3]}[kind]
 
     assert (
-        f"`layers` must be a keras.Sequential or a nonempty list of callables; got {layers!r}. Each layer takes the output of the one before: branches that join would need equal scales. Wrap branches into one layer, and pass a list of the layers."
+        f"`layers` must be a keras.Sequential or a nonempty list of callables; got {layers!r}. Each layer takes the output of the previous layer: branches that join would need equal scales. Wrap branches into one layer, and pass a list of the layers."
         == message_for(layers)
     )
 
@@ -269,7 +269,7 @@ def test_a_layer_without_a_gradient_is_an_error():
     layer.build([None, 2])
 
     assert (
-        f"`layers` must pass a gradient to {layer!r}; got None. A layer between it and the loss is not differentiable. Set `trainable = False` on this layer, or replace that one."
+        f"`layers` must pass a gradient to {layer!r}; got None. Another layer, between this layer and the loss, is not differentiable. Set `trainable = False` on this layer, or replace the other one."
         == message_for([layer, tf.nn.relu, tf.stop_gradient])
     )
     layer.trainable = False

@@ -113,8 +113,7 @@ POWER = (
         ),
         (
             {"min_scale": 4.0, "max_scale": 2.0, "initial_scale": 2.0},
-            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. There is no scale between "
-            "them. Lower `min_scale` or raise `max_scale`.",
+            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. No scale could satisfy both bounds. Lower `min_scale` or raise `max_scale`.",
         ),
         (
             {"initial_scale": 2.0**25},
@@ -129,32 +128,31 @@ POWER = (
         ),
         (
             {"growth_interval": 0},
-            "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. Use "
+            "`growth_interval` must be an int of at least 1; got 0. This argument counts finite steps. Use "
             "2000, the default.",
         ),
         (
             {"growth_interval": 2**30 + 1},
-            "`growth_interval` must be at most 2^30; got 1073741825. It counts finite steps. Counters "
+            "`growth_interval` must be at most 2^30; got 1073741825. This argument counts finite steps. Counters "
             "are int32. Use 2000, the default.",
         ),
         (
             {"growth_interval": True},
-            "`growth_interval` must be an int of at least 1; got True. It counts finite steps. "
+            "`growth_interval` must be an int of at least 1; got True. This argument counts finite steps. "
             "Use 2000, the default.",
         ),
         (
             {"hysteresis": 1.5},
-            "`hysteresis` must be an int of at least 1; got 1.5. It counts overflows. Use 1 to "
+            "`hysteresis` must be an int of at least 1; got 1.5. This argument counts overflows. Use 1 to "
             "back off at every overflow.",
         ),
         (
             {"hysteresis_refill": "never"},
-            '`hysteresis_refill` must be "growth" or "finite_step"; got \'never\'. It says what '
-            'resets the count of overflows. Use "growth", the default of Megatron-LM and DeepSpeed.',
+            '`hysteresis_refill` must be "growth" or "finite_step"; got \'never\'. This argument says what resets the count of overflows. Use "growth", the default of Megatron-LM and DeepSpeed.',
         ),
         (
             {"grace_steps": -1},
-            "`grace_steps` must be an int of at least 0; got -1. It counts finite steps. Use 0 to "
+            "`grace_steps` must be an int of at least 0; got -1. This argument counts finite steps. Use 0 to "
             "count every finite step.",
         ),
         (
@@ -169,8 +167,7 @@ POWER = (
         ),
         (
             {"low_scale_intervals": (2.0, 25)},
-            "`low_scale_intervals` must be pairs (scale, interval); got (2.0, 25). Below each scale, "
-            "its interval applies. Use for instance ((2.0, 25), (8.0, 100)).",
+            "`low_scale_intervals` must be pairs (scale, interval); got (2.0, 25). Each interval applies while the loss scale is below its scale. Use for instance ((2.0, 25), (8.0, 100)).",
         ),
     ],
 )

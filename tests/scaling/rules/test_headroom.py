@@ -86,9 +86,9 @@ def test_the_search_from_a_high_scale_is_short():
     assert tried == [2.0**40, 2.0**20, 1.0, 2.0**11]
 
 
-INTERVAL = "`growth_interval` must be an int of at least 1; got {}. It counts finite steps. Use 100, the default."
+INTERVAL = "`growth_interval` must be an int of at least 1; got {}. This argument counts finite steps. Use 100, the default."
 BITS = (
-    "`headroom_bits` must be an int of at least 0; got {}. It counts factors of two. Use 4, the "
+    "`headroom_bits` must be an int of at least 0; got {}. This argument counts factors of two. Use 4, the "
     "default."
 )
 

@@ -211,10 +211,7 @@ DECAY = (
     "`{}` must be a number in [0, 1); got {}. At each step a running mean keeps this "
     "fraction of its value. Use 0.99, which averages over about 100 steps."
 )
-ROOM = (
-    "`deviations` must be a number from 0 to 100; got {}. It is the headroom in standard "
-    "deviations. Use 3.09, the default."
-)
+ROOM = "`deviations` must be a number from 0 to 100; got {}. The headroom is this number of standard deviations. Use 3.09, the default."
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,7 @@ KNOWN = (
         ),
         (
             "dynamic:hysteresis_refill=growth=now",
-            '`hysteresis_refill` must be "growth" or "finite_step"; got \'growth=now\'. It says what '
-            'resets the count of overflows. Use "growth", the default of Megatron-LM and DeepSpeed.',
+            '`hysteresis_refill` must be "growth" or "finite_step"; got \'growth=now\'. This argument says what resets the count of overflows. Use "growth", the default of Megatron-LM and DeepSpeed.',
         ),
         (
             "headroom:bits=3",
@@ -104,8 +103,7 @@ KNOWN = (
         ),
         (
             "2^10:growth_interval=5",
-            "`loss_scale` must not have fields after a number; got '2^10:growth_interval=5'. A number "
-            "means a fixed scale, which has none. Use 2^10, or dynamic:initial_scale=2^10:growth_interval=5.",
+            "`loss_scale` must not have fields after a number; got '2^10:growth_interval=5'. A number means a fixed scale, which has no other fields. Use 2^10, or dynamic:initial_scale=2^10:growth_interval=5.",
         ),
         (
             "2^999",

@@ -310,8 +310,7 @@ def test_the_newest_version_is_the_default(name, version, reference):
         (
             ValueError,
             {"name": "flax", "growth_interval": -1},
-            "`growth_interval` must be an int of at least 0; got -1. It counts finite steps, and Flax "
-            "grows one step after it. Use 2000, the default.",
+            "`growth_interval` must be an int of at least 0; got -1. Flax grows one step after this number of finite steps. Use 2000, the default.",
         ),
         (
             TypeError,

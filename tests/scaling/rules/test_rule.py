@@ -134,8 +134,7 @@ def test_rules_that_need_a_magnitude_raise_without_one(rule):
             rule.advance(rule.initial_state(), verdict)
 
         assert str(error.value) == (
-            f"`verdict.max_magnitude` must be given to {name(rule)}; got None. This rule moves "
-            "by the largest unscaled gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
+            f"`verdict.max_magnitude` must be given to {name(rule)}; got None. This rule chooses the scale from the largest unscaled gradient magnitude. Pass scaling.Verdict(grads_finite, cause, "
             "max_magnitude)."
         )
 
@@ -147,13 +146,13 @@ def test_a_verdict_must_be_one_bool(rule):
     with pytest.raises(TypeError) as error:
         rule.advance(state, tf.constant(1.0))
     assert str(error.value) == (
-        "`verdict` must be a bool; got float32. It says whether every gradient was finite. "
+        "`verdict` must be a bool; got float32. This flag says whether every gradient was finite. "
         "Pass scaling.all_finite(gradients)."
     )
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         rule.advance(state, tf.constant([True, False]))
     assert str(error.value) == (
-        "`verdict` must be a scalar; got shape (2,). It says whether every gradient was finite. "
+        "`verdict` must be a scalar; got shape (2,). This flag says whether every gradient was finite. "
         "Pass scaling.all_finite(gradients)."
     )
 
@@ -175,8 +174,7 @@ POWER = (
         ({"max_scale": float("inf")}, POWER.format("max_scale", "inf", "2.0**24")),
         (
             {"min_scale": 4.0, "max_scale": 2.0, "initial_scale": 2.0},
-            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. There is no scale between "
-            "them. Lower `min_scale` or raise `max_scale`.",
+            "`min_scale` must be at most `max_scale`; got 4.0 and 2.0. No scale could satisfy both bounds. Lower `min_scale` or raise `max_scale`.",
         ),
         (
             {"initial_scale": 8.0, "max_scale": 4.0, "min_scale": 1.0},

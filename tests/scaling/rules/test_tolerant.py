@@ -83,10 +83,7 @@ def test_a_run_that_resumes_with_a_shorter_interval_grows():
     assert float(state.loss_scale) == 2.0**16
 
 
-TOLERANCE = (
-    "`tolerance` must be a number in [0, 1); got {}. It is the fraction of steps that may "
-    "overflow; with 1 the scale would never back off. Use 0.05, the default."
-)
+TOLERANCE = "`tolerance` must be a number in [0, 1); got {}. The tolerance is the fraction of steps that may overflow; with 1 the scale would never back off. Use 0.05, the default."
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, 1, 1.0, float("nan"), float("inf"), "0.05", None])
@@ -104,6 +101,6 @@ def test_a_growth_interval_is_at_least_1():
         TolerantLossScale(growth_interval=0)
 
     assert str(error.value) == (
-        "`growth_interval` must be an int of at least 1; got 0. It counts finite steps. Use 2000, "
+        "`growth_interval` must be an int of at least 1; got 0. This argument counts finite steps. Use 2000, "
         "the default."
     )

@@ -109,6 +109,5 @@ def test_there_must_be_one_name_per_gradient():
         scaling.recommend(stats, ["a", "b"])
 
     assert str(error.value) == (
-        "`names` must hold one name per gradient; got 2 names for 1 gradients. The order is that of "
-        "tf.nest.flatten(gradients). Pass for instance [v.path for v in model.trainable_variables]."
+        "`names` must hold one name per gradient; got 2 names for 1 gradients. The names follow the order of tf.nest.flatten(gradients). Pass for instance [v.path for v in model.trainable_variables]."
     )
