@@ -1,4 +1,4 @@
-"""Evaluates with the moving averages that optimizers keep of the weights (EMA)."""
+"""Evaluates with the exponential moving averages (EMA) of the weights that optimizers keep."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ def keeps_average(plan: StepPlan) -> bool:
 
 @contextlib.contextmanager
 def averaged_weights(plan: StepPlan) -> Iterator[None]:
-    """A context in which the model's weights are replaced by their moving averages.
+    """Context manager: replaces the model's weights with their moving averages.
 
     Before the first update there are no averages, and the weights stay as they are. On exit the
-    weights are restored bit for bit, also after an exception.
+    weights are restored bit for bit, even after an exception.
     """
     variables: list[Any] = list(plan.model.trainable_variables)
     weights = read_copies(variables, plan.strategy)
     try:
         with plan.strategy.scope():
             for objective in plan.objectives:
-                # Keras calls this at the end of `fit`: it overwrites weights by averages.
+                # Overwrites the weights with their averages. Keras does this at the end of `fit`.
                 if objective.optimizer.iterations.numpy():
                     moved = [variables[position] for position in objective.positions]
                     objective.optimizer.finalize_variable_values(moved)
@@ -37,21 +37,21 @@ def averaged_weights(plan: StepPlan) -> Iterator[None]:
 def evaluated_weights(
     plan: StepPlan, averaged: bool | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the model has the weights to evaluate or export.
+    """Returns a context manager that gives the model the weights to evaluate or export.
 
     Args:
         plan: the run's plan.
-        averaged: True for the moving averages, False for the weights as they are trained, None
+        averaged: True for the moving averages, False for the trained weights themselves, None
             for the averages if the run keeps them.
 
     Raises:
         TypeError: if `averaged` is neither a bool nor None.
-        ValueError: if it is True and the run keeps no averages.
+        ValueError: if `averaged` is True and the run keeps no averages.
     """
     if averaged is not None and not isinstance(averaged, bool):
         raise TypeError(
-            f"`averaged` must be True, False or None; got {averaged!r}. It selects the moving "
-            "average of the weights. Pass None to use the average if the run keeps one."
+            f"`averaged` must be True, False or None; got {averaged!r}. This argument selects the "
+            "moving average of the weights. Pass None to use the average if the run keeps one."
         )
     if averaged and not keeps_average(plan):
         raise ValueError(

@@ -24,7 +24,7 @@ PRECISIONS = ("float32", "train")
 
 
 class EvaluationTask(Protocol):
-    """What evaluation uses of a task. `trainer.task.Task` has all of it, and documents it."""
+    """The members of a task that evaluation uses; see `trainer.task.Task`."""
 
     @property
     def model(self) -> keras.Model | tf.Module:
@@ -32,7 +32,7 @@ class EvaluationTask(Protocol):
 
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
-        """The metrics of the evaluation, by name."""
+        """The evaluation metrics, keyed by name."""
 
     def compute_loss(self, batch: Any, training: bool) -> Any:
         """Returns one loss per example, or (losses, aux)."""
@@ -41,7 +41,7 @@ class EvaluationTask(Protocol):
         """Returns the weight of each example of a global batch: shape (examples,)."""
 
     def update_metrics(self, batch: Any, aux: Any) -> None:
-        """Updates `metrics` with a replica's examples, and the aux of `compute_loss`."""
+        """Updates `metrics` with a replica's examples and the aux that `compute_loss` returned."""
 
     def predict_batch(self, batch: Any) -> Any:
         """Returns the model's outputs for a replica's examples."""
@@ -50,16 +50,16 @@ class EvaluationTask(Protocol):
 class Evaluator:
     """Runs a task's model forward, in float32 or in its training precision.
 
-    It traces one graph per precision, and keeps it.
+    Traces one graph per precision, and reuses it.
 
     Args:
         task: the model, the loss and the metrics.
-        strategy: where the replicas run.
-        objectives: what is trained; the evaluated loss is the sum of their losses.
+        strategy: the strategy that runs the replicas.
+        objectives: the training objectives; the evaluated loss is the sum of their losses.
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
         stop: shape (), bool: whether the run was asked to stop, which ends evaluations during
             training.
-        jit_compile: whether XLA compiles what computes in the training precision.
+        jit_compile: whether XLA compiles forward passes in the training precision.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Evaluator:
         *,
         jit_compile: bool,
     ) -> None:
-        """Traces nothing yet."""
+        """Creates the graph functions, which are traced when they are first called."""
         self._task = task
         self._strategy = strategy
         self._stop = stop
@@ -109,12 +109,12 @@ class Evaluator:
         """Returns the weighted mean loss and the task's metrics over a data set.
 
         Args:
-            dataset: global batches.
+            dataset: a dataset of global batches.
             precision: one of `PRECISIONS`.
             stoppable: whether a request to stop the run ends the evaluation.
 
         Returns:
-            The results by name; None if the evaluation was stopped.
+            The results, keyed by name; None if the evaluation was stopped.
         """
         for metric in self._task.metrics.values():
             metric.reset_state()
@@ -144,17 +144,18 @@ class Evaluator:
         return total, tf.reduce_sum(weights)
 
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
-        """Returns the model's outputs for a data set, in its order, as NumPy arrays."""
+        """Returns the model's outputs as NumPy arrays, in the order of the data set."""
         with self._computing_in(precision):
             outputs = [self._predict[precision](batch) for batch in dataset]
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
     def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Checks `precision`; returns a context in which a Keras model is traced in it."""
+        """Returns a context manager under which a Keras model is traced in `precision`."""
         if precision not in PRECISIONS:
             raise ValueError(
-                f'`precision` must be "float32" or "train" here; got {precision!r}. Evaluation '
-                "computes in float32 or in the training precision. Pass one of the two."
+                f'`precision` must be "float32" or "train"; got {precision!r}. Evaluation and '
+                'prediction compute in float32 or in the training precision. Pass "float32" or '
+                '"train".'
             )
         if precision == "float32" and self._is_keras:
             return computing_in_float32(self._task.model)
@@ -168,18 +169,18 @@ def evaluate_all(
     iterator: tf.data.Iterator,
     stoppable: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Evaluates the remaining batches of an iterator. Trace it in a `tf.function`.
+    """Evaluates the remaining batches of an iterator. Call it in a `tf.function`.
 
     Args:
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
         stop: shape (), bool: whether the run was asked to stop.
-        strategy: where the replicas run.
-        iterator: of a `tf.data.Dataset` of global batches.
+        strategy: the strategy that runs the replicas.
+        iterator: an iterator over a `tf.data.Dataset` of global batches.
         stoppable: shape (), bool: whether `stop` ends the evaluation.
 
     Returns:
         The weighted sum of losses and the sum of weights over all replicas: shape (), float32; and
-        whether a batch is left: shape (), bool.
+        whether any batch is left: shape (), bool.
     """
 
     def may_continue(following: tf.experimental.Optional) -> tf.Tensor:
@@ -208,7 +209,7 @@ def evaluate_all(
 
 
 def unequal_lengths(left: bool) -> ValueError:
-    """Returns the error for evaluation data that end earlier on some workers.
+    """Returns the error for evaluation data that ends earlier on some workers.
 
     Args:
         left: whether this worker has batches left.
@@ -232,8 +233,8 @@ def replica_evaluate(
     Args:
         batch: the global batch.
         weights: shape (global_batch,), float32.
-        task: its metrics are updated, without padding examples.
-        objectives: what is trained; their losses are added up.
+        task: the task whose metrics are updated; padding examples are left out.
+        objectives: the training objectives, whose losses are added up.
         compute_loss: `task.compute_loss`, compiled or not.
 
     Returns:
@@ -253,11 +254,11 @@ def predict_batch(
     method: Callable[[Any], Any],
     batch: Any,
 ) -> Any:
-    """Returns the outputs for a global batch, in its order. Trace it in a `tf.function`.
+    """Returns the outputs for a global batch, in its order. Call it in a `tf.function`.
 
     Args:
-        strategy: where the replicas run.
-        model: the model that `method` calls; nothing in it is written.
+        strategy: the strategy that runs the replicas.
+        model: the model that `method` calls; none of its variables is written.
         method: `Task.predict_batch`, compiled or not.
         batch: the global batch.
     """
@@ -279,9 +280,9 @@ def replica_predict(
 def without_writes(
     model: keras.Model | tf.Module,
 ) -> contextlib.AbstractContextManager[keras.StatelessScope]:
-    """Returns a context in which a Keras model writes to none of its variables.
+    """Returns a context manager that keeps a Keras model from writing to its variables.
 
-    Without it, an evaluation would advance the seed generators from which training draws.
+    Without this context, an evaluation would advance the seed generators used in training.
     """
     variables = [*held_back_variables(model), *seed_states(model)]
     scope: contextlib.AbstractContextManager[keras.StatelessScope] = keras.StatelessScope(

@@ -1,4 +1,4 @@
-"""Exports a trained model as a `.keras` file or a SavedModel, in any precision."""
+"""Exports a trained model as a `.keras` file or a SavedModel, in the precision of your choice."""
 
 import pathlib
 import tempfile
@@ -12,9 +12,9 @@ from trainer.base.argument_checks import check_choice, check_path
 from trainer.base.keras_private import all_layers, layers_under_policy
 
 PRECISIONS = ("train", "float32", "float16", "bfloat16")
-# The distance from 1 to the next larger number.
+# The distance from 1 to the next larger number in each dtype.
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-MAX_EPS = 32  # largest accepted difference of outputs, in EPS of the coarsest compute dtype
+MAX_EPS = 32  # largest accepted output difference, in EPS of the coarsest compute dtype
 
 
 def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: Any) -> float | None:
@@ -24,11 +24,12 @@ def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: A
         model: the trained model.
         path: a file that ends in `.keras`, or a folder for a SavedModel.
         precision: one of `PRECISIONS`.
-        compare_on: inputs on which the exported model must predict what `model` does, or None.
+        compare_on: inputs for which the exported model must return the same outputs as `model`,
+            or None.
 
     Returns:
-        The largest difference of the outputs, as a fraction of the largest output; None without
-        `compare_on`.
+        The largest difference between the outputs, as a fraction of the largest output; None
+        without `compare_on`.
     """
     if path.suffix == ".keras":
         (model if precision == "train" else copy_of(model, precision)).save(path)
@@ -45,7 +46,7 @@ def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: A
 
 
 def copy_of(model: keras.Model, precision: str) -> keras.Model:
-    """Returns a copy of a model whose layers compute, and hold weights, in `precision`."""
+    """Returns a copy of a model whose layers compute and store weights in `precision`."""
     with tempfile.TemporaryDirectory() as scratch:
         file = pathlib.Path(scratch) / "model.keras"
         converted = [layer for layer in all_layers(model) if is_real(layer)]
@@ -63,7 +64,7 @@ def is_real(layer: keras.Layer) -> bool:
 
 
 def layer_classes(model: keras.Model) -> dict[str, type]:
-    """Returns the classes of a model's layers by name, so that they need no registration."""
+    """Returns a model's layer classes, keyed by name, so that they need no registration."""
     return {type(layer).__name__: type(layer) for layer in all_layers(model)}
 
 
@@ -77,12 +78,12 @@ def outputs_of(path: pathlib.Path, inputs: Any, classes: dict[str, type]) -> Any
 
 
 def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path) -> float:
-    """Returns the largest difference of the outputs, as a fraction of the largest output.
+    """Returns the largest difference between outputs, as a fraction of the largest output.
 
     Args:
         expected: the outputs of the model.
         found: the outputs of the exported model for the same inputs.
-        eps: EPS of the coarsest dtype in which one of the two computes.
+        eps: EPS of the coarsest dtype in which either model computes.
         path: where the exported model is, for the error.
 
     Raises:
@@ -95,10 +96,10 @@ def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path
         worst = max(worst, float(np.max(np.abs(ours - theirs), initial=0.0)) / size)
     if not worst <= MAX_EPS * eps:
         raise ValueError(
-            f"The exported model in {path} does not predict what the trained model does: its "
-            f"outputs differ by {worst:.2g} of the largest output, and rounding explains at most "
-            f"{MAX_EPS * eps:.2g}. Probably a layer's get_config() leaves out a setting. Correct "
-            "it and export again, and do not use this file."
+            f"The exported model in {path} does not return the same outputs as the trained "
+            f"model: they differ by {worst:.2g} of the largest output, and rounding explains at "
+            f"most {MAX_EPS * eps:.2g}. Probably a layer's get_config() leaves out a setting. "
+            "Correct get_config() and export again, and do not use this file."
         )
     return worst
 

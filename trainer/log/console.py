@@ -22,12 +22,12 @@ class RunConsole:
 
     Args:
         style: "quiet" prints nothing. "normal" shows a progress bar on a terminal and log lines
-            anywhere else. "detailed" adds the log lines on a terminal too, and the details of
-            each skipped step.
+            anywhere else. "detailed" prints log lines on a terminal too, and describes each
+            skipped step.
     """
 
     def __init__(self, style: str) -> None:
-        """Creates the console; prints nothing yet."""
+        """Creates the console, and the progress bar that `progress_bar` shows."""
         self.detailed = style == "detailed"
         self._console = PipeSafeConsole(quiet=style == "quiet", highlight=False)
         if not self._console.is_terminal:
@@ -44,7 +44,7 @@ class RunConsole:
         self._bar_is_shown = False
 
     def say(self, line: str) -> None:
-        """Prints a line, above the progress bar if there is one. Only a terminal wraps it."""
+        """Prints a line, above the progress bar if there is one. Lines wrap only on a terminal."""
         is_file = not self._console.is_terminal
         self._console.print(line, markup=False, emoji=False, soft_wrap=is_file)
 
@@ -54,7 +54,9 @@ class RunConsole:
 
     @contextlib.contextmanager
     def progress_bar(self, step: int, target: int) -> Iterator[None]:
-        """Shows a progress bar at the bottom of a terminal, and leaves its last state there.
+        """Context manager: shows a progress bar at the bottom of a terminal.
+
+        The last state of the bar stays on the terminal.
 
         Args:
             step: the step to start from.
@@ -81,7 +83,7 @@ class RunConsole:
 
     @contextlib.contextmanager
     def status(self, text: str) -> Iterator[None]:
-        """Shows a status message below the progress bar while the context is open."""
+        """Context manager: shows a message below the progress bar inside the `with` block."""
         previous, self._status.plain = self._status.plain, text
         try:
             yield
@@ -98,7 +100,7 @@ class RunConsole:
 class PipeSafeConsole(Console):
     """A console that goes quiet when its output pipe is closed.
 
-    Rich would end the process. The run must continue, because it still writes its files.
+    By default, Rich ends the process. A run must continue, because it still has files to write.
     """
 
     def on_broken_pipe(self) -> None:
@@ -107,20 +109,20 @@ class PipeSafeConsole(Console):
 
 
 def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
-    """Returns the console style that `verbose` stands for; see `RunConsole`.
+    """Returns the console style for a value of `verbose`; see `RunConsole`.
 
     Args:
         verbose: a bool, or a style.
         shown: whether this process prints at all.
 
     Raises:
-        ValueError: if `verbose` is neither.
+        ValueError: if `verbose` is neither a bool nor a style.
     """
     style = {True: "normal", False: "quiet"}[verbose] if isinstance(verbose, bool) else verbose
     if style not in STYLES:
         raise ValueError(
-            f'`verbose` must be True, False or "detailed"; got {verbose!r}. It sets how much the '
-            "run prints. Leave it at True."
+            f'`verbose` must be True, False or "detailed"; got {verbose!r}. This argument '
+            "sets how much the run prints. Leave it at True."
         )
     return style if shown else "quiet"
 

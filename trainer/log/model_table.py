@@ -21,7 +21,7 @@ class VariableRow(NamedTuple):
     layer: str  # name of the innermost layer that holds the variable; "" in a `tf.Module`
     kind: str  # class name of that layer
     shape: list[int]
-    dtype: str  # dtype of the variable itself, that is, of the master weights
+    dtype: str  # dtype of the variable itself (the master weights)
     compute_dtype: str  # compute dtype of the layer
     parameters: int
     bytes: int
@@ -93,7 +93,7 @@ def build_table(rows: Sequence[VariableRow], *, detailed: bool) -> Table:
 
 
 def size_cells(rows: Sequence[VariableRow]) -> tuple[str, str]:
-    """Returns the table cells with the total parameters and bytes of some variables."""
+    """Returns the table cells with the total parameters and bytes of the given variables."""
     parameters, size = total_size(rows)
     return f"{parameters:,}", format_bytes(size)
 
@@ -114,5 +114,5 @@ def format_markdown(settings: Mapping[str, object], rows: Sequence[VariableRow])
 
 
 def total_size(rows: Sequence[VariableRow]) -> tuple[int, int]:
-    """Returns the number of parameters and the number of bytes of some variables together."""
+    """Returns the total numbers of parameters and bytes of the given variables."""
     return sum(row.parameters for row in rows), sum(row.bytes for row in rows)

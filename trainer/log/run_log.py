@@ -28,8 +28,8 @@ class RunLog:
         style: the style of the console output; see `RunConsole`.
         variable_names: the names of `model.trainable_variables`, to say which gradient overflowed.
         precision: the name of the run's precision, which is written with recorded gradients.
-        shares: the number of backward passes per batch, that is, replicas times microbatches,
-            which is written with recorded gradients.
+        shares: the number of backward passes per batch (replicas times microbatches), which is
+            written with recorded gradients.
     """
 
     def __init__(
@@ -40,15 +40,16 @@ class RunLog:
         precision: str = "float32",
         shares: int = 1,
     ) -> None:
-        """Creates the log; creates no file yet."""
+        """Creates the writers and the console, and starts the clock."""
         self.writers = RunWriters(model_dir)
         self.console = RunConsole(style)
         self._precision = precision
         self._shares = shares
         self._variable_names = list(variable_names)
-        self._reports: list[StepReport] = []  # since the last log line; from `_unread` on: tensors
+        # Reports since the last log line. From index `_unread` on, their fields are still tensors.
+        self._reports: list[StepReport] = []
         self._unread = 0  # index of the first report that has not been read from the device
-        self._untimed = 0  # number of reports that are older than the clock's start
+        self._untimed = 0  # number of reports that were added before the clock was started
         self._clock_start = time.perf_counter()
         self._loss_scale = math.nan  # loss scale of the last step that was read
 
@@ -68,7 +69,7 @@ class RunLog:
         Args:
             name: the name of the trainer.
             step: the step that the run has reached.
-            settings: the settings of the run, as values that JSON can hold.
+            settings: the settings of the run, as JSON types.
             rows: the variables of the model.
         """
         self.console.print_table(build_table(rows, detailed=self.console.detailed))
@@ -89,7 +90,7 @@ class RunLog:
         self.writers.write_text("run", step, format_markdown(written, rows))
 
     def log_end(self, summary: TrainSummary, target: int) -> None:
-        """Logs how a call of `train` ended, and where its files are."""
+        """Logs the end of a call of `train`, and prints its files and summary."""
         fields = {"seconds": summary.seconds, "stopped": summary.step < target}
         self.log_event("end", summary.step, fields)
         files = self.writers.describe_files()
@@ -136,7 +137,7 @@ class RunLog:
         return any(report.step.shape[0] for report in self._reports)
 
     def flush(self, target: int, totals: Totals, metrics: Mapping[str, float]) -> None:
-        """Logs a summary of the steps since the last call. They must have been read.
+        """Logs a summary of the steps since the last call. Call `read` first.
 
         Args:
             target: the step at which the run ends.
@@ -181,7 +182,7 @@ class RunLog:
             self.say(f"step {step} skipped: {describe_skip(report, self._variable_names)}")
 
     def _write_underflow(self, steps: StepReport) -> None:
-        """Writes each variable's fraction of underflow, as the mean over the applied steps."""
+        """Writes each variable's fraction of underflow, averaged over the applied steps."""
         if not steps.grads_finite.any():
             return
         means = steps.underflow[steps.grads_finite].mean(axis=0)
@@ -202,7 +203,7 @@ class RunLog:
         self._untimed, self._clock_start = len(self._reports), time.perf_counter()
 
     def rewind(self, step: int) -> None:
-        """Goes back to a step: removes the lines of later steps, which will be written again."""
+        """Goes back to a step: removes the lines of later steps, which the run will write again."""
         scales = [line for line in self.writers.rewind(step) if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 

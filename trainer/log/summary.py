@@ -13,12 +13,13 @@ from trainer.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """How the steps of a run ended. Always: attempted = applied + skipped."""
+    """Step counts of a run by outcome: attempted = applied + skipped."""
 
     applied: int
-    skipped_by_cause: dict[str, int]  # such as {"backward": 8}; causes with no skips are absent
-    retries: int = 0  # further attempts with the same batch, within these steps
-    float32_steps: int = 0  # steps computed in float32 to get past skipped ones
+    # Number of skipped steps by cause, such as {"backward": 8}; causes without skips are absent.
+    skipped_by_cause: dict[str, int]
+    retries: int = 0  # number of further attempts with the same batch, within these steps
+    float32_steps: int = 0  # number of steps computed in float32 after consecutive skips
 
     @classmethod
     def from_state(cls, state: TrainState) -> "Totals":
@@ -43,7 +44,7 @@ class Totals:
 
     @property
     def attempted(self) -> int:
-        """Number of all steps."""
+        """Number of all steps, applied or skipped."""
         return self.applied + self.skipped
 
     def __str__(self) -> str:
@@ -61,18 +62,18 @@ class Interval:
 
     step: int  # the last step of the interval
     loss: float  # mean over the applied steps; NaN if no step was applied
-    regularization_loss: float  # the same
-    gradient_norm: float  # the same
+    regularization_loss: float  # mean over the applied steps, as for `loss`
+    gradient_norm: float  # mean over the applied steps, as for `loss`
     loss_scale: float  # loss scale of the last step
     applied: int  # updates since the run began
     skipped: int  # skipped steps since the run began
     examples_per_second: float  # NaN if no step could be timed without tracing and compiling
-    steps_per_second: float  # the same
-    data_wait: float  # fraction of the time spent waiting for data; NaN as above
+    steps_per_second: float  # NaN as for `examples_per_second`
+    data_wait: float  # fraction of the time spent waiting for data; NaN as for `steps_per_second`
     metrics: dict[str, float]  # training metrics over the applied steps; NaN if none was applied
 
     def scalars(self) -> dict[str, float]:
-        """Returns all numbers except the step, by name."""
+        """Returns all numbers except the step, keyed by name."""
         fields = dataclasses.asdict(self)
         del fields["step"], fields["metrics"]
         return {**fields, **self.metrics}
@@ -91,9 +92,9 @@ def summarize(
         steps: the reports; each field is a NumPy array of shape (steps,).
         totals: the totals of the whole run, up to the last of these steps.
         metrics: the values of the training metrics over these steps.
-        timed: the reports of the steps that were timed, which excludes steps during which the
-            loop traced and compiled; None if there are none.
-        seconds: how long the timed steps took together.
+        timed: the reports of the timed steps, which exclude loops that also traced and compiled;
+            None if no step was timed.
+        seconds: total duration of the timed steps.
     """
     applied = np.asarray(steps.grads_finite)
 
@@ -139,9 +140,9 @@ class TrainSummary:
     seconds: float  # duration of this call, including tracing and compiling
     checkpoint: str | None  # the checkpoint from which the run can be resumed
     checkpoint_bytes: int = 0  # size of that checkpoint; 0 if this call saved none
-    position_bytes: int = 0  # part of it that stores the position in the data
+    position_bytes: int = 0  # bytes of that checkpoint that store the position in the data
     best: str | None = None  # best evaluation result of this call, and its step
-    schedule_lag: int = 0  # updates by which a learning-rate schedule is behind the steps
+    schedule_lag: int = 0  # number of updates by which a learning-rate schedule is behind the steps
 
     def __str__(self) -> str:
         """Returns the last line that a run prints."""

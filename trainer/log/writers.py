@@ -19,8 +19,8 @@ import tensorflow as tf
 from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
-# The metadata by which TensorBoard recognizes a curve and a text. `tf.summary.scalar` and
-# `tf.summary.text` write the same, but need the tensorboard package. Writing does not require it.
+# Metadata that tells TensorBoard whether a value is a scalar or a text. `tf.summary.scalar` and
+# `tf.summary.text` add the same metadata, but they need the tensorboard package.
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="scalars"), data_class=1)
 TEXT = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="text"), data_class=2)
 
@@ -34,7 +34,7 @@ class RunWriters:
     """
 
     def __init__(self, model_dir: pathlib.Path | None) -> None:
-        """Creates the writers; creates no file yet."""
+        """Stores the folder; the event writers are created when they are first needed."""
         self._folder = model_dir
         self._events: dict[str, tf.summary.SummaryWriter] = {}
 
@@ -44,7 +44,7 @@ class RunWriters:
         Args:
             split: "train" or "validation".
             step: the step that the numbers belong to.
-            scalars: the numbers by name.
+            scalars: the numbers, keyed by name.
         """
         self.write_tensorboard(split, step, scalars)
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
@@ -75,7 +75,7 @@ class RunWriters:
                 file.write(json.dumps(line) + "\n")
 
     def describe_files(self) -> str:
-        """Returns two lines of text that say which files there are and how to view them.
+        """Returns two lines of text: the names of the files, and how to view them.
 
         Returns "" if the run writes no files.
         """
@@ -131,7 +131,7 @@ def is_kept(line: str, last_step: int) -> bool:
     """
     try:
         fields = json.loads(line)
-    except ValueError:  # an incomplete line that another process continued
+    except ValueError:  # an incomplete line to which another process appended
         return False
     return bool(fields["step"] <= last_step or fields["split"] == "recovery")
 

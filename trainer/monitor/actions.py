@@ -12,17 +12,17 @@ from trainer.loop.inner import crossed
 
 @dataclasses.dataclass
 class Action:
-    """A function to call between inner loops, and how often.
+    """A function that the trainer calls between inner loops at regular intervals.
 
     A period in steps is exact, because an inner loop ends at each of its multiples. A period in
     seconds is checked between inner loops, so it may be exceeded but is never shortened.
 
     Args:
-        call: takes the trainer, whose current step is `trainer.totals.attempted`. If it has
-            methods `state_dict()` and `load_state_dict(state)`, its state is saved in checkpoints,
-            as JSON.
+        call: a function of the trainer, whose current step is `trainer.totals.attempted`. If
+            `call` has methods `state_dict()` and `load_state_dict(state)`, its state is saved in
+            checkpoints, as JSON.
         every_steps: the period in steps, or None.
-        every_secs: the period in seconds, or None. Give exactly one of the two.
+        every_secs: the period in seconds, or None. Give either `every_steps` or `every_secs`.
 
     Raises:
         TypeError: if `call` is not callable.
@@ -42,22 +42,22 @@ class Action:
         """Checks the arguments and starts the clock."""
         if not callable(self.call):
             raise TypeError(
-                f"`call` must be a function; got {type(self.call).__name__}. It is called with the "
-                "trainer. Pass lambda trainer: print(trainer.totals), for example."
+                f"`call` must be a function; got {type(self.call).__name__}. The function is "
+                "called with the trainer. Pass lambda trainer: print(trainer.totals), for example."
             )
         if (self.every_steps is None) == (self.every_secs is None):
             raise ValueError(
-                f"`every_steps` must be given if and only if `every_secs` is not; got "
-                f"{self.every_steps!r} and {self.every_secs!r}. An action has one period. Pass "
-                "exactly one of the two."
+                f"`every_steps` must be given if and only if `every_secs` is None; got "
+                f"every_steps={self.every_steps!r}, every_secs={self.every_secs!r}. An action has "
+                "one period. Pass either every_steps= or every_secs=."
             )
         if self.every_steps is not None:
             check_count("every_steps", self.every_steps)
         secs = self.every_secs
         if secs is not None and not (is_number(secs) and secs > 0):
             raise ValueError(
-                f"`every_secs` must be a positive number; got {secs!r}. It is a period in seconds. "
-                "Pass 60 for once a minute."
+                f"`every_secs` must be a positive number; got {secs!r}. The value is a period in "
+                "seconds. Pass 60 for once a minute."
             )
         self._last_call = time.monotonic()
 
@@ -70,14 +70,14 @@ class Action:
     def state(self) -> dict[str, Any]:
         """Returns the action's state as JSON types, for checkpoints.
 
-        It holds the seconds since the last call, and the result of `call.state_dict()` if there is
-        such a method.
+        The state holds the seconds since the last call, and the result of `call.state_dict()` if
+        `call` has that method.
         """
         call_state = self.call.state_dict() if hasattr(self.call, "state_dict") else None
         return {"elapsed_secs": time.monotonic() - self._last_call, "call": call_state}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores what `state` returned, and hands the call its part with `load_state_dict`."""
+        """Restores a result of `state`; `call.load_state_dict` gets the function's own state."""
         self._last_call = time.monotonic() - state["elapsed_secs"]
         if state["call"] is not None and hasattr(self.call, "load_state_dict"):
             self.call.load_state_dict(state["call"])

@@ -1,4 +1,4 @@
-"""Divergence: detected from the losses, and answered by going back to a good checkpoint."""
+"""Detects divergence from the losses; a diverged run goes back to a good checkpoint."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ from trainer.step.report import StepReport
 
 
 class DivergedError(RuntimeError):
-    """The run diverged too often, or before its first checkpoint."""
+    """Raised when a run diverged too often, or before its first checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """When a run counts as diverged, and what happens then.
+    """The criteria for divergence, and the limits on recovering from it.
 
     The run goes back to the newest checkpoint from before the divergence. From there it draws new
     random numbers, and `Task.on_recovery` can change settings, for example lower a learning rate.
@@ -27,9 +27,9 @@ class Divergence:
         loss_above: a loss above this bound is a divergence; None sets no bound.
         rise: a mean loss over the last `window` applied steps of more than `rise` times the lowest
             such mean so far is a divergence. It must be above 1 and suits positive losses only.
-            None lets losses rise.
-        window: the number of applied steps in a mean.
-        max_recoveries: how often a run may go back; the next divergence ends it.
+            None disables this criterion.
+        window: the number of applied steps that each mean covers.
+        max_recoveries: the maximum number of rollbacks; the next divergence ends the run.
         skip_data: whether to skip the batches between the checkpoint and the divergence.
 
     Raises:
@@ -63,8 +63,8 @@ class Divergence:
             )
         if rise is not None and not (is_number(rise) and 1.0 < rise < math.inf):
             raise ValueError(
-                f"`rise` must be a finite number above 1, or None; got {rise!r}. It multiplies the "
-                "lowest mean loss to give the bound. Pass 2.0, for example."
+                f"`rise` must be a finite number above 1, or None; got {rise!r}. The bound on the "
+                "mean loss is this factor times the lowest mean so far. Pass 2.0, for example."
             )
         check_count("window", self.window)
         check_count("max_recoveries", self.max_recoveries)
@@ -81,23 +81,23 @@ class Detection:
 
 
 class LossWatch:
-    """Looks for divergence in a run's losses, and remembers only what that takes.
+    """Detects divergence in a run's losses. Keeps the latest window and the lowest mean.
 
     Args:
-        divergence: when a run counts as diverged.
+        divergence: the criteria for divergence.
     """
 
     def __init__(self, divergence: Divergence) -> None:
-        """Starts without any losses."""
+        """Stores the criteria, and starts with an empty window."""
         self._divergence = divergence
         self._recent: list[
             tuple[int, float]
         ] = []  # (step, loss) of the last `window` applied steps
         self._lowest: float | None = None  # lowest mean loss of any window so far
-        self.recoveries = 0  # number of times that the run went back
+        self.recoveries = 0  # number of rollbacks so far
 
     def detect(self, steps: StepReport) -> Detection | None:
-        """Takes the latest reports, and returns the first divergence in them or None.
+        """Returns the first divergence in the latest reports, or None.
 
         Args:
             steps: reports whose fields are NumPy arrays of shape (steps,).
@@ -129,11 +129,11 @@ class LossWatch:
         return None
 
     def state(self) -> dict[str, Any]:
-        """Returns everything it remembers as JSON types, for checkpoints."""
+        """Returns the state of the watch as JSON types, for checkpoints."""
         return {"recent": self._recent, "lowest": self._lowest, "recoveries": self.recoveries}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores what `state` returned."""
+        """Restores a result of `state`."""
         self._recent = [(int(step), float(loss)) for step, loss in state["recent"]]
         self._lowest, self.recoveries = state["lowest"], state["recoveries"]
 
@@ -145,7 +145,7 @@ def diverged_error(
 
     Args:
         detection: the divergence that cannot be recovered from.
-        recoveries: the number of times that the run went back before.
+        recoveries: the number of rollbacks so far.
         restored: the checkpoint that was restored, or None if none is old enough.
     """
     times = {0: "", 1: " after 1 recovery"}.get(recoveries, f" after {recoveries} recoveries")
@@ -161,11 +161,11 @@ def diverged_error(
 
 
 def check_divergence(divergence: object, model_dir: object) -> None:
-    """Raises TypeError or ValueError unless `divergence` is None, or one with a `model_dir`."""
+    """Raises TypeError or ValueError unless `divergence` is None or usable with `model_dir`."""
     if divergence is not None and not isinstance(divergence, Divergence):
         raise TypeError(
-            f"`divergence` must be a trainer.Divergence or None; got {divergence!r}. It says when "
-            "a run counts as diverged. Pass Divergence(loss_above=100.0), for example."
+            f"`divergence` must be a trainer.Divergence or None; got {divergence!r}. A Divergence "
+            "holds the criteria for divergence. Pass Divergence(loss_above=100.0), for example."
         )
     if divergence is not None and model_dir is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A lost worker: another worker's process has ended or no longer responds."""
+"""Explains the error that occurs when another worker's process ends or stops responding."""
 
 import contextlib
 import pathlib
@@ -13,14 +13,16 @@ TASK = re.compile(r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker's process has ended or no longer responds, so no step can be taken."""
+    """Raised when another worker's process has ended or no longer responds."""
 
 
 @contextlib.contextmanager
 def worker_loss_explained(
     strategy: tf.distribute.Strategy, progress: Callable[[], tuple[int, pathlib.Path | None]]
 ) -> Iterator[None]:
-    """Turns TensorFlow's error for a lost worker into a WorkerLostError that names the worker.
+    """Context manager: turns TensorFlow's error for a lost worker into a WorkerLostError.
+
+    The message of the WorkerLostError names the lost worker.
 
     Args:
         strategy: the strategy whose workers take the steps.

@@ -1,8 +1,8 @@
 """SIGTERM and SIGINT during a run: the first one saves and stops, the second exits at once.
 
-Python runs a signal handler only between two bytecode instructions, so not before a graph call has
-returned. But the interpreter's own handler in C writes the signal's number to a socket right away
-(`signal.set_wakeup_fd`), where a thread reads it.
+Python runs a signal handler only between two bytecode instructions, so a handler would have to wait
+until a graph call returns. The interpreter's C handler, however, writes the signal's number to a
+socket at once (`signal.set_wakeup_fd`), and a thread reads it from there.
 """
 
 import os
@@ -19,21 +19,21 @@ from typing import Self
 EXIT_CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-# What `signal.signal` takes and returns.
+# The type of the handlers that `signal.signal` takes and returns.
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopSignals:
-    """A context in which the first stop signal calls a function and the second ends the process.
+    """Context manager: the first stop signal calls a function, the second ends the process.
 
-    Only a process's main thread may handle signals. In any other thread this does nothing.
+    Only a process's main thread may handle signals. In any other thread, the context does nothing.
 
     Args:
         request_stop: called at the first signal, in a thread of its own.
     """
 
     def __init__(self, request_stop: Callable[[], object]) -> None:
-        """Leaves the handlers as they are until the context is entered."""
+        """Stores the function; `__enter__` installs the handlers."""
         self._request_stop = request_stop
         self._handlers: dict[signal.Signals, Handler] = {}
         self.received: signal.Signals | None = None
@@ -81,12 +81,12 @@ class StopSignals:
             if byte[0] not in SIGNALS:
                 continue
             if self.received:
-                # Exits even if the write fails or blocks, because its reader is gone or waits.
+                # Exit even if the write below fails or blocks, for example on a full pipe.
                 threading.Timer(0.5, os._exit, [128 + byte[0]]).start()
                 sys.stderr.write("second stop signal: exiting at once, nothing more is saved\n")
                 sys.stderr.flush()
-                # Not sys.exit, which would wait for the graph call. A half-written checkpoint has
-                # a temporary name, and the next run removes it.
+                # Not sys.exit, because it would wait for the graph call. A half-written checkpoint
+                # has a temporary name, and the next run removes it.
                 os._exit(128 + byte[0])
             self.received = signal.Signals(byte[0])
             self._request_stop()
@@ -102,7 +102,7 @@ class StopSignals:
             KeyboardInterrupt: after SIGINT.
             SystemExit: after SIGTERM, with EXIT_CODE.
         """
-        self.close()  # signals from now on are not meant for the run
+        self.close()  # later signals are handled as if there were no run
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
         if self.received or others:
@@ -114,7 +114,7 @@ ACTIVE: "weakref.WeakSet[StopSignals]" = weakref.WeakSet()
 
 
 def restore_handlers_in_child() -> None:
-    """Lets a forked process be ended by signals, and keeps them from reaching its parent."""
+    """Restores the handlers in a forked process, so that its signals do not reach its parent."""
     for each in list(ACTIVE):
         each.restore_handlers()
 

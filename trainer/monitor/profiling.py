@@ -1,4 +1,4 @@
-"""A profile of a range of steps, for TensorBoard's profiler."""
+"""Profiles a range of steps, for TensorBoard."""
 
 import pathlib
 from typing import Any
@@ -15,11 +15,11 @@ class Profile:
     """
 
     def __init__(self, steps: tuple[int, int], model_dir: pathlib.Path) -> None:
-        """Starts nothing yet."""
+        """Stores the range of steps; `before` starts the profiler."""
         self._first, self._last = steps
         self._folder = model_dir
         self._running = False
-        # Inner loops must end at these steps, so that the profile holds no other step.
+        # Inner loops must end at these steps, so that the profile contains no other steps.
         self.ends = (self._first - 1, self._last)
 
     def before(self, step: int) -> None:
@@ -29,7 +29,7 @@ class Profile:
             self._running = True
 
     def after(self, step: int) -> bool:
-        """Stops the profiler once the last step to profile is done; returns whether it did."""
+        """Stops the profiler after the last step to profile; returns whether it was stopped."""
         ended = self._running and step >= self._last
         if ended:
             tf.profiler.experimental.stop()
@@ -38,7 +38,7 @@ class Profile:
 
 
 def check_profile(steps: Any, model_dir: object) -> None:
-    """Raises ValueError unless `profile_steps` is None, or two steps in order with a folder."""
+    """Raises ValueError unless `profile_steps` is None or usable with `model_dir`."""
     if steps is None:
         return
     are_ints = isinstance(steps, (tuple, list)) and all(type(step) is int for step in steps)
@@ -51,5 +51,5 @@ def check_profile(steps: Any, model_dir: object) -> None:
     if model_dir is None:
         raise ValueError(
             f"`profile_steps` must be None without `model_dir`; got {steps!r}. The profile is "
-            "written there. Pass model_dir= as well."
+            "written to that directory. Pass model_dir= as well."
         )

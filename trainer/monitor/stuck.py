@@ -1,4 +1,4 @@
-"""Stuck runs: a run that must not continue ends with an error that says why and what to try."""
+"""Ends a run that must not continue with an error that says why and what to try."""
 
 import pathlib
 from typing import Protocol
@@ -45,19 +45,19 @@ HINTS = {
 
 
 class SkipLimits(Protocol):
-    """When skipped steps end a run; `config.skip_policy.SkipPolicy` has these and more."""
+    """The settings of `config.skip_policy.SkipPolicy` that decide when skipped steps end a run."""
 
     @property
     def max_skips(self) -> int:
-        """Number of skips in a row that ends the run."""
+        """Number of consecutive skips that ends the run."""
 
     @property
     def max_consecutive_skips(self) -> int:
-        """Number of skips in a row after which the run counts as stuck."""
+        """Number of consecutive skips after which the run counts as stuck."""
 
     @property
     def on_stuck(self) -> str:
-        """What to do then: "raise", "hold" or "float32"."""
+        """What to do with a stuck run: "raise", "hold" or "float32"."""
 
     @property
     def halting_causes(self) -> tuple[scaling.Cause, ...]:
@@ -65,7 +65,7 @@ class SkipLimits(Protocol):
 
 
 class TrainingStuckError(RuntimeError):
-    """The run must not continue: too many skipped steps in a row, or non-finite weights or loss."""
+    """Raised after too many consecutive skipped steps, or for non-finite weights or loss."""
 
 
 def check_not_stuck(
@@ -113,7 +113,7 @@ def check_not_stuck(
 
 
 def warn_of_skips(steps: StepReport, skip_policy: SkipLimits) -> None:
-    """Warns once per series of skips with a bad loss, and at every log of a run that holds."""
+    """Warns when a series of skips begins with a non-finite loss, and while a stuck run holds."""
     starts_row = steps.consecutive_skips == 1
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
         hint = HINTS[scaling.Cause.FORWARD]
@@ -130,7 +130,7 @@ def scale_path(steps: StepReport, longest: int = 8) -> str:
 
     Args:
         steps: the latest reports; each field is a NumPy array of shape (steps,).
-        longest: the largest number of scales to name; older ones are left out.
+        longest: the maximum number of scales to return; older scales are left out.
 
     Example:
         >>> reports = StepReport(*[np.array([4.0, 2.0, 2.0, 1.0])] * len(StepReport._fields))

@@ -54,8 +54,8 @@ def test_averaged_is_a_bool_or_none(averaging):
         evaluated_weights(averaging._parts.plan, "yes")
 
     assert str(error.value) == (
-        "`averaged` must be True, False or None; got 'yes'. It selects the moving average of the "
-        "weights. Pass None to use the average if the run keeps one."
+        "`averaged` must be True, False or None; got 'yes'. This argument selects the moving "
+        "average of the weights. Pass None to use the average if the run keeps one."
     )
 
 

@@ -102,16 +102,17 @@ def test_a_setting_missing_from_the_config_is_detected(tmp_path):
     run = trained(Scaled())
     run.model.layers[2].factor = 3.0
     path = tmp_path / "model.keras"
-    with pytest.raises(ValueError, match="does not predict what the trained model does") as error:
+    with pytest.raises(ValueError, match="does not return the same outputs") as error:
         run.export(path, compare_on=X)
 
     assert str(error.value).startswith(
-        f"The exported model in {path} does not predict what the trained model does: its outputs "
-        "differ by "
+        f"The exported model in {path} does not return the same outputs as the trained model: "
+        "they differ by "
     )
     assert str(error.value).endswith(
         "of the largest output, and rounding explains at most 0.031. Probably a layer's "
-        "get_config() leaves out a setting. Correct it and export again, and do not use this file."
+        "get_config() leaves out a setting. Correct get_config() and export again, and do not use "
+        "this file."
     )
 
 

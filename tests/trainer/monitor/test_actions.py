@@ -68,18 +68,18 @@ def test_actions_are_due_by_seconds(monkeypatch):
     [
         (
             {},
-            "`every_steps` must be given if and only if `every_secs` is not; got None and None. An "
-            "action has one period. Pass exactly one of the two.",
+            "`every_steps` must be given if and only if `every_secs` is None; got every_steps=None, "
+            "every_secs=None. An action has one period. Pass either every_steps= or every_secs=.",
         ),
         (
             {"every_steps": 3, "every_secs": 1.0},
-            "`every_steps` must be given if and only if `every_secs` is not; got 3 and 1.0. An "
-            "action has one period. Pass exactly one of the two.",
+            "`every_steps` must be given if and only if `every_secs` is None; got every_steps=3, "
+            "every_secs=1.0. An action has one period. Pass either every_steps= or every_secs=.",
         ),
         (
             {"every_secs": -1.0},
-            "`every_secs` must be a positive number; got -1.0. It is a period in seconds. Pass 60 "
-            "for once a minute.",
+            "`every_secs` must be a positive number; got -1.0. The value is a period in seconds. "
+            "Pass 60 for once a minute.",
         ),
         (
             {"every_steps": 0},
@@ -158,6 +158,6 @@ def test_an_action_calls_a_function():
         Action(3, every_steps=1)
 
     assert str(error.value) == (
-        "`call` must be a function; got int. It is called with the trainer. Pass lambda trainer: "
-        "print(trainer.totals), for example."
+        "`call` must be a function; got int. The function is called with the trainer. Pass lambda "
+        "trainer: print(trainer.totals), for example."
     )

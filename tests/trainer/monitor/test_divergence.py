@@ -86,8 +86,8 @@ def test_the_error_says_how_often_and_from_where(recoveries, times):
         ),
         (
             {"rise": 1.0},
-            "`rise` must be a finite number above 1, or None; got 1.0. It multiplies the lowest "
-            "mean loss to give the bound. Pass 2.0, for example.",
+            "`rise` must be a finite number above 1, or None; got 1.0. The bound on the "
+            "mean loss is this factor times the lowest mean so far. Pass 2.0, for example.",
         ),
         (
             {"rise": 2.0, "window": 0},
@@ -123,7 +123,6 @@ def test_divergence_needs_a_model_dir(tmp_path):
     with pytest.raises(TypeError) as error:
         check_divergence(100.0, tmp_path)
     assert str(error.value) == (
-        "`divergence` must be a trainer.Divergence or None; got 100.0. It says when a run counts "
-        "as "
-        "diverged. Pass Divergence(loss_above=100.0), for example."
+        "`divergence` must be a trainer.Divergence or None; got 100.0. A Divergence "
+        "holds the criteria for divergence. Pass Divergence(loss_above=100.0), for example."
     )

@@ -77,5 +77,5 @@ def test_a_profile_needs_a_model_dir():
 
     assert str(error.value) == (
         "`profile_steps` must be None without `model_dir`; got (3, 9). The profile is written "
-        "there. Pass model_dir= as well."
+        "to that directory. Pass model_dir= as well."
     )
