@@ -359,13 +359,13 @@ IN_MAP = (
 )
 RAISES = (
     "The training data raised InvalidArgumentError after step 6 of 12: {reason}. The last "
-    "checkpoint is {last}. Fix the data, or skip elements that cannot be read with "
-    "dataset.ignore_errors().{ahead}"
+    "checkpoint is {last}. Fix the data, or call dataset.ignore_errors() to skip elements that "
+    "cannot be read.{ahead}"
 )
 ENDS = (
-    "The training data ended after step 6 of 12. The dataset claims to be infinite, or returned "
-    "nothing when it was read again for the next epoch. The last checkpoint is {last}. Remove "
-    "assert_cardinality(), or make the generator start over each time it is called.{ahead}"
+    "The training data ended after step 6 of 12. Either the dataset claims to be infinite "
+    "but is not, or it returned nothing when it was read again for the next epoch. The last "
+    "checkpoint is {last}. Remove assert_cardinality(), or make the generator start over each time it is called.{ahead}"
 )
 AHEAD = (
     " The saved position includes batches that were read ahead. If the resumed run fails on the "

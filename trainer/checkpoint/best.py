@@ -1,4 +1,4 @@
-"""Keeps the best models of a run by a metric, each in a folder `model_dir/best/step-STEP`."""
+"""Keeps the best models of a run, each in a folder `model_dir/best/step-STEP`."""
 
 import math
 import pathlib
@@ -18,20 +18,20 @@ BETTER = {"lowest": 1.0, "highest": -1.0}  # factor that turns a metric into "lo
 
 
 class Best:
-    """Keeps the models with the best evaluation results.
+    """Keeps the models with the best values of an evaluation metric.
 
-    The folders are the only record of the best results so far. A resumed run therefore knows them,
-    and a run that is killed during an export loses nothing.
+    The folders are the only record of the best results so far. A resumed run therefore finds them
+    again, and a run that is killed during an export loses none of them.
 
     Args:
         model_dir: directory of the run.
         keep: number of models to keep.
         metric: name of the evaluation result to compare.
-        which: "lowest" or "highest", whichever is better.
+        which: "lowest" or "highest": which values of the metric are best.
     """
 
     def __init__(self, model_dir: pathlib.Path, keep: int, metric: str, which: str) -> None:
-        """Stores the settings; reads no files."""
+        """Stores the settings."""
         self._parent = model_dir / "best"
         self._keep = keep
         self._metric = metric
@@ -44,12 +44,12 @@ class Best:
 
         Args:
             step: step at which the model was evaluated.
-            results: evaluation results by name.
+            results: evaluation results, keyed by name.
             export: writes the model into a folder.
         """
         path = self._parent / f"{PREFIX}-{step}"
         others = self.ranked()
-        others.pop(path, None)  # from before the run was resumed: a step does not beat itself
+        others.pop(path, None)  # written before the run was resumed; a step does not beat itself
         better = sum(rank <= self._rank(results) for rank in others.values())
         if self._rank(results) == math.inf or better >= self._keep:
             return False

@@ -10,7 +10,7 @@ from absl import logging
 from trainer.base.argument_checks import check_choice
 from trainer.checkpoint.folder import Facts
 
-# Entries of `run.json` that are compared, with the argument of `Trainer` or `train` that sets them.
+# The entries of `run.json` to compare, with the argument of `Trainer` or `train` that sets each.
 ARGUMENTS = {
     "precision": "precision",
     "loss_scale": "loss_scale",
@@ -20,7 +20,7 @@ ARGUMENTS = {
     "data": "train_data",
 }
 
-# What a run continues with when one of them has changed.
+# What a run continues with when one of these entries has changed.
 EFFECTS = {
     "precision": "another precision",
     "loss_scale": "another loss-scale rule, from its initial scale",
@@ -62,7 +62,7 @@ def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.
         Names of the entries that differ, all of them allowed.
 
     Raises:
-        ValueError: if an entry differs that is not allowed to.
+        ValueError: if an entry differs that is not in `allowed`.
     """
     changed = [name for name in ARGUMENTS if saved.get(name) != ours[name]]
     for name in changed:

@@ -26,10 +26,10 @@ class Contents:
     """The variables of a run, which can be written to and read from a folder.
 
     Args:
-        items: objects that own variables, by name: model, optimizers, state and others.
-        loss_scaler: the state of the loss-scale rule. It has a file of its own because another
-            rule has other variables.
-        metrics: the training metrics by name.
+        items: objects that own variables (model, optimizers, state and others), keyed by name.
+        loss_scaler: the state of the loss-scale rule. It is saved in a separate file because
+            each rule has different variables.
+        metrics: the training metrics, keyed by name.
         strategy: the strategy whose replicas may hold different copies.
     """
 
@@ -40,7 +40,7 @@ class Contents:
         metrics: Mapping[str, keras.metrics.Metric],
         strategy: tf.distribute.Strategy,
     ) -> None:
-        """Finds the variables; all of them must exist already."""
+        """Collects the variables, which must all have been created."""
         self.main = tf.train.Checkpoint(**items)
         self.scale = tf.train.Checkpoint(loss_scaler=loss_scaler)
         differing = [
@@ -71,7 +71,7 @@ class Contents:
 
         Args:
             folder: the checkpoint.
-            copies: whether to read every replica's copy of the variables that differ.
+            copies: whether to read every replica's copy of the variables whose copies may differ.
             scale: whether to read the state of the loss-scale rule.
 
         Raises:
@@ -85,12 +85,12 @@ class Contents:
 
 
 def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argument: str) -> None:
-    """Reads the file `variables` of a folder.
+    """Restores objects from the file `variables` in a folder.
 
     Args:
         variables: the objects to restore.
         folder: the checkpoint.
-        argument: name of the argument that led to the folder, for the error.
+        argument: name of the argument that selected the folder, for the error.
 
     Raises:
         ValueError: if the folder has no value for one of the variables.
@@ -101,19 +101,19 @@ def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argumen
     except AssertionError as error:
         raise ValueError(
             f"`{argument}` must hold a value for every variable; got {folder}: {error}. Values are "
-            "found by the names of attributes, and these variables would keep their initial "
-            "values. Give the model, the trainer and their layers the attributes that they had in "
+            "matched by attribute name, and these variables would keep their initial values. Give "
+            "the model, the trainer and their layers the same attribute names as in "
             f"that run, or use another {argument}."
         ) from error
 
 
 def attributes_with_variables(owner: object, known: Sequence[Any]) -> tf.Module:
-    """Returns a module that holds those attributes of an object that have variables.
+    """Returns a module with the attributes of an object that contain variables.
 
     Args:
         owner: the object. Its attributes may be variables, layers, modules, generators or
             containers of these, at any depth.
-        known: objects whose variables are saved elsewhere, and left out here.
+        known: objects whose variables are saved elsewhere and left out here.
     """
     elsewhere = variables_in_reach(known, held_back=())
     holder = tf.Module()
@@ -125,7 +125,7 @@ def attributes_with_variables(owner: object, known: Sequence[Any]) -> tf.Module:
 
 
 def describe(variables: Sequence[Variable]) -> list[str]:
-    """Returns the name, dtype and shape of each variable, as they stand in the manifest.
+    """Returns the name, dtype and shape of each variable, in the format of the manifest.
 
     Example:
         >>> describe([tf.Variable([[1.0, 2.0]], name="kernel")])
@@ -143,7 +143,7 @@ def first_difference(
 ) -> str | None:
     """Returns the first difference between two results of `describe`, or None.
 
-    Names are not compared, because Keras numbers them within a process.
+    Names are not compared, because Keras adds numbers that can differ between processes.
 
     Args:
         ours: descriptions of this run's variables.
@@ -153,10 +153,10 @@ def first_difference(
 
     Example:
         >>> first_difference(["a: float32 (2,)"], ["b: float32 (2,)", "c: float32 ()"])
-        'variable 1 is none in this run and c: float32 () in the checkpoint'
+        'variable 1 is missing in this run and c: float32 () in the checkpoint'
     """
     for place in range(max(len(ours), len(theirs))):
-        here, there = [side[place] if place < len(side) else "none" for side in (ours, theirs)]
+        here, there = [side[place] if place < len(side) else "missing" for side in (ours, theirs)]
         if comparable_part(here, roles=roles) != comparable_part(there, roles=roles):
             return f"variable {place} is {here} in this run and {there} in the checkpoint"
     return None

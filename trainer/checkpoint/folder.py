@@ -1,9 +1,9 @@
-"""Checkpoint folders: written atomically, and any damage to them is detected.
+"""Writes checkpoint folders atomically, and detects damaged ones.
 
 A folder is written under a temporary name (see `atomic_files`). `commit` adds a manifest,
-`run.json`, with a checksum of every file and of itself, and moves the folder into place. A process
-that is killed in between leaves what was there before. This module does not know what the files
-contain.
+`run.json`, with a checksum of every file and of itself, and moves the folder into place. If the
+process is killed before that, an earlier folder at that path stays unchanged. The files may contain
+anything.
 """
 
 import hashlib
@@ -20,18 +20,21 @@ Facts: TypeAlias = dict[str, Any]  # the contents of a manifest: anything that J
 
 
 class DamagedError(ValueError):
-    """A folder is not as it was written."""
+    """Raised when a folder's files no longer match what was written.
+
+    For example, one of them is missing, changed or unreadable.
+    """
 
 
 def commit(path: pathlib.Path, facts: Facts) -> dict[str, dict[str, Any]]:
-    """Adds the manifest to what was written since `begin_folder`, and moves it to `path`.
+    """Adds the manifest to the folder from `begin_folder`, and moves the folder to `path`.
 
     Args:
-        path: the folder's final place; what is there is replaced.
+        path: the folder's final path; an existing folder there is replaced.
         facts: contents of the manifest, apart from the checksums.
 
     Returns:
-        Size and checksum of each file, by name.
+        The size and checksum of each file, keyed by file name.
     """
     temporary = unfinished(path)
     files = {
@@ -48,7 +51,7 @@ def commit(path: pathlib.Path, facts: Facts) -> dict[str, dict[str, Any]]:
 
 
 def committed(parent: pathlib.Path, prefix: str) -> dict[int, pathlib.Path]:
-    """Returns the finished folders `parent/prefix-NUMBER` by number, in ascending order."""
+    """Returns the finished folders `parent/prefix-NUMBER`, keyed by number, in ascending order."""
     pattern = re.compile(re.escape(prefix) + r"-(\d+)")
     found = {
         int(match[1]): path

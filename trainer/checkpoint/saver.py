@@ -19,24 +19,26 @@ from trainer.data.iterator_state import DataPosition
 from trainer.step.types import Variable
 
 PREFIX = "ckpt"
-IN_MEMORY = "ram://"  # TensorFlow's file system in memory
+IN_MEMORY = "ram://"  # TensorFlow's in-memory file system
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
+    """Raised when a checkpoint cannot be written. Earlier checkpoints are unchanged."""
 
 
 class Checkpoints:
-    """The checkpoints of a run. Without a `model_dir` it does nothing.
+    """Saves and restores the checkpoints of a run. Without a `model_dir`, it does neither.
 
     Args:
-        model_dir: the directory that holds them, or None.
+        model_dir: the directory that contains the checkpoints, or None.
         max_to_keep: number of checkpoints to keep; older ones are removed.
         contents: the variables of the run.
-        variables: the variables of the model and of each optimizer, under these names. Their
-            names, dtypes and shapes are saved, and compared when the run is restored.
+        variables: the variables of the model and of each optimizer, keyed by "model",
+            "optimizer" and so on. Their names, dtypes and shapes are saved, and compared when the
+            run is restored.
         rule: the loss-scale rule. The saved state of another rule is not restored.
-        strategy: its chief alone keeps the files, but every worker must make the same calls.
+        strategy: the strategy. Only its chief keeps the files, but every worker must make the
+            same calls.
         asynchronous: whether to write to disk in a thread, from a copy of the variables.
     """
 
@@ -51,7 +53,7 @@ class Checkpoints:
         *,
         asynchronous: bool,
     ) -> None:
-        """Stores the settings; reads and writes no files."""
+        """Stores the settings, and creates the thread for asynchronous writes."""
         self._model_dir = model_dir
         self._max_to_keep = max_to_keep
         self._contents = contents
@@ -64,9 +66,10 @@ class Checkpoints:
         # Path and `run.json` of the checkpoint that was last saved or restored.
         self.latest: pathlib.Path | None = None
         self.facts: Facts = {}
-        # The same for the checkpoint before it, in case the current write fails.
+        # `latest` and `facts` of the checkpoint before it, restored if the current write fails.
         self._previous: tuple[pathlib.Path | None, Facts] = (None, {})
-        self.bytes: dict[str, int] = {}  # size of each file of the last checkpoint, without suffix
+        # Size of each file of the last checkpoint, keyed by file name without suffix.
+        self.bytes: dict[str, int] = {}
         self.resumed = False  # whether training has continued from the restored checkpoint
 
     def restore(self, *, before: int | None = None) -> pathlib.Path | None:
@@ -80,8 +83,8 @@ class Checkpoints:
             The path of the checkpoint, or None.
 
         Raises:
-            ValueError: if the checkpoint is of another model or optimizer, or if there are
-                checkpoints but all of them are damaged.
+            ValueError: if the checkpoint belongs to a different model or optimizer, or if there
+                are checkpoints but all of them are damaged.
         """
         if self._model_dir is None:
             return None
@@ -92,7 +95,7 @@ class Checkpoints:
         too_late = [step for step in found if before is not None and step >= before]
         later = [found.pop(step) for step in too_late]
         intact = newest_intact(found, "model_dir")
-        # A worker may look before the chief has finished writing, so the chief decides.
+        # A worker may look before the chief has finished writing, so the chief chooses for all.
         chosen = strategies.from_chief(intact[1]["step"] if intact else -1, self._strategy)
         if chosen < 0:
             return None
@@ -116,7 +119,7 @@ class Checkpoints:
 
         Args:
             step: number of the last step taken.
-            facts: what `run.json` records about the run.
+            facts: information about the run to store in `run.json`.
             position: the position in the training data, or None to save none.
 
         Returns:
@@ -184,7 +187,8 @@ class Checkpoints:
         for name, file in files.items():
             sizes[name.split(".")[0]] += file["bytes"]
         self.bytes = sizes
-        # Later checkpoints are damaged, or this run would have resumed from one of them.
+        # Do not count checkpoints of later steps. They must be damaged, because otherwise this run
+        # would have resumed from one of them.
         found = folder.committed(path.parent, PREFIX)
         kept = [earlier for step, earlier in found.items() if step <= facts["step"]]
         for old in kept[: -self._max_to_keep]:
@@ -218,7 +222,7 @@ def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
     if earlier:
         saved, restart = f"The last good checkpoint is {earlier[-1]}.", "to continue from it"
     else:
-        saved, restart = "There is no earlier one.", "to start over"
+        saved, restart = "There is no earlier checkpoint.", "to start over"
     return CheckpointError(
         f"Could not write checkpoint {path}: {str(error).splitlines()[0]}. {saved} Make sure that "
         "the disk has free space and that model_dir is writable, then run the same command again "
@@ -257,8 +261,8 @@ def newest_intact(
     """Returns the newest undamaged checkpoint and its `run.json`, or None if `found` is empty.
 
     Args:
-        found: checkpoints by step, in ascending order.
-        argument: name of the argument that led to them, for errors.
+        found: checkpoints, keyed by step, in ascending order.
+        argument: name of the argument that selected them, for errors.
 
     Raises:
         ValueError: if there are checkpoints, but all of them are damaged.
@@ -288,13 +292,14 @@ def check_variables(
     path: pathlib.Path,
     argument: str,
 ) -> None:
-    """Raises ValueError if a checkpoint is of another model or optimizer.
+    """Raises ValueError if a checkpoint belongs to a different model or optimizer.
 
     Args:
-        saved: results of `describe` from the checkpoint, by owner: "model", "optimizer" and so on.
-        ours: the same for this run.
+        saved: results of `describe` from the checkpoint, keyed by owner: "model", "optimizer" and
+            so on.
+        ours: results of `describe` for this run, keyed by owner.
         path: path of the checkpoint.
-        argument: name of the argument that led to it.
+        argument: name of the argument that selected the checkpoint.
     """
     for owner in {**ours, **saved}:
         sides = ours.get(owner, ()), saved.get(owner, ())

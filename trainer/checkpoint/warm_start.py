@@ -1,4 +1,4 @@
-"""Starts a new run from the weights of an old one (`init_from`), and from nothing else of it."""
+"""Starts a new run from the weights of an old run, and from nothing else (`init_from`)."""
 
 import pathlib
 import zipfile
@@ -17,8 +17,8 @@ def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
     """Loads the weights of another run into a model. Call it in the strategy's scope.
 
     Args:
-        path: a checkpoint `ckpt-STEP`; a `model_dir`, of which the newest checkpoint is used; one
-            of its best models, `best/step-STEP`; or, for a Keras model, a `.keras` or
+        path: a checkpoint `ckpt-STEP`; a `model_dir`, whose newest checkpoint is used; a best
+            model, `best/step-STEP`; or, for a Keras model, a `.keras` or
             `.weights.h5` file.
         model: the model, with all its variables created.
 
@@ -35,8 +35,8 @@ def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
     if intact is None:
         raise ValueError(
             "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras "
-            f"model) a file of Keras weights; got {str(path)!r}. No weights were found there. Use "
-            'for instance "runs/digits/ckpt-1000".'
+            f"model) a file of Keras weights; got {str(path)!r}. No weights were found there. "
+            'Pass "runs/digits/ckpt-1000", for example.'
         )
     found, facts = intact
     if KERAS_FILE in facts["files"] and isinstance(model, keras.Model):
@@ -55,14 +55,14 @@ def read_file(path: pathlib.Path, model: keras.Model) -> pathlib.Path:
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"`init_from` must be a file of weights that fit this model; got {str(path)!r}: "
-            f"{str(error).rstrip('. ')}. Every weight needs a saved value of its shape. Use "
-            "another file, or None to start from newly initialized weights."
+            f"{str(error).rstrip('. ')}. Every weight needs a saved value of the same shape. "
+            "Use another file, or None to start from newly initialized weights."
         ) from error
     return path
 
 
 def checkpoints_in(model_dir: pathlib.Path) -> dict[int, pathlib.Path]:
-    """Returns the checkpoints in a `model_dir` by step, in ascending order."""
+    """Returns the checkpoints in a `model_dir`, keyed by step, in ascending order."""
     return folder.committed(model_dir, PREFIX)
 
 

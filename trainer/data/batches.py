@@ -25,12 +25,12 @@ Spec: TypeAlias = "tf.TypeSpec | Mapping[str, Spec] | tuple[Spec, ...]"
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """A dataset of global batches, and what is known about it before the first step."""
+    """A dataset of global batches, with its first batch and its sizes."""
 
     dataset: tf.data.Dataset
     first: Batch  # the first batch: shows that the dataset is not empty, and builds models
     global_batch: int  # number of examples in the first batch; the last one may be smaller
-    steps_per_epoch: int | None  # None if the dataset does not know its length
+    steps_per_epoch: int | None  # None if the length of the dataset is unknown
 
 
 def batches(
@@ -40,31 +40,31 @@ def batches(
     global_batch: int | None = None,
     shuffle_seed: int | None = None,
 ) -> Batches:
-    """Makes a dataset of global batches from what a user has passed.
+    """Makes a dataset of global batches from the data that a user passed.
 
     The first batch is read once in advance, so a source that can be read only once loses it.
 
     Args:
         data: a `tf.data.Dataset` batched to the global batch; or a function of a
-            `tf.distribute.InputContext` that returns one batched to
+            `tf.distribute.InputContext` that returns a dataset batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
             first dimension is the example.
         argument: name of the user's argument, for errors.
         strategy: the strategy whose replicas will share each batch.
-        global_batch: the batch size for arrays; None for anything else.
+        global_batch: the batch size for arrays; None for other data.
         shuffle_seed: seed for shuffling arrays in a new order in every epoch; None keeps their
             order.
 
     Raises:
-        TypeError, ValueError: if the data is none of these, is empty or is not batched.
+        TypeError, ValueError: if the data has another type, is empty or is not batched.
     """
     if are_arrays(data):
         dataset = _from_arrays(data, argument, global_batch, shuffle_seed)
     elif global_batch is not None:
         raise ValueError(
-            f"`global_batch` must be None unless `{argument}` is arrays; got {global_batch}. "
-            "Datasets are already batched. Leave global_batch out, or change the batch size of the "
-            "dataset."
+            f"`global_batch` must be None unless `{argument}` consists of arrays; got "
+            f"{global_batch}. Datasets are already batched. Leave global_batch out, or change the "
+            "batch size of the dataset."
         )
     elif isinstance(data, tf.data.Dataset):
         dataset = data
@@ -83,7 +83,7 @@ def batches(
 
 
 def are_arrays(data: Data) -> bool:
-    """Returns whether data is arrays: neither a dataset nor a function."""
+    """Returns whether data consists of arrays, that is, is neither a dataset nor a function."""
     return not isinstance(data, tf.data.Dataset) and not callable(data)
 
 
@@ -93,7 +93,7 @@ def same_data(before: Data, now: Data, global_batch: int, found: Batches) -> boo
     Args:
         before: the data passed before: a dataset, a function or arrays.
         now: the data passed now.
-        global_batch: the global batch of the data passed before; compared for arrays only.
+        global_batch: the global batch size of the data passed before; compared for arrays only.
         found: the batches made from `now`.
     """
     if not are_arrays(now):
@@ -109,8 +109,8 @@ def check_ends(found: Batches, argument: str) -> None:
     """Raises ValueError if a dataset for evaluation or prediction is infinite."""
     if int(found.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            f"`{argument}` must end; got a dataset that repeats forever. All of it is evaluated. "
-            "Remove .repeat(), or call .take(n)."
+            f"`{argument}` must end; got a dataset that repeats forever. Evaluation and "
+            "prediction read the whole dataset. Remove .repeat(), or call .take(n)."
         )
 
 
@@ -119,7 +119,7 @@ def repeat_forever(found: Batches) -> tf.data.Dataset:
     dataset = found.dataset
     if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.repeat()
-    # Not AUTOTUNE, because the fetched batches are part of every checkpoint.
+    # Not AUTOTUNE, because prefetched batches are saved in every checkpoint.
     return dataset.prefetch(2)
 
 
@@ -127,26 +127,26 @@ def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
     """Returns the number of the last step of a run.
 
     Args:
-        steps: that number, or None.
-        epochs: the number of passes over the data instead, or None.
-        found: the data.
+        steps: the number of the last step, or None.
+        epochs: the number of passes over the data, or None.
+        found: the batches of the training data.
 
     Raises:
-        ValueError: unless exactly one of the two is given and at least 1, and the length of an
-            epoch is known.
+        ValueError: unless exactly one of `steps` and `epochs` is given and it is at least 1, or if
+            `epochs` is given and the length of an epoch is unknown.
     """
     if steps is not None and epochs is None:
         check_count("steps", steps)
         return steps
     if epochs is None or steps is not None:
         raise ValueError(
-            f"`steps` must be given unless `epochs` is; got steps={steps!r}, epochs={epochs!r}. "
-            "One of the two sets the length of the run. Pass exactly one."
+            f"`steps` must be given if and only if `epochs` is None; got steps={steps!r}, "
+            f"epochs={epochs!r}. A run has one length. Pass either steps= or epochs=."
         )
     check_count("epochs", epochs)
     if found.steps_per_epoch is None:
         raise ValueError(
-            f"`epochs` must be None if the dataset does not know its length; got {epochs}. An "
+            f"`epochs` must be None if the length of the dataset is unknown; got {epochs}. An "
             "epoch is one pass over the data. Pass steps=, or call dataset.apply("
             "tf.data.experimental.assert_cardinality(n)) with the number of batches."
         )
@@ -178,19 +178,19 @@ def _from_arrays(
         isinstance(data, tuple) and any(isinstance(d, list) for d in data)
     ):
         raise TypeError(
-            f"`{argument}` must not contain lists; got one. tf.data would stack a list into one "
+            f"`{argument}` must not contain lists; got a list. tf.data would stack a list into one "
             "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers."
         )
     if not leaves or not all(hasattr(leaf, "shape") or np.ndim(leaf) for leaf in leaves):
         raise TypeError(
             f"`{argument}` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
-            f"or arrays; got {type(data).__name__}. Other objects cannot be batched. Use for "
-            "instance (x, y) with global_batch=64."
+            f"or arrays; got {type(data).__name__}. Other objects cannot be batched. Pass "
+            "(x, y) with global_batch=64, for example."
         )
     if global_batch is None:
         raise ValueError(
-            f"`global_batch` must be at least 1 if `{argument}` is arrays; got None. Arrays have "
-            "no batch size of their own. Use for instance global_batch=64."
+            f"`global_batch` must be at least 1 if `{argument}` consists of arrays; got None. "
+            "Arrays have no batch size of their own. Pass global_batch=64, for example."
         )
     check_count("global_batch", global_batch)
     arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
@@ -218,8 +218,9 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset whose iterator has no autotuning thread.
 
     In TensorFlow 2.21 that thread can miss that its iterator is being deleted, and the deletion
-    then waits for up to a minute. Our own pipelines have nothing to tune. A user's dataset is left
-    as it is, because maps with AUTOTUNE run in parallel only if they are tuned.
+    then waits for up to a minute. The pipelines in this module have nothing to tune. A
+    user's dataset is not changed, because maps with AUTOTUNE run in parallel only if they are
+    tuned.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -229,7 +230,7 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def repeat_first_batch(found: Batches) -> tf.data.Dataset:
     """Returns the first batch repeated forever, with the element spec of the whole dataset.
 
-    A function traced with it is therefore not traced again for the data itself.
+    A function traced with this dataset is therefore not retraced for the data itself.
     """
     spec = found.dataset.element_spec
 
@@ -244,7 +245,7 @@ def repeat_first_batch(found: Batches) -> tf.data.Dataset:
 
 @without_autograph
 def with_static_shape(tensor: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
-    """Returns a tensor whose static shape is that of a spec, even where the spec is less exact."""
+    """Returns a tensor with the static shape of a spec, even if that shape is less specific."""
     if not isinstance(spec, tf.TensorSpec):  # ragged and sparse tensors have the right spec already
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)

@@ -5,15 +5,15 @@ import re
 
 import tensorflow as tf
 
-# Beginnings of those lines in a graph's error that say where it happened, not what was wrong.
+# Matches the lines of a graph's error that say where the error occurred, not what was wrong.
 LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
-# What surrounds the reason in the other lines: the number of the error, and the operation.
+# Matches what surrounds the reason in the other lines: the error's number, and the operation.
 WRAPPING = re.compile(r"^ *\(0\) [A-Z_]+: +|^\{\{.*?\}\} | \[Op:\w+\].*|[:. ]+$")
 NOT_INFINITE = "Input dataset was expected to contain an infinite number of elements"
 
 
 class DataError(RuntimeError):
-    """The training data raised an error, or ended before the run did."""
+    """Raised when the training data raises an error, or ends before the run does."""
 
 
 def explain(
@@ -23,8 +23,8 @@ def explain(
 
     Args:
         error: the error that an inner loop raised.
-        done: number of steps taken before it.
-        target: number of steps that the run was to take.
+        done: number of steps taken before the error.
+        target: the step at which the run should have ended.
         latest: path of the last checkpoint, or None.
         exact: whether checkpoints hold the position in the data, including batches read ahead.
 
@@ -41,16 +41,17 @@ def explain(
         )
     if isinstance(error, tf.errors.OutOfRangeError) or NOT_INFINITE in error.message:
         raise DataError(
-            f"The training data ended after step {done} of {target}. The dataset claims to be "
-            "infinite, or returned nothing when it was read again for the next epoch. "
+            f"The training data ended after step {done} of {target}. Either the dataset "
+            "claims to be infinite but is not, or it returned nothing when it was read again for "
+            "the next epoch. "
             f"{saved} Remove assert_cardinality(), or make the generator start over each time it "
             f"is called.{ahead}"
         ) from error
     if re.search(r"IteratorGetNext(\]\]|\}\})", error.message):
         raise DataError(
             f"The training data raised {type(error).__name__} after step {done} of {target}: "
-            f"{reason_of(error.message)}. {saved} Fix the data, or skip elements that cannot be "
-            f"read with dataset.ignore_errors().{ahead}"
+            f"{reason_of(error.message)}. {saved} Fix the data, or call "
+            f"dataset.ignore_errors() to skip elements that cannot be read.{ahead}"
         ) from error
     error.add_note(f"raised after step {done}. {saved}")
 

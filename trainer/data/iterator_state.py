@@ -5,10 +5,10 @@ there is one position for all of them. TensorFlow can save the state of a plain 
 shuffle, repeat and prefetch, but not that of a distributed iterator.
 
 One thing is missing from that state. A shuffle counts how often it has been started, and uses
-another order each time. The count is saved with the shuffle's iterator, which no longer exists when
+a new order each time. The count is saved with the shuffle's iterator, which no longer exists when
 a later stage has read ahead to the end of a pass while the run is still in that pass. A second
-iterator over a single pass is therefore saved as well. Nothing is ever taken from it, so it is
-always at the beginning and holds the counts of all shuffles.
+iterator over a single pass is therefore saved as well. No element is ever taken from the second
+iterator, so it is always at the beginning and holds the counts of all shuffles.
 """
 
 import pathlib
@@ -35,7 +35,7 @@ class DataPosition:
     """
 
     def __init__(self, data: Batches, resume_mode: str) -> None:
-        """Starts at the beginning of the data."""
+        """Creates the iterators, at the beginning of the data."""
         self.data = data
         self.resume_mode = resume_mode
         self._dataset = repeat_forever(data)
@@ -50,11 +50,11 @@ class DataPosition:
             self.pipeline = check_savable(self.data.dataset)
 
     def write(self, folder: str) -> None:
-        """Writes the position into a folder, in resume mode "exact"."""
+        """Writes the position into a folder if the resume mode is "exact"."""
         if self.resume_mode != "exact":
             return
         before, after = None, write_iterator(self._shuffle_counts, f"{folder}/counts")
-        while before != after:  # a stage that reads ahead has begun another pass meanwhile
+        while before != after:  # repeat if a stage that reads ahead began a new pass meanwhile
             write_iterator(self.iterator, f"{folder}/data")
             before, after = after, write_iterator(self._shuffle_counts, f"{folder}/counts")
 
@@ -66,12 +66,12 @@ class DataPosition:
             batches_taken: number of batches that had been taken.
 
         Raises:
-            ValueError: if no position was saved, or that of another pipeline.
+            ValueError: if no position was saved, or the saved position is in another pipeline.
         """
         if self.resume_mode == "exact":
             try:
                 tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
-                # After the other one, because reading that has started a pass.
+                # Restored last, because restoring the other iterator starts a pass.
                 tf.train.Checkpoint(iterator=self._shuffle_counts).read(str(folder / "counts"))
             except tf.errors.OpError as error:
                 raise not_restorable(folder, error) from error
@@ -82,7 +82,7 @@ class DataPosition:
         self.taken = batches_taken
 
     def drop(self, count: int) -> None:
-        """Takes some batches without using them."""
+        """Takes `count` batches without using them."""
         for _ in range(count):
             next(self.iterator)
         self.taken += count
@@ -99,14 +99,15 @@ def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:
 def check_savable(dataset: tf.data.Dataset) -> str:
     """Raises ValueError if a pipeline cannot be resumed exactly.
 
-    The check serializes the graph of the pipeline. For a moment this takes as much memory again as
-    the tensors that the pipeline holds.
+    The check serializes the graph of the pipeline. This temporarily takes as much additional memory
+    as the tensors that the pipeline holds.
 
     Returns:
         A description of the pipeline, including seeds; "" if its graph is too large to serialize.
 
     Raises:
-        ValueError: if an operation keeps state outside the pipeline, or draws without a seed.
+        ValueError: if an operation keeps state outside the pipeline, or draws random numbers
+            without a seed.
     """
     try:
         variant = tf.data.experimental.to_variant(dataset)
@@ -123,7 +124,7 @@ def check_savable(dataset: tf.data.Dataset) -> str:
         return ""
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         if name := first_unseeded(nodes):
-            raise not_exact(f"{name} without a seed", "Give it a seed. ")
+            raise not_exact(f"{name} without a seed", "Give this operation a seed. ")
     check_later_passes(graph.node)
     return f": {' '.join(transformations(graph.node))}"
 
@@ -144,11 +145,11 @@ def transformations(nodes: Iterable[Node]) -> list[str]:
 SEEDED = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 ORDERING = (*SEEDED, "RangeDataset", "BatchDataset", "TakeDataset", "SkipDataset", "ShardDataset")
 
-# Which calls of tf.data create an operation.
+# The tf.data calls that create each operation.
 SOURCES = {
-    "PyFunc": "It is created by from_generator and numpy_function. ",
-    "EagerPyFunc": "It is created by py_function. ",
-    "DummySeedGenerator": "It is created by a shuffle inside interleave or flat_map. ",
+    "PyFunc": "This operation is created by from_generator and numpy_function. ",
+    "EagerPyFunc": "This operation is created by py_function. ",
+    "DummySeedGenerator": "This operation is created by a shuffle inside interleave or flat_map. ",
 }
 
 
@@ -156,7 +157,7 @@ def not_exact(what: str, hint: str) -> ValueError:
     """Returns the error for a pipeline whose position cannot be saved."""
     return ValueError(
         f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
-        f"resumed run would see different data. {hint}To train on it anyway, pass "
+        f"resumed run would see different data. {hint}To train on this pipeline anyway, pass "
         'data_resume="skip", which reads and drops the batches already used, or "restart", which '
         "begins a new pass."
     )
@@ -177,7 +178,7 @@ def not_restorable(folder: pathlib.Path, error: tf.errors.OpError) -> ValueError
 
 
 def first_unseeded(nodes: Iterable[Node]) -> str | None:
-    """Returns the first operation that takes a new seed in every process, or None."""
+    """Returns the name of the first operation that draws a new seed in every process, or None."""
     numbers = int64_constants(nodes)
     for node in nodes:
         if node.op.startswith(SEEDED):
@@ -188,12 +189,12 @@ def first_unseeded(nodes: Iterable[Node]) -> str | None:
 
 
 def check_later_passes(nodes: Iterable[Node]) -> None:
-    """Raises ValueError if a pipeline could be resumed exactly in one pass, but not after it.
+    """Raises ValueError if a pipeline could be resumed exactly in one pass, but not later.
 
-    There are two such cases. An operation may use a new order in each pass although its count is
-    not in `DataPosition`'s second iterator, because it is not started at the beginning of a pass.
-    And a pipeline may take from several datasets in turn: once one of them has ended, an iterator
-    restored by TensorFlow 2.21 does not notice the end of the others.
+    There are two such cases. First, an operation may use a new order in each pass although its
+    count is not in `DataPosition`'s second iterator, because the operation is not started at the
+    beginning of a pass. Second, a pipeline may take from several datasets in turn: once one of them
+    has ended, an iterator restored by TensorFlow 2.21 does not notice the end of the others.
     """
     by_name = {node.name: node for node in nodes}
     [last] = [node.input[0] for node in nodes if node.op == "_Retval"]
@@ -216,23 +217,24 @@ def check_later_passes(nodes: Iterable[Node]) -> None:
             if any(may_end(part, by_name) for part in parts):
                 raise not_exact(
                     f"{INTERLEAVE} of datasets that end",
-                    "It is created by sample_from_datasets and choose_from_datasets: call repeat() "
-                    "on their inputs, or pass stop_on_empty_dataset=True. ",
+                    "This operation is created by sample_from_datasets and choose_from_datasets: "
+                    "call repeat() on their inputs, or pass stop_on_empty_dataset=True. ",
                 )
 
 
-# Attributes of operations that use another order, or other numbers, in each pass.
+# Attributes of operations that use a new order, or new random numbers, in each pass.
 RESHUFFLING = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 INTERLEAVE = "DirectedInterleaveDataset"
 
 
 def started_with(name: str, by_name: Mapping[str, Node], *, shuffles: bool) -> set[str]:
-    """Returns the names of the nodes whose iterators are created along with that of one node.
+    """Returns the names of the nodes whose iterators are created together with a node's iterator.
 
     Args:
-        name: name of that node.
-        by_name: all nodes of the pipeline.
-        shuffles: whether to include those that are created when a shuffle fills its buffer.
+        name: the name of the node whose iterator is created.
+        by_name: all nodes of the pipeline, keyed by name.
+        shuffles: whether to include nodes whose iterators are created only when a shuffle fills
+            its buffer.
     """
     node = by_name[name.partition(":")[0]]
     inputs = node.input if node.op in ("ZipDataset", INTERLEAVE) else node.input[:1]
@@ -242,7 +244,7 @@ def started_with(name: str, by_name: Mapping[str, Node], *, shuffles: bool) -> s
 
 
 def may_end(node: Node, by_name: Mapping[str, Node]) -> bool:
-    """Returns whether a part of a pipeline may end, as far as its graph tells."""
+    """Returns whether a part of a pipeline may end, judging by its graph."""
     inputs = [by_name[name.partition(":")[0]] for name in node.input]
     if node.op.startswith("Repeat"):
         return bool(inputs[1].attr["value"].tensor.int64_val[:] != [-1])  # -1 repeats forever
@@ -252,7 +254,7 @@ def may_end(node: Node, by_name: Mapping[str, Node]) -> bool:
 
 
 def int64_constants(nodes: Iterable[Node]) -> dict[str, int]:
-    """Returns the values of the scalar int64 constants in a graph, by name."""
+    """Returns the values of the scalar int64 constants in a graph, keyed by name."""
     tensors = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
     return {
         name: int(tf.make_ndarray(tensor))

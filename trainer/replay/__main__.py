@@ -3,7 +3,7 @@
     python -m trainer.replay RUN/overflows/step-00000120 --trainer=my_module:MyTrainer
 
 `--trainer` names a `Trainer` class, or a function that returns a trainer; it is called with the
-settings in the record. No other code is imported: a record does not name any.
+settings in the record. No other code is imported, because a record names no code.
 """
 
 import importlib
@@ -31,7 +31,7 @@ def load(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"`--trainer` must be module:Class; got {name!r}: {error}. The class is imported and "
-            "called with the settings in the record. Use for instance --trainer=digits:Digits."
+            "called with the settings in the record. Pass --trainer=digits:Digits, for example."
         ) from error
     return loaded
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = dict(read_record(path)[0].setting)
     del arguments["rule"]  # not an argument; `Trainer.replay` compares it
     replicas = arguments.pop("num_replicas")
-    if arguments["strategy"] is None:  # it was an object; the trainer must create its own
+    if arguments["strategy"] is None:  # an object, which a record cannot store; not passed on
         del arguments["strategy"]
     if replicas > 1 and not tf.config.list_physical_devices("GPU"):
         strategies.split_cpu(replicas)

@@ -1,4 +1,4 @@
-"""Finds the first inf or NaN inside a model: probes check what every layer takes and returns."""
+"""Finds the first inf or NaN inside a model: probes check the inputs and outputs of layers."""
 
 import contextlib
 import functools
@@ -16,9 +16,9 @@ class Probes:
     """The tensors checked in one forward and backward pass, in the order of computation."""
 
     def __init__(self) -> None:
-        """Starts with no checks, in the graph that is being traced."""
+        """Creates empty lists of checks for the graph that is being traced."""
         self.graph = tf.compat.v1.get_default_graph()
-        # Name of each tensor, and whether it is finite: shape=(), bool.
+        # The name of each checked tensor, and whether the tensor is finite: shape (), bool.
         self.forward: list[tuple[str, tf.Tensor]] = []
         self.backward: list[tuple[str, tf.Tensor]] = []
 
@@ -52,9 +52,9 @@ class Probes:
 
 @contextlib.contextmanager
 def probing(model: keras.Model) -> Iterator[Probes]:
-    """Within this context, every innermost layer is probed when it is called.
+    """Context manager: probes every innermost layer that is called inside the `with` block.
 
-    Enter it while a function is traced, and use the probes in the same trace.
+    Enter the context while a function is traced, and use the probes in the same trace.
     """
     probes = Probes()
     with replaced_calls(innermost_layers(model), lambda layer: probed_call(layer, probes)):

@@ -23,12 +23,12 @@ from trainer.step.report import StepReport
 from trainer.step.rollback import copies_of
 from trainer.step.types import Batch, Variable
 
-Setting: TypeAlias = dict[str, Any]  # settings of a trainer by name: text, numbers, booleans
+Setting: TypeAlias = dict[str, Any]  # settings (text, numbers, booleans), keyed by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What `record.json` says about a step."""
+    """The contents of `record.json`: the outcome of a step, and the settings of the run."""
 
     step: int
     loss_scale: float
@@ -43,7 +43,7 @@ class Record:
 
     @classmethod
     def of(cls, report: StepReport, random_seed: int, setting: Setting) -> "Record":
-        """Makes a record from the report of one step, in NumPy numbers."""
+        """Makes a record from the report of one step, whose fields are NumPy scalars."""
         names = [field.name for field in dataclasses.fields(cls) if field.name in report._fields]
         reported = {name: getattr(report, name).item() for name in names}
         return cls(**reported, random_seed=random_seed, setting=setting)
@@ -55,9 +55,9 @@ class FlightRecorder:
     Args:
         folder: the folder for the records; created with the first one.
         max_records: number of records to keep; older ones are removed.
-        max_bytes: limit on the total size of the records; a larger one is not written.
+        max_bytes: maximum total size of the records; a single record above it is not written.
         variables: the variables that the loss reads.
-        strategy: the strategy whose replicas hold copies of them.
+        strategy: the strategy whose replicas hold copies of the variables.
         random_seed: the run's seed: shape (), int64.
         setting: the settings to store in each record.
     """
@@ -72,7 +72,7 @@ class FlightRecorder:
         random_seed: tf.Variable,
         setting: Setting,
     ) -> None:
-        """Stores the settings; reads no files."""
+        """Stores the settings."""
         self._folder = folder
         self._max_records = max_records
         self._max_bytes = max_bytes
@@ -83,10 +83,10 @@ class FlightRecorder:
         self.latest: pathlib.Path | None = None
 
     def keep(self, report: StepReport, batch: Batch, spec: Spec) -> None:
-        """Records a step that was just skipped: the model still has the weights it used.
+        """Records a step that was just skipped. The model must still have the weights of that step.
 
         Args:
-            report: report of that step, in NumPy numbers.
+            report: report of that step, whose fields are NumPy scalars.
             batch: the global batch.
             spec: the dataset's `element_spec`. With static shapes TensorFlow may compute slightly
                 different results, so a replay is traced with the same spec.
@@ -126,11 +126,11 @@ class FlightRecorder:
 
 
 def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Batch, spec: Spec) -> int:
-    """Records the last step of an inner loop if it was the first of consecutive skips.
+    """Records the last step of an inner loop if it was the first in a series of skips.
 
     Args:
         recorder: the recorder.
-        report: reports of the steps of the loop, which ends early after such a step.
+        report: reports of the steps of the loop. The loop ends early after such a step.
         batch: the global batch of the last step.
         spec: the dataset's `element_spec`.
 
@@ -144,7 +144,7 @@ def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Batch, sp
 
 
 def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, np.ndarray]]:
-    """Reads a record: what the step reported, a dataset of its single batch, and the state.
+    """Returns a record, a dataset of its single batch, and the recorded values of the variables.
 
     Raises:
         ValueError: if the folder is not a complete record.
@@ -165,7 +165,7 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
 def read_state(
     variables: Sequence[Variable], strategy: tf.distribute.Strategy
 ) -> dict[str, np.ndarray]:
-    """Returns the value of every copy of some variables, by the names of `copies_by_name`."""
+    """Returns the value of every copy of the variables, keyed as in `copies_by_name`."""
     return {name: copy.numpy() for name, copy in copies_by_name(variables, strategy).items()}
 
 
@@ -174,7 +174,7 @@ def write_state(
     state: dict[str, np.ndarray],
     strategy: tf.distribute.Strategy,
 ) -> None:
-    """Writes back what `read_state` returned.
+    """Assigns a result of `read_state` to the variables.
 
     Raises:
         ValueError: if the number or shapes of the variables are different.
@@ -185,9 +185,9 @@ def write_state(
     if shapes != found:
         name, shape = min({*shapes.items()} ^ {*found.items()})
         raise ValueError(
-            "`overflow` must be a record of the same model on the same number of replicas; got one "
-            f"that differs in variable copy {name!r}, shape {shape}. The step can only be replayed "
-            "in the model that took it. Use the trainer of that run."
+            "`overflow` must be a record of the same model on the same number of replicas; got a "
+            f"record that differs in variable copy {name!r}, shape {shape}. The step can only "
+            "be replayed in the model that took it. Use the trainer of that run."
         )
     for name, copy in copies.items():
         copy.assign(state[name])
@@ -196,7 +196,7 @@ def write_state(
 def copies_by_name(
     variables: Sequence[Variable], strategy: tf.distribute.Strategy
 ) -> dict[str, tf.Variable]:
-    """Returns every replica's copy of some variables, by "variable/replica" (both numbers)."""
+    """Returns every replica's copy of the variables, keyed by "VARIABLE/REPLICA" (two indices)."""
     return {
         f"{position}/{place}": copy
         for position, variable in enumerate(variables)
@@ -205,7 +205,7 @@ def copies_by_name(
 
 
 def bytes_in(folders: Sequence[pathlib.Path]) -> int:
-    """Returns the total size of all files in some folders."""
+    """Returns the total size in bytes of all files in the given folders."""
     return sum(
         path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()
     )

@@ -1,4 +1,4 @@
-"""Replays a recorded overflow: the same verdict, and the first layer with an inf or NaN (L18)."""
+"""Replays a recorded overflow, and finds the first layer with an inf or NaN (L18)."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ class Replay:
 
     recorded: str  # why the step was skipped
     replayed: str  # why the replay was skipped, or "applied"
-    place: str | None  # the first tensor of a layer that is not finite, or None
+    place: str | None  # name of the first non-finite tensor at a layer, or None
 
     @property
     def same(self) -> bool:
@@ -51,13 +51,13 @@ def rerun_step(
     """Replays a recorded step in the model of a trainer.
 
     Args:
-        record: what the recorder kept about the step.
+        record: the record of the step.
         dataset: a dataset of the single global batch.
         state: the recorded values of the variables.
         plan: the trainer's plan; the recorded values are assigned to its model.
 
     Raises:
-        ValueError: if the model has other variables.
+        ValueError: if the variables of the model do not match the record.
     """
     variables = recorded_variables(plan)
     write_state(variables, state, plan.strategy)
@@ -90,7 +90,7 @@ def recorded_variables(plan: StepPlan) -> list[Variable]:
 def first_nonfinite_place(
     record: Record, dataset: tf.data.Dataset, state: ScaleState, plan: StepPlan
 ) -> str | None:
-    """Returns the first output of a layer, or gradient at a layer, that is not finite, or None.
+    """Returns the name of the first non-finite layer output or gradient, or None.
 
     Outputs are checked in the order of the forward pass. If all are finite, gradients are checked
     in the order of the backward pass. Microbatches are checked one after the other.
@@ -131,7 +131,7 @@ class ProbedPass:
     """
 
     def __init__(self, group: UpdateGroup, plan: StepPlan, spec: Spec, *, in_float32: bool) -> None:
-        """Makes the function without tracing it."""
+        """Creates the function, which `run` traces."""
         differentiate = group.differentiate_in_float32 if in_float32 else group.differentiate
         whole_batch = plan.strategy.num_replicas_in_sync * plan.num_microbatches == 1
         self.places: list[str] = []  # names of the checked tensors, in the order of computation
@@ -165,7 +165,7 @@ class ProbedPass:
 
 
 def any_batch_size(spec: tf.TensorSpec) -> tf.TensorSpec:
-    """Returns a spec whose first dimension is unknown, since shares differ in size."""
+    """Returns a spec whose first dimension is unknown, since shares can differ in size."""
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 

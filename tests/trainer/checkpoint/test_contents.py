@@ -35,8 +35,8 @@ def test_a_variable_without_a_value_is_an_error(tmp_path):
     assert start == f"`model_dir` must hold a value for every variable; got {tmp_path / 'ckpt-1'}"
     assert "<tf.Variable 'more:0' shape=() dtype=float32, numpy=3.0>" in tensorflows
     assert end == (
-        "Values are found by the names of attributes, and these variables would keep their initial "
-        "values. Give the model, the trainer and their layers the attributes that they had in that "
+        "Values are matched by attribute name, and these variables would keep their initial "
+        "values. Give the model, the trainer and their layers the same attribute names as in that "
         "run, or use another model_dir."
     )
 
@@ -86,7 +86,7 @@ def test_the_role_in_a_variables_name_is_compared():
         (
             ["a: int64 ()", "b: int64 ()"],
             ["a: int64 ()"],
-            "variable 1 is b: int64 () in this run and none in the checkpoint",
+            "variable 1 is b: int64 () in this run and missing in the checkpoint",
         ),
     ],
 )

@@ -293,7 +293,7 @@ def test_other_metrics_start_over(tmp_path, caplog):
     assert warning.startswith(
         f"Metrics are not restored from {tmp_path / 'ckpt-2'} because they have changed: variable 1 is "
     )
-    assert warning.endswith("total: float32 () in this run and none in the checkpoint.")
+    assert warning.endswith("total: float32 () in this run and missing in the checkpoint.")
 
 
 # When checkpoints are written, and how many are kept.
@@ -492,7 +492,7 @@ class Failing(Linear):
 
 def failed(path, last):
     """The complete error message."""
-    saved = f"The last good checkpoint is {last}." if last else "There is no earlier one."
+    saved = f"The last good checkpoint is {last}." if last else "There is no earlier checkpoint."
     return (
         f"Could not write checkpoint {path}: [Errno 28] No space left on device. {saved} Make sure that "
         "the disk has free space and that model_dir is writable, then run the same command again "

@@ -281,7 +281,7 @@ def test_a_file_of_another_model_is_refused(old, what):
     assert numbers.sub("", message) == numbers.sub(
         "",
         f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}: "
-        f"{str(keras_says.value).rstrip('. ')}. Every weight needs a saved value of its shape. Use "
+        f"{str(keras_says.value).rstrip('. ')}. Every weight needs a saved value of the same shape. Use "
         "another file, or None to start from newly initialized weights.",
     )
 
@@ -296,7 +296,7 @@ def test_a_file_without_weights_is_refused(tmp_path, name):
         f"`init_from` must be a file of weights that fit this model; got {str(tmp_path / name)!r}: "
     )
     assert message.endswith(
-        ". Every weight needs a saved value of its shape. Use another file, or None to start from "
+        ". Every weight needs a saved value of the same shape. Use another file, or None to start from "
         "newly initialized weights."
     )
 
@@ -308,8 +308,8 @@ def test_init_from_must_lead_to_weights(old, tmp_path):
     def message_for(where):
         return (
             "`init_from` must be a checkpoint, a model_dir that contains one, or (for a Keras model) a "
-            f"file of Keras weights; got {str(where)!r}. No weights were found there. Use for instance "
-            '"runs/digits/ckpt-1000".'
+            f"file of Keras weights; got {str(where)!r}. No weights were found there. Pass "
+            '"runs/digits/ckpt-1000", for example.'
         )
 
     for where in (tmp_path, tmp_path / "nowhere"):

@@ -33,8 +33,8 @@ def explained(error, latest=LATEST, *, exact=False):
 def test_data_that_ends_is_explained(error):
     """The error says at which step the data ended, and names the last checkpoint."""
     assert explained(error) == (
-        "The training data ended after step 6 of 12. The dataset claims to be infinite, or returned "
-        "nothing when it was read again for the next epoch. The last checkpoint is runs/a/ckpt-4. "
+        "The training data ended after step 6 of 12. Either the dataset claims to be infinite "
+        "but is not, or it returned nothing when it was read again for the next epoch. The last checkpoint is runs/a/ckpt-4. "
         "Remove assert_cardinality(), or make the generator start over each time it is called."
     )
 
@@ -50,7 +50,8 @@ def test_data_that_raise_are_explained():
     """The error gives TensorFlow's reason, without where it happened."""
     assert explained(in_data("a row is odd"), None) == (
         "The training data raised InvalidArgumentError after step 6 of 12: a row is odd. No checkpoint "
-        "was saved. Fix the data, or skip elements that cannot be read with dataset.ignore_errors()."
+        "was saved. Fix the data, or call dataset.ignore_errors() to skip elements that cannot be "
+        "read."
     )
 
 

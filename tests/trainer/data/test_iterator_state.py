@@ -285,26 +285,26 @@ REFUSED = {
     "from_generator": (
         numbers_from_python,
         "the stateful operation PyFunc",
-        "It is created by from_generator and numpy_function. ",
+        "This operation is created by from_generator and numpy_function. ",
     ),
     "numpy_function": (
         lambda: (
             Dataset.range(12).map(lambda n: tf.numpy_function(one_more, [n], tf.int64)).batch(4)
         ),
         "the stateful operation PyFunc",
-        "It is created by from_generator and numpy_function. ",
+        "This operation is created by from_generator and numpy_function. ",
     ),
     "py_function": (
         lambda: Dataset.range(12).map(lambda n: tf.py_function(one_more, [n], tf.int64)).batch(4),
         "the stateful operation EagerPyFunc",
-        "It is created by py_function. ",
+        "This operation is created by py_function. ",
     ),
     "py_function within": (
         lambda: Dataset.range(4).interleave(
             lambda n: Dataset.range(n).map(lambda m: tf.py_function(one_more, [m], tf.int64))
         ),
         "the stateful operation EagerPyFunc",
-        "It is created by py_function. ",
+        "This operation is created by py_function. ",
     ),
     "random op": (
         lambda: Dataset.range(12).map(lambda n: n + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
@@ -324,22 +324,22 @@ REFUSED = {
     "shuffle without a seed": (
         lambda: Dataset.range(12).shuffle(12).batch(4),
         "ShuffleDatasetV3 without a seed",
-        "Give it a seed. ",
+        "Give this operation a seed. ",
     ),
     "files without a seed": (
         lambda: Dataset.list_files(str(ROOT / "*.md")).batch(4),
         "ShuffleDatasetV3 without a seed",
-        "Give it a seed. ",
+        "Give this operation a seed. ",
     ),
     "sample without a seed": (
         lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(4)], [0.5, 0.5]),
         "RandomDataset without a seed",
-        "Give it a seed. ",
+        "Give this operation a seed. ",
     ),
     "shuffle within": (
         lambda: Dataset.range(4).interleave(lambda n: Dataset.range(n).shuffle(4, seed=1)).batch(4),
         "the stateful operation DummySeedGenerator",
-        "It is created by a shuffle inside interleave or flat_map. ",
+        "This operation is created by a shuffle inside interleave or flat_map. ",
     ),
     "two shuffles": (
         lambda: shuffled().map(one_more).shuffle(5, seed=2).batch(4),
@@ -349,8 +349,8 @@ REFUSED = {
     "sample": (
         lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(9)], [0.5, 0.5], 3),
         "DirectedInterleaveDataset of datasets that end",
-        "It is created by sample_from_datasets and choose_from_datasets: call repeat() on their inputs, "
-        "or pass stop_on_empty_dataset=True. ",
+        "This operation is created by sample_from_datasets and choose_from_datasets: call "
+        "repeat() on their inputs, or pass stop_on_empty_dataset=True. ",
     ),
     "numbers redrawn in each pass": (
         lambda: (
@@ -369,8 +369,8 @@ REFUSED = {
             stop_on_empty_dataset=False,
         ),
         "DirectedInterleaveDataset of datasets that end",
-        "It is created by sample_from_datasets and choose_from_datasets: call repeat() on their inputs, "
-        "or pass stop_on_empty_dataset=True. ",
+        "This operation is created by sample_from_datasets and choose_from_datasets: call "
+        "repeat() on their inputs, or pass stop_on_empty_dataset=True. ",
     ),
     "shuffle that begins late": (
         lambda: Dataset.range(12).concatenate(shuffled()).batch(4),
@@ -394,7 +394,7 @@ def not_exact(what, hint):
     """The complete error message."""
     return (
         f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
-        f"resumed run would see different data. {hint}To train on it anyway, pass "
+        f"resumed run would see different data. {hint}To train on this pipeline anyway, pass "
         'data_resume="skip", which reads and drops the batches already used, or "restart", which '
         "begins a new pass."
     )
@@ -462,7 +462,7 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
     with pytest.raises(ValueError, match="train_data") as error:
         trainer.train(from_python(), steps=3)
 
-    hint = "It is created by from_generator and numpy_function. "
+    hint = "This operation is created by from_generator and numpy_function. "
     assert str(error.value) == not_exact("the stateful operation PyFunc", hint)
     assert trainer.totals.attempted == 0
     assert list(tmp_path.glob("ckpt-*")) == []

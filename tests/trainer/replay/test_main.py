@@ -21,8 +21,8 @@ def test_a_trainer_is_found_by_module_and_name():
         load("pathlib:Paht")
     assert str(error.value) == (
         "`--trainer` must be module:Class; got 'pathlib:Paht': module 'pathlib' has no attribute "
-        "'Paht'. The class is imported and called with the settings in the record. Use for instance "
-        "--trainer=digits:Digits."
+        "'Paht'. The class is imported and called with the settings in the record. Pass "
+        "--trainer=digits:Digits, for example."
     )
     for name in ("no_such_module:Trainer", "pathlib", "", ":"):
         with pytest.raises(ValueError, match=r"^`--trainer` must be module:Class; got "):

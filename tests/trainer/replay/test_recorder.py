@@ -117,7 +117,7 @@ def test_a_state_is_written_back_to_the_same_variables_only():
     with pytest.raises(ValueError, match="overflow") as error:
         write_state([variables[0], tf.Variable([3])], state, strategy)
     assert str(error.value) == (
-        "`overflow` must be a record of the same model on the same number of replicas; got one that "
-        "differs in variable copy '1/0', shape (). The step can only be replayed in the model that took "
-        "it. Use the trainer of that run."
+        "`overflow` must be a record of the same model on the same number of replicas; got a record "
+        "that differs in variable copy '1/0', shape (). The step can only be replayed in the model "
+        "that took it. Use the trainer of that run."
     )

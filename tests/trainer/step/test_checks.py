@@ -306,7 +306,7 @@ def another_rule(ours, theirs):
             {"optimizer": keras.optimizers.Adam},
             "`model_dir` must be empty or hold a run with the same optimizer; got PATH, where "
             "variable 2 is adam/sequential_1_dense_1_kernel_momentum: float32 (1, 1) in this run "
-            "and none in the checkpoint. Values can only be restored into variables of the same "
+            "and missing in the checkpoint. Values can only be restored into variables of the same "
             "shape and dtype. Use another model_dir, with init_from='PATH' to start from the "
             "weights alone.",
         ),
@@ -452,14 +452,14 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             DATASET.batch(4),
             {},
-            "`global_batch` must be None unless `train_data` is arrays; got 4. Datasets are "
-            "already batched. Leave global_batch out, or change the batch size of the dataset.",
+            "`global_batch` must be None unless `train_data` consists of arrays; got 4. Datasets "
+            "are already batched. Leave global_batch out, or change the batch size of the dataset.",
         ),
         (
             (X, X),
             {"global_batch": None},
-            "`global_batch` must be at least 1 if `train_data` is arrays; got None. Arrays have no "
-            "batch size of their own. Use for instance global_batch=64.",
+            "`global_batch` must be at least 1 if `train_data` consists of arrays; got None. Arrays "
+            "have no batch size of their own. Pass global_batch=64, for example.",
         ),
         (
             (X, X[:5]),
@@ -470,15 +470,15 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             ([X, X], X),
             {},
-            "`train_data` must not contain lists; got one. tf.data would stack a list into one "
+            "`train_data` must not contain lists; got a list. tf.data would stack a list into one "
             "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers.",
         ),
         (
             "digits",
             {},
             "`train_data` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
-            "or arrays; got str. Other objects cannot be batched. Use for instance (x, y) with "
-            "global_batch=64.",
+            "or arrays; got str. Other objects cannot be batched. Pass (x, y) with "
+            "global_batch=64, for example.",
         ),
         (
             lambda context: context,
@@ -495,13 +495,13 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             (X, X),
             {"steps": None},
-            "`steps` must be given unless `epochs` is; got steps=None, epochs=None. One of the two "
-            "sets the length of the run. Pass exactly one.",
+            "`steps` must be given if and only if `epochs` is None; got steps=None, epochs=None. A "
+            "run has one length. Pass either steps= or epochs=.",
         ),
         (
             DATASET.batch(4).filter(lambda x, y: True),  # noqa: ARG005
             {"steps": None, "epochs": 2, "global_batch": None},
-            "`epochs` must be None if the dataset does not know its length; got 2. An epoch is one "
+            "`epochs` must be None if the length of the dataset is unknown; got 2. An epoch is one "
             "pass over the data. Pass steps=, or call dataset.apply(tf.data.experimental."
             "assert_cardinality(n)) with the number of batches.",
         ),
