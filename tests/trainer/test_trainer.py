@@ -104,9 +104,7 @@ def test_arguments_are_refused_by_the_constructor(arguments, message):
 
 def test_evaluation_precision_is_checked():
     """Evaluation computes in float32 or as in training, and other values are refused."""
-    with pytest.raises(
-        ValueError, match=r'`precision` must be "float32" or "train" here; got \'half\''
-    ):
+    with pytest.raises(ValueError, match=r'`precision` must be "float32" or "train"; got \'half\''):
         make().evaluate((X, X), global_batch=4, precision="half")
 
 
