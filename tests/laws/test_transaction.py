@@ -331,6 +331,6 @@ def test_what_keras_would_lose_is_refused(what):
     )
     assert text[text.index(start) + len(start) :].partition("'. ")[2] == (
         "The new value would be lost, and a random generator would repeat its numbers in every "
-        "step. For random numbers, pass seed= a keras.random.SeedGenerator that the model or the "
-        "trainer holds. Update metrics in update_metrics()."
+        "step. For random numbers, pass a keras.random.SeedGenerator that the model or the "
+        "trainer holds as seed=. Update metrics in update_metrics()."
     )

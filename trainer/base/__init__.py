@@ -1,1 +1,1 @@
-"""Helpers that every other room of `trainer` uses."""
+"""Helpers that the other packages of `trainer` use."""

@@ -1,4 +1,4 @@
-"""Argument checks that several rooms share. Each error names the argument and says what to pass."""
+"""Argument checks for several packages. Each error names the argument and says what to pass."""
 
 import inspect
 import os
@@ -12,12 +12,12 @@ from scaling.base.argument_checks import check_integer, did_you_mean, is_integer
 
 def check_count(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
-    check_integer(name, value, 1, "It is a count.", "Pass a positive integer")
+    check_integer(name, value, 1, "This argument is a count.", "Pass a positive integer")
 
 
 def check_nonnegative(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 0."""
-    why = "It is a count, and 0 means none."
+    why = "This argument is a count, and 0 means none."
     check_integer(name, value, 0, why, "Pass 0 or a positive integer")
 
 
@@ -29,13 +29,13 @@ def check_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(
-            f"`{name}` must be True or False; got {value!r}. It switches something on or off. Pass "
-            "one of the two."
+            f"`{name}` must be True or False; got {value!r}. This argument is an on/off switch. "
+            "Pass True or False."
         )
 
 
 def check_seed(
-    seed: object, bits: int = 32, why: str = "It also seeds NumPy, which accepts only this range."
+    seed: object, bits: int = 32, why: str = "NumPy's seed must be in this range too."
 ) -> None:
     """Raises ValueError unless `seed` is None or an unsigned integer of at most `bits` bits."""
     if seed is not None and not (is_integer(seed) and 0 <= seed < 2**bits):
@@ -59,8 +59,8 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
     if not isinstance(value, (str, os.PathLike)) or value == "":
         rule = "a path or None" if optional else "a path"
         raise TypeError(
-            f"`{name}` must be {rule}; got {value!r}. It names a file or a folder. Pass "
-            f'"{example}", for example.'
+            f"`{name}` must be {rule}; got {value!r}. This argument names a file or a folder. "
+            f'Pass "{example}", for example.'
         )
 
 
@@ -74,8 +74,8 @@ def check_no_unknown_arguments(unknown: dict[str, Any], function: Callable[..., 
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     for name in unknown:
         raise TypeError(
-            f"`{name}` must be an argument of Trainer; got an unknown name. It would have no "
-            f"effect. {did_you_mean(name, known, 'Remove it.')}"
+            f"`{name}` must be an argument of Trainer; got an unknown name. The argument would "
+            f"have no effect. {did_you_mean(name, known, 'Remove it.')}"
         )
 
 
@@ -98,9 +98,10 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
 def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
     """Raises ValueError, naming the argument, unless `value` is one of `choices`."""
     if value not in choices:
+        remedy = did_you_mean(str(value), map(str, choices), "Pass one of these values.")
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. There are no "
-            f"other choices. {did_you_mean(str(value), map(str, choices), 'Pass one of these.')}"
+            f"other choices. {remedy}"
         )
 
 

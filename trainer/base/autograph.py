@@ -1,8 +1,8 @@
-"""User functions, in which Python's `if` and `for` may depend on tensors.
+"""Calls users' functions with AutoGraph, so that their `if` and `for` may depend on tensors.
 
-AutoGraph rewrites them, as it rewrites everything that a `tf.function` calls. Our own functions do
-not need it, and rewriting them took longer than tracing them. So they are traced with AutoGraph
-off (`without_autograph`), and `call_user` turns it on again where a user's function begins.
+By default AutoGraph rewrites everything that a `tf.function` calls. The library's own functions do
+not need AutoGraph, and rewriting them took longer than tracing them. So they are traced with
+AutoGraph off (`without_autograph`), and `call_user` turns it on again for a user's function.
 """
 
 from collections.abc import Callable

@@ -44,7 +44,7 @@ def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]
 
 
 def all_layers(model: keras.Model) -> list[keras.Layer]:
-    """Returns the model and all of its layers at any depth; `model.layers` has only the first."""
+    """Returns the model and its layers at any depth; `model.layers` has only the outermost."""
     return list(model._flatten_layers())
 
 
@@ -52,7 +52,7 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
 def replaced_calls(
     layers: Sequence[keras.Layer], make: Callable[[keras.Layer], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replaces each layer's `call` by what `make` returns for that layer, and restores it after.
+    """Replaces each layer's `call` with `make(layer)` inside the `with` block.
 
     `call` is public; that Keras looks it up on the instance, and not on the class, is an
     implementation detail.
@@ -102,7 +102,7 @@ def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Gives layers another dtype policy, keeps their variables, and restores the policy after.
+    """Gives layers another dtype policy, and restores the old one afterwards. Keeps variables.
 
     Setting a layer's `dtype_policy` is public; finding all layers is not.
     """

@@ -1,4 +1,4 @@
-"""Imports TensorFlow with settings that must be made first: oneDNN on, start-up messages off.
+"""Imports TensorFlow with oneDNN turned on and without its start-up messages.
 
 TensorFlow enables oneDNN by default only on processors with AVX-512 VNNI or similar. Its kernels
 are faster on AVX2-only processors too: docs/performance.md has figures.

@@ -19,24 +19,26 @@ def run_steps(
     recorded: int = 0,
     keep_overflows: bool = False,
 ) -> tuple[StepReport, Any]:
-    """Takes steps on the next batches. Trace it in a `tf.function`, in cross-replica context.
+    """Takes one step per batch. Trace it in a `tf.function`, in cross-replica context.
 
     The loop ends before `num_steps` when the run is halted or asked to stop.
 
     Args:
         train_step: takes a global batch, attempts an update, and returns a report.
-        halted: shape (), bool: whether the run must not continue; then no step is taken.
-        stop_requested: returns shape (), bool: whether the run was asked to stop, possibly from
-            another thread. It must return the same value on every worker.
-        iterator: of a `tf.data.Dataset` of global batches; it must not end within these steps.
-        num_steps: shape (), int32. A tensor, because a Python number would cause a retrace.
+        halted: shape (), bool: whether the run must stop. If it is true, no step is taken.
+        stop_requested: returns whether the run was asked to stop, possibly from another thread:
+            shape (), bool. It must return the same value on every worker.
+        iterator: an iterator over a `tf.data.Dataset` of global batches. It must have a batch for
+            each of these steps.
+        num_steps: the maximum number of steps: shape (), int32. It is a tensor because a Python
+            number would cause a retrace.
         recorded: number of variables whose gradient magnitudes are counted; 0 counts none.
-        keep_overflows: whether to end after the first of consecutive skipped steps and to return
-            its batch, while the weights are still the ones which that step used.
+        keep_overflows: whether to end after the first of several consecutive skips and return the
+            skipped batch, while the weights are still those that the step used.
 
     Returns:
-        The reports of the steps taken, each field with a leading dimension: (steps, ...); and the
-        last batch, or () without `keep_overflows`.
+        The reports of the steps, each field with shape (steps, ...); and the last batch, or ()
+        without `keep_overflows`.
     """
     specs = report_spec(recorded)
     fields = [
@@ -93,14 +95,14 @@ def next_stop(
     intervals: Iterable[int | None],
     marks: Iterable[int] = (),
 ) -> int:
-    """Returns the step at which the next inner loop ends: the first of all that are given.
+    """Returns the step at which the next inner loop ends: the earliest that any argument asks for.
 
     Args:
         step: the step at which the loop begins.
         target: the last step of the run.
         steps_per_loop: the largest number of steps in one loop.
         intervals: periods in steps; a loop ends at every multiple of each. None has no multiples.
-        marks: single steps at which a loop ends as well.
+        marks: individual steps at which a loop also ends.
 
     Example:
         >>> next_stop(10, target=1000, steps_per_loop=100, intervals=[None, 25])

@@ -22,7 +22,7 @@ class RemoteReport(Protocol):
 
 
 class RemoteSteps:
-    """Takes steps on the workers of a parameter-server job, in place of `inner.run_steps`.
+    """Runs steps on the workers of a parameter-server job; replaces `inner.run_steps`.
 
     The chief reads the data and schedules one step per batch. So each batch is used once, by
     whichever worker is free, and the position in the data can be saved. If a worker is lost, its
@@ -45,7 +45,7 @@ class RemoteSteps:
         stop: tf.Variable,
         outcomes: tf.Variable,
     ) -> None:
-        """Finds the workers; the first call waits until they are ready."""
+        """Connects to the workers. The first call waits until they are ready."""
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         names = [device.name for device in tf.config.list_logical_devices("CPU")]
         self._max_queued = QUEUED_PER_WORKER * sum("/job:worker/" in name for name in names)
@@ -55,15 +55,17 @@ class RemoteSteps:
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor
     ) -> tuple[StepReport, tuple[()]]:
-        """Takes steps on the next batches.
+        """Takes one step on each of the next batches.
+
+        Ends early when the run is halted or asked to stop.
 
         Args:
-            iterator: of a `tf.data.Dataset` of global batches.
-            num_steps: the number of steps: shape (), int32.
+            iterator: an iterator over a `tf.data.Dataset` of global batches.
+            num_steps: the maximum number of steps: shape (), int32.
 
         Returns:
-            The reports in the order of the batches, each field with shape (steps, ...); and (),
-            since no batch is kept.
+            The reports in the order of the batches, each field with shape (steps, ...); and () in
+            place of a skipped batch, because none is kept.
         """
         before = int(tf.reduce_sum(self._outcomes))
         scheduled: collections.deque[RemoteReport] = collections.deque()
@@ -80,7 +82,7 @@ class RemoteSteps:
                 reports.append(scheduled.popleft().fetch())
         reports += [step.fetch() for step in scheduled]
         fields = [tf.constant(np.stack(field)) for field in zip(*reports, strict=True)]
-        # Steps finish in any order, so the count that a worker read is not its batch's number.
+        # Number the steps by batch: they finish in any order, so a worker's own count may differ.
         numbers = tf.range(before + 1, before + 1 + len(reports), dtype=tf.int64)
         waited = tf.constant(waits, tf.float32)
         return StepReport(*fields)._replace(step=numbers, data_wait_secs=waited), ()

@@ -21,8 +21,8 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     """Differentiates a replica's share, one microbatch at a time.
 
     The microbatches run in a loop in the graph, so only one set of activations is in memory. Each
-    forward pass reads what the one before it would have assigned. An empty microbatch assigns
-    nothing.
+    forward pass starts from the values that the previous one would have assigned. An empty
+    microbatch leaves them unchanged.
 
     Args:
         differentiate: the compiled forward and backward pass over one microbatch.
@@ -38,7 +38,8 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     if num_microbatches == 1:
         return differentiate(first)
 
-    # Traced once beforehand, to know which gradients are None, what is written, and what aux is.
+    # Trace the pass beforehand, to learn which gradients are None, which variables are written,
+    # and the structure of aux.
     expected = differentiate.get_concrete_function(first).structured_outputs
     aux_parts = tf.nest.map_structure(
         lambda spec: tf.TensorArray(
@@ -87,7 +88,7 @@ def microbatch_inputs(
     Args:
         inputs: the inputs of the share; see `accumulate`.
         index: index of the microbatch.
-        values: values of the held-back variables after the microbatch before it.
+        values: values of the held-back variables after the previous microbatch.
     """
     return inputs._replace(
         share=strategies.take(inputs.share, index, inputs.keys.shape[0]),
@@ -97,12 +98,12 @@ def microbatch_inputs(
 
 
 def with_written(values: list[tf.Tensor], written: Written) -> list[tf.Tensor]:
-    """Returns the values that a forward pass reads after an earlier one has written."""
+    """Returns the held-back values after a forward pass: the written ones replaced, others kept."""
     return [written.get(str(position), value) for position, value in enumerate(values)]
 
 
 def unless_empty(share: strategies.Share, written: Written, before: list[tf.Tensor]) -> Written:
-    """Returns what a forward pass wrote, or the values before it if the share had no examples."""
+    """Returns the values that a forward pass wrote, or the previous ones if the share was empty."""
     return {
         position: tf.where(share.examples > 0, value, before[int(position)])
         for position, value in written.items()
@@ -110,15 +111,15 @@ def unless_empty(share: strategies.Share, written: Written, before: list[tf.Tens
 
 
 def real_rows(tree: Tree, share: strategies.Share) -> Tree:
-    """Cuts tensors of a share down to its real examples; an empty share is a placeholder row."""
-    if tf.get_static_value(share.examples):  # known while tracing, so every row is real
+    """Cuts a share's tensors to its real examples: an empty share holds one placeholder row."""
+    if tf.get_static_value(share.examples):  # known to be above 0: every row is real
         return tree
     rows: Tree = tf.nest.map_structure(lambda tensor: tensor[: share.examples], tree)
     return rows
 
 
 def present(contribution: Contribution) -> Contribution:
-    """Returns a contribution without its missing gradients: a loop in a graph cannot hold None."""
+    """Returns a contribution without gradients that are None, which graph loops cannot hold."""
     gradients = [gradient for gradient in contribution.gradients if gradient is not None]
     return contribution._replace(gradients=gradients)
 
@@ -136,10 +137,10 @@ def with_missing(contribution: Contribution, expected: Contribution) -> Contribu
 
 
 def any_rows(spec: tf.TensorSpec) -> tf.TensorShape:
-    """Returns a spec's shape with an open first dimension: microbatches may differ in size."""
+    """Returns a spec's shape with an unknown first dimension: microbatches may differ in size."""
     return tf.TensorShape([None, *spec.shape[1:]])
 
 
 def zeros_like_spec(spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns zeros of a traced output's shape and dtype."""
+    """Returns zeros with the shape and dtype of a traced output."""
     return tf.zeros(spec.shape, spec.dtype)

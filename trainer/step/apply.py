@@ -46,7 +46,10 @@ def apply_on_all(
 
 @contextlib.contextmanager
 def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
-    """Within the context, a group's optimizers do not reduce gradients, and count exactly."""
+    """Context manager: makes a group's optimizers use gradients that are already reduced.
+
+    Under an asynchronous strategy they count updates atomically; otherwise they use fused kernels.
+    """
     asynchronous = strategies.capabilities(plan.strategy).asynchronous
     update = atomic_update_count if asynchronous else fused_updates
     with contextlib.ExitStack() as stack:
@@ -57,10 +60,10 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
 
 
 def assign_held_back(written: Written, plan: StepPlan) -> None:
-    """Assigns what the model's forward pass would have assigned.
+    """Assigns the values that the model's forward pass would have assigned.
 
-    Call it before the optimizers run: where a weight is among the values, its gradient was taken
-    at the value that is assigned here.
+    Call it before the optimizers run: if the forward pass assigned a weight, the gradient of that
+    weight was computed at the new value.
     """
     for position, value in written.items():
         plan.held_back[int(position)].assign(value)
@@ -81,7 +84,7 @@ def apply_in_replica(
 
 
 def apply_gradients(gradients: list[Gradient], group: UpdateGroup, plan: StepPlan) -> None:
-    """Lets each objective's optimizer update its variables. Call it in replica context."""
+    """Updates each objective's variables with its optimizer. Call it in replica context."""
     remaining = iter(gradients)
     for objective in group.objectives:
         pairs = [
@@ -92,10 +95,10 @@ def apply_gradients(gradients: list[Gradient], group: UpdateGroup, plan: StepPla
 
 
 def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
-    """Averages variables that the model assigned by itself, and differently on each replica.
+    """Averages variables that the model itself assigned, with different values on each replica.
 
-    Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) need it. Only a
-    `tf.Module`, or a layer that holds `tf.Variable`s, has any.
+    Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) are averaged.
+    Only a `tf.Module`, or a layer that holds `tf.Variable`s, has such variables.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -103,6 +106,6 @@ def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
     for variable, copies in zip(plan.undo, before, strict=True):
         differs = getattr(variable, "synchronization", None) is tf.VariableSynchronization.ON_READ
         if differs and variable.dtype.is_floating:
-            # The mean of the changes, so that a variable that did not change keeps its bits.
+            # Average the changes: a variable that did not change keeps its exact bits.
             change = variable.read_value() - copies[0]
             variable.assign(copies[0] + context.all_reduce(tf.distribute.ReduceOp.MEAN, change))

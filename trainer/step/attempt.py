@@ -1,8 +1,8 @@
 """The step, from a global batch to a report. Read `attempt_step` first, then `replica_step`.
 
 Weight the examples, run forward, scale the loss, run backward, sum over replicas, unscale, judge,
-clip; then apply on every replica or on none, and move the loss scale. A skipped step changes
-nothing else, and reports why it was skipped.
+clip; then apply on every replica or on none, and move the loss scale. A skipped step changes only
+the loss scale and the step counts, and its report says why it was skipped.
 """
 
 import functools
@@ -35,10 +35,10 @@ class Attempt(NamedTuple):
     """One attempt at an update, and the loss-scale state after it."""
 
     outcome: Outcome
-    loss_scale: tf.Tensor  # shape=(), float32: the scale it used
+    loss_scale: tf.Tensor  # shape=(), float32: the scale of this attempt
     scale_state: ScaleState  # after the attempt
     without_retry: ScaleState  # after the attempt, if the step is not attempted again
-    retry: tf.Tensor  # shape=(), bool: whether the same batch may fit at the scale of `scale_state`
+    retry: tf.Tensor  # shape=(), bool: whether the scale of `scale_state` may help
 
 
 AttemptAt: TypeAlias = Callable[[ScaleState], Attempt]
@@ -46,23 +46,22 @@ AttemptAt: TypeAlias = Callable[[ScaleState], Attempt]
 
 @without_autograph
 def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
-    """Attempts one update: once or, after an overflow, again with the same batch.
+    """Attempts one update, and retries it after an overflow if the plan allows retries.
 
     Call it in cross-replica context, in a graph.
 
     Args:
         batch: the global batch; each replica takes its share.
         plan: the run's constants.
-        run: the run's loss scale and counts, which are updated.
+        run: the run's loss scale and step counts, which this function updates.
 
     Returns:
-        The step's report, each field of shape (). A loop of your own stops when `run.halted` is
-        true.
+        The step's report, each field of shape (). In a custom loop, stop when `run.halted` is true.
     """
     check_plan_and_run(plan, run)
     weights = check_weights(call_user(plan.example_weights, batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
-    # The same for every attempt: at another scale the same random numbers are drawn.
+    # All attempts share this value, so that a retry draws the same random numbers.
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
     inputs = StepInputs(batch, weights, state, random, in_float32)
@@ -86,29 +85,29 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         consecutive_skips=run.consecutive_skips.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
-        data_wait_secs=tf.constant(0.0),  # only a loop that reads the data knows
+        data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data
         **last.outcome._asdict(),
     )
 
 
 def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
-    """Raises TypeError or ValueError unless these are a plan, and a state with the same rule."""
+    """Raises TypeError or ValueError unless `plan` and `run` have the right types and one rule."""
     if not isinstance(plan, StepPlan):
         raise TypeError(
-            f"`plan` must be a StepPlan; got {type(plan).__name__}. It holds the constants of the "
-            "step. Pass the result of plan_step()."
+            f"`plan` must be a StepPlan; got {type(plan).__name__}. A StepPlan holds the "
+            "constants of the step. Pass the result of plan_step()."
         )
     if not isinstance(run, TrainState):
         raise TypeError(
-            f"`run` must be a TrainState; got {type(run).__name__}. It holds the loss scale and "
-            "the step counts. Create it with TrainState(plan.rule)."
+            f"`run` must be a TrainState; got {type(run).__name__}. A TrainState holds the loss "
+            "scale and the step counts. Pass TrainState(plan.rule)."
         )
     in_plan, in_run = plan.rule, run.loss_scaler.rule
     if in_plan is not in_run and in_plan != in_run:
         raise ValueError(
-            f"`run` must have the same loss-scale rule as `plan`; got {in_run!r}, and the plan has "
-            f"{in_plan!r}. One rule would update the other's state. Create it with "
-            "TrainState(plan.rule)."
+            f"`run` must have the same loss-scale rule as `plan`; got {in_run!r}, but the plan has "
+            f"{in_plan!r}. The plan's rule would update the state of another rule. Create `run` "
+            "with TrainState(plan.rule)."
         )
 
 
@@ -117,17 +116,17 @@ def attempt_until_applied(
 ) -> tuple[Attempt, tf.Tensor]:
     """Attempts an update until it is applied, no other scale can help, or the retries are used up.
 
-    Everything that an attempt may have changed is restored before the next one, which uses the
-    same weights, statistics and random numbers with another scale.
+    Everything that a failed attempt changed is restored before the next one. So each attempt uses
+    the same weights, statistics and random numbers, at another scale.
 
     Args:
-        attempt_at: makes one attempt at the scale of a state.
+        attempt_at: a function that makes one attempt with the given loss-scale state.
         scale_state: the loss-scale rule's state before the step.
         plan: the run's constants.
 
     Returns:
         The last attempt, and the number of attempts before it: shape (), int32. If no scale could
-        help, the scale state is the one after a single overflow.
+        help, the attempt's scale state is the state after a single overflow.
     """
     nothing = tf.nest.map_structure(
         lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(plan.recorded)
@@ -149,7 +148,7 @@ def attempt_until_applied(
         (tf.constant(0), start),
         parallel_iterations=1,
     )
-    # Backing off to the minimum did not help, and growing back would take thousands of steps.
+    # Undo a backoff to the minimum that did not help: growing back would take thousands of steps.
     no_scale_helps = last.outcome.cause == int(scaling.Cause.MODEL)
     kept = select(no_scale_helps, last.without_retry, last.scale_state)
     return last._replace(scale_state=kept), attempts - 1
@@ -179,7 +178,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     state = inputs.scale_state
     without_retry = plan.rule.advance(state, verdict)
     if inputs.in_float32 is not None:
-        # A step in float32 says nothing about the scale that half precision needs.
+        # Keep the state: a step in float32 says nothing about the scale that half precision needs.
         without_retry = select(inputs.in_float32, state, without_retry)
         curable &= ~inputs.in_float32
     after = without_retry
@@ -196,20 +195,20 @@ def advance_until_scale_moves(
     curable: tf.Tensor,
     plan: StepPlan,
 ) -> ScaleState:
-    """Returns the state after as many overflows as it takes to move the scale.
+    """Returns the rule's state after as many overflows as it takes to move the scale.
 
     A rule with hysteresis keeps its scale for some overflows. The same batch would overflow again
     at the same scale, so these overflows are reported to the rule without another attempt.
 
     Args:
         after: the state after one overflow.
-        state: the state before it.
+        state: the state before that overflow.
         verdict: the verdict of the attempt.
         curable: whether a smaller scale may help: shape (), bool.
         plan: the run's constants.
 
     Returns:
-        `after` itself if the scale never moves because it is fixed or at its minimum.
+        The new state, or `after` if the scale never moves because it is fixed or at its minimum.
     """
 
     def may_move(tries: tf.Tensor, before: ScaleState, after: ScaleState) -> tf.Tensor:
@@ -236,7 +235,7 @@ def select(flag: tf.Tensor, state: ScaleState, otherwise: ScaleState) -> ScaleSt
 def attempt_groups(
     inputs: StepInputs, before: Copies, plan: StepPlan, *, first: int = 0
 ) -> Outcome:
-    """Attempts the update groups in order, each only if those before it were applied.
+    """Attempts the update groups in order; each one only if all earlier ones were applied.
 
     Args:
         inputs: the step's inputs.
@@ -245,7 +244,7 @@ def attempt_groups(
         first: index in `plan.groups` of the first group to attempt.
 
     Returns:
-        Their combined outcome: finite only if all were.
+        The combined outcome; it is finite only if the outcomes of all groups are.
     """
     group, last = plan.groups[first], first + 1 == len(plan.groups)
     replica = functools.partial(replica_step, group=group, plan=plan)
@@ -259,7 +258,7 @@ def attempt_groups(
             return agreed.outcome
         return combined(agreed.outcome, attempt_groups(inputs, before, plan, first=first + 1))
 
-    # The condition is outside the replicas, because there are collectives behind it.
+    # The condition is evaluated outside the replicas because its branches contain collectives.
     outcome: Outcome = tf.cond(
         agreed.outcome.grads_finite,
         apply,

@@ -1,9 +1,9 @@
-"""An attempt as one program per replica, as a TPU needs it.
+"""An attempt as a single program on each replica, for TPUs.
 
 `attempt.py` decides outside the replicas whether to apply. On a TPU that would split the step into
 two programs, with every gradient copied to the host in between. Here the decision is made inside
-the replica program. It is computed from sums over all replicas, so all of them take the same
-branch, and collectives are safe behind it.
+the replica program. It is computed from sums over all replicas, so all replicas take the
+same branch, and collectives are safe inside it.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def attempt_from(
     Args:
         first: index in `plan.groups` of the first group to attempt.
         inputs: the step's inputs.
-        sources: for each group, what its random numbers are computed from: see `key_source`.
+        sources: the result of `key_source` for each group.
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
     """

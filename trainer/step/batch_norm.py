@@ -24,11 +24,11 @@ def fused_batch_norm(model: Model, *, wanted: bool) -> contextlib.AbstractContex
     """Returns a context in which BatchNormalization layers use the fused kernel in training.
 
     Layers that the kernel cannot compute keep Keras's operations. Results differ by rounding only.
-    Trace a function inside the context; the layers are restored when it ends.
+    Trace a function inside the context; the layers are restored when the context ends.
 
     Args:
         model: the model whose layers to change; a `tf.Module` has none.
-        wanted: whether to change them; False makes the context do nothing.
+        wanted: whether to use the fused kernel; False makes the context do nothing.
     """
     wanted &= isinstance(model, keras.Model)
     layers = [layer for layer in all_layers(model) if can_be_fused(layer)] if wanted else []
@@ -36,7 +36,7 @@ def fused_batch_norm(model: Model, *, wanted: bool) -> contextlib.AbstractContex
 
 
 def can_be_fused(layer: keras.Layer) -> bool:
-    """Returns whether a layer is Keras's own BatchNormalization, with settings the kernel has."""
+    """Returns whether a layer is Keras's own BatchNormalization, with supported settings."""
     return (
         type(layer) is keras.layers.BatchNormalization
         and layer.trainable
@@ -61,7 +61,7 @@ def fused_call(
         keras_call: the layer's own `call`, for everything that the kernel cannot compute.
         inputs: for the kernel, shape (examples, height, width, channels).
         training: as in Keras.
-        mask: as in Keras; the kernel does not support one.
+        mask: as in Keras; the kernel does not support masks.
     """
     images = isinstance(inputs, tf.Tensor) and inputs.shape.rank == 4 and layer.axis in (-1, 3)
     if not (training and mask is None and images and inputs.dtype.size <= 4):
@@ -88,5 +88,5 @@ def fused_call(
 
 
 def as_float32(variable: keras.Variable) -> tf.Tensor:
-    """Returns a variable's value as its layer sees it under autocast, as float32."""
+    """Returns the value that a variable's layer sees under autocast, converted to float32."""
     return keras.ops.cast(variable, "float32")

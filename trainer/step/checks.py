@@ -1,6 +1,6 @@
-"""Argument checks: what the step refuses before it begins, each with a remedy.
+"""Checks of the step's arguments. Each error says what to pass instead.
 
-They use static information only and add no operations to a graph.
+The checks use static information only and add no operations to a graph.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from trainer.step.clip import Clip
 from trainer.step.rollback import tensorflow_variable
 from trainer.step.types import Batch, Model
 
-# The dtypes in which weights would lose small updates, with the number of bits of their
-# significands: an update below 2^-bits of a weight is rounded away.
+# The number of significant bits in each half-precision dtype. Weights in such a dtype would lose
+# small updates: an update smaller than 2^-bits of the weight is rounded away.
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
 
 def check_model(model: Model, precision: scaling.Precision) -> None:
-    """Raises TypeError or ValueError unless the step can run this model, built or not."""
+    """Raises TypeError or ValueError unless the step can use this model, built or not."""
     check_is_model(model)
     if isinstance(model, keras.Model):
         check_not_compiled(model)
@@ -35,8 +35,8 @@ def check_is_model(model: Model) -> None:
     """Raises TypeError unless `model` is a `keras.Model` or a `tf.Module`."""
     if not isinstance(model, (keras.Model, tf.Module)):
         raise TypeError(
-            f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. These keep "
-            "track of their variables. Return one from build_model(), or pass model=."
+            f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. Both "
+            "classes keep track of their variables. Return one from build_model(), or pass model=."
         )
 
 
@@ -106,7 +106,7 @@ def check_not_assigned_in_half(model: keras.Model, variable: keras.Variable) -> 
 
 
 def check_inputs_declared(model: keras.Model, precision: scaling.Precision) -> None:
-    """Raises ValueError if Keras would round the inputs of a Sequential that does not declare any.
+    """Raises ValueError if Keras would round the inputs of a Sequential model without an Input.
 
     Sequential models inside other models are checked too.
     """
@@ -165,8 +165,9 @@ def check_optimizers(
         check_not_set_twice(one, clip, ema_momentum)
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ValueError(
-            "`optimizer` must have a separate optimizer for each name; got the same one twice. Its "
-            "slot variables belong to one part of the model. Create one optimizer for each name."
+            "`optimizer` must have a separate optimizer for each name; got the same one twice. An "
+            "optimizer's slot variables belong to one part of the model. Create one optimizer for "
+            "each name."
         )
 
 
@@ -175,18 +176,19 @@ def check_optimizer(
 ) -> None:
     """Raises TypeError or ValueError unless the step can apply an optimizer.
 
-    Refused are objects that are not Keras optimizers, optimizers created under another strategy,
-    and those that scale the loss or accumulate gradients themselves.
+    It cannot apply objects that are not Keras optimizers, optimizers created under another
+    strategy, or optimizers that scale the loss or accumulate gradients themselves.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step scales "
-            "the loss already, and scaled twice it would overflow. Pass its .inner_optimizer."
+            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step "
+            "already scales the loss, and scaling twice would overflow. Pass its .inner_optimizer."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"`optimizer` must be a keras.optimizers.Optimizer; got {type(optimizer).__name__}. "
-            "The step calls its apply(). Return one from build_optimizer(), or pass optimizer=."
+            "The step calls the optimizer's apply(). Return one from build_optimizer(), or pass "
+            "optimizer=."
         )
     # An optimizer creates some variables, such as `iterations`, in its constructor.
     for variable in optimizer.variables:
@@ -199,30 +201,31 @@ def check_optimizer(
             )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
-            f"`optimizer` must not set loss_scale_factor; got {optimizer.loss_scale_factor!r}. It "
-            "would divide gradients that are unscaled already. Leave it out, and pass loss_scale= "
-            "to the trainer."
+            f"`optimizer` must not set loss_scale_factor; got {optimizer.loss_scale_factor!r}. "
+            "The optimizer would divide gradients that are already unscaled. Leave out "
+            "loss_scale_factor=, and pass loss_scale= to the trainer."
         )
     if optimizer.gradient_accumulation_steps is not None:
         raise ValueError(
             "`optimizer` must not set gradient_accumulation_steps; got "
             f"{optimizer.gradient_accumulation_steps!r}. The optimizer would accumulate over "
-            "several steps, and its schedule would advance in each of them. Leave it out, and "
-            "pass num_microbatches= to the trainer."
+            "several steps, and its schedule would advance in each of them. Leave out "
+            "gradient_accumulation_steps=, and pass num_microbatches= to the trainer."
         )
 
 
 def check_not_set_twice(
     optimizer: keras.optimizers.Optimizer, clip: Clip, ema_momentum: float | None
 ) -> None:
-    """Raises ValueError if both the step and the optimizer clip, or average the weights."""
+    """Raises ValueError if step and optimizer both clip gradients, or both average weights."""
     names = ("clipnorm", "clipvalue", "global_clipnorm")
     for name, value in ((name, getattr(optimizer, name)) for name in names):
         if value is not None and clip.bounds():
             [(ours, bound)] = clip.bounds().items()
             raise ValueError(
-                f"`{ours}` must be None if the optimizer clips; got {bound!r}, and the optimizer "
-                f"has {name}={value!r}. Gradients are clipped once. Set only one of the two."
+                f"`{ours}` must be None if the optimizer clips; got {bound!r}, but the optimizer "
+                f"has {name}={value!r}. Gradients can be clipped only once. Set either `{ours}` or "
+                f"the optimizer's {name}, not both."
             )
     if ema_momentum is None:
         return
@@ -230,14 +233,15 @@ def check_not_set_twice(
     if optimizer.use_ema:
         raise ValueError(
             "`ema_momentum` must be None if the optimizer has use_ema=True; got "
-            f"{ema_momentum!r}, and the optimizer has ema_momentum={optimizer.ema_momentum!r}. "
-            "Only one moving average is kept. Set only one of the two."
+            f"{ema_momentum!r}, but the optimizer has ema_momentum={optimizer.ema_momentum!r}. "
+            "Only one moving average is kept. Set either `ema_momentum` or the optimizer's "
+            "use_ema, not both."
         )
 
 
 def check_strategy_rule_and_clip(strategy: object, rule: object, clip: object) -> None:
-    """Raises TypeError unless each argument has the type that its name says."""
-    check_strategy(strategy, "Its replicas take the step.")
+    """Raises TypeError unless the arguments are a strategy, a loss-scale rule and a `Clip`."""
+    check_strategy(strategy, "The strategy's replicas compute the step.")
     check_rule(rule)
     if not isinstance(clip, Clip):
         raise TypeError(
@@ -247,7 +251,7 @@ def check_strategy_rule_and_clip(strategy: object, rule: object, clip: object) -
 
 
 def check_causes_and_others(halting_causes: object, others: object) -> None:
-    """Raises TypeError unless the first is a list of causes, and the second a list."""
+    """Raises TypeError unless `halting_causes` is a list of causes, and `others` is a list."""
     if not isinstance(halting_causes, (tuple, list)) or not all(
         cause in list(scaling.Cause) for cause in halting_causes
     ):
@@ -258,29 +262,30 @@ def check_causes_and_others(halting_causes: object, others: object) -> None:
         )
     if not isinstance(others, (tuple, list)):
         raise TypeError(
-            f"`others` must be a list; got {type(others).__name__}. It lists the objects other "
-            "than the model whose variables the loss may assign. Put a single object in a list."
+            f"`others` must be a list; got {type(others).__name__}. The list contains the "
+            "objects, other than the model, whose variables the loss may assign. Put a single "
+            "object in a list."
         )
 
 
 def check_functions(**functions: object) -> None:
-    """Raises TypeError, naming the argument, unless each one can be called."""
+    """Raises TypeError, naming the argument, unless every argument can be called."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(
-                f"`{name}` must be a function; got {type(function).__name__}. Every step calls it. "
-                "Pass a function with the arguments that plan_step() describes."
+                f"`{name}` must be a function; got {type(function).__name__}. Every step calls "
+                "this argument. Pass a function with the arguments that plan_step() describes."
             )
 
 
 def check_bools(**flags: object) -> None:
-    """Raises TypeError, naming the argument, unless each one is True or False."""
+    """Raises TypeError, naming the argument, unless every argument is True or False."""
     for name, flag in flags.items():
         check_bool(name, flag)
 
 
 def check_counts(**counts: object) -> None:
-    """Raises ValueError, naming the argument, unless each one is an int of at least 1."""
+    """Raises ValueError, naming the argument, unless every argument is an int of at least 1."""
     for name, count in counts.items():
         check_count(name, count)
 
@@ -306,7 +311,7 @@ def first_tensor(batch: Batch) -> tf.Tensor:
     """Returns the first tensor of a batch.
 
     Raises:
-        ValueError: if there is none, or it has no example dimension.
+        ValueError: if the batch has no tensors, or the first one has no example dimension.
     """
     wanted = "`batch` must contain tensors whose first dimension is the example; got"
     why = "Each replica takes its share of the examples."
@@ -315,7 +320,7 @@ def first_tensor(batch: Batch) -> tf.Tensor:
         raise ValueError(f"{wanted} no tensors. {why} Pass a tensor, or a structure of tensors.")
     if tf.TensorShape(getattr(leaves[0], "shape", ())).rank == 0:
         raise ValueError(
-            f"{wanted} one of shape (). {why} Add a batch dimension: tensor[None] for a single "
-            "example."
+            f"{wanted} a tensor of shape (). {why} Add a batch dimension: tensor[None] for a "
+            "single example."
         )
     return leaves[0]

@@ -13,7 +13,7 @@ from trainer.step.types import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """At most one bound on the gradients, named as in Keras's optimizers. None means no bound.
+    """A bound on the gradients, or no bound. The arguments are named as in Keras's optimizers.
 
     Args:
         global_clipnorm: largest 2-norm of all gradients together; all are scaled by one factor.
@@ -45,18 +45,18 @@ class Clip:
             if not is_number(bound) or not 0 < bound < math.inf:
                 what = "magnitude of an element" if name == "clipvalue" else "norm"
                 raise ValueError(
-                    f"`{name}` must be None, or positive and finite; got {bound!r}. It is the "
-                    f"largest {what} that a gradient keeps. Use 1.0, for example."
+                    f"`{name}` must be None, or positive and finite; got {bound!r}. The bound is "
+                    f"the maximum {what} after clipping. Use 1.0, for example."
                 )
         if len(bounds) > 1:
             found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())
             raise ValueError(
                 f"`{next(iter(bounds))}` must be None if another bound is set; got {found}. "
-                "Gradients are clipped once. Set only one bound."
+                "Gradients can be clipped only once. Set only one bound."
             )
 
     def bounds(self) -> dict[str, float]:
-        """Returns the bounds that are set, by name."""
+        """Returns a dict of the bounds that are set, keyed by name."""
         return {
             name: bound for name, bound in dataclasses.asdict(self).items() if bound is not None
         }
@@ -68,7 +68,7 @@ def clip(gradients: list[Gradient], gradient_norm: tf.Tensor, bound: Clip) -> li
     Args:
         gradients: the summed, unscaled and coalesced gradients; None stays None.
         gradient_norm: their global norm: shape (), float32.
-        bound: the bound to apply, if it sets one.
+        bound: the bound; with `Clip()` the gradients are returned unchanged.
     """
     if bound.global_clipnorm is not None:
         factor = bound.global_clipnorm / tf.maximum(gradient_norm, bound.global_clipnorm)
@@ -84,7 +84,7 @@ def clip(gradients: list[Gradient], gradient_norm: tf.Tensor, bound: Clip) -> li
 def map_values(
     gradients: list[Gradient], function: Callable[[tf.Tensor], tf.Tensor]
 ) -> list[Gradient]:
-    """Applies a function to the values of each gradient; of a sparse one, to the rows it has."""
+    """Applies a function to each gradient's values; for a sparse gradient, to its stored rows."""
 
     def mapped(gradient: Gradient) -> Gradient:
         if gradient is None:

@@ -1,8 +1,8 @@
 """Finds out why a step was skipped, and where: cause, replica, variable, number of elements.
 
-Each replica's row of a small table is summed with the one all-reduce, so every replica knows which
-of them met an inf or NaN. `diagnose` runs after a skip only; it counts the elements in the sums,
-which all replicas share.
+Each replica fills in its row of a small table. The step's one all-reduce sums these tables, so
+every replica knows which replicas met an inf or NaN. `diagnose` runs only after a skip. It counts
+inf and NaN in the summed gradients, which are the same on all replicas.
 """
 
 from typing import NamedTuple
@@ -31,10 +31,10 @@ def no_finding() -> Finding:
 
 
 class NonfiniteTable(NamedTuple):
-    """What was not finite on which replica. The tables of all replicas are summed."""
+    """What was not finite on each replica. The tables of all replicas are summed."""
 
     loss: tf.Tensor  # shape=(replicas,), float32: 0 if the loss was finite
-    losses: tf.Tensor  # shape=(replicas, 2), float32: number of losses that are inf, and NaN
+    losses: tf.Tensor  # shape=(replicas, 2), float32: numbers of inf and NaN losses
     gradient: tf.Tensor  # shape=(replicas,), float32: 1 + position of the first bad gradient, or 0
 
     @property
@@ -47,13 +47,13 @@ class Evidence(NamedTuple):
     """What `diagnose` examines after a skip; the same on every replica."""
 
     table: NonfiniteTable
-    statistics_finite: tf.Tensor  # shape=(), bool: of what the forward pass would assign
+    statistics_finite: tf.Tensor  # shape=(), bool: result of `judge.stay_finite`
     summed: list[Gradient]  # gradients summed over replicas, still scaled
     unscaled: list[Gradient]  # the same, unscaled, before clipping
 
 
 def own_row(nonfinite: NonfiniteFlags, context: tf.distribute.ReplicaContext) -> NonfiniteTable:
-    """Returns the table of one replica: its own row, and zeros in all others."""
+    """Returns the table of one replica, in which all other replicas' rows are zeros."""
     mine = tf.one_hot(context.replica_id_in_sync_group, context.num_replicas_in_sync)
     return NonfiniteTable(
         loss=mine * nonfinite.loss,
@@ -76,12 +76,12 @@ def diagnose(
         evidence: the evidence from the step.
         weights: values of the variables whose gradients were computed, in the same order.
         scale_state: the loss-scale rule's state that the step used.
-        rule: the loss-scale rule. If the step ran at the rule's `min_scale`, it cannot back off.
-        single_pass: whether a step is one microbatch on one replica. Then the table says nothing
-            about gradients, and the sum is the replica's own gradient.
+        rule: the loss-scale rule. At the rule's `min_scale`, a smaller scale cannot help.
+        single_pass: whether a step is one microbatch on one replica. Then the table's gradient
+            column is not filled in, and the summed gradients are the replica's own.
 
     Returns:
-        The finding; `bad_variable` is a position in these lists.
+        The finding; its `bad_variable` is a position in `weights`.
     """
     in_weights, in_summed, in_unscaled = (
         count_by_variable(values) for values in (weights, evidence.summed, evidence.unscaled)
@@ -95,7 +95,7 @@ def diagnose(
         "loss_finite": table.losses_finite & evidence.statistics_finite,
         "local_gradients_finite": tf.reduce_all(table.gradient == 0),
         "summed_gradients_finite": tf.reduce_all(in_summed == 0),
-        "unscaled_gradients_finite": False,  # or the step would not have been skipped
+        "unscaled_gradients_finite": False,  # otherwise the step would not have been skipped
     }
     place = scaling.find_cause(**finite)
     at_min_scale = scale_state.loss_scale <= getattr(rule, "min_scale", 0.0)
@@ -110,7 +110,7 @@ def findings_by_cause(
     in_summed: tf.Tensor,
     in_unscaled: tf.Tensor,
 ) -> dict[scaling.Cause, tf.Tensor]:
-    """Returns (replica, variable, infs, NaNs) for each cause, in case it is the cause.
+    """Returns what to report for each possible cause of a skip.
 
     Args:
         table: the table of all replicas.
@@ -120,7 +120,8 @@ def findings_by_cause(
         in_unscaled: the same for the unscaled gradients.
 
     Returns:
-        Shape (4,), int32, each.
+        A dict of (replica, variable, number of inf, number of NaN), keyed by cause: shape (4,),
+        int32, each.
     """
     overflowing = tf.reduce_any(in_unscaled > 0, axis=1) | squares_overflow(unscaled)
     bad_local = table.gradient[tf.maximum(first_true(table.gradient > 0), 0)]
@@ -145,17 +146,17 @@ def findings_by_cause(
 
 
 def count_by_variable(values: list[Gradient]) -> tf.Tensor:
-    """Returns how many elements of each value are inf, and NaN: shape (variables, 2), int32."""
+    """Returns the numbers of inf and NaN in each tensor: shape (variables, 2), int32."""
     return tf.stack([count_nonfinite(gradient_values(value)) for value in values])
 
 
 def squares_overflow(values: list[Gradient]) -> tf.Tensor:
-    """Returns which values have a sum of squares beyond float32: shape (variables,), bool."""
+    """Returns whether each tensor's sum of squares overflows float32: shape (variables,), bool."""
     return ~tf.math.is_finite(tf.stack([half_squared_norm(value) for value in values]))
 
 
 def first_row(counts: tf.Tensor) -> tf.Tensor:
-    """Returns the first row that is not all 0, or -1: shape (), int32."""
+    """Returns the index of the first row that is not all 0, or -1: shape (), int32."""
     return first_true(tf.reduce_any(counts > 0, axis=1))
 
 

@@ -26,7 +26,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     """Runs the model forward and backward on one share of the global batch.
 
     Args:
-        inputs: what the pass computes from.
+        inputs: the inputs of the pass.
         plan: the constants of the pass.
     """
     share, size = inputs.share, inputs.global_batch
@@ -39,7 +39,8 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
             objective.name: weighted_mean(passed.losses[objective.name], share, size.weight)
             for objective in plan.objectives
         }
-        # Divided by examples, not by weights: a model's own losses are means over its examples.
+        # Multiplied by the fraction of the examples, not of the weights: a model's own losses are
+        # means over its examples.
         regularization_loss = passed.added * tf.cast(share.examples / size.examples, tf.float32)
         scaled = {
             name: scaling.scale_loss(loss + regularization_loss, inputs.scale_state)
@@ -65,11 +66,11 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
 def find_nonfinite(
     contribution: Contribution, losses: list[tf.Tensor], *, single_pass: bool
 ) -> NonfiniteFlags:
-    """Returns what is not finite in a contribution.
+    """Returns flags that say what is not finite in a contribution.
 
     Args:
         contribution: the contribution of one microbatch.
-        losses: one tensor of example losses per objective, 0 where an example has no weight.
+        losses: one tensor of example losses per objective, 0 where an example's weight is 0.
         single_pass: see `MicrobatchPlan`.
     """
     finite = scaling.all_finite([contribution.loss, contribution.regularization_loss])
@@ -85,7 +86,7 @@ def find_nonfinite(
 
 
 def check_some_gradient(gradients: list[Gradient]) -> None:
-    """Raises ValueError if the loss does not reach any variable."""
+    """Raises ValueError if the loss does not depend on any trainable variable."""
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "`compute_loss` must depend on a trainable variable; got None for every gradient. "
@@ -95,5 +96,5 @@ def check_some_gradient(gradients: list[Gradient]) -> None:
 
 
 def as_dense(gradient: Gradient) -> tf.Tensor | None:
-    """Returns a gradient as a dense tensor, repeated rows summed; None stays None."""
+    """Returns a gradient as a dense tensor, with repeated rows summed; None stays None."""
     return None if gradient is None else tf.convert_to_tensor(gradient)

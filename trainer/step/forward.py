@@ -17,8 +17,8 @@ from trainer.step.types import Aux, Batch, Model, Written
 class ForwardPass(NamedTuple):
     """The results of a forward pass."""
 
-    losses: dict[str, tf.Tensor]  # by objective; shape=(examples,), float32
-    aux: Aux  # what `compute_loss` returned beside the losses; () if nothing
+    losses: dict[str, tf.Tensor]  # keyed by objective name; shape=(examples,), float32, each
+    aux: Aux  # what `compute_loss` returned along with the losses; () if nothing
     added: tf.Tensor  # shape=(), float32: the sum of `model.losses`
     after: list[tf.Tensor]  # values of the held-back variables when the pass ended; [] for a
     # `tf.Module`, which assigns its variables itself
@@ -31,9 +31,9 @@ def forward(
 
     Args:
         batch: the examples.
-        values: values of `plan.held_back`.
-        keys: keys for `plan.seeds`: shape (generators, 2), int64. The generators count up from
-            them.
+        values: values of the variables in `plan.held_back`.
+        keys: keys for `plan.seeds`: shape (generators, 2), int64. Each generator counts up
+            from its key.
         plan: the constants of the pass.
     """
     keys = tf.unstack(keys, num=len(plan.seeds))
@@ -54,7 +54,7 @@ def forward(
 
 
 def written_by(model: Model, before: list[tf.Tensor], after: list[tf.Tensor]) -> Written:
-    """Returns what a forward pass would have assigned.
+    """Returns the values that a forward pass would have assigned.
 
     Raises:
         ValueError: if a layer that computes in half precision has assigned a weight.

@@ -21,9 +21,10 @@ UpdateRule: TypeAlias = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
 
 @contextlib.contextmanager
 def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Within the context, `optimizer.apply` uses a fused kernel for each variable, if it can.
+    """Context manager: makes `optimizer.apply` update variables with fused kernels if it can.
 
-    Sparse gradients, other dtypes than float32, other rules and `amsgrad` use Keras's operations.
+    Sparse gradients, dtypes other than float32, other rules and `amsgrad` still use Keras's
+    operations.
     """
     fused = fused_rule(optimizer)
     if fused is None:
@@ -57,13 +58,13 @@ def fused_rule(optimizer: keras.optimizers.Optimizer) -> UpdateRule | None:
 
 
 def adam(optimizer: keras.optimizers.Adam) -> UpdateRule:
-    """Returns Adam's rule.
+    """Returns Adam's update rule.
 
     Source:
         Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, in the order of
         operations given in the last paragraph of section 2.
     """
-    powers: list[tf.Tensor] = []  # of beta_1 and beta_2; the same for all variables of an update
+    powers: list[tf.Tensor] = []  # beta_1^step, beta_2^step: the same for all variables
 
     def rule(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         if not powers:
@@ -89,7 +90,7 @@ def adam(optimizer: keras.optimizers.Adam) -> UpdateRule:
 
 
 def momentum(optimizer: keras.optimizers.SGD) -> UpdateRule:
-    """Returns the rule of SGD with momentum, Nesterov's included."""
+    """Returns the update rule of SGD with momentum, with or without Nesterov's variant."""
 
     def rule(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
         [velocity] = slot_variables(optimizer, variable)

@@ -6,7 +6,7 @@ from trainer.step.types import Gradient
 
 
 def gradient_values(gradient: Gradient) -> tf.Tensor:
-    """Returns the values of a coalesced gradient: a sparse one's rows; shape (0,) for None."""
+    """Returns a coalesced gradient's values: its rows if it is sparse; shape (0,) if it is None."""
     if gradient is None:
         return tf.zeros([0])
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
@@ -18,6 +18,6 @@ def half_squared_norm(gradient: Gradient) -> tf.Tensor:
 
 
 def count_nonfinite(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the number of elements that are inf, and that are NaN: shape (2,), int32."""
+    """Returns the numbers of inf and NaN elements: shape (2,), int32."""
     flags = (tf.math.is_inf(tensor), tf.math.is_nan(tensor))
     return tf.stack([tf.math.count_nonzero(flag, dtype=tf.int32) for flag in flags])

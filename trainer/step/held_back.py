@@ -13,13 +13,13 @@ class HoldBack(keras.StatelessScope):
     """A scope in which Keras variables have given values, and assignments are only recorded."""
 
     def __init__(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> None:
-        """Takes a value for each variable."""
+        """Stores the value that each variable has inside the scope."""
         super().__init__(list(zip(variables, values, strict=True)), collect_losses=True)
         self._known = {id(variable) for variable in variables}
         self._unknown: list[keras.Variable] = []
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Records an assignment. Keras calls it."""
+        """Records an assignment. Keras calls this method."""
         if id(update[0]) not in self._known:
             self._unknown.append(update[0])
         super().add_update(update)
@@ -31,8 +31,8 @@ class HoldBack(keras.StatelessScope):
                 "`compute_loss` must not assign Keras variables other than those of the model and "
                 f"its layers; got an assignment to {variable.path!r}. The new value would be lost, "
                 "and a random generator would repeat its numbers in every step. For random "
-                "numbers, pass seed= a keras.random.SeedGenerator that the model or the trainer "
-                "holds. Update metrics in update_metrics()."
+                "numbers, pass a keras.random.SeedGenerator that the model or the trainer holds "
+                "as seed=. Update metrics in update_metrics()."
             )
 
 
@@ -44,7 +44,7 @@ def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.
 
     Args:
         model: the model.
-        others: other objects that the loss may call: layers, in nested containers.
+        others: other layers that the loss may call, in nested containers.
     """
     if not isinstance(model, keras.Model):
         return []

@@ -1,4 +1,4 @@
-"""The verdict: whether a step may be applied. The same on every replica, by construction."""
+"""The verdict: whether a step may be applied. It is the same on every replica, by construction."""
 
 import tensorflow as tf
 
@@ -28,10 +28,11 @@ def judge(
             `stay_finite`: shape (), bool.
         gradient_norm: global norm of the summed, unscaled gradients, before clipping: shape (),
             float32.
-        max_magnitude: largest magnitude in them: shape (), float32; NaN if it was not measured.
+        max_magnitude: largest magnitude in these gradients: shape (), float32; NaN if it was not
+            measured.
 
     Returns:
-        The verdict. Its `cause` is the default: `diagnose` finds the cause, after a skip only.
+        The verdict. Its `cause` is the default; after a skip, `diagnose` finds the cause.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, for skipping an
@@ -50,12 +51,12 @@ def judge(
 
 
 def stay_finite(written: Written, before: list[tf.Tensor]) -> tf.Tensor:
-    """Returns whether no variable is about to go from finite to inf or NaN: shape (), bool.
+    """Returns whether every variable that is finite now would stay finite: shape (), bool.
 
-    A moving average that has become inf or NaN would stay so for the rest of the run.
+    A moving average that becomes inf or NaN would never become finite again.
 
     Args:
-        written: what the forward pass would assign; floats are means over replicas already.
+        written: what the forward pass would assign; floats are already averaged over replicas.
         before: values of the held-back variables before the step.
     """
     floats = {position: value for position, value in written.items() if value.dtype.is_floating}

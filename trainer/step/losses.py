@@ -11,7 +11,7 @@ from trainer.step.types import Aux, Batch
 
 
 def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor) -> tf.Tensor:
-    """Returns a share's part of the weighted mean over the global batch: shape (), float32.
+    """Returns a share's contribution to the global batch's weighted mean: shape (), float32.
 
     Args:
         losses: losses of the share's examples: shape (examples,), float32.
@@ -24,7 +24,7 @@ def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor)
 def weighted_sum(losses: tf.Tensor, share: strategies.Share) -> tf.Tensor:
     """Returns the sum of a share's losses times their weights: shape (), float32.
 
-    An example of weight 0 does not count, even if its loss is inf or NaN.
+    An example whose weight is 0 adds nothing to the sum, even if its loss is inf or NaN.
     """
     return tf.reduce_sum(tf.math.multiply_no_nan(losses, share.weights))
 
@@ -41,16 +41,16 @@ def losses_and_aux(
 
     Args:
         result: losses, or (losses, aux); see `Task.compute_loss`.
-        batch: the examples that it was computed from.
+        batch: the examples that the losses were computed from.
         objectives: the objectives, each of which needs a loss.
 
     Returns:
-        losses: losses by the objective's name: shape (examples,), float32.
-        aux: what was returned beside them; () if nothing was.
+        losses: a dict of losses, keyed by objective name: shape (examples,), float32, each.
+        aux: what was returned along with the losses; () if nothing was.
 
     Raises:
-        TypeError: if the losses are not float32, or not given by objective.
-        ValueError: if they are not one number per example, or aux has no example dimension.
+        TypeError: if the losses are not float32, or an objective's losses are missing.
+        ValueError: if there is not one loss per example, or aux has no example dimension.
     """
     losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
     losses = by_objective(losses, objectives)
@@ -67,7 +67,7 @@ def losses_and_aux(
 def by_objective(
     losses: tf.Tensor | dict[str, tf.Tensor], objectives: Sequence[Objective]
 ) -> dict[str, tf.Tensor]:
-    """Returns losses by the objective's name. A single objective's losses need no name."""
+    """Returns a dict of losses, keyed by objective name; a single objective's need no name."""
     names = [objective.name for objective in objectives]
     if names == [ONLY]:
         return {ONLY: losses}
@@ -75,7 +75,7 @@ def by_objective(
         found = sorted(losses) if isinstance(losses, dict) else type(losses).__name__
         raise TypeError(
             f"`compute_loss` must return a dict of losses with {', '.join(map(repr, names))}; got "
-            f"{found}. Each optimizer of build_optimizer() has its own loss. Return "
+            f"{found}. Each optimizer from build_optimizer() has its own loss. Return "
             "{name: losses}."
         )
     return {name: losses[name] for name in names}
@@ -95,8 +95,8 @@ def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
         f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
     )
     remedy = (
-        "The trainer weights and averages them over the global batch itself. Leave out the mean "
-        "over examples, and average over any other dimension."
+        "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
+        "examples, and average over any other dimension."
     )
     if losses.shape.rank != 1 or losses.shape[0] not in (None, rows):
         raise ValueError(f"{wanted} {losses.shape}. {remedy}")

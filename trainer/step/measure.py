@@ -14,8 +14,9 @@ from trainer.step.types import Gradient, ScaleState
 def global_norm(gradients: list[Gradient]) -> tf.Tensor:
     """Returns the 2-norm of all gradients together: shape (), float32.
 
-    It is finite only if every element is. It is also infinite if only the squares overflow, which
-    Adam would keep: a bfloat16 gradient of 1e30 is finite, and its square is not.
+    The norm is finite only if every element is. It is also infinite if only an element's square
+    overflows, because Adam would store that square: a bfloat16 gradient of 1e30 is finite, but its
+    square is not.
     """
     return tf.sqrt(2.0 * tf.add_n([half_squared_norm(gradient) for gradient in gradients]))
 
@@ -36,10 +37,10 @@ def measure(
     magnitude: bool,
     recorded: int,
 ) -> Measured:
-    """Measures what the rule or the user has asked for in the unscaled gradients.
+    """Measures the unscaled gradients as far as the rule or the user needs it.
 
     Args:
-        gradients: the coalesced gradients; None has no values.
+        gradients: the coalesced gradients; a gradient that is None has no values.
         scale_state: the loss-scale rule's state.
         positions: positions of their variables in `model.trainable_variables`.
         magnitude: whether to find the largest magnitude, which takes a pass over the gradients.

@@ -23,12 +23,12 @@ class GlobalBatchSize(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """What a forward and backward pass computes from, on one replica."""
+    """The inputs of a forward and backward pass on one replica."""
 
     share: strategies.Share  # the examples and their weights
     global_batch: GlobalBatchSize
     scale_state: ScaleState  # the loss-scale rule's state; its scale multiplies the loss
-    values: list[tf.Tensor]  # values of `MicrobatchPlan.held_back`
+    values: list[tf.Tensor]  # values of the variables in `MicrobatchPlan.held_back`
     keys: tf.Tensor  # shape=(generators, 2), int64: a key for each of `MicrobatchPlan.seeds`
 
 
@@ -44,7 +44,7 @@ class NonfiniteFlags(NamedTuple):
     """What was inf or NaN in one microbatch. Flags are summed over a replica's microbatches."""
 
     loss: tf.Tensor  # shape=(), float32: 1 if the loss was not finite
-    losses: tf.Tensor  # shape=(2,), float32: number of examples whose loss is inf, and NaN
+    losses: tf.Tensor  # shape=(2,), float32: numbers of inf and NaN losses
     gradients: tf.Tensor  # shape=(gradients,), float32: 1 for each gradient that is not finite;
     # all 0 if the loss was not finite, and in a single pass: see `MicrobatchPlan.single_pass`
 
@@ -55,7 +55,7 @@ class Microbatch(NamedTuple):
     contribution: Contribution
     nonfinite: NonfiniteFlags
     written: Written  # what the forward pass would have assigned
-    aux: Aux  # what `compute_loss` returned beside the losses; first dimension: the example
+    aux: Aux  # what `compute_loss` returned along with the losses; first dimension: the example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MicrobatchPlan:
     """The constants of a forward and backward pass."""
 
     model: Model
-    held_back: Sequence[keras.Variable]  # what the pass reads and may assign, weights first
+    held_back: Sequence[keras.Variable]  # variables it reads and may assign, weights first
     seeds: Sequence[keras.Variable]  # states of the seed generators it may draw from
     compute_loss: ComputeLoss
     objectives: Sequence[Objective]  # the objectives whose gradients to compute

@@ -1,4 +1,4 @@
-"""What a step minimizes: losses, the variables that each one trains, and their optimizers."""
+"""The objectives of a step: each has a loss, an optimizer, and the variables that it trains."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ import keras
 
 from trainer.step.types import Model, Variable
 
-# The name of the objective of a run with a single optimizer. No attribute can have this name.
+# The objective's name if there is only one optimizer. No model attribute can have this name.
 ONLY = ""
 
 
@@ -23,15 +23,18 @@ class Objective:
 def objectives_of(
     model: Model, optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]
 ) -> list[Objective]:
-    """Returns one objective for all variables, or one for each of several optimizers.
+    """Returns one objective for each optimizer.
+
+    A single optimizer trains all variables. Each of several optimizers trains one part of the
+    model: the attribute that has the optimizer's name.
 
     Args:
-        model: a `keras.Model` or `tf.Module`, built. With several optimizers, it has an attribute
-            for each optimizer's name, which is a model, layer or module.
-        optimizers: one optimizer, or several by name.
+        model: a built `keras.Model` or `tf.Module`. Its parts are models, layers or modules.
+        optimizers: one optimizer, or a dict of optimizers, keyed by the name of the part.
 
     Raises:
-        ValueError: if a variable belongs to no optimizer, or to two.
+        ValueError: if a variable belongs to no optimizer or to more than one, or if a part does not
+            exist or has no trainable variables.
     """
     variables = list(model.trainable_variables)
     if not isinstance(optimizers, Mapping):
@@ -80,6 +83,6 @@ def check_each_variable_has_one_optimizer(
             effect = "be updated twice" if owners else "never be updated"
             raise ValueError(
                 "`model` must have each trainable variable in exactly one optimizer's part; got "
-                f"{getattr(variable, 'path', variable.name)!r} {found}. It would {effect}. "
-                "Make the parts disjoint, and name an optimizer for each of them."
+                f"{getattr(variable, 'path', variable.name)!r} {found}. The variable would "
+                f"{effect}. Make the parts disjoint, and name an optimizer for each of them."
             )

@@ -16,7 +16,7 @@ Tree = TypeVar("Tree")
 def diagnosed(
     result: ReplicaResult, group: UpdateGroup, scale_state: ScaleState, plan: StepPlan
 ) -> Outcome:
-    """Returns the outcome of a step that was not finite, with its cause and place."""
+    """Returns a skipped step's outcome, with the cause of the skip and its place filled in."""
     weights = [
         tf.convert_to_tensor(plan.model.trainable_variables[position])
         for position in group.positions
@@ -31,7 +31,7 @@ def diagnosed(
 
 
 def combined(first: Outcome, later: Outcome) -> Outcome:
-    """Returns the outcome of several update groups: sums, and the verdict of the later ones.
+    """Returns the outcome of several update groups: their totals, and the verdict of the last.
 
     Args:
         first: the outcome of a group that was applied.
@@ -47,7 +47,7 @@ def combined(first: Outcome, later: Outcome) -> Outcome:
 
 
 def on_first_replica(structure: Tree, strategy: tf.distribute.Strategy) -> Tree:
-    """Returns the first replica's values of what `strategy.run` returned."""
+    """Returns the first replica's values from a result of `strategy.run`."""
     first: Tree = tf.nest.map_structure(
         lambda value: strategy.experimental_local_results(value)[0], structure
     )

@@ -1,4 +1,4 @@
-"""The constants of a run's steps: who computes what, and what happens after an overflow."""
+"""The constants of a run's steps: what is computed, and what happens after an overflow."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -39,37 +39,37 @@ class UpdateGroup:
 
     @property
     def positions(self) -> list[int]:
-        """Positions of its variables in `model.trainable_variables`, in the gradients' order."""
+        """Positions of the variables in `model.trainable_variables`, in the order of gradients."""
         return [position for objective in self.objectives for position in objective.positions]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The constants of a step; `plan_step` makes one."""
+    """The constants of a step. Create them with `plan_step`."""
 
     strategy: tf.distribute.Strategy
     model: Model
     rule: scaling.LossScaleRule
-    groups: tuple[UpdateGroup, ...]  # applied in this order; one, unless optimizers alternate
+    groups: tuple[UpdateGroup, ...]  # applied in this order; one group unless optimizers alternate
     compute_loss: ComputeLoss
-    example_weights: Callable[[Batch], tf.Tensor]  # weights of a global batch
-    update_metrics: Callable[[Batch, Aux], None]  # with a replica's real examples
+    example_weights: Callable[[Batch], tf.Tensor]  # returns a global batch's weights
+    update_metrics: Callable[[Batch, Aux], None]  # called with a replica's real examples
     num_microbatches: int
     clip: Clip
     jit_compile: bool | str  # what XLA compiles: see `xla.COMPILE_MODES`
     record_gradients: bool  # whether every report counts its gradients' magnitudes
     max_retries: int  # further attempts with the same batch after an overflow
-    attribute_causes: bool  # whether the rule is told only of what a scale can cure
+    attribute_causes: bool  # whether the rule sees only skips that a scale may cure
     halting_causes: tuple[scaling.Cause, ...]  # after one of these no further step is attempted
     max_skips: int  # number of skips in a row after which no further step is attempted
     float32_after: int | None  # number of skips in a row after which a step computes in float32
     seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
-    held_back: tuple[keras.Variable, ...]  # what Keras computes with and may assign; weights first
-    undo: tuple[Variable, ...]  # variables whose values are put back if the step is skipped
+    held_back: tuple[keras.Variable, ...]  # variables a Keras model reads or assigns; weights first
+    undo: tuple[Variable, ...]  # variables to restore if the step is skipped
 
     @property
     def single_pass(self) -> bool:
-        """Whether a step is one microbatch on one replica: nothing is added to its gradients."""
+        """Whether a step is one microbatch on one replica, so that no gradients are summed."""
         return self.strategy.num_replicas_in_sync == 1 and self.num_microbatches == 1
 
     @property
@@ -79,7 +79,7 @@ class StepPlan:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether a learning rate changes with the updates."""
+        """Whether any optimizer has a learning-rate schedule."""
         configs = [objective.optimizer.get_config() for objective in self.objectives]
         return any(isinstance(config["learning_rate"], dict) for config in configs)
 
@@ -90,7 +90,7 @@ class StepPlan:
 
     @property
     def variable_names(self) -> list[str]:
-        """Names of `model.trainable_variables`, to say where a step went wrong."""
+        """Names of `model.trainable_variables`, for messages about skipped steps."""
         return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
 
 
@@ -116,9 +116,9 @@ def plan_step(
     float32_after: int | None = None,
     others: Sequence[Any] = (),
 ) -> StepPlan:
-    """Checks what a step works with, builds the optimizers, and returns the step's constants.
+    """Checks the arguments, builds the optimizers, and returns the step's constants.
 
-    Call it once, in the strategy's scope, when the model is built.
+    Call it once, in the strategy's scope, after the model is built.
 
     Args:
         strategy: the strategy under which the replicas run.
@@ -126,17 +126,17 @@ def plan_step(
         optimizer: one optimizer; or several in a dict, each under the name of the model's
             attribute whose variables it updates.
         compute_loss: (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
-            With several optimizers, losses by their names.
+            With several optimizers, the losses are a dict, keyed by the optimizers' names.
         rule: the loss-scale rule.
-        example_weights: global batch -> weights, shape (global_batch,); None weights each by 1.
+        example_weights: global batch -> weights, shape (global_batch,); None gives each weight 1.
         update_metrics: called with a replica's (batch, aux) on applied steps; None does nothing.
         alternate: whether several optimizers take turns, each computing its gradients after the
-            ones before it have been applied; if one cannot be applied, all are put back. If false,
-            all gradients are computed at the old weights.
+            ones before it have been applied; if one cannot be applied, all are rolled back. If
+            False, all gradients are computed at the old weights.
         num_microbatches: number of parts that each replica's share is cut into.
         clip: the bound on the gradients.
-        ema_momentum: momentum of a moving average of the weights that the optimizer keeps; None
-            keeps none.
+        ema_momentum: momentum of the optimizer's moving average of the weights; None keeps no
+            average.
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
             update, on a single replica. False: nothing.
@@ -151,7 +151,7 @@ def plan_step(
         others: objects other than the model whose variables the loss may assign.
 
     Raises:
-        TypeError, ValueError: for arguments that the step cannot work with.
+        TypeError, ValueError: if the step cannot use an argument.
 
     Example:
         >>> from trainer.step import TrainState, attempt_step
@@ -195,9 +195,9 @@ def plan_step(
     held_back, seeds = held_back_variables(model, others), seed_states(model, others)
     slots = [variable for one in objectives for variable in one.optimizer.variables]
     undo = variables_in_reach([model, *others], held_back=[*held_back, *seeds, *slots])
-    if not held_back:  # a `tf.Module`: its generators are assigned, not only given values
+    if not held_back:  # a `tf.Module`, whose generators are assigned in each pass
         undo += seeds
-    if len(partition) > 1:  # then some groups are applied already when a later one is skipped
+    if len(partition) > 1:  # earlier groups are already applied if a later one is skipped
         undo += [*held_back, *slots]
     plan = StepPlan(
         strategy=strategy,
@@ -226,7 +226,7 @@ def plan_step(
 def build_optimizers(
     model: Model, objectives: Sequence[Objective], ema_momentum: float | None
 ) -> None:
-    """Lets every optimizer create its slots, for the variables that it updates."""
+    """Creates every optimizer's slots, for the variables that it updates."""
     for objective in objectives:
         if ema_momentum is not None:
             objective.optimizer.use_ema = True
@@ -242,11 +242,11 @@ def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
 def with_groups(
     plan: StepPlan, partition: Sequence[Sequence[Objective]], jit_compile: bool | str
 ) -> StepPlan:
-    """Returns a plan with an update group for each group of objectives, in a compile mode."""
-    # XLA would compile an update again for every number of rows in a sparse gradient.
+    """Returns the plan with an update group for each group of objectives, in a compile mode."""
+    # XLA would recompile an update for every new number of rows in a sparse gradient.
     dense = jit_compile in (True, "update") or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
-    # TensorFlow's kernel was measured to be faster on CPUs, where XLA does not compile the pass.
+    # TensorFlow's fused kernel was measured to be faster on CPUs, unless XLA compiles the pass.
     fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective]) -> UpdateGroup:
@@ -281,4 +281,4 @@ def ones(batch: Batch) -> tf.Tensor:
 
 
 def no_metrics(batch: Batch, aux: Aux) -> None:
-    """Updates no metrics: the default of `plan_step`."""
+    """Does nothing: the default of `update_metrics` in `plan_step`."""

@@ -18,7 +18,7 @@ from trainer.step.types import Model
 
 
 def key_source(random: tf.Tensor, group: int, num_groups: int) -> tf.Tensor:
-    """Returns what the keys of one update group of a step are computed from: shape (2,), int64.
+    """Returns the source of one update group's keys, for `make_keys`: shape (2,), int64.
 
     Args:
         random: the run's seed, and the number of steps before this one: shape (2,), int64.
@@ -37,7 +37,7 @@ def make_keys(
 ) -> tf.Tensor:
     """Returns a key for each generator in each of a replica's microbatches.
 
-    Call it outside of what XLA compiles, because XLA would compute other numbers.
+    Call it outside of XLA-compiled code, because XLA would generate different numbers.
 
     Args:
         source: the result of `key_source`: shape (2,), int64.
@@ -74,7 +74,7 @@ def seed_states(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable
 
 
 def seed_states_within(roots: Sequence[Any]) -> list[keras.Variable]:
-    """Returns the states of all seed generators in some objects; shared ones are repeated."""
+    """Returns the states of the objects' seed generators, once for each object that holds one."""
     states = []
     for leaf in leaves(roots):
         if isinstance(leaf, keras.Layer):
@@ -91,7 +91,7 @@ def seed_states_within(roots: Sequence[Any]) -> list[keras.Variable]:
 
 
 def check_no_stateful_ops(graph: tf.Graph) -> None:
-    """Raises ValueError if a step's random numbers depend on how often it was called.
+    """Raises ValueError if a step's random numbers depend on how often the step was called.
 
     Args:
         graph: the graph of the traced step; its inner functions are searched too.
@@ -100,13 +100,13 @@ def check_no_stateful_ops(graph: tf.Graph) -> None:
     inner = [node for function in definition.library.function for node in function.node_def]
     for node in [*definition.node, *inner]:
         # Stateful random ops have two seeds as attributes and keep a counter. Two kinds of ops
-        # have these attributes and draw nothing: cuDNN's, whose seeds are for a dropout inside the
+        # have these attributes but draw nothing: cuDNN's, whose seeds are for a dropout inside the
         # kernel that Keras does not use, and ComputeAccidentalHits, which compares samples.
         if "seed2" in node.attr and not node.op.startswith(("Cudnn", "ComputeAccidentalHits")):
             raise ValueError(
                 "`train_step` must draw random numbers from seed generators; got the stateful op "
-                f"{node.op} at {node.name!r}. It would draw different numbers after a restart, and "
-                "when a step is attempted again. Call keras.random with seed= a "
-                "keras.random.SeedGenerator, or use a tf.random.Generator; create either one "
-                "together with the model."
+                f"{node.op} at {node.name!r}. A stateful op would draw different numbers after a "
+                "restart and in a retried step. Pass a keras.random.SeedGenerator as seed= to "
+                "keras.random, or use a tf.random.Generator; create the generator together with "
+                "the model."
             )

@@ -15,7 +15,7 @@ class Reduced(NamedTuple):
     """The sums over replicas, the same on every replica."""
 
     total: Contribution  # the sums; gradients are still scaled, and sparse ones are coalesced
-    table: NonfiniteTable  # what was not finite on which replica
+    table: NonfiniteTable  # what was not finite on each replica
     written: Written  # what to assign if the step is applied
 
 
@@ -23,12 +23,12 @@ def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
     """Sums the contributions, and averages what the replicas' forward passes wrote.
 
     One all-reduce carries all of it. A replica whose share was empty has written nothing and does
-    not count in the average. Integers (counters, for example) have no average: every replica takes
-    the first replica's value, whose share is never empty.
+    not count in the average. Integers, such as counters, are not averaged: every replica takes
+    the value of the first replica, whose share is never empty.
 
     Args:
         local: results of this replica's whole share.
-        share: the examples they were computed from.
+        share: the examples that these results were computed from.
     """
     context = tf.distribute.get_replica_context()
     took_part = tf.cast(share.examples > 0, tf.float32)
@@ -41,22 +41,22 @@ def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
     total, table, replicas, sums = strategies.sum_gradients(
         (local.contribution, row, took_part, statistics)
     )
-    # Rows of several replicas may share an index, and may overflow only once they are added.
+    # Coalesce again: rows from several replicas may share an index, and adding them may overflow.
     total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
     means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
     written = local.written | means
     found = strategies.capabilities(context.strategy)
-    # Elsewhere one call outside the replicas assigns the first replica's values to all of them.
+    # Other strategies assign outside the replicas, where all copies get the first replica's value.
     if found.multi_worker or found.decides_in_replica:
         written |= integers_of_first(local.written, context)
     return Reduced(total, table, written)
 
 
 def integers_of_first(written: Written, context: tf.distribute.ReplicaContext) -> Written:
-    """Returns the integers among some values as the job's first replica has them.
+    """Returns the integers among the written values, as they are on the job's first replica.
 
-    They have a sum of their own because integers are kept on the host, while the other sums may
-    be on accelerators; in int32, which a TPU can add.
+    Integers are summed separately because they are kept on the host, while the other sums may be on
+    accelerators. They are summed in int32, which a TPU can add.
     """
     is_first = context.replica_id_in_sync_group == 0
     mine = {

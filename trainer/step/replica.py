@@ -1,7 +1,7 @@
-"""What one replica computes: from its share of the batch to gradients that are ready to apply.
+"""Computes one replica's part of a step: from its share of the batch to gradients to apply.
 
-Nothing is assigned here. The verdict is computed from sums over all replicas and from nothing
-else, so no replica can decide by itself.
+Nothing is assigned here. The verdict is computed only from sums over all replicas, so no
+replica can decide by itself.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from trainer.step.types import Aux, Batch, Gradient, StepInputs, Written
 
 
 class ReplicaResult(NamedTuple):
-    """One replica's results; all but `batch`, `aux` and written integers are the same on all."""
+    """One replica's results. Only `batch`, `aux` and written integers differ between replicas."""
 
     outcome: Outcome  # cause and place are those of a finite step until `diagnose` fills them in
     evidence: Evidence  # what `diagnose` examines after a skip
     gradients: list[Gradient]  # summed, unscaled, clipped: ready to apply
     written: Written  # what the forward pass would have assigned; floats: mean over replicas
     batch: Batch  # this replica's real examples; none in an empty share
-    aux: Aux  # what `compute_loss` returned for them beside the losses
+    aux: Aux  # what `compute_loss` returned for them along with the losses
 
 
 def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
@@ -86,8 +86,8 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
 def my_share(batch: Batch, weights: tf.Tensor) -> strategies.Share:
     """Returns this replica's part of the global batch."""
     context = tf.distribute.get_replica_context()
-    # Cut on the host, or every accelerator would first be sent the whole batch. A TPU's program
-    # has no host in it.
+    # Cut on the host, so that the whole batch is not sent to every accelerator. A TPU program
+    # cannot run operations on the host.
     on_host = not strategies.capabilities(context.strategy).decides_in_replica
     with tf.device("/device:CPU:0") if on_host else contextlib.nullcontext():
         return strategies.take(
@@ -104,7 +104,7 @@ def pass_inputs(
     replica: int | tf.Tensor,
     plan: StepPlan,
 ) -> PassInputs:
-    """Returns what a replica's forward and backward passes compute from; see `accumulate`.
+    """Returns the inputs of a replica's forward and backward passes; see `accumulate`.
 
     Args:
         inputs: the step's inputs.
@@ -131,7 +131,7 @@ def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGro
 
     def run_in_float32() -> Microbatch:
         result = accumulate(group.differentiate_in_float32, inputs)
-        # Both branches must return the same dtypes, and in half precision aux may be half.
+        # Both branches must return the same dtypes; the other one may return aux in half precision.
         first = microbatch_inputs(inputs, 0, inputs.values)
         usual = group.differentiate.get_concrete_function(first).structured_outputs
         aux = tf.nest.map_structure(
@@ -139,7 +139,7 @@ def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGro
         )
         return result._replace(aux=aux)
 
-    # There is no collective behind this condition: the all-reduce comes later.
+    # The branches contain no collectives: the all-reduce comes later.
     result: Microbatch = tf.cond(
         in_float32, run_in_float32, lambda: accumulate(group.differentiate, inputs)
     )

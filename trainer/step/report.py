@@ -19,7 +19,7 @@ class Outcome(NamedTuple):
     bad_replica: tf.Tensor  # shape=(), int32: first replica that met an inf or NaN; -1: no single
     # replica did
     bad_variable: tf.Tensor  # shape=(), int32: position in `model.trainable_variables` of the first
-    # variable that has one; -1: none (it is in the losses, or only in the norm of all gradients)
+    # variable with an inf or NaN; -1: none (the losses have one, or only the global norm does)
     inf_count: tf.Tensor  # shape=(), int32: number of inf in that variable's gradient, summed over
     # replicas; or among the losses
     nan_count: tf.Tensor  # shape=(), int32: the same for NaN
@@ -32,13 +32,15 @@ class Outcome(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """The report of one attempted step; or of many, and then each field has shape (steps, ...)."""
+    """The report of one attempted step, or of many. For many, each field has shape (steps, ...)."""
 
     step: tf.Tensor  # shape=(), int64: number of attempted steps, this one included
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this step's last attempt
     retries: tf.Tensor  # shape=(), int32: further attempts with the same batch
     consecutive_skips: tf.Tensor  # shape=(), int64: skips in a row, up to this step; 0 if applied
-    in_float32: tf.Tensor  # shape=(), bool: whether it was computed in float32, after many skips
+    in_float32: (
+        tf.Tensor
+    )  # shape=(), bool: whether this step was computed in float32, after many skips
     examples: tf.Tensor  # shape=(), int64: number of examples in the global batch
     data_wait_secs: tf.Tensor  # shape=(), float32: how long the loop waited for the batch
     # The remaining fields are those of `Outcome`, from the last attempt.
@@ -101,10 +103,10 @@ def report_spec(recorded: int = 0) -> StepReport:
 
 
 def describe_skip(report: StepReport, variable_names: list[str]) -> str:
-    """Returns a text that says why a step was skipped.
+    """Returns a description of why a step was skipped.
 
     Args:
-        report: the report of one skipped step, in plain numbers.
+        report: the report of one skipped step, with numbers instead of tensors.
         variable_names: the names of `model.trainable_variables`.
 
     Example:
@@ -130,5 +132,5 @@ def describe_skip(report: StepReport, variable_names: list[str]) -> str:
 
 
 def step_of(steps: StepReport, place: int) -> StepReport:
-    """Returns the report of one of many steps."""
+    """Returns the report of one step from a report of many; `place` is its index."""
     return StepReport(*(field[place] for field in steps))

@@ -20,7 +20,7 @@ Copies: TypeAlias = list[list[tf.Tensor]]
 
 
 def variables_in_reach(roots: Collection[Any], held_back: Collection[Variable]) -> list[Variable]:
-    """Returns the TensorFlow and Keras variables that some objects hold, without repetition.
+    """Returns the TensorFlow and Keras variables that the given objects hold, each once.
 
     Args:
         roots: models, modules, variables, and containers of them; anything else is ignored.
@@ -36,7 +36,7 @@ def variables_in_reach(roots: Collection[Any], held_back: Collection[Variable]) 
 
 
 def read_copies(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> Copies:
-    """Returns the values of every replica's copy. Call it in cross-replica context."""
+    """Returns the values of all replicas' copies. Call it in cross-replica context."""
     return [[copy.read_value() for copy in copies_of(variable, strategy)] for variable in variables]
 
 
@@ -46,11 +46,11 @@ def write_copies(
     """Writes back what `read_copies` returned, bit for bit. Call it in cross-replica context.
 
     Returns:
-        True, for `tf.cond`.
+        True, because both branches of a `tf.cond` must return the same type.
     """
     for variable, old in zip(variables, values, strict=True):
-        # Each copy on its own: assigning to all at once would aggregate the values, and the mean
-        # of three equal numbers is not always that number.
+        # Assign each copy separately: assigning all at once would average the values, and after
+        # rounding the mean of three equal numbers is not always that number.
         for copy, value in zip(copies_of(variable, strategy), old, strict=True):
             copy.assign(value)
     return True
@@ -65,5 +65,5 @@ def copies_of(variable: Variable, strategy: tf.distribute.Strategy) -> tuple[tf.
 
 
 def tensorflow_variable(variable: Variable) -> tf.Variable:
-    """Returns the `tf.Variable` in which a Keras variable keeps its value; others are returned."""
+    """Returns the `tf.Variable` that holds a variable's value: for a `tf.Variable`, itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable

@@ -12,14 +12,15 @@ from trainer.step.report import Outcome
 
 
 class TrainState(tf.Module):
-    """The run's own variables. Create it in the strategy's scope; it is saved in checkpoints.
+    """The variables that belong to the run itself. Create it in the strategy's scope.
 
-    Steps are counted by cause, so that attempted = applied + skipped holds by construction:
-    `outcomes[Cause.NONE]` is the number of applied steps. Retries are counted separately.
+    Checkpoints include these variables. Steps are counted by cause, so that attempted = applied +
+    skipped holds by construction: `outcomes[Cause.NONE]` is the number of applied steps. Retries
+    are counted separately.
     """
 
     def __init__(self, rule: scaling.LossScaleRule, seed: int | None = None) -> None:
-        """Starts at step 0, with the rule's initial scale.
+        """Creates the variables, at step 0 and with the rule's initial scale.
 
         Args:
             rule: the loss-scale rule.
@@ -30,7 +31,7 @@ class TrainState(tf.Module):
             TypeError: if `rule` is not a loss-scale rule.
             ValueError: if `seed` is outside its range.
         """
-        check_seed(seed, bits=63, why="It is kept as an int64.")
+        check_seed(seed, bits=63, why="The seed is stored as an int64.")
         super().__init__(name="train_state")
         self.loss_scaler = scaling.LossScaler(rule)
         self.outcomes = counter("outcomes", len(scaling.Cause))
@@ -56,17 +57,18 @@ class TrainState(tf.Module):
         """Returns whether the next step is computed in float32: shape (), bool.
 
         Args:
-            float32_after: number of skips in a row from which on it is; None for never.
+            float32_after: the number of consecutive skips after which steps are computed in
+                float32; None for never.
 
         Returns:
-            None if `float32_after` is None.
+            The flag, or None if `float32_after` is None.
         """
         return None if float32_after is None else self.consecutive_skips >= float32_after
 
     def count(
         self, outcome: Outcome, retries: tf.Tensor, in_float32: tf.Tensor | None, plan: StepPlan
     ) -> None:
-        """Counts one step, and halts the run if its cause or the number of skips requires it.
+        """Counts one step. Halts the run if the step's cause or the number of skips requires it.
 
         Call it in cross-replica context.
 
@@ -89,5 +91,5 @@ class TrainState(tf.Module):
 
 
 def counter(name: str, *shape: int) -> tf.Variable:
-    """Returns an int64 variable of zeros. Assign it in cross-replica context only."""
+    """Returns an int64 variable of zeros. Assign to it only in cross-replica context."""
     return tf.Variable(np.zeros(shape, np.int64), trainable=False, name=name)

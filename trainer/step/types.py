@@ -22,18 +22,18 @@ __all__ = [
     "Written",
 ]
 
-# What `compute_loss` returns beside the losses: any structure of tensors; `()` if nothing.
+# What `compute_loss` returns along with the losses: any structure of tensors; `()` if nothing.
 Aux: TypeAlias = Batch
 
 Model: TypeAlias = keras.Model | tf.Module
 Variable: TypeAlias = keras.Variable | tf.Variable
 
-# One optimizer; or several, each under the name of the model's attribute that it updates.
+# One optimizer, or a dict of optimizers, keyed by the model's attribute that each one updates.
 Optimizers: TypeAlias = keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]
 
 MetricsByName: TypeAlias = dict[str, keras.metrics.Metric]
 
-# New values of variables that the forward pass assigned, by their position in
+# New values of variables that the forward pass assigned, keyed by their position in
 # `StepPlan.held_back`. The positions are strings because TensorFlow sorts the keys of a dict.
 Written: TypeAlias = dict[str, tf.Tensor]
 
@@ -48,4 +48,4 @@ class StepInputs(NamedTuple):
     weights: tf.Tensor  # shape=(global_batch,), float32: weight of each example's loss
     scale_state: ScaleState  # its `loss_scale` multiplies the loss and divides the gradients
     random: tf.Tensor  # shape=(2,), int64: the run's seed, and the number of steps before this one
-    in_float32: tf.Tensor | None  # shape=(), bool: compute in float32; None if that never happens
+    in_float32: tf.Tensor | None  # shape=(), bool: whether to use float32; None if never

@@ -18,7 +18,7 @@ from trainer.step.types import Gradient
 
 UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
 
-# What XLA may compile, with the text for logs.
+# The values of `jit_compile`, each with a description for logs of what XLA compiles.
 COMPILE_MODES: dict[bool | str, str] = {
     False: "nothing",
     "update": "the optimizer's update",

@@ -28,8 +28,8 @@ def test_a_count_is_a_positive_integer(value):
         check_count("steps", value)
 
     assert str(error.value) == (
-        f"`steps` must be an int of at least 1; got {value!r}. It is a count. Pass a positive "
-        "integer."
+        f"`steps` must be an int of at least 1; got {value!r}. This argument is a count. "
+        "Pass a positive integer."
     )
 
 
@@ -41,8 +41,8 @@ def test_a_nonnegative_count_may_be_zero(value):
         check_nonnegative("max_retries", value)
 
     assert str(error.value) == (
-        f"`max_retries` must be an int of at least 0; got {value!r}. It is a count, and 0 means "
-        "none. Pass 0 or a positive integer."
+        f"`max_retries` must be an int of at least 0; got {value!r}. This argument is a count, and "
+        "0 means none. Pass 0 or a positive integer."
     )
 
 
@@ -54,8 +54,8 @@ def test_a_bool_is_true_or_false(value):
         check_bool("shuffle", value)
 
     assert str(error.value) == (
-        f"`shuffle` must be True or False; got {value!r}. It switches something on or off. Pass "
-        "one of the two."
+        f"`shuffle` must be True or False; got {value!r}. This argument is an on/off switch. "
+        "Pass True or False."
     )
 
 
@@ -68,8 +68,8 @@ def test_a_seed_fits_its_bits(seed):
         check_seed(seed)
 
     assert str(error.value) == (
-        f"`seed` must be an int from 0 to 2^32 - 1, or None; got {seed!r}. It also seeds NumPy, "
-        "which accepts only this range. Use 0, for example."
+        f"`seed` must be an int from 0 to 2^32 - 1, or None; got {seed!r}. NumPy's seed must be "
+        "in this range too. Use 0, for example."
     )
     check_seed(2**32, bits=63)
 
@@ -86,8 +86,8 @@ def test_a_path_is_a_nonempty_string_or_path(optional, value, rule):
         check_path("model_dir", value, "runs/digits", optional=optional)
 
     assert str(error.value) == (
-        f"`model_dir` must be {rule}; got {value!r}. It names a file or a folder. Pass "
-        '"runs/digits", for example.'
+        f"`model_dir` must be {rule}; got {value!r}. This argument names a file or a folder. "
+        'Pass "runs/digits", for example.'
     )
 
 
@@ -104,8 +104,8 @@ def test_an_unknown_argument_gets_the_nearest_known_name(name, remedy):
         check_no_unknown_arguments({name: 1}, function)
 
     assert str(error.value) == (
-        f"`{name}` must be an argument of Trainer; got an unknown name. It would have no effect. "
-        f"{remedy}"
+        f"`{name}` must be an argument of Trainer; got an unknown name. The argument would "
+        f"have no effect. {remedy}"
     )
 
 
@@ -127,7 +127,11 @@ def test_a_model_dir_is_created_and_written_to(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "remedy"),
-    [("retri", "Did you mean 'retry'?"), (None, "Pass one of these."), (7, "Pass one of these.")],
+    [
+        ("retri", "Did you mean 'retry'?"),
+        (None, "Pass one of these values."),
+        (7, "Pass one of these values."),
+    ],
 )
 def test_a_choice_is_one_of_a_list(value, remedy):
     """The nearest choice is suggested if there is one."""

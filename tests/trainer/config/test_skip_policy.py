@@ -483,7 +483,7 @@ def test_a_module_cannot_be_computed_in_float32():
     )
 
 
-AT_LEAST_ONE = "It is a count. Pass a positive integer."
+AT_LEAST_ONE = "This argument is a count. Pass a positive integer."
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ AT_LEAST_ONE = "It is a count. Pass a positive integer."
         (
             {"on_overflow": None},
             "`on_overflow` must be one of 'skip', 'retry'; got None. There are no other choices. "
-            "Pass one of these.",
+            "Pass one of these values.",
         ),
         (
             {"on_nonfinite_loss": "rise"},
@@ -507,7 +507,7 @@ AT_LEAST_ONE = "It is a count. Pass a positive integer."
         (
             {"on_nonfinite_loss": "retry"},
             "`on_nonfinite_loss` must be one of 'skip', 'raise'; got 'retry'. There are no other "
-            "choices. Pass one of these.",
+            "choices. Pass one of these values.",
         ),
         (
             {"on_stuck": "float16"},
@@ -517,7 +517,7 @@ AT_LEAST_ONE = "It is a count. Pass a positive integer."
         (
             {"on_stuck": "skip"},
             "`on_stuck` must be one of 'raise', 'hold', 'float32'; got 'skip'. There are no other "
-            "choices. Pass one of these.",
+            "choices. Pass one of these values.",
         ),
         ({"max_retries": 0}, f"`max_retries` must be an int of at least 1; got 0. {AT_LEAST_ONE}"),
         (

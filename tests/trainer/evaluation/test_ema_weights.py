@@ -112,9 +112,9 @@ def test_an_average_that_is_not_kept():
         ),
         (
             0.9,
-            "`ema_momentum` must be None if the optimizer has use_ema=True; got 0.9, and the "
-            "optimizer has ema_momentum=0.99. Only one moving average is kept. Set only one of the "
-            "two.",
+            "`ema_momentum` must be None if the optimizer has use_ema=True; got 0.9, but the "
+            "optimizer has ema_momentum=0.99. Only one moving average is kept. Set either "
+            "`ema_momentum` or the optimizer's use_ema, not both.",
         ),
     ],
 )

@@ -128,5 +128,5 @@ def test_other_formats_and_precisions_are_refused(run):
         run.export("model.keras", precision="half")
     assert str(error.value) == (
         "`precision` must be one of 'train', 'float32', 'float16', 'bfloat16'; got 'half'. There "
-        "are no other choices. Pass one of these."
+        "are no other choices. Pass one of these values."
     )

@@ -83,8 +83,8 @@ def test_actions_are_due_by_seconds(monkeypatch):
         ),
         (
             {"every_steps": 0},
-            "`every_steps` must be an int of at least 1; got 0. It is a count. Pass a positive "
-            "integer.",
+            "`every_steps` must be an int of at least 1; got 0. This argument is a count. "
+            "Pass a positive integer.",
         ),
     ],
 )

@@ -91,13 +91,13 @@ def test_the_error_says_how_often_and_from_where(recoveries, times):
         ),
         (
             {"rise": 2.0, "window": 0},
-            "`window` must be an int of at least 1; got 0. It is a count. Pass a positive integer.",
+            "`window` must be an int of at least 1; got 0. This argument is a count. "
+            "Pass a positive integer.",
         ),
         (
             {"rise": 2.0, "skip_data": 1},
-            "`skip_data` must be True or False; got 1. It switches something on or off. Pass one "
-            "of "
-            "the two.",
+            "`skip_data` must be True or False; got 1. This argument is an on/off switch. "
+            "Pass True or False.",
         ),
     ],
 )

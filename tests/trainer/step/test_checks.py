@@ -62,7 +62,7 @@ def weightless():
         ),
         (
             {"model": lambda: 3},
-            "`model` must be a keras.Model or a tf.Module; got int. These keep track of "
+            "`model` must be a keras.Model or a tf.Module; got int. Both classes keep track of "
             "their variables. Return one from build_model(), or pass model=.",
         ),
         (
@@ -123,30 +123,30 @@ def weightless():
         ),
         (
             {"optimizer": lambda: 3},
-            "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls its "
-            "apply(). "
-            "Return one from build_optimizer(), or pass optimizer=.",
+            "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls the "
+            "optimizer's apply(). Return one from build_optimizer(), or pass optimizer=.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},
-            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step scales "
-            "the loss already, and scaled twice it would overflow. Pass its .inner_optimizer.",
+            "`optimizer` must not scale the loss itself; got a LossScaleOptimizer. The step "
+            "already scales the loss, and scaling twice would overflow. Pass its .inner_optimizer.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.SGD(loss_scale_factor=8.0)},
-            "`optimizer` must not set loss_scale_factor; got 8.0. It would divide gradients that "
-            "are unscaled already. Leave it out, and pass loss_scale= to the trainer.",
+            "`optimizer` must not set loss_scale_factor; got 8.0. The optimizer would divide "
+            "gradients that are already unscaled. Leave out loss_scale_factor=, and pass loss_scale= to the trainer.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2)},
             "`optimizer` must not set gradient_accumulation_steps; got 2. The optimizer would "
             "accumulate over several steps, and its schedule would advance in each of them. Leave "
-            "it out, and pass num_microbatches= to the trainer.",
+            "out gradient_accumulation_steps=, and pass num_microbatches= to the trainer.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.SGD(clipvalue=2.0), "global_clipnorm": 1.0},
-            "`global_clipnorm` must be None if the optimizer clips; got 1.0, and the optimizer has "
-            "clipvalue=2.0. Gradients are clipped once. Set only one of the two.",
+            "`global_clipnorm` must be None if the optimizer clips; got 1.0, but the optimizer has "
+            "clipvalue=2.0. Gradients can be clipped only once. Set either `global_clipnorm` or the "
+            "optimizer's clipvalue, not both.",
         ),
         (
             {"loss_fn": None},
@@ -356,15 +356,14 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
             tf.reduce_mean,
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
-            "trainer weights and averages them over the global batch itself. Leave out the mean "
-            "over "
+            "trainer itself takes the weighted mean over the global batch. Leave out the mean over "
             "examples, and average over any other dimension.",
         ),
         (
             lambda p: p[:, None],
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (None, "
-            "1). The trainer weights and averages them over the global batch itself. Leave out the "
+            "1). The trainer itself takes the weighted mean over the global batch. Leave out the "
             "mean over examples, and average over any other dimension.",
         ),
         (

@@ -448,21 +448,22 @@ def frozen():
             Spare,
             build_optimizers,
             "`model` must have each trainable variable in exactly one optimizer's part; got "
-            "'{model}/gain' in no part. It would never be updated. Make the parts disjoint, and name "
-            "an optimizer for each of them.",
+            "'{model}/gain' in no part. The variable would never be updated. Make the parts disjoint, and "
+            "name an optimizer for each of them.",
         ),
         (
             Shared,
             build_optimizers,
             "`model` must have each trainable variable in exactly one optimizer's part; got "
-            "'tied/kernel' in the parts 'discriminator' and 'generator'. It would be updated twice. "
-            "Make the parts disjoint, and name an optimizer for each of them.",
+            "'tied/kernel' in the parts 'discriminator' and 'generator'. The variable would be "
+            "updated twice. Make the parts disjoint, and name an optimizer for each of them.",
         ),
         (
             Pair,
             same_twice,
-            "`optimizer` must have a separate optimizer for each name; got the same one twice. Its "
-            "slot variables belong to one part of the model. Create one optimizer for each name.",
+            "`optimizer` must have a separate optimizer for each name; got the same one twice. An "
+            "optimizer's slot variables belong to one part of the model. Create one optimizer for "
+            "each name.",
         ),
     ],
 )
@@ -501,7 +502,7 @@ def test_losses_that_do_not_fit_are_refused(kind, found):
 
     message = (
         "`compute_loss` must return a dict of losses with 'discriminator', 'generator'; got "
-        f"{found}. Each optimizer of build_optimizer() has its own loss. Return "
+        f"{found}. Each optimizer from build_optimizer() has its own loss. Return "
         "{name: losses}."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):

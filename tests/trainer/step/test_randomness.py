@@ -466,9 +466,9 @@ def test_a_stateful_random_op_is_refused(draw, op, node):
 
     assert str(error.value) == (
         "`train_step` must draw random numbers from seed generators; got the stateful op "
-        f"{op} at {node!r}. It would draw different numbers after a restart, and when a step "
-        "is attempted again. Call keras.random with seed= a keras.random.SeedGenerator, or use a "
-        "tf.random.Generator; create either one together with the model."
+        f"{op} at {node!r}. A stateful op would draw different numbers after a restart and "
+        "in a retried step. Pass a keras.random.SeedGenerator as seed= to keras.random, or use a "
+        "tf.random.Generator; create the generator together with the model."
     )
 
 
