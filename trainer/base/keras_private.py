@@ -102,7 +102,7 @@ def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Gives layers another dtype policy, and restores the old one afterwards. Keeps variables.
+    """Changes the dtype policy of layers, but not their variables, inside the `with` block.
 
     Setting a layer's `dtype_policy` is public; finding all layers is not.
     """

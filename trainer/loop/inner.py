@@ -19,7 +19,7 @@ def run_steps(
     recorded: int = 0,
     keep_overflows: bool = False,
 ) -> tuple[StepReport, Any]:
-    """Takes one step per batch. Trace it in a `tf.function`, in cross-replica context.
+    """Takes up to `num_steps` steps. Trace it in a `tf.function`, in cross-replica context.
 
     The loop ends before `num_steps` when the run is halted or asked to stop.
 
@@ -95,7 +95,7 @@ def next_stop(
     intervals: Iterable[int | None],
     marks: Iterable[int] = (),
 ) -> int:
-    """Returns the step at which the next inner loop ends: the earliest that any argument asks for.
+    """Returns the step at which the next inner loop ends: the earliest of all given limits.
 
     Args:
         step: the step at which the loop begins.

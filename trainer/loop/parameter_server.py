@@ -57,7 +57,7 @@ class RemoteSteps:
     ) -> tuple[StepReport, tuple[()]]:
         """Takes one step on each of the next batches.
 
-        Ends early when the run is halted or asked to stop.
+        The call ends early if the run is halted or asked to stop.
 
         Args:
             iterator: an iterator over a `tf.data.Dataset` of global batches.

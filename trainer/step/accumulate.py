@@ -98,7 +98,7 @@ def microbatch_inputs(
 
 
 def with_written(values: list[tf.Tensor], written: Written) -> list[tf.Tensor]:
-    """Returns the held-back values after a forward pass: the written ones replaced, others kept."""
+    """Returns the held-back values, updated with those that a forward pass wrote."""
     return [written.get(str(position), value) for position, value in enumerate(values)]
 
 

@@ -38,7 +38,7 @@ class Attempt(NamedTuple):
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this attempt
     scale_state: ScaleState  # after the attempt
     without_retry: ScaleState  # after the attempt, if the step is not attempted again
-    retry: tf.Tensor  # shape=(), bool: whether the scale of `scale_state` may help
+    retry: tf.Tensor  # shape=(), bool: whether to retry at the scale in `scale_state`
 
 
 AttemptAt: TypeAlias = Callable[[ScaleState], Attempt]
@@ -91,7 +91,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
 
 
 def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
-    """Raises TypeError or ValueError unless `plan` and `run` have the right types and one rule."""
+    """Raises TypeError for a wrong type, or ValueError if `plan` and `run` have different rules."""
     if not isinstance(plan, StepPlan):
         raise TypeError(
             f"`plan` must be a StepPlan; got {type(plan).__name__}. A StepPlan holds the "

@@ -176,7 +176,7 @@ def check_optimizer(
 ) -> None:
     """Raises TypeError or ValueError unless the step can apply an optimizer.
 
-    It cannot apply objects that are not Keras optimizers, optimizers created under another
+    The step cannot apply objects that are not Keras optimizers, optimizers created under another
     strategy, or optimizers that scale the loss or accumulate gradients themselves.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -269,7 +269,7 @@ def check_causes_and_others(halting_causes: object, others: object) -> None:
 
 
 def check_functions(**functions: object) -> None:
-    """Raises TypeError, naming the argument, unless every argument can be called."""
+    """Raises TypeError, naming the argument, unless every argument is callable."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(

@@ -16,7 +16,7 @@ from trainer.step.types import Gradient, ScaleState
 
 
 class Finding(NamedTuple):
-    """Where a non-finite value was first met; see the fields of `Outcome`."""
+    """Where a non-finite value was first found; see the fields of `Outcome`."""
 
     cause: tf.Tensor
     bad_replica: tf.Tensor
@@ -76,7 +76,7 @@ def diagnose(
         evidence: the evidence from the step.
         weights: values of the variables whose gradients were computed, in the same order.
         scale_state: the loss-scale rule's state that the step used.
-        rule: the loss-scale rule. At the rule's `min_scale`, a smaller scale cannot help.
+        rule: the loss-scale rule. At the rule's `min_scale`, the scale cannot back off.
         single_pass: whether a step is one microbatch on one replica. Then the table's gradient
             column is not filled in, and the summed gradients are the replica's own.
 

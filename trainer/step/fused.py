@@ -21,7 +21,7 @@ UpdateRule: TypeAlias = Callable[[tf.Tensor, tf.Variable, tf.Tensor], None]
 
 @contextlib.contextmanager
 def fused_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Context manager: makes `optimizer.apply` update variables with fused kernels if it can.
+    """Makes `optimizer.apply` use fused kernels where possible, inside the `with` block.
 
     Sparse gradients, dtypes other than float32, other rules and `amsgrad` still use Keras's
     operations.

@@ -67,7 +67,7 @@ def losses_and_aux(
 def by_objective(
     losses: tf.Tensor | dict[str, tf.Tensor], objectives: Sequence[Objective]
 ) -> dict[str, tf.Tensor]:
-    """Returns a dict of losses, keyed by objective name; a single objective's need no name."""
+    """Returns a dict of losses, keyed by objective name. A single objective needs no dict."""
     names = [objective.name for objective in objectives]
     if names == [ONLY]:
         return {ONLY: losses}

@@ -37,7 +37,7 @@ def measure(
     magnitude: bool,
     recorded: int,
 ) -> Measured:
-    """Measures the unscaled gradients as far as the rule or the user needs it.
+    """Computes the measurements of the unscaled gradients that the rule or the user needs.
 
     Args:
         gradients: the coalesced gradients; a gradient that is None has no values.

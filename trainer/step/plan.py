@@ -39,7 +39,7 @@ class UpdateGroup:
 
     @property
     def positions(self) -> list[int]:
-        """Positions of the variables in `model.trainable_variables`, in the order of gradients."""
+        """Positions of the group's variables in `model.trainable_variables`, in gradient order."""
         return [position for objective in self.objectives for position in objective.positions]
 
 
@@ -246,7 +246,7 @@ def with_groups(
     # XLA would recompile an update for every new number of rows in a sparse gradient.
     dense = jit_compile in (True, "update") or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
-    # TensorFlow's fused kernel was measured to be faster on CPUs, unless XLA compiles the pass.
+    # TensorFlow's BatchNorm kernel was measured to be faster on CPUs, unless XLA compiles the pass.
     fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective]) -> UpdateGroup:

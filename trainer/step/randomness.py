@@ -74,7 +74,7 @@ def seed_states(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable
 
 
 def seed_states_within(roots: Sequence[Any]) -> list[keras.Variable]:
-    """Returns the states of the objects' seed generators, once for each object that holds one."""
+    """Returns the states of all seed generators in `roots`. A shared generator may appear twice."""
     states = []
     for leaf in leaves(roots):
         if isinstance(leaf, keras.Layer):

@@ -1,4 +1,4 @@
-"""Computes one replica's part of a step: from its share of the batch to gradients to apply.
+"""Computes one replica's part of a step: from its share of the batch to clipped gradients.
 
 Nothing is assigned here. The verdict is computed only from sums over all replicas, so no
 replica can decide by itself.

@@ -36,7 +36,7 @@ class StepReport(NamedTuple):
 
     step: tf.Tensor  # shape=(), int64: number of attempted steps, this one included
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this step's last attempt
-    retries: tf.Tensor  # shape=(), int32: further attempts with the same batch
+    retries: tf.Tensor  # shape=(), int32: number of further attempts with the same batch
     consecutive_skips: tf.Tensor  # shape=(), int64: skips in a row, up to this step; 0 if applied
     in_float32: (
         tf.Tensor
