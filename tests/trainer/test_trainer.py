@@ -72,7 +72,7 @@ def test_state_is_unavailable_before_any_data(name, ask):
         (
             {"jit_compile": "yes"},
             "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True; got "
-            "'yes'. There are no other choices. Pass one of these.",
+            "'yes'. There are no other choices. Pass one of these values.",
         ),
         (
             {"metrics": ["accuracy"]},
@@ -82,13 +82,13 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ),
         (
             {"num_microbatches": 0},
-            "`num_microbatches` must be an int of at least 1; got 0. It is a count. Pass a "
-            "positive integer.",
+            "`num_microbatches` must be an int of at least 1; got 0. This argument is a "
+            "count. Pass a positive integer.",
         ),
         (
             {"global_clipnorm": -1.0},
-            "`global_clipnorm` must be None, or positive and finite; got -1.0. It is the largest "
-            "norm that a gradient keeps. Use 1.0, for example.",
+            "`global_clipnorm` must be None, or positive and finite; got -1.0. The bound is the "
+            "maximum norm after clipping. Use 1.0, for example.",
         ),
     ],
 )
