@@ -180,7 +180,7 @@ class LossScaler(tf.Module):
             after: the state that the rule returned after the step.
 
         Raises:
-            TypeError: if one of them is not a state of the scaler's rule.
+            TypeError: if `before` or `after` is not a state of the scaler's rule.
 
         Example:
             >>> import scaling

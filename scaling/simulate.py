@@ -2,11 +2,11 @@
 
     python -m scaling.simulate RUN/metrics.jsonl --rules=dynamic,headroom,pytorch
 
-For each rule, this prints how many steps the rule would have skipped, how many it would have
-spent below the best fixed scale (the largest scale at which no step overflows), and what fraction
-of the gradients' elements float16 would have flushed to zero. It also plots the scales into
-RUN/scales.png. The run must have been trained with `record_gradients=True`. The assumptions of
-the simulation are listed in `scaling/telemetry/play.py`.
+For each rule, this prints how many steps the rule would have skipped, how many it would have spent
+below the best fixed scale (the largest scale at which no step overflows), and what fraction of the
+gradients' elements float16 would have flushed to zero. The program also plots the scales into
+RUN/scales.png. The run must have been trained with `record_gradients=True`. The assumptions of the
+simulation are listed in `scaling/telemetry/play.py`.
 """
 
 import itertools

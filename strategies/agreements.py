@@ -15,7 +15,7 @@ def sum_gradients(gradients: Structure) -> Structure:
     """Returns, on every replica, the sum over all replicas, with one all-reduce for all tensors.
 
     Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
-    that one replica could take without the others.
+    that only some replicas might take.
 
     Args:
         gradients: any structure of float or integer tensors. None and `tf.IndexedSlices` are
@@ -56,7 +56,7 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
     """Returns, on every replica, whether `flag` is true on all replicas.
 
     Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
-    that one replica could take without the others. It costs an all-reduce of one number. To save
+    that only some replicas might take. It costs an all-reduce of one number. To save
     this, sum the flag with the gradients: pass `sum_gradients` 1.0 from each replica whose flag is
     false and 0.0 from the others, and compare the sum with 0.
 

@@ -19,7 +19,7 @@ KUBERNETES_PORT = 8470
 def find_cluster() -> Resolver | None:
     """Finds the job that this process belongs to.
 
-    It looks for the following, in this order:
+    These are tried in order:
 
     - `TF_CONFIG`, TensorFlow's own environment variable, which lists every process of the job and
       says which of them this one is;
@@ -134,7 +134,7 @@ def from_kubernetes(selector: str) -> Resolver:
 
     Raises:
         ImportError: if the Kubernetes client is not installed.
-        ValueError: if this pod is not one of them, or two pods share a node.
+        ValueError: if this pod is not one of those pods, or two of them share a node.
     """
     try:
         from kubernetes import client, config  # noqa: PLC0415  # an extra

@@ -128,7 +128,7 @@ def auto(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """Returns a strategy for a TPU, else for all GPUs, else for the CPU, and prints the choice.
 
     A TPU is used if `devices` or `TPU_NAME` gives its address or TensorFlow lists one. GPU memory
-    is allocated as it is needed, not all at once.
+    is allocated as needed, not all at once.
     """
     gpus = tf.config.list_physical_devices("GPU")
     listed = bool(tf.config.list_physical_devices("TPU"))

@@ -4,7 +4,7 @@
     python -m strategies.launch --workers=2 --ps=1 SCRIPT --flags...
 
 Every process runs the same script and finds the others through its `TF_CONFIG`. Without parameter
-servers, all workers take the same steps, and when one of them fails the others are stopped. With
+servers, all workers take the same steps, and when one fails, the others are stopped. With
 parameter servers (`--ps`), a chief is started as well and runs the training, and a worker that is
 killed is restarted, up to three times. SIGINT and SIGTERM are forwarded to all processes. The exit
 code is that of the first process that failed.

@@ -24,7 +24,7 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
             set, "local".
 
     Raises:
-        ValueError: if `devices` is not such a list, or no TPU is found there.
+        ValueError: if `devices` is not a list of one address, or no TPU is found at the address.
     """
     if isinstance(devices, str) or (devices is not None and len(devices) != 1):
         raise ValueError(

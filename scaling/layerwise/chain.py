@@ -34,9 +34,9 @@ def layerwise_gradients(
     *,
     training: bool = True,
 ) -> LayerwiseGradients:
-    """Differentiates a chain of layers, each with a loss scale of its own.
+    """Differentiates a chain of layers, each with its own loss scale.
 
-    This is backpropagation, layer by layer. From the last layer to the first, the gradient of
+    The function backpropagates layer by layer. From the last layer to the first, the gradient of
     the layer's outputs is scaled as `rule` says. The gradients of the layer's variables are
     then divided, in float32, by the total scale so far. All scales are powers of two, so this
     changes no bits.

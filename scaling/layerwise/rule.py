@@ -30,7 +30,7 @@ class LayerwiseLossScale:
     The scale is the one at which a fraction `underflow_share` of the products is lost, but at
     least 1 and at most `max_layer_scale`, rounded down to a power of two.
 
-    The scale is smaller if, in the worst case, a sum of such products could exceed 65504. Both
+    The scale is smaller if, in the worst case, a sum of these products could exceed 65504. Both
     kinds of products are considered: gradient times kernel, and gradient times the layer's
     inputs, which gives the kernel's gradient. To prevent overflow, a layer's scale may be
     less than 1, which undoes scaling by the layers above. The product of all scales stays within

@@ -91,11 +91,11 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
 
 
 def coalesce(gradient: Gradient) -> Gradient:
-    """Sums the rows of a sparse gradient that share an index; returns anything else as it is.
+    """Sums the rows of a sparse gradient that share an index; returns anything else unchanged.
 
     Args:
         gradient: `tf.IndexedSlices` with values of shape (rows, ...), any float dtype; or
-            a tensor or None, which is returned as it is.
+            a tensor or None, which is returned unchanged.
 
     Returns:
         `tf.IndexedSlices` in which each index occurs once. The values are at least float32,

@@ -64,7 +64,7 @@ class Precision:
         return self.compute_dtype == "float16"
 
     def cast_to_compute(self, tree: Structure) -> Structure:
-        """Returns `tree` with its float tensors cast to `compute_dtype`; leaves the rest as it is.
+        """Returns `tree` with its float tensors cast to `compute_dtype`; keeps other leaves.
 
         Raises:
             TypeError: if a leaf cannot be converted to a tensor.
@@ -72,7 +72,7 @@ class Precision:
         return cast_floats(tree, self.compute_dtype)
 
     def cast_to_variable(self, tree: Structure) -> Structure:
-        """Returns `tree` with its float tensors cast to `variable_dtype`; leaves the rest as it is.
+        """Returns `tree` with its float tensors cast to `variable_dtype`; keeps other leaves.
 
         Raises:
             TypeError: if a leaf cannot be converted to a tensor.

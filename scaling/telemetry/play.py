@@ -2,9 +2,9 @@
 
 The simulation makes these assumptions:
 
-- A step that the run skipped has no recorded magnitude. It is given that of the next applied
-  step or, at the end of the run, of the last applied one. An overflow is assumed to occur at the
-  recorded scale and at every larger one.
+- A step that the run skipped has no recorded magnitude. It is given the magnitude of the next
+  applied step or, at the end of the run, of the last applied one. An overflow is assumed to occur
+  at the recorded scale and at every larger one.
 - Overflows of a run in float32 or bfloat16 cannot be cured by any scale, because these formats
   have far more range than float16.
 - The weights are always those of the recorded run, even where a rule would have skipped other

@@ -1,9 +1,9 @@
 """Writes the lines that record a run's gradients, and reads them back.
 
 Each line of `metrics.jsonl` with `"split": "gradients"` covers the steps up to `"step"`. For each
-step it has the loss scale, the cause, and the largest unscaled gradient magnitude. It also has one
-histogram over all of these steps: the number of elements of the applied gradients with each binary
-exponent.
+step it has the loss scale, the cause, and the largest unscaled gradient magnitude. The line also
+has one histogram over all of its steps: the number of elements of the applied gradients
+with each binary exponent.
 """
 
 import dataclasses
