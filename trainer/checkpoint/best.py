@@ -27,7 +27,7 @@ class Best:
         model_dir: directory of the run.
         keep: number of models to keep.
         metric: name of the evaluation result to compare.
-        which: "lowest" or "highest": which values of the metric are best.
+        which: whether the "lowest" or the "highest" values of the metric are best.
     """
 
     def __init__(self, model_dir: pathlib.Path, keep: int, metric: str, which: str) -> None:

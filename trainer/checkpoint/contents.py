@@ -3,9 +3,9 @@
 `variables` is one `tf.train.Checkpoint` of the model, the optimizers, the state and everything else
 in the trainer that has variables. TensorFlow saves one value per variable. Where replicas keep
 copies that may differ (`tf.VariableSynchronization.ON_READ`: metrics, and statistics of a
-`tf.Module`), that value is the sum or mean of the copies, from which they cannot be recovered.
-A second file, `copies`, therefore holds every copy; it is read only if the number of replicas is
-still the same. The state of the loss-scale rule is in a third file, `scale`.
+`tf.Module`), that value is the sum or mean of the copies, from which the copies cannot be
+recovered. A second file, `copies`, therefore holds every copy; it is read only if the number of
+replicas is still the same. The state of the loss-scale rule is in a third file, `scale`.
 """
 
 import pathlib

@@ -1,1 +1,1 @@
-"""Training data: what users may pass, the position in it, and its errors."""
+"""Training data: the accepted types, the saved position, and errors."""

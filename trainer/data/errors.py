@@ -19,7 +19,7 @@ class DataError(RuntimeError):
 def explain(
     error: tf.errors.OpError, done: int, target: int, latest: pathlib.Path | None, *, exact: bool
 ) -> None:
-    """Raises a DataError if the data caused an error; otherwise adds a note to the error.
+    """Raises a DataError if the data caused `error`; otherwise adds a note to `error`.
 
     Args:
         error: the error that an inner loop raised.

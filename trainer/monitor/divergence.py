@@ -18,15 +18,15 @@ class DivergedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The criteria for divergence, and the limits on recovering from it.
+    """The criteria for divergence, and how a diverged run recovers.
 
-    The run goes back to the newest checkpoint from before the divergence. From there it draws new
+    The run goes back to the newest checkpoint from before the divergence. From there, it draws new
     random numbers, and `Task.on_recovery` can change settings, for example lower a learning rate.
 
     Args:
         loss_above: a loss above this bound is a divergence; None sets no bound.
-        rise: a mean loss over the last `window` applied steps of more than `rise` times the lowest
-            such mean so far is a divergence. It must be above 1 and suits positive losses only.
+        rise: a mean loss over the last `window` applied steps that exceeds `rise` times the lowest
+            such mean so far is a divergence. `rise` must be above 1, and needs positive losses.
             None disables this criterion.
         window: the number of applied steps that each mean covers.
         max_recoveries: the maximum number of rollbacks; the next divergence ends the run.

@@ -3,7 +3,7 @@
     python -m trainer.replay RUN/overflows/step-00000120 --trainer=my_module:MyTrainer
 
 `--trainer` names a `Trainer` class, or a function that returns a trainer; it is called with the
-settings in the record. No other code is imported, because a record names no code.
+settings in the record. A record names no code, so nothing else is imported.
 """
 
 import importlib
@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = dict(read_record(path)[0].setting)
     del arguments["rule"]  # not an argument; `Trainer.replay` compares it
     replicas = arguments.pop("num_replicas")
-    if arguments["strategy"] is None:  # an object, which a record cannot store; not passed on
+    # A strategy object is not stored in records, so the trainer must create its own.
+    if arguments["strategy"] is None:
         del arguments["strategy"]
     if replicas > 1 and not tf.config.list_physical_devices("GPU"):
         strategies.split_cpu(replicas)
