@@ -2,7 +2,7 @@
 
 The file system renames in one step, so a process that is killed leaves either the complete new
 version or what was there before. A folder is also flushed to disk before and after the rename, so
-that it survives a loss of power.
+that it survives a power failure.
 
     folder = begin_folder(path)
     ...  # write files into `folder`
@@ -74,7 +74,7 @@ def clean_up_folders(parent: pathlib.Path, prefix: str) -> None:
 
 
 def flush_to_disk(path: pathlib.Path) -> None:
-    """Waits until a file, or a folder's list of names, would survive a loss of power."""
+    """Waits until a file, or a folder's list of names, would survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

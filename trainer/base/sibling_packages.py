@@ -9,7 +9,7 @@ SIBLINGS = ("scaling", "strategies")
 def check_siblings(ours: pathlib.Path) -> None:
     """Raises ImportError if importing `scaling` or `strategies` would find something else.
 
-    A file `scaling.py` beside a user's script comes before every installed package.
+    Python finds a file `scaling.py` next to a user's script before any installed package.
 
     Args:
         ours: the folder that holds halfstep's packages.
@@ -20,7 +20,7 @@ def check_siblings(ours: pathlib.Path) -> None:
         if origin is None or origin.parent != (ours / name).resolve():
             raise ImportError(
                 f"`import {name}` finds {origin or 'nothing'}, not halfstep's package in "
-                f"{ours / name}. halfstep cannot work beside another module of that name. Rename "
+                f"{ours / name}. halfstep cannot work with another module of that name. Rename "
                 "the other file or folder, or start Python with -P, which leaves out the script's "
                 "folder.",
                 name=name,

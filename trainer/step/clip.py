@@ -16,9 +16,9 @@ class Clip:
     """A bound on the gradients, or no bound. The arguments are named as in Keras's optimizers.
 
     Args:
-        global_clipnorm: largest 2-norm of all gradients together; all are scaled by one factor.
-        clipnorm: largest 2-norm of each variable's gradient.
-        clipvalue: largest magnitude of each element.
+        global_clipnorm: maximum 2-norm of all gradients together; all are scaled by one factor.
+        clipnorm: maximum 2-norm of each variable's gradient.
+        clipvalue: maximum magnitude of each element.
 
     Raises:
         ValueError: if a bound is not positive and finite, or if there is more than one.

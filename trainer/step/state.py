@@ -1,4 +1,4 @@
-"""The state of a run apart from model and optimizer: loss scale, seed, and counts of steps."""
+"""The state of a run besides its model and optimizer: loss scale, seed, and counts of steps."""
 
 import secrets
 

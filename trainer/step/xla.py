@@ -54,7 +54,7 @@ def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) ->
 
 
 def can_compile_update(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether XLA can compile the optimizer's update: on one replica's own device."""
+    """Returns whether XLA can compile the update: one replica, no TPU, no parameter servers."""
     found = strategies.capabilities(strategy)
     return found.num_replicas == 1 and not found.asynchronous and not found.decides_in_replica
 
@@ -62,7 +62,7 @@ def can_compile_update(strategy: tf.distribute.Strategy) -> bool:
 def compiled_differentiation(
     differentiate: Callable[[PassInputs], Microbatch], jit_compile: bool | str
 ) -> Differentiate:
-    """Returns a forward and backward pass as a `tf.function`, compiled in this mode."""
+    """Returns a forward and backward pass as a `tf.function`, compiled in a compile mode."""
 
     def run(inputs: PassInputs) -> Microbatch:
         with elementwise_scope() if jit_compile == "elementwise" else contextlib.nullcontext():

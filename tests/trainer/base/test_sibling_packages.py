@@ -36,7 +36,7 @@ def test_another_module_of_the_name_is_an_error_that_names_it(name, tmp_path):
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
         f"ImportError: `import {name}` finds {tmp_path / name}.py, not halfstep's package in "
-        f"{ROOT / name}. halfstep cannot work beside another module of that name. Rename the other "
+        f"{ROOT / name}. halfstep cannot work with another module of that name. Rename the other "
         "file or folder, or start Python with -P, which leaves out the script's folder."
     )
     assert "tensorflow" not in result.stderr
