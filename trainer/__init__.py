@@ -1,7 +1,8 @@
-"""The training loop: `Trainer`, and what its runs report. `trainer.step` is the step alone.
+"""The training loop: `Trainer`, with the types of its results and errors.
 
-The names below are imported when they are first used, so that `trainer.step` and the programs
-`trainer.replay` and `trainer.report` load only what they need.
+`trainer.step` is the training step alone. The names below are imported when they are first used,
+so that `trainer.step` and the programs `trainer.replay` and `trainer.report` load only what they
+need.
 """
 
 import importlib

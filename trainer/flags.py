@@ -1,6 +1,6 @@
-"""Command-line flags for training scripts, and the trainer they describe.
+"""Defines command-line flags for training scripts, and makes a trainer from them.
 
-The names are those of TensorFlow's own models (`--model_dir`, `--train_steps`,
+The flag names are those of TensorFlow's official models (`--model_dir`, `--train_steps`,
 `--distribution_strategy`, `--steps_per_loop`, ...). Synopsis:
 
     from absl import app
@@ -51,7 +51,7 @@ flags.disclaim_key_flags()
 FLAGS = flags.FLAGS
 MODES = ["train_and_eval", "train", "eval", "dry_run", "overfit", "replay"]
 
-# What the flag --jit_compile takes, and the argument that it stands for.
+# Maps each value of the flag --jit_compile to a value of the argument `jit_compile`.
 JIT_COMPILE = {mode: mode for mode in ("auto", "update", "elementwise")} | {
     "true": True,
     "false": False,
@@ -86,11 +86,11 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     A flag with the name of a trainer's argument has that argument's default and meaning.
 
     Args:
-        flag_values: where the flags are defined; tests pass their own.
-        **defaults: the script's own defaults, by flag name.
+        flag_values: the flags to add to; tests pass their own.
+        **defaults: the script's own defaults, keyed by flag name.
 
     Raises:
-        ValueError: if there is no flag of such a name.
+        ValueError: if a name in `defaults` is not one of these flags.
     """
     before = set(flag_values)
     for name in COMMON:
@@ -101,26 +101,27 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     define_rare_flags(flag_values)
 
     # TensorFlow's own messages would drown the progress lines; --verbosity=0 shows them again.
-    # Set as a value, because app.run raises absl's own default to 0.
+    # This sets the value and not the default, because app.run would change the default to 0.
     flag_values["verbosity"].value = logging.WARNING
     flag_values["verbosity"].using_default_value = False
     ours = sorted(set(flag_values) - before)
     for name, value in defaults.items():
         if name not in ours:
             raise ValueError(
-                f"`define_flags` must be given names of its flags; got {name!r}. It defines "
-                f"{', '.join(ours)}. {did_you_mean(name, ours, 'Choose one of these.')}"
+                f"`define_flags` must be given names of its flags; got {name!r}. The flags are "
+                f"{', '.join(ours)}. {did_you_mean(name, ours, 'Choose one of these flags.')}"
             )
         flag_values.set_default(name, value)
 
 
 def define_setting(name: str, flag_values: flags.FlagValues, *, rare: bool = False) -> None:
-    """Defines the flag of a trainer's argument, from its field and its text.
+    """Defines the flag for an argument of `Trainer`, from the argument's field and docstring text.
 
     Args:
-        name: of the argument.
-        flag_values: where the flag is defined.
-        rare: whether only --helpfull shows it, which has room for the whole text.
+        name: the name of the argument and of the flag.
+        flag_values: the flags to add to.
+        rare: whether the flag is shown by --helpfull only, with the whole text as its help. Other
+            flags are also shown by --helpshort, with the first sentence.
     """
     field = FIELDS[name]
     where = {"flag_values": flag_values} | ({"module_name": __name__} if rare else {})
@@ -152,7 +153,7 @@ def first_sentence(text: str) -> str:
 
 
 def define_script_flags(flag_values: flags.FlagValues) -> None:
-    """Defines what a script needs beside the trainer's arguments, or names otherwise."""
+    """Defines the script's other flags: those without an argument of the same name and values."""
     where = {"flag_values": flag_values}
     flags.DEFINE_enum(
         "mode",
@@ -176,7 +177,7 @@ def define_script_flags(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "loss_scale",
         PrecisionConfig.loss_scale,
-        "auto, none, a power of two, or the name of a rule or preset, as in pytorch or "
+        "auto, none, a power of two, or the name of a rule or preset, such as pytorch or "
         "headroom:headroom_bits=3.",
         **where,
     )
@@ -184,7 +185,7 @@ def define_script_flags(flag_values: flags.FlagValues) -> None:
 
 
 def define_amount_flags(flag_values: flags.FlagValues) -> None:
-    """Defines the script's flags of how much to train, how often to report, and the seed."""
+    """Defines the flags for the amount of training, the frequency of reports, and the seed."""
     where = {"flag_values": flag_values}
     count = {"lower_bound": 1, **where}
     flags.DEFINE_integer("batch_size", 64, "Number of examples in a global batch.", **count)
@@ -209,7 +210,7 @@ def define_amount_flags(flag_values: flags.FlagValues) -> None:
 
 
 def define_rare_flags(flag_values: flags.FlagValues) -> None:
-    """Defines the script's flags that few need: only --helpfull shows them."""
+    """Defines the script's rarely needed flags, which only --helpfull shows."""
     where = {"flag_values": flag_values, "module_name": __name__}
     count = {"lower_bound": 1, **where}
     flags.DEFINE_integer(
@@ -230,7 +231,7 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "overflow",
         None,
-        "The record to run again with --mode=replay: a folder MODEL_DIR/overflows/step-STEP.",
+        "The record that --mode=replay runs again: a folder MODEL_DIR/overflows/step-STEP.",
         **where,
     )
     flags.DEFINE_list("profile_steps", None, TEXTS["profile_steps"], **where)
@@ -238,13 +239,13 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
         "loss_upper_bound",
         None,
         "A loss above this counts as divergence and rolls the run back to its last good "
-        "checkpoint. Without it, no loss does.",
+        "checkpoint. If not set, no loss counts as divergence.",
         **where,
     )
     flags.DEFINE_integer(
         "recovery_max_trials",
         Divergence.max_recoveries,
-        "Number of times that --loss_upper_bound may roll a run back before it ends.",
+        "Maximum number of rollbacks with --loss_upper_bound. The next divergence ends the run.",
         **count,
     )
 
@@ -254,8 +255,9 @@ def make_trainer(
 ) -> TrainerType:
     """Makes the trainer that the flags describe, and writes the flags to `model_dir/flags.cfg`.
 
-    `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. With mirrored and no GPU, the CPU is
-    split into `--logical_cpus` devices, so call this before anything uses a device.
+    `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. On a machine without a GPU,
+    `--distribution_strategy=mirrored` splits the CPU into `--logical_cpus` devices, so call this
+    function before anything uses a device.
 
     Args:
         trainer_class: `Trainer` or a subclass that takes the same arguments.
@@ -268,8 +270,8 @@ def make_trainer(
     """
     if not callable(trainer_class):
         raise TypeError(
-            f"`trainer_class` must be Trainer or a subclass; got {trainer_class!r}. It is called "
-            "with the arguments that the flags give. Pass the class itself."
+            f"`trainer_class` must be Trainer or a subclass; got {trainer_class!r}. The class "
+            "is called with arguments from the flags. Pass the class itself."
         )
     no_gpu = not tf.config.list_physical_devices("GPU")
     if flag_values.distribution_strategy == "mirrored" and no_gpu:
@@ -296,21 +298,23 @@ def run_mode(
     test_data: Any = None,
     flag_values: flags.FlagValues = FLAGS,
 ) -> dict[str, float] | None:
-    """Does what `--mode` says.
+    """Runs the mode that `--mode` selects.
 
-    "train" trains up to `--train_steps`. It evaluates every `--validation_interval` steps, or with
-    `--keep_best` alone at the end. "eval" evaluates. "train_and_eval" does both. "dry_run" tries
-    everything that a run does once, "overfit" trains on one batch for `--train_steps`, and
-    "replay" runs the skipped step again that `--overflow` names; these three print their findings.
+    "train" trains up to `--train_steps`, and evaluates every `--validation_interval` steps. With
+    `--keep_best` but no `--validation_interval`, it evaluates once, at the end. "eval" evaluates.
+    "train_and_eval" does both. "dry_run" tries everything that a run does, "overfit" trains on one
+    batch for `--train_steps` steps, and "replay" repeats the skipped step in the record
+    `--overflow`. The last three print their findings.
 
     Args:
         trainer: the trainer that `make_trainer` returned.
         train_data: as for `Trainer.train`; arrays are cut into batches of `--batch_size`.
-        test_data: as for `Trainer.evaluate`; likewise. None evaluates nothing.
+        test_data: as for `Trainer.evaluate`; arrays are cut in the same way. With None, nothing is
+            evaluated.
         flag_values: the parsed flags.
 
     Returns:
-        The results of the evaluation at the end, on every worker; None if there was none.
+        The results of the final evaluation, on every worker; None without such an evaluation.
 
     Raises:
         TypeError: if `trainer` is not a trainer.
@@ -331,8 +335,8 @@ def run_mode(
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"`trainer` must be a Trainer; got {type(trainer).__name__}. Its methods do the work. "
-            "Pass the trainer that make_trainer returned."
+            f"`trainer` must be a Trainer; got {type(trainer).__name__}. Each mode calls one "
+            "of its methods. Pass the trainer that make_trainer returned."
         )
     batch_size = flag_values.batch_size if are_arrays(train_data) else None
     finds: dict[str, Callable[[], object]] = {
@@ -365,7 +369,7 @@ def run_mode(
 
 
 def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:
-    """Returns the trainer's argument `strategy`.
+    """Returns the value of the trainer's argument `strategy`.
 
     Raises:
         ValueError: if --tpu is given with a strategy that does not use it.
@@ -383,7 +387,7 @@ def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strateg
 
 
 def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:
-    """Returns the trainer's argument `divergence`."""
+    """Returns the value of the trainer's argument `divergence`."""
     bound = flag_values.loss_upper_bound
     if bound is None:
         return None
@@ -391,7 +395,7 @@ def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:
 
 
 def parse_profile(flag_values: flags.FlagValues) -> list[int] | None:
-    """Returns the trainer's argument `profile_steps`."""
+    """Returns the value of the trainer's argument `profile_steps`."""
     steps = flag_values.profile_steps
     if steps is None:
         return None
@@ -399,7 +403,7 @@ def parse_profile(flag_values: flags.FlagValues) -> list[int] | None:
 
 
 def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
-    """Returns the trainer's argument `loss_scale`.
+    """Returns the value of the trainer's argument `loss_scale`.
 
     Raises:
         ValueError: if the flag is neither a known name nor a power of two.
@@ -413,7 +417,7 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
         return scaling.DynamicLossScale(initial_scale=scale, max_scale=ceiling)
     initial = flag_values["initial_loss_scale"]
-    if initial.value != initial.default:  # flags.cfg holds defaults, too
+    if initial.value != initial.default:  # flags.cfg also holds default values
         raise ValueError(
             "`--initial_loss_scale` must be left out unless --loss_scale is auto or dynamic; got "
             f"{initial.value:g} with --loss_scale={text}. Other rules do not use it. Give the "

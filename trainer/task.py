@@ -17,22 +17,30 @@ LossArgument: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tens
 MetricsArgument: TypeAlias = Callable[[], MetricsByName] | None
 
 
+# The method to override instead of passing an argument.
+OVERRIDES = {
+    "model": "build_model",
+    "optimizer": "build_optimizer",
+    "loss_fn": "compute_loss",
+}
+
+
 class Task:
-    """Model, optimizer, loss and metrics. `Trainer` is a `Task` that knows how to run.
+    """Model, optimizer, loss and metrics. `Trainer` is a `Task` that can also train and evaluate.
 
     A subclass overrides `build_model`, `build_optimizer` and `compute_loss`. Without a
-    subclass, `Trainer(model=..., optimizer=..., loss_fn=...)` does the same for batches of
-    the form (x, y) or (x, y, sample_weight).
+    subclass, `Trainer(model=..., optimizer=..., loss_fn=...)` is enough for batches of the
+    form (x, y) or (x, y, sample_weight).
     """
 
     @property
     def model(self) -> Model:
-        """The model; `Trainer` builds it."""
+        """The model, which `Trainer` builds."""
         raise NotImplementedError
 
     @property
     def metrics(self) -> MetricsByName:
-        """The metrics in use, by name; `Trainer` holds them."""
+        """The metrics in use, keyed by name; defined by `Trainer`."""
         raise NotImplementedError
 
     def __init__(
@@ -42,12 +50,12 @@ class Task:
         loss_fn: LossArgument = None,
         metrics: MetricsArgument = None,
     ) -> None:
-        """Keeps the arguments that the default methods return."""
+        """Checks and stores the arguments, which the default methods use."""
         if metrics is not None and not callable(metrics):
             raise TypeError(
                 f"`metrics` must be a function that returns a dict of metrics; got "
-                f"{type(metrics).__name__}. It is called in the strategy's scope, once for "
-                "training and once for evaluation. Pass for example "
+                f"{type(metrics).__name__}. The function is called in the strategy's scope, once "
+                "for training and once for evaluation. Pass for example "
                 'lambda: {"accuracy": keras.metrics.Accuracy()}.'
             )
         check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
@@ -67,8 +75,8 @@ class Task:
 
         Called once, in the strategy's scope and under the precision's dtype policy, so layers
         need no dtype argument: each Keras layer casts its inputs and weights to the policy's
-        compute dtype. A `tf.Module` has to cast by itself, with
-        `self.precision.cast_to_compute`.
+        compute dtype. A `tf.Module` must call
+        `self.precision.cast_to_compute` itself.
         """
         if self._given_model is None:
             raise _missing("model", "build_model")
@@ -76,11 +84,12 @@ class Task:
         return self._given_model if is_model else self._given_model()
 
     def build_optimizer(self) -> Optimizers:
-        """Returns a new Keras optimizer, or several. Called once, in the strategy's scope.
+        """Returns a new Keras optimizer, or a dict of several.
 
-        Several optimizers are returned in a dict. Each name is an attribute of the model, whose
-        variables that optimizer updates, and `compute_loss` returns losses by the same names. The
-        step has one verdict: all of them are applied, or none.
+        Called once, in the strategy's scope. In a dict, each key is the name of an attribute of
+        the model, and the optimizer updates the variables of that attribute. `compute_loss` then
+        returns a dict of losses with the same keys. Each step has a single verdict: either all
+        optimizers are applied, or none is.
         """
         if self._given_optimizer is None:
             raise _missing("optimizer", "build_optimizer")
@@ -97,12 +106,12 @@ class Task:
 
         Args:
             batch: any number of examples, in the structure of the data.
-            training: whether to run the model as in training.
+            training: whether to run the model in training mode.
 
         Returns:
             losses: shape (examples,), float32, not reduced and not scaled; with several
             optimizers, a dict of such tensors. Or (losses, aux), where aux is any structure of
-            tensors whose first dimension is the example; it is passed to `update_metrics`.
+            tensors with one row per example; aux is passed to `update_metrics`.
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
@@ -111,7 +120,7 @@ class Task:
         predictions = tf.nest.map_structure(lambda p: tf.cast(p, tf.float32), predictions)
         if not isinstance(self._loss_fn, keras.losses.Loss):
             return call_user(self._loss_fn, y, predictions), predictions
-        # `call` computes the loss without its reduction, which would average over this share only.
+        # `call` leaves out the reduction, which would average over this replica's examples only.
         losses = call_user(self._loss_fn.call, y, predictions)
         return tf.reduce_mean(losses, axis=list(range(1, losses.shape.rank))), predictions
 
@@ -120,19 +129,23 @@ class Task:
         """Returns the weight of each example's loss in the mean over the global batch.
 
         Called on the global batch. The default returns ones, or the third item of
-        (x, y, sample_weight). A language model returns token counts; padding has weight 0. A row
-        of weight 0 still runs through the model, so padding should repeat a real example: the
-        derivative of a loss that is inf or NaN is NaN at any weight.
+        (x, y, sample_weight). A language model returns token counts; padding has weight 0.
+        An example whose weight is 0 still runs through the model, so padding should repeat a real
+        example: if a loss is inf or NaN, its derivative is NaN whatever the weight.
 
         Returns:
-            Shape (examples,), float32. Should not be negative, which is not checked.
+            The weights: shape (examples,), float32. They should not be negative, but this is not
+            checked.
         """
         if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) == 3:
             return batch[2]
         return ones(batch)
 
     def build_metrics(self) -> MetricsByName:
-        """Returns new Keras metrics by name. Called twice: evaluation has metrics of its own."""
+        """Returns a dict of new Keras metrics, keyed by name.
+
+        Called twice: once for the metrics of training, and once for those of evaluation.
+        """
         return self._given_metrics() if self._given_metrics else {}
 
     @without_autograph
@@ -141,12 +154,14 @@ class Task:
 
         Args:
             batch: this replica's examples; there may be none.
-            aux: what `compute_loss` returned for them beside the losses; () if there was nothing.
+            aux: the aux that `compute_loss` returned for these examples; () if it returned only
+                losses.
         """
         if self.metrics and self._loss_fn is None:
             raise ValueError(
-                f"`update_metrics` must be overridden with compute_loss if there are metrics; got "
-                f"metrics {', '.join(self.metrics)} and no loss_fn. Nothing would update them. "
+                "`update_metrics` must be overridden along with compute_loss if there are metrics; "
+                f"got metrics {', '.join(self.metrics)} and no loss_fn. The metrics would never be "
+                "updated. "
                 "Override update_metrics(batch, aux), or leave the metrics out."
             )
         if self.metrics:
@@ -155,7 +170,7 @@ class Task:
                 call_user(metric.update_state, y, aux, sample_weight=sample_weight)
 
     def checkpoint_items(self) -> dict[str, Any]:
-        """Returns further items for checkpoints, by name: anything that TensorFlow can track."""
+        """Returns more items for checkpoints, keyed by name: anything that TensorFlow can track."""
         return {}
 
     def on_train_begin(self) -> None:
@@ -177,10 +192,10 @@ class Task:
     def predict_batch(self, batch: Batch) -> Aux:
         """Returns the model's outputs for a batch. Called in replica context.
 
-        The default calls the model with the batch, or with its first item if it is a tuple.
+        The default calls the model with the batch or, if the batch is a tuple, its first item.
 
         Returns:
-            Any structure of tensors whose first dimension is the example.
+            Any structure of tensors with one row per example.
         """
         return self._call_model(batch[0] if isinstance(batch, tuple) else batch, training=False)
 
@@ -191,16 +206,17 @@ class Task:
 
 
 def check_given(name: str, value: object, kinds: Any, what: str) -> None:
-    """Raises TypeError unless an argument is None, of one of some types, or a function."""
+    """Raises TypeError unless an argument is None, a function, or of one of the given types."""
     if value is not None and not isinstance(value, kinds) and not callable(value):
         raise TypeError(
             f"`{name}` must be {what} or a function; got {type(value).__name__}. The trainer "
-            "cannot use anything else. Pass one of these, or override the method in a subclass."
+            f"cannot use a value of this type. Pass {what} or a function, or override "
+            f"{OVERRIDES[name]} in a subclass."
         )
 
 
 def _unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
-    """Returns (x, y, sample_weight); raises ValueError for a batch of another form."""
+    """Returns (x, y, sample_weight); raises ValueError if the batch has a different form."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         found = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
         raise ValueError(
@@ -213,6 +229,6 @@ def _unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
 
 def _missing(argument: str, method: str) -> ValueError:
     return ValueError(
-        f"`{argument}` must be given unless {method}() is overridden; got None. The trainer needs "
-        f"one of the two. Pass {argument}= or override {method}()."
+        f"`{argument}` must be given unless {method}() is overridden; got None. The trainer has "
+        f"no default for it. Pass {argument}= or override {method}()."
     )

@@ -1,4 +1,4 @@
-"""`Trainer`: the stateful shell around the step. It builds, loops, logs, saves and evaluates."""
+"""`Trainer`, which holds the state of a run: it builds, trains, logs, saves and evaluates."""
 
 import dataclasses
 import functools
@@ -69,22 +69,23 @@ class Trainer(Task):
         model: a `keras.Model` or `tf.Module`, or a function that returns a new one. Only the
             default strategy accepts a model object.
         optimizer: a Keras optimizer, its name, or a function that returns a new one. Only the
-            default strategy accepts an optimizer object. Its own clipping and EMA apply to the
-            summed, unscaled gradients of applied steps. A function may return several optimizers
-            in a dict, each under the name of the model's attribute whose variables it updates.
+            default strategy accepts an optimizer object. The optimizer's own clipping and
+            EMA apply to the summed, unscaled gradients of applied steps. A function may return a
+            dict of several optimizers. Each key is then the name of an attribute of the model, and
+            the optimizer updates the variables of that attribute.
         loss_fn: a `keras.losses.Loss`, its name, or a function of (y_true, y_pred) that returns
             one loss per example.
-        metrics: a function that returns new Keras metrics in a dict by name.
+        metrics: a function that returns a dict of new Keras metrics, keyed by name.
 
     Args: Precision and loss scale
         precision: the Keras dtype policy under which the model is built. One of "float32",
             "mixed_float16" and "mixed_bfloat16"; weights are float32 in all of them.
         loss_scale: "auto" (dynamic for float16, otherwise none), a number for a fixed scale, None
-            for no scaling, a rule of `scaling`, or the name of a rule or preset as
-            `scaling.parse_rule` takes it.
+            for no scaling, a rule from `scaling`, or the name of a rule or preset that
+            `scaling.parse_rule` accepts.
 
     Args: Update
-        num_microbatches: number of parts to cut each replica's share of a batch into. More parts
+        num_microbatches: number of parts to split each replica's share of a batch into. More parts
             need less memory.
         global_clipnorm: upper bound on the global norm of all gradients. None sets no bound.
         clipnorm: upper bound on the norm of each variable's gradient. None sets no bound.
@@ -92,9 +93,10 @@ class Trainer(Task):
             most one of the three bounds may be set.
         ema_momentum: momentum of a moving average of the weights, between 0 and 1. Evaluation and
             export use the average. None keeps no average.
-        alternate_optimizers: whether several optimizers take turns, each computing its gradients
-            after the ones before it have been applied, instead of all at the old weights. Either
-            way all of them are applied, or none.
+        alternate_optimizers: whether several optimizers take turns, so that the gradients of each
+            are computed after the optimizers before it have been applied. False computes all
+            gradients at the old weights. In both cases either all optimizers are applied, or none
+            is.
 
     Args: Where and how it runs
         model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
@@ -103,69 +105,73 @@ class Trainer(Task):
         steps_per_loop: number of steps in one graph call. The host does nothing between them.
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
-            update, on a single replica. False: nothing. "auto": half precision is compiled where
-            a CPU would compute it in scalar loops; otherwise a run of 1,000 steps or more
-            measures which is fastest before its first step, and keeps to it. Results differ by
-            rounding.
+            update, on a single replica. False: nothing. "auto": like True for half precision on a
+            CPU that would compute it in scalar loops; otherwise a run of 1,000 steps or more
+            measures which of these values is fastest before its first step, and keeps that value.
+            The results of different values differ by rounding.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. Python's, NumPy's and TensorFlow's global seeds are set to it when the
-            model is built. None leaves those alone and draws a random seed for the steps.
+            model is built. None leaves the global seeds alone and draws a random seed for the
+            steps.
 
     Args: Checkpoints and resuming
         checkpoint_interval: number of steps between checkpoints. None saves only at the end of
             the run and when it is stopped.
-        checkpoint_secs: minimum number of seconds between checkpoints; may be combined with
-            checkpoint_interval. None sets no time.
+        checkpoint_secs: number of seconds since the last checkpoint after which the next one is
+            written; may be combined with checkpoint_interval. None ignores the time.
         max_to_keep: number of checkpoints to keep.
         async_checkpoint: whether checkpoints are written in a background thread, from a copy of
             the variables.
         keep_best: number of models to keep in `model_dir/best`, those with the best evaluations.
-        best_metric: name of the evaluation result that says which models are best.
+        best_metric: name of the evaluation result that decides which models are best.
         best_is: "lowest" or "highest": which value of best_metric is best.
         data_resume: how a resumed run finds its place in the data. "exact" restores the saved
             position. "skip" reads and drops as many batches as were used. "restart" begins a new
             pass.
-        allow_changes: what may differ from the run that is resumed: "precision", "loss_scale"
-            (the new rule begins at its initial scale), "seed", "num_replicas", "global_batch",
-            "data" (a change of one of the last two, or of the seed, restarts the data).
-        init_from: a checkpoint, a model_dir, or a file of Keras weights, whose weights a new run
-            begins with. Nothing else is taken over. It has no effect on a resumed run.
+        allow_changes: settings that may differ from the run that is resumed: "precision",
+            "loss_scale", "seed", "num_replicas", "global_batch" and "data". A new loss-scale rule
+            begins at its initial scale. A change of the seed, the global batch or the data restarts
+            the data.
+        init_from: a checkpoint, a model_dir, or a file of Keras weights from which a new run loads
+            its initial weights. Nothing but the weights is loaded. A resumed run ignores this.
 
     Args: Skipped steps
-        on_overflow: what to do with a batch whose gradients overflow. "skip" leaves it out.
-            "retry" attempts it again in the same step, at the next scale of the rule, up to
+        on_overflow: what to do with a batch whose gradients overflow. "skip" leaves the batch
+            out. "retry" attempts the batch again in the same step, at the rule's next scale, up to
             max_retries times.
-        max_retries: number of further attempts with on_overflow="retry".
+        max_retries: maximum number of further attempts with on_overflow="retry".
         on_nonfinite_loss: what to do with a batch whose unscaled loss is inf or NaN. "skip" leaves
-            it out. "raise" ends the run.
+            the batch out. "raise" ends the run.
         max_consecutive_skips: number of skipped steps in a row after which a run counts as stuck.
         on_stuck: what to do after max_consecutive_skips skipped steps in a row. "raise" ends the
             run with an error that explains why. "hold" keeps waiting, warns at every log line,
-            and ends the run after ten times as many. "float32" computes one step in float32
-            (Keras models only) and goes on.
+            and ends the run after ten times as many skipped steps in a row. "float32" computes one
+            step in float32 (Keras models only) and goes on.
         attribute_causes: whether the loss scale moves only after overflows that a smaller scale
-            may cure. False backs off after every skipped step, as other systems do.
+            may prevent. False backs off after every skipped step, as other systems do.
 
     Args: Records of overflows
-        max_overflow_records: number of skipped steps to keep in `model_dir/overflows`, the latest
-            ones, so that they can be run again. Of several in a row only the first is kept. 0
-            keeps none and costs nothing.
-        max_overflow_bytes: upper bound on their total size in bytes.
+        max_overflow_records: number of skipped steps to keep in `model_dir/overflows`, so that they
+            can be run again. The latest are kept. Of several skipped steps in a row, only the first
+            is recorded. 0 records none and costs nothing.
+        max_overflow_bytes: upper bound on the total size of these records in bytes.
 
     Args: Log and monitoring
         log_interval: number of steps between log lines.
-        verbose: what to print. True: a bar on a terminal, lines anywhere else. "detailed": lines
-            on a terminal too, every skipped step, and every variable. False: nothing.
+        verbose: what to print. True: a progress bar on a terminal, lines elsewhere. "detailed":
+            lines on a terminal too, with every skipped step and every variable. False: nothing.
         profile_steps: the first and the last step to profile for TensorBoard; None profiles none.
         record_gradients: whether to record gradient magnitudes, for reports and the simulator.
             `metrics.jsonl` then holds each step's largest magnitude and counts by exponent, which
-            `python -m scaling.simulate` reads. Costs a few passes over the gradients per step.
-        divergence: a `trainer.Divergence`: when a run counts as diverged and is rolled back.
-        actions: `trainer.Action`s: functions to call every so many steps or seconds.
+            `python -m scaling.simulate` reads. This costs a few passes over the gradients per step.
+        divergence: a `trainer.Divergence`, which defines when a run counts as diverged and is
+            rolled back. None never rolls back.
+        actions: a sequence of `trainer.Action`, each a function to call every given number of
+            steps or seconds.
 
     Raises:
-        TypeError, ValueError: for an argument that is not allowed; here or, if only the model or
-            the data can tell, before the first step.
+        TypeError, ValueError: for an argument that is not allowed. What cannot be checked without
+            the model or the data is checked before the first step.
 
     Example:
         >>> import keras, numpy as np
@@ -179,7 +185,7 @@ class Trainer(Task):
         3.0
     """
 
-    _parts: Parts  # made by `_start`, when data has come
+    _parts: Parts  # set by `_start`, which needs a batch
 
     def __init__(
         self,
@@ -235,7 +241,7 @@ class Trainer(Task):
         actions: Sequence[Action] = MonitorConfig.actions,
         **unknown: object,
     ) -> None:
-        """Checks the arguments. Nothing is built until data comes."""
+        """Checks and stores the arguments. The model is built when it is first used."""
         arguments = dict(locals())
         check_no_unknown_arguments(unknown, Trainer.__init__)
         super().__init__(model, optimizer, loss_fn, metrics)
@@ -256,7 +262,7 @@ class Trainer(Task):
     def _take_run(self, config: RunConfig) -> None:
         self.strategy = config.resolved_strategy
         self.strategy_name = config.strategy if isinstance(config.strategy, str) else None
-        # One of several workers prints and writes files; all of them read files.
+        # With several workers, only the chief prints and writes files; all of them read files.
         self.is_chief = strategies.capabilities(self.strategy).is_chief
         self.model_dir = config.folder
         self.steps_per_loop = config.steps_per_loop
@@ -265,7 +271,7 @@ class Trainer(Task):
     def _take_precision(self, config: PrecisionConfig) -> None:
         self.precision = config.resolved
         self.rule = config.rule
-        # The argument itself, if a record of an overflow can hold it.
+        # Overflow records hold this argument if it is a plain value, and otherwise "auto".
         plain = config.loss_scale is None or isinstance(config.loss_scale, (str, float, int))
         self.loss_scale_argument = config.loss_scale if plain else "auto"
 
@@ -293,8 +299,8 @@ class Trainer(Task):
         self.divergence = config.divergence
         self._watch = LossWatch(config.divergence) if config.divergence else None
 
-    # Model and optimizer are built when they are first asked for, so that a subclass may set its
-    # own attributes after super().__init__().
+    # The model and the optimizer are built on first use, so that a subclass may set its own
+    # attributes after super().__init__().
 
     @functools.cached_property
     def model(self) -> Model:
@@ -306,20 +312,20 @@ class Trainer(Task):
 
     @functools.cached_property
     def optimizer(self) -> Any:
-        """The optimizer, or several by name, made by `build_optimizer` on first use."""
+        """The optimizer or a dict of several, made by `build_optimizer` on first use."""
         with self.strategy.scope():
             return self.build_optimizer()
 
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
-        """The metrics in use: those of the training or, during an evaluation, its own."""
+        """The metrics in use: those of evaluation while it runs, otherwise those of training."""
         if not self._started:
             return {}
         return self._parts.metrics.eval if self._evaluating else self._parts.metrics.train
 
     @property
     def totals(self) -> Totals:
-        """How the steps so far have ended. Waits for the device."""
+        """The number of steps so far, by outcome. Waits for the device."""
         self._check_started("totals")
         return Totals.from_state(self._parts.state)
 
@@ -349,7 +355,7 @@ class Trainer(Task):
             batch: the global batch; each replica takes its share.
 
         Returns:
-            The weighted sum of its losses, and the sum of its weights: shape (), float32.
+            The weighted sum of the losses and the sum of the weights, each of shape (), float32.
         """
         return self._parts.evaluator.evaluate_batch(batch)
 
@@ -366,12 +372,12 @@ class Trainer(Task):
         """Trains until the run has attempted `steps` steps, over all calls and restarts.
 
         Args:
-            train_data: a `tf.data.Dataset` batched to the global batch; or a function of a
-                `tf.distribute.InputContext`; or arrays, which are shuffled in every epoch.
-                Finite data is repeated.
-            steps: the step to reach, counted from the beginning of the run: the same command
-                resumes a run from its checkpoint.
-            epochs: the same in passes over `train_data`; give one of the two.
+            train_data: a `tf.data.Dataset` batched to the global batch; or a function that takes a
+                `tf.distribute.InputContext` and returns a dataset; or arrays, which are shuffled in
+                every epoch. Finite data is repeated.
+            steps: the step to reach, counted from the beginning of the run, so that the same
+                command also resumes a run from its checkpoint.
+            epochs: the same target in passes over `train_data`. Give either `steps` or `epochs`.
             global_batch: the batch size, if `train_data` is arrays.
             eval_data: data to evaluate on during training; None evaluates nothing. Arrays are
                 batched like the training data.
@@ -381,12 +387,12 @@ class Trainer(Task):
             A summary of the run.
 
         Raises:
-            ValueError, TypeError: if data, model or optimizer cannot be trained.
-            TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped, or the
-                weights, or with on_nonfinite_loss="raise" a loss, were inf or NaN.
+            ValueError, TypeError: if the data, the model or the optimizer cannot be used.
+            TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped; if a weight
+                is inf or NaN; or if a loss is and on_nonfinite_loss="raise".
             DataError: if the data raises, or ends although its cardinality is infinite.
-            CheckpointError: if a checkpoint cannot be written; earlier ones stay as they are.
-            DivergedError: see `Divergence`.
+            CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
+            DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
             WorkerLostError: if another worker's process has ended or no longer responds.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT, once the run is
                 saved.
@@ -425,7 +431,7 @@ class Trainer(Task):
         return summary
 
     def _settle_compile_mode(self, data: Batches, target: int, log: RunLog) -> Choice | None:
-        """Decides what XLA compiles from the next step on, if that is not decided yet."""
+        """Chooses the compile mode of the steps to come, if it has not been chosen yet."""
         if not self._compile_mode_open:
             return None
         self._compile_mode_open = False
@@ -436,7 +442,7 @@ class Trainer(Task):
         return choice
 
     def _use(self, parts: Parts) -> None:
-        """Goes on with other parts."""
+        """Replaces the trainer's parts."""
         self._parts = parts
 
     def _new_log(self) -> RunLog:
@@ -446,7 +452,7 @@ class Trainer(Task):
         return RunLog(model_dir, self.style, names, self.precision.name, shares)
 
     def _position(self, train_data: Any, data: Batches) -> DataPosition:
-        """Returns the position in the data: that of the last call, unless the data is different."""
+        """Returns the position in the data, kept from the last call if the data is the same."""
         before, self._trained_on = self._trained_on, None
         if before and same_data(before[0], train_data, before[1].data.global_batch, data):
             position = before[1]
@@ -462,8 +468,8 @@ class Trainer(Task):
     def stop(self) -> None:
         """Asks `train` to save the run and end after the step that is running.
 
-        It may be called from any thread. With several workers it is enough if one of them calls
-        it: all end after the same step.
+        May be called from any thread. With several workers, a call on one of them is enough: all
+        of them end after the same step.
         """
         self.stop_asked = True
         if self._started:
@@ -482,13 +488,14 @@ class Trainer(Task):
         Args:
             data: as for `train`; arrays are not shuffled.
             global_batch: the batch size, if `data` is arrays.
-            precision: "float32" computes a Keras model in float32 on the same weights; "train"
-                computes it as in training. A `tf.Module` always computes as in training.
-            averaged: whether to use the moving average of the weights; None uses it if the run
-                keeps one.
+            precision: "float32" runs a Keras model in float32 with the same weights; "train" runs
+                it in the training precision, which a `tf.Module` always uses.
+            averaged: whether to use the moving average of the weights; None uses the average if
+                the run keeps one.
 
         Returns:
-            "loss" and every metric by name. The loss does not include `model.losses`.
+            A dict of "loss" and all metrics, keyed by name. The loss does not include
+            `model.losses`.
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
@@ -514,7 +521,7 @@ class Trainer(Task):
             averaged: as for `evaluate`.
 
         Returns:
-            NumPy arrays in the structure of `predict_batch`; the first dimension is the example.
+            NumPy arrays in the structure that `predict_batch` returns, with one row per example.
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
@@ -525,7 +532,7 @@ class Trainer(Task):
     def dry_run(
         self, train_data: Any, *, global_batch: int | None = None, eval_data: Any = None
     ) -> DryRun:
-        """Tries, in seconds, everything that a long run does, and puts it all back bit for bit.
+        """Quickly tries everything that a long run does, then restores all variables exactly.
 
         It takes two steps on real batches, evaluates one batch, saves and restores a checkpoint in
         a temporary folder, compares the replicas, and estimates the memory.
@@ -536,11 +543,11 @@ class Trainer(Task):
             eval_data: as for `train`.
 
         Returns:
-            The findings, which can be printed. `.ok` is whether everything worked.
+            The findings, which can be printed. `.ok` is True if everything worked.
 
         Raises:
             ValueError: with several workers or parameter servers.
-            TypeError, ValueError: for the reasons for which `train` raises them.
+            TypeError, ValueError: for the same reasons as `train`.
         """
         check_one_process("dry_run", self.strategy)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
@@ -555,10 +562,10 @@ class Trainer(Task):
     def overfit_one_batch(
         self, train_data: Any, steps: int = 100, *, global_batch: int | None = None
     ) -> Overfit:
-        """Trains on the first batch alone, and puts everything back bit for bit.
+        """Trains on the first batch alone, then restores all variables exactly.
 
-        If model, loss and learning rate work together, the loss of one batch comes close to 0. If
-        it does not, more data will not help.
+        If the model, the loss and the learning rate work together, the loss on one batch comes
+        close to 0. If it stays high, more data will not help.
 
         Args:
             train_data: as for `train`.
@@ -585,23 +592,24 @@ class Trainer(Task):
         precision: str = "train",
         compare_on: Any = None,
     ) -> float | None:
-        """Writes a Keras model, for others to use.
+        """Writes the trained Keras model, for use outside the trainer.
 
         Args:
-            path: a file that ends in `.keras`; or a folder, for a SavedModel.
+            path: the path of a `.keras` file, or of a folder for a SavedModel.
             averaged: as for `evaluate`.
             precision: "train" writes the model as it is: float32 weights, and layers that compute
                 in the precision they were trained in. "float32", "float16" and "bfloat16" write
                 weights and layers of that dtype.
-            compare_on: inputs for the model. The written model is loaded and must predict the
-                same for them, up to rounding.
+            compare_on: inputs on which to compare the models. The written model is loaded, and its
+                predictions must be the same up to rounding. None compares nothing.
 
         Returns:
-            With `compare_on`, the largest difference as a fraction of the largest output.
+            With `compare_on`, the largest difference between two outputs as a fraction of the
+            largest output; otherwise None.
 
         Raises:
-            TypeError, ValueError: if `path` is another kind of file; if the model is not a Keras
-                model; or if the predictions differ by more than 32 roundings.
+            TypeError, ValueError: if `path` names another kind of file; if the model is not a Keras
+                model; or if the predictions differ by more than 32 times the machine epsilon.
         """
         self._check_started("export")
         check_export(self.model, path, precision)
@@ -609,20 +617,20 @@ class Trainer(Task):
             return export(self.model, pathlib.Path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
-        """Runs a skipped step again that the flight recorder has kept (L18).
+        """Repeats a skipped step that the flight recorder has recorded (L18).
 
-        The model's variables are set to the recorded values and keep them, so use a separate
-        trainer.
+        This overwrites the model's variables with the recorded values, so use a separate trainer.
 
         Args:
-            overflow: a folder `model_dir/overflows/step-*`.
+            overflow: the folder of the record, `model_dir/overflows/step-*`.
 
         Returns:
-            The recorded verdict, the verdict now, and the first layer that was not finite.
+            The recorded verdict, the verdict of the repeated step, and the first tensor of a layer
+            that was not finite.
 
         Raises:
-            ValueError: if the folder is not a record, or the record is of another model or of
-                other settings.
+            ValueError: if the folder is not a record, or if the record comes from a run with a
+                different model or different settings.
         """
         check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
@@ -650,19 +658,19 @@ class Trainer(Task):
         return functools.partial(self._evaluate, found, "float32", averaged=None, stoppable=True)
 
     def _read_eval_data(self, eval_data: Any, global_batch: int | None) -> Batches:
-        """Reads the data to evaluate on during training; arrays are batched like the training's."""
+        """Reads the data to evaluate on during training; batches arrays like the training data."""
         batch_size = global_batch if are_arrays(eval_data) else None
         return batches(eval_data, "eval_data", self.strategy, batch_size)
 
     def _export_into(self, folder: pathlib.Path) -> None:
-        """Writes the model as it was evaluated into a folder."""
+        """Writes the model, with the weights that are evaluated, into a folder."""
         with evaluated_weights(self._parts.plan, averaged=None):
             export_model(self.model, folder)
 
     def _evaluate(
         self, found: Batches, precision: str, averaged: bool | None, *, stoppable: bool
     ) -> Results | None:
-        """Returns the results of an evaluation; None if it may be stopped, and was."""
+        """Returns the results of an evaluation; None if it is stoppable and was stopped."""
         self._evaluating = True
         try:
             with evaluated_weights(self._parts.plan, averaged):
@@ -671,18 +679,18 @@ class Trainer(Task):
             self._evaluating = False
 
     def _start(self, batch: Batch, forward: Forward | None = None) -> None:
-        """Builds what is not built yet, checks it, and restores a checkpoint if there is one.
+        """On the first call, builds and checks the parts, and restores a checkpoint if any.
 
         Args:
-            batch: the first batch.
-            forward: (batch, training) -> anything: calls the model, if it needs that to be built;
-                None calls `compute_loss`.
+            batch: the first global batch.
+            forward: a function of (batch, training) that calls the model, for models that create
+                their variables when they are first called; None for `compute_loss`.
         """
         if self._started:
             return
         self._parts = build(self, batch, forward or self.compute_loss)
         self._started = True
-        self._parts.stop.assign(self.stop_asked)  # somebody may have asked while it was built
+        self._parts.stop.assign(self.stop_asked)  # `stop` may have been called meanwhile
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError if the trainer has not seen any data yet."""
@@ -690,5 +698,5 @@ class Trainer(Task):
             raise RuntimeError(
                 f"`{name}` must be used after train, evaluate or predict; got a trainer that has "
                 "not seen any data. The first batch builds the model and restores the run. Call "
-                "one of these methods first."
+                "train, evaluate or predict first."
             )

@@ -32,8 +32,8 @@ def test_state_is_unavailable_before_any_data(name, ask):
 
     assert str(error.value) == (
         f"`{name}` must be used after train, evaluate or predict; got a trainer that has not seen "
-        "any data. The first batch builds the model and restores the run. Call one of these methods "
-        "first."
+        "any data. The first batch builds the model and restores the run. Call train, evaluate or "
+        "predict first."
     )
 
 
@@ -76,9 +76,9 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ),
         (
             {"metrics": ["accuracy"]},
-            "`metrics` must be a function that returns a dict of metrics; got list. It is called "
-            "in the strategy's scope, once for training and once for evaluation. Pass for example "
-            'lambda: {"accuracy": keras.metrics.Accuracy()}.',
+            "`metrics` must be a function that returns a dict of metrics; got list. The function "
+            "is called in the strategy's scope, once for training and once for evaluation. Pass "
+            'for example lambda: {"accuracy": keras.metrics.Accuracy()}.',
         ),
         (
             {"num_microbatches": 0},

@@ -1,1 +1,1 @@
-"""The trainer's settings: defaults, checks and texts."""
+"""The trainer's settings: their defaults, their checks and their help texts."""

@@ -21,20 +21,20 @@ from trainer.data.iterator_state import RESUME_MODES
 
 
 def check_metric_name(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is the name of a result of an evaluation."""
+    """Raises TypeError unless `value` is a string, the name of an evaluation result."""
     if not isinstance(value, str):
         raise TypeError(
-            f"`{name}` must be the name of an evaluation result; got {value!r}. It says which "
-            'models are best. Pass "loss", or the name of a metric.'
+            f"`{name}` must be the name of an evaluation result; got {value!r}. The result "
+            'decides which models are best. Pass "loss", or the name of a metric.'
         )
 
 
 def check_allowed(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless `value` is a sequence of names that may be allowed."""
+    """Raises TypeError or ValueError unless `value` holds only names that may be allowed."""
     if not isinstance(value, Collection):
         raise TypeError(
-            f"`{name}` must be a sequence of names; got {value!r}. Each names something that may "
-            'differ from the checkpoint. Pass ("seed",), for example.'
+            f"`{name}` must be a sequence of names; got {value!r}. Each name is a setting that "
+            'may differ from the checkpoint. Pass ("seed",), for example.'
         )
     check_allow_changes(value)  # type: ignore[arg-type]  # any collection can be iterated over
 
@@ -65,10 +65,10 @@ class CheckpointConfig:
         check_fields(self)
 
     def check_results(self, names: Sequence[str] | None) -> None:
-        """Raises ValueError if evaluations lack the result by which the best models are kept.
+        """Raises ValueError if the best models are to be kept but `best_metric` is not a result.
 
         Args:
-            names: of the evaluation's results; None if there are no evaluations.
+            names: the names of the evaluation results; None if there are no evaluations.
         """
         if self.keep_best and names is None:
             raise ValueError(
@@ -79,6 +79,6 @@ class CheckpointConfig:
         if self.keep_best and names is not None and self.best_metric not in names:
             raise ValueError(
                 f"`best_metric` must be a result of the evaluation; got {self.best_metric!r}, but "
-                f"the results are {', '.join(names)}. It says which models are kept. Choose one of "
-                "these."
+                f"the results are {', '.join(names)}. This result decides which models are kept. "
+                "Choose one of these results."
             )

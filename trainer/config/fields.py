@@ -1,6 +1,7 @@
-"""Fields of a settings group: each holds its default and its check, from which flags are made too.
+"""Fields of a settings group. Each field holds a default and a check.
 
-A group is a frozen dataclass whose fields have the names of the trainer's arguments:
+The flags of `trainer.flags` are made from the same fields. A group is a frozen dataclass whose
+fields have the names of the trainer's arguments:
 
     @dataclasses.dataclass(frozen=True)
     class Example:
@@ -25,7 +26,10 @@ CHECK, CHOICES, LOWER_BOUND = "check", "choices", "lower_bound"  # keys of a fie
 
 
 def count(default: int | None, *, or_zero: bool = False) -> Any:
-    """Returns a field for an int of at least 1 (or 0). None is allowed if it is the default."""
+    """Returns a field for an int of at least 1, or of at least 0 if `or_zero` is True.
+
+    None is allowed if it is the default.
+    """
     check: Check = check_nonnegative if or_zero else check_count
     if default is None:
         check = optional(check)
@@ -34,7 +38,7 @@ def count(default: int | None, *, or_zero: bool = False) -> Any:
 
 
 def choice(default: Any, choices: Sequence[Any]) -> Any:
-    """Returns a field for one of several values."""
+    """Returns a field that accepts one of the given values."""
 
     def check(name: str, value: Any) -> None:
         check_choice(name, value, tuple(choices))
@@ -43,18 +47,18 @@ def choice(default: Any, choices: Sequence[Any]) -> Any:
 
 
 def switch(default: bool) -> Any:
-    """Returns a field for True or False."""
+    """Returns a field that accepts True or False."""
     return dataclasses.field(default=default, metadata={CHECK: check_bool})
 
 
 def checked(default: Any, check: Check, **metadata: Any) -> Any:
-    """Returns a field with a check of its own; None is allowed if it is the default."""
+    """Returns a field with the given check; None is allowed if it is the default."""
     check = optional(check) if default is None else check
     return dataclasses.field(default=default, metadata={CHECK: check, **metadata})
 
 
 def optional(check: Check) -> Check:
-    """Returns a check that passes None."""
+    """Returns a check that accepts None and applies `check` to any other value."""
 
     def check_unless_none(name: str, value: Any) -> None:
         if value is not None:
@@ -64,11 +68,11 @@ def optional(check: Check) -> Check:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raises ValueError, naming the argument, unless `value` is a positive time."""
+    """Raises ValueError, naming the argument, unless `value` is a positive number."""
     if not (is_number(value) and value > 0):
         raise ValueError(
-            f"`{name}` must be positive, or None; got {value!r}. It is a time in seconds. 600 is "
-            "every ten minutes."
+            f"`{name}` must be positive, or None; got {value!r}. The value is an interval in "
+            "seconds. Pass 600 for every ten minutes."
         )
 
 
@@ -76,7 +80,7 @@ def check_fields(group: Any) -> None:
     """Runs the check of every field of a group.
 
     Raises:
-        TypeError, ValueError: naming the first argument that is refused.
+        TypeError, ValueError: for the first field whose value is not allowed.
     """
     for field in dataclasses.fields(group):
         if CHECK in field.metadata:
@@ -84,15 +88,15 @@ def check_fields(group: Any) -> None:
 
 
 def take_fields(group: type, arguments: dict[str, Any]) -> Any:
-    """Returns a group made from those arguments that have the names of its fields."""
+    """Returns a group whose fields have the values of the arguments with the same names."""
     return group(**{field.name: arguments[field.name] for field in dataclasses.fields(group)})
 
 
 def argument_texts(cls: type) -> dict[str, str]:
-    """Returns what a class's docstring says of each argument, as one line that starts in capitals.
+    """Returns the text of each argument in a class's docstring, keyed by the argument's name.
 
-    The docstring is the one place for these texts; flags take their help from it. Its arguments
-    stand in sections "Args:" or "Args: TITLE".
+    Each text is joined into one line and capitalized. Arguments are documented in sections headed
+    "Args:" or "Args: TITLE". Flags take their help from these texts.
 
     Example:
         >>> class Car:

@@ -1,8 +1,8 @@
-"""The trainer's settings, in groups. Each default and each check stands here once.
+"""The trainer's settings, in groups. Each default and each check is defined once, in its group.
 
 The arguments of `Trainer` and the flags of `trainer.flags` take their defaults from these fields.
-What each argument means is said in the docstring of `Trainer`, from which flags take their help.
-Two groups that have more to say have files of their own: `checkpoint_config.py`, `skip_policy.py`.
+The docstring of `Trainer` explains each argument, and flags take their help from it. Two larger
+groups have files of their own: `checkpoint_config.py` and `skip_policy.py`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from trainer.step.xla import COMPILE_MODES
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """The number format of the computation, and the scale of the loss."""
+    """The precision of the computation, and the loss scale."""
 
     precision: str = choice("float32", tuple(COMPUTE_DTYPES))
     loss_scale: Any = "auto"
@@ -41,18 +41,18 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> scaling.Precision:
-        """The precision that the name stands for."""
+        """The `Precision` with the name in `precision`."""
         return scaling.Precision(self.precision)
 
     @functools.cached_property
     def rule(self) -> scaling.LossScaleRule:
-        """The loss-scale rule that the argument stands for."""
+        """The loss-scale rule that `loss_scale` selects."""
         return resolve_rule(self.loss_scale, self.resolved)
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
-    """How gradients become an update."""
+    """How gradients are turned into an update."""
 
     num_microbatches: int = count(1)
     global_clipnorm: float | None = Clip.global_clipnorm
@@ -68,13 +68,13 @@ class UpdateConfig:
 
     @functools.cached_property
     def clip(self) -> Clip:
-        """The bound on the gradients."""
+        """The clipping bound, as a `Clip`."""
         return Clip(self.global_clipnorm, self.clipnorm, self.clipvalue)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Where a run computes, and how many steps at a time."""
+    """The folder, the strategy, the compile mode and the seed of a run."""
 
     model_dir: str | pathlib.Path | None = checked(
         None, lambda name, value: check_path(name, value, "runs/digits", optional=True)
@@ -85,12 +85,12 @@ class RunConfig:
     seed: int | None = checked(None, lambda _, value: check_seed(value))
 
     def __post_init__(self) -> None:
-        """Checks the fields, except the strategy, which `resolved_strategy` makes."""
+        """Checks all fields except `strategy`, which is checked by `resolved_strategy`."""
         check_fields(self)
 
     @functools.cached_property
     def resolved_strategy(self) -> tf.distribute.Strategy:
-        """The strategy that the argument stands for."""
+        """The strategy itself, created if `strategy` is a name."""
         return resolve_strategy(self.strategy)
 
     @property
@@ -101,7 +101,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OverflowRecordConfig:
-    """Which skipped steps are recorded."""
+    """How many skipped steps are recorded, and their maximum size."""
 
     max_overflow_records: int = count(0, or_zero=True)
     max_overflow_bytes: int = count(2**30)
@@ -112,14 +112,14 @@ class OverflowRecordConfig:
 
 
 def check_verbose(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError, naming the argument, unless `value` is a style."""
-    del name  # the error names it
+    """Raises TypeError or ValueError, unless `value` is a value that `verbose` accepts."""
+    del name  # the error from `resolve_style` names the argument
     resolve_style(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class MonitorConfig:
-    """What a run shows, records and watches."""
+    """What a run prints, logs and monitors."""
 
     log_interval: int = count(100)
     verbose: bool | str = checked(True, check_verbose)
@@ -129,11 +129,11 @@ class MonitorConfig:
     actions: Sequence[Action] = ()
 
     def __post_init__(self) -> None:
-        """Checks the fields that need nothing else; `check_model_dir` checks the others."""
+        """Checks the fields that do not depend on `model_dir`; see `check_model_dir`."""
         check_fields(self)
         check_actions(self.actions)
 
     def check_model_dir(self, model_dir: object) -> None:
-        """Raises TypeError or ValueError for a profile or a divergence that cannot be used."""
+        """Raises TypeError or ValueError if `profile_steps` or `divergence` cannot be used."""
         check_profile(self.profile_steps, model_dir)
         check_divergence(self.divergence, model_dir)

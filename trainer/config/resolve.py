@@ -1,4 +1,4 @@
-"""Turns the trainer's arguments into the objects that they stand for."""
+"""Checks the trainer's arguments, and turns names into the objects that they refer to."""
 
 import contextlib
 import numbers
@@ -18,7 +18,7 @@ LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None
 
 
 def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Returns the strategy with a name; a strategy object is returned as it is."""
+    """Returns the strategy with the given name; returns a strategy object unchanged."""
     if isinstance(strategy, tf.distribute.Strategy):
         return strategy
     return strategies.create(strategy)
@@ -27,12 +27,12 @@ def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.St
 def resolve_rule(
     loss_scale: LossScaleArgument, precision: scaling.Precision
 ) -> scaling.LossScaleRule:
-    """Returns the loss-scale rule that an argument stands for.
+    """Returns the loss-scale rule that `loss_scale` selects.
 
     Args:
-        loss_scale: a name as `scaling.parse_rule` takes it; "auto" for a dynamic scale if
-            `precision` needs one, otherwise none; a number for a fixed scale; None for no
-            scaling; or a rule.
+        loss_scale: a name that `scaling.parse_rule` accepts; "auto" for a dynamic scale if
+            `precision` needs one, and no scaling otherwise; a number for a fixed scale; None for
+            no scaling; or a rule.
         precision: decides what "auto" means.
 
     Raises:
@@ -44,7 +44,7 @@ def resolve_rule(
     if loss_scale is None:
         return scaling.NoLossScale()
     if isinstance(loss_scale, numbers.Real):
-        return scaling.FixedLossScale(loss_scale)  # type: ignore[arg-type]  # NumPy's numbers too
+        return scaling.FixedLossScale(loss_scale)  # type: ignore[arg-type]  # also a NumPy number
     if isinstance(loss_scale, str):
         return scaling.parse_rule(loss_scale)
     is_rule = hasattr(loss_scale, "advance") and hasattr(loss_scale, "initial_state")
@@ -60,7 +60,7 @@ def resolve_rule(
 
 
 def resolve_loss(loss_fn: Any) -> Any:
-    """Returns the Keras loss with a name; anything else that can be a loss is returned as it is.
+    """Returns the Keras loss with the given name; returns a loss object or function unchanged.
 
     Raises:
         ValueError: for a name that Keras does not know.
@@ -84,7 +84,7 @@ def resolve_loss(loss_fn: Any) -> Any:
 
 
 def check_optimizer_name(name: str) -> None:
-    """Raises ValueError if Keras has no optimizer of a name. Creates no optimizer."""
+    """Raises ValueError if Keras has no optimizer with this name; does not create one."""
     base = keras.optimizers.Optimizer
     classes = [each for each in vars(keras.optimizers).values() if isinstance(each, type)]
     known = [each.__name__.lower() for each in classes if issubclass(each, base) and each != base]
@@ -97,7 +97,7 @@ def check_optimizer_name(name: str) -> None:
 
 
 def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precision) -> None:
-    """Warns, once in a process, about settings that are allowed but rarely wanted."""
+    """Warns, once per process, about settings that are allowed but rarely intended."""
     if loss_scale is None and precision.needs_loss_scale:
         logging.log_first_n(
             logging.WARNING,
@@ -109,12 +109,12 @@ def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precisio
 
 
 def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if skipped steps should be recorded that one process could not repeat."""
+    """Raises ValueError if overflows are to be recorded in a run with several processes."""
     if max_overflow_records and runs_in_several_processes(strategy):
         raise ValueError(
             f"`max_overflow_records` must be 0 with several workers; got {max_overflow_records}. A "
-            "record holds every replica's variables, and no worker has those of another. Leave it "
-            "out, or look for the overflow on one machine with num_microbatches=."
+            "record holds every replica's variables, and no worker has those of another. Leave "
+            "the argument out, or reproduce the overflow on one machine with num_microbatches=."
         )
 
 
@@ -122,8 +122,9 @@ def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError, naming a method, if a strategy runs in several processes."""
     if runs_in_several_processes(strategy):
         raise ValueError(
-            f"`{name}` works in a single process only; got a {type(strategy).__name__}. It could "
-            'not put back what other processes do. Use strategy="default" or "mirrored".'
+            f"`{name}` works in a single process only; got a {type(strategy).__name__}. The "
+            "changes that other processes make could not be undone. Use "
+            'strategy="default" or "mirrored".'
         )
 
 
@@ -135,10 +136,10 @@ def runs_in_several_processes(strategy: tf.distribute.Strategy) -> bool:
 
 @contextlib.contextmanager
 def dtype_policy(precision: scaling.Precision) -> Iterator[None]:
-    """Within, Keras layers are created under the precision's dtype policy.
+    """Context manager: sets the Keras dtype policy with which layers are created in the block.
 
-    This is the one place where the policy is set. From then on each layer casts by itself: its
-    inputs, and its float32 variables where it uses them, to the policy's compute dtype.
+    The policy is set only here. Each layer then casts its inputs, and its float32 variables where
+    it uses them, to the policy's compute dtype.
     """
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(precision.name)

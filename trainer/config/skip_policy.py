@@ -13,7 +13,7 @@ HOLD_FACTOR = 10
 
 @dataclasses.dataclass(frozen=True)
 class SkipPolicy:
-    """What becomes of skipped steps; see the arguments of the same names in `Trainer`.
+    """What to do about skipped steps; see the arguments of the same names in `Trainer`.
 
     Raises:
         TypeError, ValueError: for a value that is not allowed.
@@ -31,7 +31,7 @@ class SkipPolicy:
         check_fields(self)
 
     def check_model(self, model: object) -> None:
-        """Raises ValueError if a step must be able to run in float32, and this model cannot."""
+        """Raises ValueError if `on_stuck` needs float32 steps, which this model cannot take."""
         if self.on_stuck == "float32" and not isinstance(model, keras.Model):
             raise ValueError(
                 '`on_stuck` must be "raise" or "hold" unless the model is a keras.Model; got '
@@ -41,21 +41,21 @@ class SkipPolicy:
 
     @property
     def retries(self) -> int:
-        """Number of times a step is attempted again; 0 if it is skipped at once."""
+        """Maximum number of retries in a step; 0 if an overflow is skipped at once."""
         return self.max_retries if self.on_overflow == "retry" else 0
 
     @property
     def halting_causes(self) -> tuple[Cause, ...]:
-        """Causes of a skip after which no further step may be attempted."""
+        """Causes of a skipped step that end the run."""
         return (Cause.WEIGHTS, Cause.FORWARD)[: 2 if self.on_nonfinite_loss == "raise" else 1]
 
     @property
     def max_skips(self) -> int:
-        """Number of skips in a row that ends the run."""
+        """Number of consecutive skips after which the run ends."""
         bound = self.max_consecutive_skips
         return {"raise": bound, "hold": HOLD_FACTOR * bound, "float32": bound + 1}[self.on_stuck]
 
     @property
     def float32_after(self) -> int | None:
-        """Number of skips in a row after which a step is computed in float32; None for never."""
+        """Number of consecutive skips before a step is computed in float32; None for never."""
         return self.max_consecutive_skips if self.on_stuck == "float32" else None

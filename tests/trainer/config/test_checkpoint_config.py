@@ -38,7 +38,7 @@ def test_the_result_that_ranks_models_must_exist():
 
     assert str(error.value) == (
         "`best_metric` must be a result of the evaluation; got 'acuracy', but the results are "
-        "loss, accuracy. It says which models are kept. Choose one of these."
+        "loss, accuracy. This result decides which models are kept. Choose one of these results."
     )
 
 
@@ -47,12 +47,12 @@ def test_the_result_that_ranks_models_must_exist():
     [
         (
             {"best_metric": 3},
-            "`best_metric` must be the name of an evaluation result; got 3. It says which models "
-            'are best. Pass "loss", or the name of a metric.',
+            "`best_metric` must be the name of an evaluation result; got 3. The result decides "
+            'which models are best. Pass "loss", or the name of a metric.',
         ),
         (
             {"allow_changes": 3},
-            "`allow_changes` must be a sequence of names; got 3. Each names something that may "
+            "`allow_changes` must be a sequence of names; got 3. Each name is a setting that may "
             'differ from the checkpoint. Pass ("seed",), for example.',
         ),
     ],

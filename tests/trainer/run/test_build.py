@@ -84,8 +84,8 @@ def test_metrics_must_be_a_dict():
         started(Listed(verbose=False))
 
     assert str(error.value) == (
-        "`metrics` must return a dict of metrics by name; got list. The names stand in the log. "
-        'Return for example {"accuracy": keras.metrics.Accuracy()}.'
+        "`metrics` must return a dict of metrics keyed by name; got list. The names appear in "
+        'the log. Return for example {"accuracy": keras.metrics.Accuracy()}.'
     )
 
 

@@ -57,8 +57,8 @@ def weightless():
     [
         (
             {"model": None},
-            "`model` must be given unless build_model() is overridden; got None. The trainer needs "
-            "one of the two. Pass model= or override build_model().",
+            "`model` must be given unless build_model() is overridden; got None. The trainer has "
+            "no default for it. Pass model= or override build_model().",
         ),
         (
             {"model": lambda: 3},
@@ -151,7 +151,7 @@ def weightless():
         (
             {"loss_fn": None},
             "`loss_fn` must be given unless compute_loss() is overridden; got None. The trainer "
-            "needs one of the two. Pass loss_fn= or override compute_loss().",
+            "has no default for it. Pass loss_fn= or override compute_loss().",
         ),
     ],
 )
