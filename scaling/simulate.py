@@ -52,9 +52,7 @@ def table(record: Record, outcomes: list[Outcome]) -> str:
             f"  {lost:>17}  {last:>10}"
         )
     if is_float16:
-        lines.append(
-            "Lost to underflow: in addition to what the run's own float16 had already flushed."
-        )
+        lines.append("Lost to underflow: not counting what float16 flushed before it was recorded.")
     if record.shares > 1:
         lines.append(
             f"Magnitudes were measured on sums over {record.shares} parts of a batch, but float16 "

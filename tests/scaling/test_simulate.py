@@ -28,7 +28,7 @@ rule         skipped  below 2^15   lost to underflow  last scale
 as recorded        1            0                  -        2^15
 2^4                0            4            50.000%         2^4
 pytorch            1            0             0.000%        2^15
-Lost to underflow: in addition to what the run's own float16 had already flushed."""
+Lost to underflow: not counting what float16 flushed before it was recorded."""
 
 
 def test_the_table(path):
