@@ -314,7 +314,7 @@ def run_mode(
         flag_values: the parsed flags.
 
     Returns:
-        The results of the final evaluation, on every worker; None without such an evaluation.
+        The results of the final evaluation, on every worker; None if there was no evaluation.
 
     Raises:
         TypeError: if `trainer` is not a trainer.

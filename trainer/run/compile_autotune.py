@@ -1,6 +1,6 @@
 """`jit_compile="auto"`: measures what XLA should compile, on the first batch of a run.
 
-Measuring takes time, so only long runs do it. Before its first step, such a run times some steps
+Measuring takes time, so only long runs do it. Before its first step, a long run times some steps
 in each compile mode that may be the fastest. Then all variables are restored exactly, the fastest
 mode is kept, and `model_dir/jit_compile.json` records it, so that a resumed run computes in the
 same mode.

@@ -125,7 +125,7 @@ def test_an_error_between_steps_says_where_the_run_stands(tmp_path, saved):
     with pytest.raises(RuntimeError, match="broken") as error:
         trainer.train(slopes(1.0), steps=6, global_batch=1)
 
-    assert error.value.__notes__ == [f"raised at step 4{', which is saved' if saved else ''}"]
+    assert error.value.__notes__ == [f"raised at step 4{'. The run was saved.' if saved else ''}"]
     assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-4"] * saved
 
 
