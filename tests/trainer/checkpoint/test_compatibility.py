@@ -316,9 +316,9 @@ def refused(model_dir, model, optimizer, whose):
     )
     owners = [trainer.model, *optimizers.values()]
     names = [variable.path for owner in owners for variable in owner.variables]
-    assert ours == "none" or ours.split(": ")[0] in names
+    assert ours == "missing" or ours.split(": ")[0] in names
     saved = json.loads((path / "run.json").read_text())["variables"].get(whose)
-    assert theirs == "none" or theirs == saved[int(place)]
+    assert theirs == "missing" or theirs == saved[int(place)]
     return ours.split("/")[-1], theirs.split("/")[-1], int(place)
 
 
@@ -346,7 +346,7 @@ def test_another_model_is_refused(model_dir):
 
     kernel = "kernel: float32 (1, 1)"
     assert refused(model_dir, wider, sgd, "model") == ("kernel: float32 (1, 2)", kernel, 0)
-    assert refused(model_dir, with_bias, sgd, "model") == ("bias: float32 (1,)", "none", 1)
+    assert refused(model_dir, with_bias, sgd, "model") == ("bias: float32 (1,)", "missing", 1)
     assert refused(model_dir, whole_numbers, sgd, "model") == ("count: int32 (1, 1)", kernel, 0)
 
 
@@ -361,14 +361,14 @@ def test_another_optimizer_is_refused(tmp_path, model_dir):
 
     one = "float32 (1, 1)"
     ours, theirs, place = refused(model_dir, linear_model, momentum, "optimizer")
-    assert (ours.split("_")[-1], theirs, place) == (f"momentum: {one}", "none", 2)
+    assert (ours.split("_")[-1], theirs, place) == (f"momentum: {one}", "missing", 2)
 
     with_momentum = tmp_path / "momentum"
     Models(linear_model, momentum, model_dir=with_momentum).train(
         slopes(*SLOPES), steps=1, global_batch=2
     )
     ours, theirs, place = refused(with_momentum, linear_model, sgd, "optimizer")
-    assert (ours, theirs.split("_")[-1], place) == ("none", f"momentum: {one}", 2)
+    assert (ours, theirs.split("_")[-1], place) == ("missing", f"momentum: {one}", 2)
     ours, theirs, place = refused(with_momentum, linear_model, rms, "optimizer")
     assert (ours.split("_")[-1], theirs.split("_")[-1], place) == (
         f"velocity: {one}",
@@ -390,4 +390,4 @@ def test_one_optimizer_is_not_the_same_as_several(model_dir):
 
     ours, theirs, place = refused(model_dir, Pair, lambda: {"one": sgd()}, "optimizer_one")
 
-    assert (ours.split("_")[-1], theirs, place) == ("iteration: int64 ()", "none", 0)
+    assert (ours.split("_")[-1], theirs, place) == ("iteration: int64 ()", "missing", 0)
