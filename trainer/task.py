@@ -75,8 +75,8 @@ class Task:
 
         Called once, in the strategy's scope and under the precision's dtype policy, so layers
         need no dtype argument: each Keras layer casts its inputs and weights to the policy's
-        compute dtype. A `tf.Module` must call
-        `self.precision.cast_to_compute` itself.
+        compute dtype. A `tf.Module` must do its own casts, with
+        `self.precision.cast_to_compute`.
         """
         if self._given_model is None:
             raise _missing("model", "build_model")
@@ -131,7 +131,7 @@ class Task:
         Called on the global batch. The default returns ones, or the third item of
         (x, y, sample_weight). A language model returns token counts; padding has weight 0.
         An example whose weight is 0 still runs through the model, so padding should repeat a real
-        example: if a loss is inf or NaN, its derivative is NaN whatever the weight.
+        example. If a loss is inf or NaN, its derivative is NaN whatever the weight.
 
         Returns:
             The weights: shape (examples,), float32. They should not be negative, but this is not
@@ -161,8 +161,7 @@ class Task:
             raise ValueError(
                 "`update_metrics` must be overridden along with compute_loss if there are metrics; "
                 f"got metrics {', '.join(self.metrics)} and no loss_fn. The metrics would never be "
-                "updated. "
-                "Override update_metrics(batch, aux), or leave the metrics out."
+                "updated. Override update_metrics(batch, aux), or leave the metrics out."
             )
         if self.metrics:
             _, y, sample_weight = _unpack(batch)

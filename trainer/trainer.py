@@ -133,7 +133,7 @@ class Trainer(Task):
             begins at its initial scale. A change of the seed, the global batch or the data restarts
             the data.
         init_from: a checkpoint, a model_dir, or a file of Keras weights from which a new run loads
-            its initial weights. Nothing but the weights is loaded. A resumed run ignores this.
+            its initial weights. Nothing but the weights is loaded. A resumed run ignores it.
 
     Args: Skipped steps
         on_overflow: what to do with a batch whose gradients overflow. "skip" leaves the batch
@@ -165,13 +165,13 @@ class Trainer(Task):
             `metrics.jsonl` then holds each step's largest magnitude and counts by exponent, which
             `python -m scaling.simulate` reads. This costs a few passes over the gradients per step.
         divergence: a `trainer.Divergence`, which defines when a run counts as diverged and is
-            rolled back. None never rolls back.
+            rolled back. None disables rollbacks.
         actions: a sequence of `trainer.Action`, each a function to call every given number of
             steps or seconds.
 
     Raises:
-        TypeError, ValueError: for an argument that is not allowed. What cannot be checked without
-            the model or the data is checked before the first step.
+        TypeError, ValueError: for an argument that is not allowed. An argument that depends
+            on the model or the data is checked before the first step.
 
     Example:
         >>> import keras, numpy as np
@@ -389,7 +389,7 @@ class Trainer(Task):
         Raises:
             ValueError, TypeError: if the data, the model or the optimizer cannot be used.
             TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped; if a weight
-                is inf or NaN; or if a loss is and on_nonfinite_loss="raise".
+                is inf or NaN; or, with on_nonfinite_loss="raise", if a loss is inf or NaN.
             DataError: if the data raises, or ends although its cardinality is infinite.
             CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
             DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
@@ -431,7 +431,7 @@ class Trainer(Task):
         return summary
 
     def _settle_compile_mode(self, data: Batches, target: int, log: RunLog) -> Choice | None:
-        """Chooses the compile mode of the steps to come, if it has not been chosen yet."""
+        """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
         if not self._compile_mode_open:
             return None
         self._compile_mode_open = False
