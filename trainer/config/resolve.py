@@ -1,4 +1,4 @@
-"""Checks the trainer's arguments, and turns names into the objects that they refer to."""
+"""Turns the trainer's arguments into objects, checks them, and sets the Keras dtype policy."""
 
 import contextlib
 import numbers
