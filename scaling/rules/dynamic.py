@@ -147,8 +147,8 @@ class DynamicLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's, or the verdict is not a bool.
-            ValueError: if the verdict is not a scalar.
+            TypeError: if the state is not this rule's, or `grads_finite` is not a bool.
+            ValueError: if `grads_finite` is not a scalar, or the cause is not a `Cause`.
         """
         check_state(state, DynamicLossScaleState)
         verdict = as_verdict(verdict)

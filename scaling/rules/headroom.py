@@ -131,8 +131,9 @@ class HeadroomLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's, or the verdict is not a bool.
-            ValueError: if the verdict has no magnitude, or is not a scalar.
+            TypeError: if the state is not this rule's, or `grads_finite` is not a bool.
+            ValueError: if `max_magnitude` is None, `grads_finite` is not a scalar, or the cause is
+                not a `Cause`.
         """
         check_state(state, HeadroomLossScaleState)
         verdict = as_verdict(verdict)

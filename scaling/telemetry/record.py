@@ -53,7 +53,7 @@ class StepReports(Protocol):
 
     @property
     def cause(self) -> np.ndarray:
-        """The steps' causes, as `Cause`: shape (steps,), int32."""
+        """Why each step was skipped (a `Cause`; NONE if applied): shape (steps,), int32."""
 
     @property
     def max_magnitude(self) -> np.ndarray:

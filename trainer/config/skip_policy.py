@@ -7,7 +7,7 @@ import keras
 from scaling import Cause
 from trainer.config.fields import check_fields, choice, count, switch
 
-# With on_stuck="hold", a run ends after this many times `max_consecutive_skips`.
+# With on_stuck="hold", a run ends after HOLD_FACTOR * max_consecutive_skips skips in a row.
 HOLD_FACTOR = 10
 
 

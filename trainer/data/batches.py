@@ -28,7 +28,7 @@ class Batches:
     """A dataset of global batches, with its first batch and its sizes."""
 
     dataset: tf.data.Dataset
-    first: Batch  # the first batch: shows that the dataset is not empty, and builds models
+    first: Batch  # used to check that the dataset is not empty, and to build the model
     global_batch: int  # number of examples in the first batch; the last one may be smaller
     steps_per_epoch: int | None  # None if the length of the dataset is unknown
 

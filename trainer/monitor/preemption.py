@@ -114,7 +114,10 @@ ACTIVE: "weakref.WeakSet[StopSignals]" = weakref.WeakSet()
 
 
 def restore_handlers_in_child() -> None:
-    """Restores the handlers in a forked process, so that its signals do not reach its parent."""
+    """Restores the previous handlers in a forked process.
+
+    It shares the socket with its parent, which would otherwise receive the signals sent to it.
+    """
     for each in list(ACTIVE):
         each.restore_handlers()
 

@@ -94,7 +94,7 @@ def make_loop(
     """Returns the function that takes many steps in one call."""
     strategy = trainer.strategy
     if strategies.capabilities(strategy).asynchronous:
-        return RemoteSteps(  # type: ignore[return-value]  # never traced as a whole
+        return RemoteSteps(  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
             trainer.train_step, strategy, state.halted, stop, state.outcomes
         )
     loop = functools.partial(

@@ -174,7 +174,9 @@ class OuterLoop:
         self._position.taken += taken
         if self._parts.recorder:  # the loop ends at a step that is to be recorded
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
-        if self._parts.recorder or self._step < end:  # the run may have to stop
+        # Read the reports now instead of at the next log line: `read` raises if the run is stuck,
+        # and a loop that ends early, or at a step to record, may have ended for that reason.
+        if self._parts.recorder or self._step < end:
             self._reporter.read()
 
     def _next_stop(self) -> int:

@@ -68,8 +68,9 @@ class MicrobatchPlan:
     compute_loss: ComputeLoss
     objectives: Sequence[Objective]  # the objectives whose gradients to compute
     dense: bool  # whether sparse gradients are made dense
-    single_pass: bool  # whether a step is this one pass on one replica. Its gradients are then the
-    # sums, which `diagnose` examines after a skip, so the pass does not check them
+    # Whether a step is one microbatch on one replica. If so, its gradients are not summed with
+    # others, and `diagnose` checks them after a skip, so the pass itself does not check them.
+    single_pass: bool
     fuse_batch_norm: bool  # whether to use TensorFlow's fused kernel: see `batch_norm`
 
 
