@@ -18,7 +18,7 @@ import strategies
 TESTS = pathlib.Path(__file__).parent
 strategies.split_cpu(4)
 # No deadline: tracing makes the first example of a test slow, and no test measures time.
-for name, examples in (("quick", 5), ("default", 15), ("full", 60)):
+for name, examples in (("quick", 5), ("default", 8), ("full", 60)):
     settings.register_profile(
         name, deadline=None, derandomize=True, max_examples=examples, print_blob=False
     )

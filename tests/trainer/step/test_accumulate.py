@@ -9,13 +9,16 @@ from plans import Pair, keras_model, pass_inputs_of, plan_of
 import strategies
 from trainer.step.accumulate import (
     accumulate,
-    add,
+    any_rows,
     microbatch_inputs,
+    present,
     real_rows,
     unless_empty,
+    with_missing,
     with_written,
     zeros_like_spec,
 )
+from trainer.step.microbatch import Contribution
 
 
 def accumulated(plan, batch, parts, weights=None):
@@ -141,9 +144,17 @@ def test_the_row_of_an_empty_share_is_dropped(examples):
     assert found["a"].shape == [examples, 2]
 
 
-def test_missing_values_stay_missing():
-    """None is neither added nor replaced by zeros."""
-    assert add(None, None) is None
-    assert float(add(tf.constant(1.0), tf.constant(2.0))) == 3.0
-    assert zeros_like_spec(None) is None
+def test_missing_gradients_are_left_out_and_put_back():
+    """What `present` leaves out, `with_missing` puts back in the same places."""
+    gradients = [None, tf.constant(1.0), None, tf.constant(2.0)]
+    whole = Contribution(gradients, tf.constant(0.0), tf.constant(0.0))
+    left = present(whole)
+
+    assert len(left.gradients) == 2
+    assert with_missing(left, whole).gradients == gradients
+
+
+def test_any_rows():
+    """Only the first dimension is open."""
+    assert any_rows(tf.TensorSpec([3, 2])).as_list() == [None, 2]
     assert zeros_like_spec(tf.TensorSpec([2], tf.float64)).numpy().tolist() == [0.0, 0.0]
