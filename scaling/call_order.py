@@ -116,8 +116,9 @@ class CallOrder:
                 "before all gradients are unscaled. Call `unscale` once for each `scale`, or call "
                 "`reset` after a step that was abandoned."
             )
-        # In a graph without any recorded calls, an inner function that was traced earlier may have
-        # called both. In eager mode, every call outside functions is recorded.
+        # Do not raise an error in a graph without any recorded calls: an inner function that was
+        # traced earlier may have called both `scale` and `unscale`. In eager mode, every call
+        # outside functions is recorded.
         if place is None and not tf.executing_eagerly():
             return
         if place is None or not place.unscaled:

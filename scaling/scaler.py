@@ -137,7 +137,7 @@ class LossScaler(tf.Module):
         return verdict.grads_finite
 
     def reset(self) -> None:
-        """Forgets scaled losses that were never unscaled, after a step was abandoned.
+        """Discards the recorded calls, so that a new step can begin after an abandoned one.
 
         This is needed only after an exception in eager mode. The rule's state does not change.
         """

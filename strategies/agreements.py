@@ -12,10 +12,10 @@ Flag = TypeVar("Flag", bound=bool | tf.Tensor)
 
 
 def sum_gradients(gradients: Structure) -> Structure:
-    """Returns, on every replica, the sum over all replicas, with one all-reduce for all tensors.
+    """Sums each tensor over all replicas, with one all-reduce for all tensors.
 
-    Call it in replica context (inside `strategy.run`), on every replica, and outside any branch
-    that only some replicas might take.
+    Every replica gets the sums. Call this function in replica context (inside `strategy.run`), on
+    every replica, and outside any branch that only some replicas might take.
 
     Args:
         gradients: any structure of float or integer tensors. None and `tf.IndexedSlices` are
@@ -101,7 +101,7 @@ def any_worker(flag: Flag, strategy: tf.distribute.Strategy) -> Flag:
         strategy: the strategy that the workers run under.
 
     Returns:
-        A bool if `flag` is one; otherwise a tensor of shape (), bool.
+        A bool if `flag` is a bool; otherwise a tensor of shape (), bool.
 
     Raises:
         TypeError: if `flag` is not a bool, or `strategy` is not a `tf.distribute.Strategy`.

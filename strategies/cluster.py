@@ -10,7 +10,7 @@ import tensorflow as tf
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
-KUBERNETES_SELECTOR = "HALFSTEP_WORKER_PODS"  # the environment variable
+KUBERNETES_SELECTOR = "HALFSTEP_WORKER_PODS"  # environment variable with a label selector
 # The first task on each Slurm node listens on this port, the second on the next one, and so on.
 SLURM_PORT = 8888
 KUBERNETES_PORT = 8470
@@ -19,7 +19,7 @@ KUBERNETES_PORT = 8470
 def find_cluster() -> Resolver | None:
     """Finds the job that this process belongs to.
 
-    These are tried in order:
+    These sources are tried in order:
 
     - `TF_CONFIG`, TensorFlow's own environment variable, which lists every process of the job and
       says which of them this one is;
@@ -30,8 +30,8 @@ def find_cluster() -> Resolver | None:
       must be the address of the node.
 
     Returns:
-        A TensorFlow cluster resolver with the addresses of all processes and the task of this
-        one; None if this process does not belong to a job.
+        A TensorFlow cluster resolver with the addresses of all processes and this process's
+        task; None if this process does not belong to a job.
 
     Raises:
         ValueError: if the environment describes a job that cannot work.
@@ -114,8 +114,8 @@ def from_slurm() -> Resolver:
             spec = resolver.cluster_spec()  # also restricts this process to its own GPUs
             index = resolver.task_id
             return fixed_resolver(spec.as_dict(), index, resolver.num_accelerators())
-        # The resolver divides by the number of GPUs per task, so it fails without GPUs. With
-        # more GPUs per node than there are tasks, it places the tasks as Slurm did.
+        # The resolver divides by the number of GPUs per task, so it fails without GPUs. Claim
+        # more GPUs per node than there are tasks: it then places the tasks as Slurm did.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=SLURM_PORT, gpus_per_node=2**20, gpus_per_task=1, auto_set_gpu=False
         )
@@ -166,9 +166,9 @@ def from_kubernetes(selector: str) -> Resolver:
 
 
 def fixed_resolver(cluster: dict[str, Sequence[str]], index: int, accelerators: Any) -> Resolver:
-    """Returns a resolver that always gives these addresses.
+    """Returns a resolver that always returns these addresses.
 
-    TensorFlow's resolvers for Slurm and Kubernetes would look the addresses up again at each call.
+    TensorFlow's resolvers for Slurm and Kubernetes would look up the addresses again at each call.
     """
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster),

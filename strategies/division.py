@@ -2,8 +2,8 @@
 
 A global batch is cut into contiguous shares whose sizes differ by at most one, the larger ones
 first. Each replica's share is cut into microbatches in the same way. Nothing is padded and nothing
-is dropped: a short last batch gives shorter shares. A share that would be empty repeats the last
-example with weight 0, and its `examples` is 0.
+is dropped: a short last batch gives shorter shares. A share that would be empty holds the last
+example instead, with weight 0, and its `examples` field is 0.
 """
 
 from collections.abc import Mapping
@@ -127,9 +127,9 @@ def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int)
     """Raises ValueError if a global batch of this size would leave a microbatch empty.
 
     Args:
-        global_batch: examples in a full batch, over all replicas.
-        num_replicas: replicas that share the batch.
-        num_microbatches: microbatches that each replica divides its share into.
+        global_batch: number of examples in a full batch, over all replicas.
+        num_replicas: number of replicas that the batch is divided over.
+        num_microbatches: number of microbatches that each replica divides its share into.
 
     Raises:
         ValueError: if there are fewer examples than replicas x microbatches, or an argument is

@@ -1,4 +1,7 @@
-"""Creates the built-in strategies. To add one, write a function here; list it in `registry.py`."""
+"""Creates the built-in strategies.
+
+To add a strategy, write a function here and list it in `registry.py`.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -38,7 +41,8 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
 
     On CPU devices, all sums are computed on one device. TensorFlow's default on CPUs is a
     collective with a fixed group key, which fails if two strategies in one process have different
-    numbers of replicas. TensorFlow's hierarchical copy returned 2 for the sum of three ones.
+    numbers of replicas. The alternative, TensorFlow's hierarchical copy, returned 2 for the sum of
+    three ones.
     """
     chosen = _names_of(devices) if devices is not None else _all_devices()
     if not chosen or len(set(chosen)) != len(chosen):
@@ -55,8 +59,8 @@ def _sum_in_order(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns a sum whose bits depend only on the values.
 
     `tf.add_n` starts with a value whose memory it can reuse, so its order depends on what else
-    uses the values, and TensorFlow's optimizer rewrites a chain of additions as `tf.add_n`. Three
-    numbers added in another order can round differently.
+    uses the values, and TensorFlow's optimizer rewrites a chain of additions as `tf.add_n`. With
+    three or more values, the order can change the rounding.
     """
     return tf.add_n(values) if len(values) < 3 else tf.reduce_sum(tf.stack(values), axis=0)
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from strategies import factories, tpu
 
-# Takes the device names that the caller passed, or None to choose the devices itself.
+# Takes the caller's device names, or None, in which case the factory chooses the devices.
 Factory = Callable[[Sequence[str] | None], tf.distribute.Strategy]
 
 _FACTORIES: dict[str, Factory] = {

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import is_number
 
-# Every scale in this range and its reciprocal are normal float32 numbers, so scaling is exact.
+# All scales in this range, and their reciprocals, are normal float32 numbers: scaling is exact.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
@@ -16,7 +16,9 @@ HALF_MAX = 65504.0  # the largest finite float16
 # because ties round to even.
 HALF_FLUSHED = 2.0**-25
 HALF_NORMAL = 2.0**-14  # the smallest normal float16; below it, precision is lost
-HALF_BITS = 40  # factors of two from the smallest positive float16, 2^-24, to 2^16 > HALF_MAX
+# Number of factors of two between 2^-24, the smallest positive float16, and 2^16, just above
+# HALF_MAX.
+HALF_BITS = 40
 
 
 def floor_power_of_two(x: tf.Tensor) -> tf.Tensor:

@@ -24,9 +24,9 @@ class Cause(enum.IntEnum):
     NONE = 0
     WEIGHTS = 1  # the weights were not finite before the step began
     FORWARD = 2  # the unscaled loss was not finite: the data or the model is at fault
-    BACKWARD = 3  # the loss was finite, a replica's scaled gradients were not: scale too large
-    REDUCTION = 4  # every replica's gradients were finite, their sum was not
-    UNSCALING = 5  # the sum was finite, an unscaled gradient or the global norm was not
+    BACKWARD = 3  # the loss was finite, but a replica's scaled gradients were not: scale too large
+    REDUCTION = 4  # every replica's gradients were finite, but their sum was not
+    UNSCALING = 5  # the sum was finite, but an unscaled gradient or the global norm was not
     MODEL = 6  # like BACKWARD or REDUCTION, but at the smallest scale: no scale can help
 
 
@@ -49,7 +49,7 @@ def find_cause(
         loss_finite: whether the unscaled loss was finite on every replica.
         local_gradients_finite: whether the scaled gradients of every replica were finite before
             they were summed.
-        summed_gradients_finite: whether the sum over replicas was finite, still scaled.
+        summed_gradients_finite: whether the sum over replicas, still scaled, was finite.
         unscaled_gradients_finite: whether the gradients to apply and their global norm were
             finite.
         at_min_scale: whether the step ran at the rule's smallest scale. The scale cannot be
@@ -86,7 +86,8 @@ def find_cause(
         "weights_finite": (weights_finite, int(Cause.WEIGHTS)),
     }
     cause = tf.constant(int(Cause.NONE))
-    for name, (finite, stage_cause) in stages.items():  # last stage first, so the first one wins
+    # Go from the last stage to the first, so that the earliest failure wins.
+    for name, (finite, stage_cause) in stages.items():
         flag = as_flag(
             name,
             finite,

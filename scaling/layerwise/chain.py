@@ -59,8 +59,8 @@ def layerwise_gradients(
 
     Raises:
         TypeError: if `inputs`, `loss_fn`, `rule` or `training` has the wrong type.
-        ValueError: if `layers` is not a chain, is empty, or trains a layer twice; or if no
-            gradient reaches a trainable layer.
+        ValueError: if `layers` is not a chain, is empty, or contains a trainable layer twice; or
+            if no gradient reaches a trainable layer.
 
     Example:
         >>> import keras
@@ -119,7 +119,7 @@ def _backward(
 
     Args:
         layer_pass: the layer's forward pass.
-        gradient: the gradient of the layer's outputs, scaled by `above`; None if none reaches it.
+        gradient: the gradient of the layer's outputs, scaled by `above`; None if there is none.
         above: the total scale of the layer above; shape (), float32.
         rule: chooses the layer's scale.
 
@@ -139,7 +139,7 @@ def _backward(
     layer_variables = getattr(layer_pass.layer, "variables", ())
     kernels = [variable for variable in layer_variables if _is_kernel(variable)]
     total = rule.total_scale(gradient, layer_pass.inputs, kernels, above)
-    # In float32, because the scale alone can be infinite in half precision.
+    # Multiply in float32: in half precision, the scale itself could be infinite.
     gradient = tf.cast(tf.cast(gradient, tf.float32) * (total / above), layer_pass.outputs.dtype)
     input_gradients, variable_gradients = layer_pass.tape.gradient(
         layer_pass.outputs, (layer_pass.watched_inputs, variables), gradient

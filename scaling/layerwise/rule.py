@@ -91,9 +91,10 @@ class LayerwiseLossScale:
                 any float dtype.
             inputs: the layer's inputs; any shape and dtype.
             kernels: the layer's kernels; rank 2 or more, with the input and output dimensions
-                last, as in `Dense` and `Conv`. If there are several, the smallest determines
-                the scale against underflow and the largest the limit against overflow. A layer
-                without kernels is assumed to pass its gradient on unchanged.
+                last, as in `Dense` and `Conv`. If there are several, the one with the smallest
+                standard deviation determines the scale that prevents underflow, and the one
+                with the largest worst-case sum limits it to prevent overflow. A layer without
+                kernels is assumed to pass its gradient on unchanged.
             above: the total scale of the layer above; shape (), float32; 1 for the last layer.
 
         Returns:
@@ -131,7 +132,7 @@ class LayerwiseLossScale:
             sums = [rows * input_size, *(_largest(kernel) * _terms(kernel) for kernel in kernels)]
             deviation *= tf.reduce_min([_deviation(kernel) for kernel in kernels])
             largest *= tf.reduce_max(sums)
-        # A fraction `underflow_share` of normal numbers is within this many deviations of 0.
+        # A fraction `underflow_share` of a normal distribution is within this many deviations of 0.
         width = statistics.NormalDist().inv_cdf((1 + self.underflow_share) / 2)
         wanted = tf.math.divide_no_nan(SMALLEST_HALF / width, deviation)
         wanted = tf.clip_by_value(wanted, 1.0, self.max_layer_scale)

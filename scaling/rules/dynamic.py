@@ -147,13 +147,13 @@ class DynamicLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's, or `grads_finite` is not a bool.
+            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
             ValueError: if `grads_finite` is not a scalar, or the cause is not a `Cause`.
         """
         check_state(state, DynamicLossScaleState)
         verdict = as_verdict(verdict)
         finite_steps = state.finite_steps + 1
-        # `>=` and not `==`: a run that resumes with a shorter interval must still grow.
+        # `>=` and not `==`: the scale must still grow if the run resumes with a shorter interval.
         grows = verdict.grads_finite & (finite_steps >= self._interval_at(state.loss_scale))
         left = tf.minimum(state.overflows_left, self.hysteresis)
         overflows_left = tf.maximum(left - 1, 0)

@@ -17,7 +17,7 @@ from scaling.rules.rule import (
     select_state,
 )
 
-# A search step moves by half of float16's range, so it cannot jump past the whole range.
+# Half of float16's range in factors of two, so that a search step cannot jump past the range.
 SEARCH_FACTOR = 2.0 ** (HALF_BITS // 2)
 
 
@@ -32,12 +32,12 @@ class HeadroomLossScaleState(NamedTuple):
     loss_scale: tf.Tensor  # shape=(), float32
     finite_steps: tf.Tensor  # shape=(), int32: finite steps since the last growth check
     peak: tf.Tensor  # shape=(), float32: the largest magnitude in those steps, unscaled
-    found: tf.Tensor  # shape=(), bool: whether a gradient has been measured yet
+    found: tf.Tensor  # shape=(), bool: whether a nonzero gradient has been measured yet
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale:
-    """Measures its first scale, and grows only while the largest gradient leaves headroom.
+    """Derives its first scale from a measured gradient, and grows only while headroom remains.
 
     The first finite step with a nonzero gradient sets the scale to the largest power of two
     at which that gradient stays `headroom_bits` factors of two below the largest float16.
@@ -54,7 +54,7 @@ class HeadroomLossScale:
     changes nothing.
 
     Attributes:
-        initial_scale: the first scale; a power of two within the bounds.
+        initial_scale: the scale at which the search starts; a power of two within the bounds.
         headroom_bits: number of factors of two to leave between the largest gradient and
             65504, from 0 to 40.
         growth_interval: number of finite steps in a row after which growth is considered,
@@ -131,7 +131,7 @@ class HeadroomLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's, or `grads_finite` is not a bool.
+            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
             ValueError: if `max_magnitude` is None, `grads_finite` is not a scalar, or the cause is
                 not a `Cause`.
         """
@@ -146,7 +146,7 @@ class HeadroomLossScale:
     def _search(
         self, state: HeadroomLossScaleState, overflowed: tf.Tensor, magnitude: tf.Tensor
     ) -> HeadroomLossScaleState:
-        """Returns the state after a step during the search, before a nonzero gradient is seen."""
+        """Returns the state after a step of the search for the first nonzero gradient."""
         flushed = ~overflowed & (magnitude == 0)
         jumped = state.loss_scale * tf.where(overflowed, 1.0 / SEARCH_FACTOR, SEARCH_FACTOR)
         measured = floor_power_of_two(self._max_scaled_magnitude() / magnitude)
@@ -160,7 +160,7 @@ class HeadroomLossScale:
     def _track(
         self, state: HeadroomLossScaleState, overflowed: tf.Tensor, magnitude: tf.Tensor
     ) -> HeadroomLossScaleState:
-        """Returns the state after a step that follows the search."""
+        """Returns the state after a step, once the search is over."""
         finite_steps = state.finite_steps + 1
         peak = tf.maximum(state.peak, magnitude)
         checks_growth = ~overflowed & (finite_steps >= self.growth_interval)

@@ -33,11 +33,11 @@ class LogMaxLossScaleState(NamedTuple):
 class LogMaxLossScale:
     """Chooses the scale by the mean and deviation of the largest gradient's logarithm.
 
-    After each step, x = log2(largest gradient magnitude) enters a running mean m and a
+    After each step, x = log2(largest gradient magnitude) updates a running mean m and a
     running standard deviation s. The scale becomes the largest power of two at which
     m + `deviations` * s still fits into float16, within `[min_scale, max_scale]`. A step
-    that overflowed has no magnitude: it counts as an x that is one bit too large for its
-    scale, and the scale is at least halved. If all gradients are zero, the rule assumes that
+    that overflowed has no magnitude: for that step, x is taken to be one bit above what fits
+    at its scale, and the scale is at least halved. If all gradients are zero, the rule assumes that
     float16 has flushed them: the statistics stay the same and the scale doubles. A non-finite
     step whose cause no scale can cure (see `Cause`) changes nothing.
 
@@ -54,8 +54,8 @@ class LogMaxLossScale:
         mean_decay: decay of the running mean, in [0, 1).
         deviation_decay: decay of the running standard deviation, in [0, 1).
         deviations: number of standard deviations to leave as headroom, from 0 to 100. With
-            3.09, one normally distributed step in a thousand overflows, provided that nothing
-            else overflows before the variables' gradients do.
+            3.09, one step in a thousand overflows if x is normally distributed, provided that
+            nothing else overflows before the variables' gradients do.
 
     Raises:
         ValueError: if a constant is out of range or not a power of two.
@@ -122,7 +122,7 @@ class LogMaxLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's, or `grads_finite` is not a bool.
+            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
             ValueError: if `max_magnitude` is None, `grads_finite` is not a scalar, or the cause is
                 not a `Cause`.
         """

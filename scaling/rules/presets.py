@@ -60,10 +60,10 @@ PRESETS: dict[str, dict[str | None, Callable[..., LossScaleRule]]] = {
 def preset(name: str, version: str | None = None, **overrides: Any) -> LossScaleRule:
     """Returns the rule of another system, with its defaults and its off-by-one behavior.
 
-    A preset moves exactly as its system does while that system's scale stays finite and
-    within its own bounds. Outside them, presets differ on purpose: the scale is always a
-    power of two in [2^-126, 2^126], never 0, inf or NaN, and no preset raises an error. A
-    training loop limits consecutive skips instead (`max_consecutive_skips` of
+    As long as the system's scale stays finite and within the system's bounds, the preset's
+    scale moves in exactly the same way. Beyond that, presets differ on purpose: the scale is
+    always a power of two in [2^-126, 2^126], never 0, inf or NaN, and no preset raises an
+    error. A training loop limits consecutive skips instead (`max_consecutive_skips` of
     `trainer.Trainer`).
 
     ==========  =========  ========================================================
@@ -84,7 +84,7 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
     metaseq                The interval doubles and halves with the scale; floor 2^-5.
     flax        0.12       `growth_interval` N grows on every (N + 1)-th step. Flax's
                            bounds are those of float32, which are not powers of two.
-    jmp         0.0.4      Floor 1, which in jmp is lost in any tree operation.
+    jmp         0.0.4      Floor 1; in jmp itself, any tree operation drops the floor.
     ==========  =========  ========================================================
 
     Args:

@@ -69,8 +69,8 @@ def select_state(condition: tf.Tensor, if_true: State, if_false: State) -> State
 
     Args:
         condition: shape (), bool.
-        if_true: the state to return where the condition holds.
-        if_false: the state to return elsewhere.
+        if_true: the state to return if the condition is true.
+        if_false: the state to return otherwise.
     """
     pairs = zip(if_true, if_false, strict=True)
     return type(if_false)(*(tf.where(condition, new, old) for new, old in pairs))
@@ -80,7 +80,7 @@ def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
     """Returns the verdict's largest magnitude: shape (), float32.
 
     Raises:
-        ValueError: if the verdict has none.
+        ValueError: if the verdict has no magnitude.
     """
     if verdict.max_magnitude is None:
         raise ValueError(
@@ -98,7 +98,7 @@ def check_bounds(rule: Any) -> None:
         ValueError: if a value is not a power of two, or the values are not in order.
     """
     initial, low, high = rule.initial_scale, rule.min_scale, rule.max_scale
-    # Suggest no scale outside these limits, because none is useful for float16 gradients.
+    # Suggest only scales within these limits: no others are useful for float16 gradients.
     check_power_of_two(
         "initial_scale",
         initial,
@@ -157,7 +157,7 @@ def check_rule(rule: Any) -> None:
 def normalize_numbers(rule: Any) -> None:
     """Converts a rule's NumPy numbers and ints to the Python types of its fields.
 
-    Otherwise TensorFlow would derive the dtypes of the state's tensors from those numbers.
+    Otherwise the state's tensors would get the dtypes of the numbers that the caller passed.
     """
     for field in dataclasses.fields(rule):
         if field.type in (float, int):

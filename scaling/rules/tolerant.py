@@ -15,7 +15,7 @@ from scaling.rules.rule import (
     select_state,
 )
 
-# Doubling stops here, so that an interval always fits into int32; no run is that long.
+# The growth interval is capped here, so that it always fits into int32; no run is that long.
 LONGEST_INTERVAL = 2**30
 
 
@@ -37,7 +37,7 @@ class TolerantLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TolerantLossScale:
-    """Tolerates single overflows, and backs off when their fraction reaches `tolerance`.
+    """Tolerates isolated overflows, and backs off when their fraction reaches `tolerance`.
 
     Each `growth_interval`-th finite step since the last overflow multiplies the scale by
     `growth_factor`. After an overflow, the number of overflows since the last backoff is
@@ -137,7 +137,7 @@ class TolerantLossScale:
             The state after the step.
 
         Raises:
-            TypeError: if the state is not this rule's, or `grads_finite` is not a bool.
+            TypeError: if the state is not of this rule's type, or `grads_finite` is not a bool.
             ValueError: if `grads_finite` is not a scalar, or the cause is not a `Cause`.
         """
         check_state(state, TolerantLossScaleState)
@@ -147,7 +147,7 @@ class TolerantLossScale:
         finite_steps, steps = state.finite_steps + 1, state.steps + 1
         overflows = state.overflows + tf.cast(overflowed, tf.int32)
         grows = verdict.grads_finite & (finite_steps % interval == 0)
-        # In float64, like fairseq: 1/20 must reach a tolerance of 0.05.
+        # Divide in float64, like fairseq, so that 1/20 reaches a tolerance of 0.05.
         share = tf.cast(overflows, tf.float64) / tf.cast(steps, tf.float64)
         backs_off = overflowed & (share >= self.tolerance)
 

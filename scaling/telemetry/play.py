@@ -29,7 +29,7 @@ from scaling.telemetry.stats import flushed_share
 
 
 class StepEvidence(NamedTuple):
-    """What the record shows about each step at other scales. Each field has shape (steps,)."""
+    """What the record implies for each step at other scales. Each field has shape (steps,)."""
 
     # float32: the largest unscaled magnitude. A skipped step has that of the next applied step,
     # or of the last applied one; 0 if no step was applied.
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def gather_evidence(record: Record) -> StepEvidence:
-    """Returns what the record shows about its steps at scales other than the recorded ones."""
+    """Returns what the record implies for its steps at scales other than the recorded ones."""
     is_float16 = record.precision == "mixed_float16"
     out_of_range = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
     overflowed = out_of_range & is_float16

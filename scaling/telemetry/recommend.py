@@ -14,7 +14,9 @@ from scaling.telemetry.stats import GradientStats, flushed_share
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """A recommended loss scale, and what float16 would flush to zero at it. `str` gives a text.
+    """A recommended loss scale, and what float16 would flush to zero at that scale.
+
+    `str` returns the recommendation as a text.
 
     Example:
         >>> advice = Recommendation(8192.0, {"conv1": 0.004}, "Reason.")

@@ -60,7 +60,7 @@ class GradientStats(NamedTuple):
         """Fraction of elements that underflow in float16: shape (variables,), float32, in [0, 1].
 
         These are the elements that are at most 2^-14 after scaling, where float16 begins to lose
-        bits. Zeros count too: a true zero cannot be told from one that float16 has flushed.
+        bits. Zeros count too: a true zero looks the same as an element that float16 has flushed.
         """
         low = magnitudes_up_to(HALF_NORMAL / self.loss_scale, self.counts)
         return tf.math.divide_no_nan(low + self.zero_count, self.size)
@@ -97,7 +97,7 @@ def gradient_stats(gradients: Structure, state: RuleState) -> GradientStats:
         gradients: any structure of unscaled gradients, as `unscale_gradients` returns them:
             any shape and float dtype. Rows of `tf.IndexedSlices` that share an index are
             summed first. None counts as a gradient without elements.
-        state: the rule's state with which their loss was scaled.
+        state: the rule's state that was passed to `scale_loss`.
 
     Returns:
         The counts, one row per gradient in the order of `tf.nest.flatten`. Counts above 2^24
@@ -160,7 +160,7 @@ def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
 
 
 def magnitudes_up_to(bound: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Returns each row's number of nonzero elements up to a power of two: shape (rows,)."""
+    """Returns the number of nonzero elements up to `bound`, a power of two: shape (rows,)."""
     exponents = tf.range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
     return tf.reduce_sum(
         tf.where(exponents <= ceil_log2(bound), counts[:, :EXPONENTS], 0.0), axis=1

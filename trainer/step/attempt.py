@@ -1,8 +1,9 @@
 """The step, from a global batch to a report. Read `attempt_step` first, then `replica_step`.
 
-Weight the examples, run forward, scale the loss, run backward, sum over replicas, unscale, judge,
-clip; then apply on every replica or on none, and move the loss scale. A skipped step changes only
-the loss scale and the step counts, and its report says why it was skipped.
+A step weights the examples, runs the model forward, scales the loss, runs backward, and sums the
+gradients over replicas. It unscales, judges and clips them, applies the update on every replica or
+on none, and moves the loss scale. A skipped step changes only the loss scale and the step counts,
+and its report says why it was skipped.
 """
 
 import functools

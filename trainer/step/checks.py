@@ -217,7 +217,7 @@ def check_optimizer(
 def check_not_set_twice(
     optimizer: keras.optimizers.Optimizer, clip: Clip, ema_momentum: float | None
 ) -> None:
-    """Raises ValueError if step and optimizer both clip gradients, or both average weights."""
+    """Raises ValueError if the step and the optimizer both clip, or both average weights."""
     names = ("clipnorm", "clipvalue", "global_clipnorm")
     for name, value in ((name, getattr(optimizer, name)) for name in names):
         if value is not None and clip.bounds():

@@ -39,8 +39,8 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
             objective.name: weighted_mean(passed.losses[objective.name], share, size.weight)
             for objective in plan.objectives
         }
-        # Multiplied by the fraction of the examples, not of the weights: a model's own losses are
-        # means over its examples.
+        # Multiply by the share's fraction of the examples, not of the weights: the model's own
+        # losses are means over the examples that it was called with.
         regularization_loss = passed.added * tf.cast(share.examples / size.examples, tf.float32)
         scaled = {
             name: scaling.scale_loss(loss + regularization_loss, inputs.scale_state)

@@ -1,9 +1,9 @@
 """Optimizer updates by TensorFlow's fused kernels: one pass over memory for each variable.
 
 A Keras optimizer runs about a dozen operations for each variable, and each of them reads and
-writes the whole variable. TensorFlow has kernels that compute the whole rule of Adam, SGD and SGD
-with momentum, with the same operations in the same order. Everything around the rule (schedules,
-weight decay, moving averages, constraints, counting) is still done by Keras.
+writes the whole variable. TensorFlow has kernels that compute the whole update rule of Adam, SGD
+and SGD with momentum, with the same operations in the same order. Keras still does everything
+around the rule (schedules, weight decay, moving averages, constraints, counting).
 """
 
 import contextlib

@@ -63,8 +63,8 @@ class MicrobatchPlan:
     """The constants of a forward and backward pass."""
 
     model: Model
-    held_back: Sequence[keras.Variable]  # variables it reads and may assign, weights first
-    seeds: Sequence[keras.Variable]  # states of the seed generators it may draw from
+    held_back: Sequence[keras.Variable]  # variables the pass reads and may assign, weights first
+    seeds: Sequence[keras.Variable]  # states of the seed generators the pass may draw from
     compute_loss: ComputeLoss
     objectives: Sequence[Objective]  # the objectives whose gradients to compute
     dense: bool  # whether sparse gradients are made dense

@@ -60,7 +60,7 @@ class StepPlan:
     record_gradients: bool  # whether every report counts its gradients' magnitudes
     max_retries: int  # further attempts with the same batch after an overflow
     attribute_causes: bool  # whether the rule sees only skips that a scale may cure
-    halting_causes: tuple[scaling.Cause, ...]  # after one of these no further step is attempted
+    halting_causes: tuple[scaling.Cause, ...]  # causes after which no further step is attempted
     max_skips: int  # number of skips in a row after which no further step is attempted
     float32_after: int | None  # number of skips in a row after which a step computes in float32
     seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
@@ -122,17 +122,18 @@ def plan_step(
 
     Args:
         strategy: the strategy under which the replicas run.
-        model: a `keras.Model` or a `tf.Module`, with all its variables.
-        optimizer: one optimizer; or several in a dict, each under the name of the model's
-            attribute whose variables it updates.
+        model: a `keras.Model` or a `tf.Module` whose variables have all been created.
+        optimizer: one optimizer, or a dict of optimizers, keyed by the model's attribute that
+            each one updates.
         compute_loss: (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
             With several optimizers, the losses are a dict, keyed by the optimizers' names.
         rule: the loss-scale rule.
         example_weights: global batch -> weights, shape (global_batch,); None gives each weight 1.
         update_metrics: called with a replica's (batch, aux) on applied steps; None does nothing.
-        alternate: whether several optimizers take turns, each computing its gradients after the
-            ones before it have been applied; if one cannot be applied, all are rolled back. If
-            False, all gradients are computed at the old weights.
+        alternate: whether several optimizers take turns: each one's gradients are computed after
+            the previous optimizers' updates were applied. If an update cannot be applied, all
+            of the step's updates are rolled back. If False, all gradients are computed at the
+            old weights.
         num_microbatches: number of parts that each replica's share is cut into.
         clip: the bound on the gradients.
         ema_momentum: momentum of the optimizer's moving average of the weights; None keeps no
@@ -147,7 +148,8 @@ def plan_step(
             cure. False backs off after every skip, as other systems do.
         halting_causes: causes of a skip after which the run must stop.
         max_skips: number of skips in a row after which the run must stop.
-        float32_after: number of skips in a row after which a step is computed in float32.
+        float32_after: number of skips in a row after which a step is computed in float32; None
+            for never.
         others: objects other than the model whose variables the loss may assign.
 
     Raises:
@@ -242,11 +244,12 @@ def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
 def with_groups(
     plan: StepPlan, partition: Sequence[Sequence[Objective]], jit_compile: bool | str
 ) -> StepPlan:
-    """Returns the plan with an update group for each group of objectives, in a compile mode."""
-    # XLA would recompile an update for every new number of rows in a sparse gradient.
+    """Returns the plan with a group for each part of the partition, in the given compile mode."""
+    # Make sparse gradients dense for XLA, which would recompile for every new number of rows.
     dense = jit_compile in (True, "update") or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
-    # TensorFlow's BatchNorm kernel was measured to be faster on CPUs, unless XLA compiles the pass.
+    # Use TensorFlow's BatchNorm kernel on CPUs, where it was measured to be faster, unless XLA
+    # compiles the pass.
     fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective]) -> UpdateGroup:

@@ -22,9 +22,9 @@ class Reduced(NamedTuple):
 def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
     """Sums the contributions, and averages what the replicas' forward passes wrote.
 
-    One all-reduce carries all of it. A replica whose share was empty has written nothing and does
-    not count in the average. Integers, such as counters, are not averaged: every replica takes
-    the value of the first replica, whose share is never empty.
+    One all-reduce sums the contributions, the flags and the floats that were written. A replica
+    whose share was empty does not count in the average. Integers, such as counters, are not
+    averaged: every replica takes the value of the first replica, whose share is never empty.
 
     Args:
         local: results of this replica's whole share.
@@ -46,7 +46,7 @@ def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
     means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
     written = local.written | means
     found = strategies.capabilities(context.strategy)
-    # Other strategies assign outside the replicas, where all copies get the first replica's value.
+    # Other strategies assign outside the replicas, so all copies get the first replica's value.
     if found.multi_worker or found.decides_in_replica:
         written |= integers_of_first(local.written, context)
     return Reduced(total, table, written)

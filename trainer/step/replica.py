@@ -1,7 +1,7 @@
 """Computes one replica's part of a step: from its share of the batch to clipped gradients.
 
-Nothing is assigned here. The verdict is computed only from sums over all replicas, so no
-replica can decide by itself.
+Nothing is assigned here. The verdict is computed only from sums over all replicas, so all
+replicas reach the same verdict.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from trainer.step.types import Aux, Batch, Gradient, StepInputs, Written
 
 
 class ReplicaResult(NamedTuple):
-    """One replica's results. Only `batch`, `aux` and written integers differ between replicas."""
+    """One replica's results. Only `batch`, `aux` and integers in `written` differ by replica."""
 
     outcome: Outcome  # cause and place are those of a finite step until `diagnose` fills them in
     evidence: Evidence  # what `diagnose` examines after a skip
     gradients: list[Gradient]  # summed, unscaled, clipped: ready to apply
     written: Written  # what the forward pass would have assigned; floats: mean over replicas
     batch: Batch  # this replica's real examples; none in an empty share
-    aux: Aux  # what `compute_loss` returned for them along with the losses
+    aux: Aux  # what `compute_loss` returned for these examples along with the losses
 
 
 def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
@@ -125,13 +125,14 @@ def pass_inputs(
 
 
 def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGroup) -> Microbatch:
-    """Runs a replica's share forward and backward, in half precision or in float32."""
+    """Runs the forward and backward passes on a replica's share, as usual or in float32."""
     if in_float32 is None:
         return accumulate(group.differentiate, inputs)
 
     def run_in_float32() -> Microbatch:
         result = accumulate(group.differentiate_in_float32, inputs)
-        # Both branches must return the same dtypes; the other one may return aux in half precision.
+        # Cast aux to the dtypes that the usual branch returns, which may be half precision: both
+        # branches of the condition must return the same dtypes.
         first = microbatch_inputs(inputs, 0, inputs.values)
         usual = group.differentiate.get_concrete_function(first).structured_outputs
         aux = tf.nest.map_structure(

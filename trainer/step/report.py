@@ -20,8 +20,8 @@ class Outcome(NamedTuple):
     # replica did
     bad_variable: tf.Tensor  # shape=(), int32: position in `model.trainable_variables` of the first
     # variable with an inf or NaN; -1: none (the losses have one, or only the global norm does)
-    inf_count: tf.Tensor  # shape=(), int32: number of inf in that variable's gradient, summed over
-    # replicas; or among the losses
+    inf_count: tf.Tensor  # shape=(), int32: number of infs in that variable's weights or summed
+    # gradient, depending on the cause; or in the losses
     nan_count: tf.Tensor  # shape=(), int32: the same for NaN
     max_magnitude: tf.Tensor  # shape=(), float32: largest magnitude in the unscaled gradients; NaN
     # if it was not measured

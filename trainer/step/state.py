@@ -75,8 +75,8 @@ class TrainState(tf.Module):
         Args:
             outcome: the outcome of the step's last attempt.
             retries: number of further attempts: shape (), int32.
-            in_float32: whether the step was computed in float32: shape (), bool; None if no step
-                ever is.
+            in_float32: whether the step was computed in float32: shape (), bool; None if
+                float32 is never used.
             plan: the run's constants.
         """
         self.outcomes.assign_add(tf.one_hot(outcome.cause, len(scaling.Cause), dtype=tf.int64))

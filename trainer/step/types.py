@@ -48,4 +48,4 @@ class StepInputs(NamedTuple):
     weights: tf.Tensor  # shape=(global_batch,), float32: weight of each example's loss
     scale_state: ScaleState  # its `loss_scale` multiplies the loss and divides the gradients
     random: tf.Tensor  # shape=(2,), int64: the run's seed, and the number of steps before this one
-    in_float32: tf.Tensor | None  # shape=(), bool: whether to use float32; None if never
+    in_float32: tf.Tensor | None  # shape=(), bool: whether to use float32; None for never

@@ -62,7 +62,7 @@ def can_compile_update(strategy: tf.distribute.Strategy) -> bool:
 def compiled_differentiation(
     differentiate: Callable[[PassInputs], Microbatch], jit_compile: bool | str
 ) -> Differentiate:
-    """Returns a forward and backward pass as a `tf.function`, compiled in a compile mode."""
+    """Returns a forward and backward pass as a `tf.function`, compiled as `jit_compile` says."""
 
     def run(inputs: PassInputs) -> Microbatch:
         with elementwise_scope() if jit_compile == "elementwise" else contextlib.nullcontext():
