@@ -1,4 +1,4 @@
-"""Evaluation and prediction: each replica runs the model forward on its share of a batch."""
+"""Evaluation and prediction: each replica runs the forward pass on its share of a batch."""
 
 import contextlib
 import functools
@@ -48,9 +48,9 @@ class EvaluationTask(Protocol):
 
 
 class Evaluator:
-    """Runs a task's model forward, in float32 or in its training precision.
+    """Runs the forward pass of a task's model, in float32 or in the training precision.
 
-    Traces one graph per precision, and reuses it.
+    The graph for each precision is traced once and reused.
 
     Args:
         task: the model, the loss and the metrics.
@@ -233,9 +233,9 @@ def replica_evaluate(
     Args:
         batch: the global batch.
         weights: shape (global_batch,), float32.
-        task: the task whose metrics are updated; padding examples are left out.
+        task: the task; its metrics are updated with all examples except padding.
         objectives: the training objectives, whose losses are added up.
-        compute_loss: `task.compute_loss`, compiled or not.
+        compute_loss: `task.compute_loss`, possibly compiled by XLA.
 
     Returns:
         This replica's weighted sum of losses: shape (), float32.
@@ -254,12 +254,14 @@ def predict_batch(
     method: Callable[[Any], Any],
     batch: Any,
 ) -> Any:
-    """Returns the outputs for a global batch, in its order. Call it in a `tf.function`.
+    """Returns the outputs for a global batch, in the order of its examples.
+
+    Call it in a `tf.function`.
 
     Args:
         strategy: the strategy that runs the replicas.
         model: the model that `method` calls; none of its variables is written.
-        method: `Task.predict_batch`, compiled or not.
+        method: `Task.predict_batch`, possibly compiled by XLA.
         batch: the global batch.
     """
     shares = strategy.run(replica_predict, args=(batch, model, method))

@@ -14,7 +14,7 @@ from trainer.base.keras_private import all_layers, layers_under_policy
 PRECISIONS = ("train", "float32", "float16", "bfloat16")
 # The distance from 1 to the next larger number in each dtype.
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-MAX_EPS = 32  # largest accepted output difference, in EPS of the coarsest compute dtype
+MAX_EPS = 32  # largest accepted output difference, in multiples of the coarsest dtype's EPS
 
 
 def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: Any) -> float | None:
@@ -64,7 +64,7 @@ def is_real(layer: keras.Layer) -> bool:
 
 
 def layer_classes(model: keras.Model) -> dict[str, type]:
-    """Returns a model's layer classes, keyed by name, so that they need no registration."""
+    """Returns a model's layer classes, keyed by name, for loading unregistered layers."""
     return {type(layer).__name__: type(layer) for layer in all_layers(model)}
 
 
@@ -73,7 +73,7 @@ def outputs_of(path: pathlib.Path, inputs: Any, classes: dict[str, type]) -> Any
     if path.suffix == ".keras":
         loaded = keras.saving.load_model(path, custom_objects=classes, compile=False)
         return loaded(inputs, training=False)
-    loaded = tf.saved_model.load(str(path))  # keeps its variables alive during the call
+    loaded = tf.saved_model.load(str(path))  # keep a reference, which owns the variables
     return loaded.serve(inputs)
 
 

@@ -100,7 +100,8 @@ class RunConsole:
 class PipeSafeConsole(Console):
     """A console that goes quiet when its output pipe is closed.
 
-    By default, Rich ends the process. A run must continue, because it still has files to write.
+    By default, Rich ends the process when that happens. A training run must continue, because it
+    still has files to write.
     """
 
     def on_broken_pipe(self) -> None:
@@ -112,7 +113,7 @@ def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
     """Returns the console style for a value of `verbose`; see `RunConsole`.
 
     Args:
-        verbose: a bool, or a style.
+        verbose: True for "normal", False for "quiet", or the name of a style.
         shown: whether this process prints at all.
 
     Raises:

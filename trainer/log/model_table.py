@@ -15,7 +15,7 @@ MAX_LAYERS = 30  # rows of the table by layer
 
 
 class VariableRow(NamedTuple):
-    """One variable."""
+    """A variable of the model, as a row of the table."""
 
     name: str
     layer: str  # name of the innermost layer that holds the variable; "" in a `tf.Module`

@@ -49,7 +49,7 @@ class RunLog:
         # Reports since the last log line. From index `_unread` on, their fields are still tensors.
         self._reports: list[StepReport] = []
         self._unread = 0  # index of the first report that has not been read from the device
-        self._untimed = 0  # number of reports that were added before the clock was started
+        self._untimed = 0  # number of reports that were added before the clock was restarted
         self._clock_start = time.perf_counter()
         self._loss_scale = math.nan  # loss scale of the last step that was read
 
@@ -90,7 +90,7 @@ class RunLog:
         self.writers.write_text("run", step, format_markdown(written, rows))
 
     def log_end(self, summary: TrainSummary, target: int) -> None:
-        """Logs the end of a call of `train`, and prints its files and summary."""
+        """Logs the end of a call to `train`; prints the names of the log files, and the summary."""
         fields = {"seconds": summary.seconds, "stopped": summary.step < target}
         self.log_event("end", summary.step, fields)
         files = self.writers.describe_files()
@@ -104,8 +104,8 @@ class RunLog:
         Args:
             report: the report; each field has shape (steps,).
             step: the last step of the loop.
-            compiling: whether the loop also traced and compiled, so that its duration says
-                nothing about the speed of a step.
+            compiling: whether the loop also traced and compiled. If so, it is not timed, because
+                its duration says nothing about the speed of a step.
         """
         self._reports.append(report)
         self.console.advance(step)
@@ -157,7 +157,7 @@ class RunLog:
         self._clock_start = time.perf_counter()
 
     def _log_step(self, report: StepReport, *, scale_changed: bool) -> None:
-        """Logs a step that was skipped or whose loss scale differs from the previous one."""
+        """Logs a step that was skipped or has a different loss scale than the previous step."""
         step, loss_scale = int(report.step), float(report.loss_scale)
         if scale_changed:
             self.writers.write_line({"step": step, "split": "scale", "loss_scale": loss_scale})
@@ -199,7 +199,7 @@ class RunLog:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Excludes the time since the last step from the speed of the following steps."""
+        """Restarts timing: the reported speed will cover only steps that begin after this call."""
         self._untimed, self._clock_start = len(self._reports), time.perf_counter()
 
     def rewind(self, step: int) -> None:

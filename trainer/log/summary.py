@@ -18,7 +18,7 @@ class Totals:
     applied: int
     # Number of skipped steps by cause, such as {"backward": 8}; causes without skips are absent.
     skipped_by_cause: dict[str, int]
-    retries: int = 0  # number of further attempts with the same batch, within these steps
+    retries: int = 0  # number of repeated attempts with the same batch, not counted as steps
     float32_steps: int = 0  # number of steps computed in float32 after consecutive skips
 
     @classmethod
@@ -58,7 +58,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """The steps between two log lines, as plain numbers."""
+    """Statistics of the steps between two log lines, as Python numbers."""
 
     step: int  # the last step of the interval
     loss: float  # mean over the applied steps; NaN if no step was applied
@@ -131,7 +131,7 @@ def power_of_two(scale: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSummary:
-    """The result of a call of `Trainer.train`."""
+    """The result of a call to `Trainer.train`."""
 
     step: int  # the step that the run has reached, over all calls
     steps_run: int  # number of steps in this call
@@ -142,7 +142,7 @@ class TrainSummary:
     checkpoint_bytes: int = 0  # size of that checkpoint; 0 if this call saved none
     position_bytes: int = 0  # bytes of that checkpoint that store the position in the data
     best: str | None = None  # best evaluation result of this call, and its step
-    schedule_lag: int = 0  # number of updates by which a learning-rate schedule is behind the steps
+    schedule_lag: int = 0  # number of updates by which a learning-rate schedule lags behind steps
 
     def __str__(self) -> str:
         """Returns the last line that a run prints."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
-# Metadata that tells TensorBoard whether a value is a scalar or a text. `tf.summary.scalar` and
+# Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="scalars"), data_class=1)
 TEXT = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="text"), data_class=2)
@@ -62,7 +62,7 @@ class RunWriters:
             writer.flush()
 
     def write_text(self, name: str, step: int, markdown: str) -> None:
-        """Writes a text to TensorBoard only."""
+        """Writes Markdown text to TensorBoard only."""
         if self._folder is not None:
             with self._event_writer(self._folder, "train").as_default(step):
                 tf.summary.write(name, markdown, metadata=TEXT)
@@ -92,7 +92,7 @@ class RunWriters:
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.
 
-        As a result each step has its lines exactly once. An incomplete last line is removed too.
+        Otherwise those lines would appear twice. An incomplete last line is removed too.
 
         Returns:
             The remaining lines of `metrics.jsonl`.
@@ -131,7 +131,7 @@ def is_kept(line: str, last_step: int) -> bool:
     """
     try:
         fields = json.loads(line)
-    except ValueError:  # an incomplete line to which another process appended
+    except ValueError:  # an incomplete line that another process appended to
         return False
     return bool(fields["step"] <= last_step or fields["split"] == "recovery")
 

@@ -15,12 +15,12 @@ class Action:
     """A function that the trainer calls between inner loops at regular intervals.
 
     A period in steps is exact, because an inner loop ends at each of its multiples. A period in
-    seconds is checked between inner loops, so it may be exceeded but is never shortened.
+    seconds is checked between inner loops, so a call may come late but never early.
 
     Args:
-        call: a function of the trainer, whose current step is `trainer.totals.attempted`. If
-            `call` has methods `state_dict()` and `load_state_dict(state)`, its state is saved in
-            checkpoints, as JSON.
+        call: the function, which receives the trainer; `trainer.totals.attempted` is the current
+            step. If `call` has methods `state_dict()` and `load_state_dict(state)`, its state is
+            saved in checkpoints, as JSON.
         every_steps: the period in steps, or None.
         every_secs: the period in seconds, or None. Give either `every_steps` or `every_secs`.
 
@@ -77,7 +77,7 @@ class Action:
         return {"elapsed_secs": time.monotonic() - self._last_call, "call": call_state}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a result of `state`; `call.load_state_dict` gets the function's own state."""
+        """Restores a state that `state` returned, with `call.load_state_dict` if it exists."""
         self._last_call = time.monotonic() - state["elapsed_secs"]
         if state["call"] is not None and hasattr(self.call, "load_state_dict"):
             self.call.load_state_dict(state["call"])

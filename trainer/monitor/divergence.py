@@ -1,4 +1,4 @@
-"""Detects divergence from the losses; a diverged run goes back to a good checkpoint."""
+"""Detects divergence by watching the loss; a diverged run goes back to a good checkpoint."""
 
 import dataclasses
 import math
@@ -24,10 +24,10 @@ class Divergence:
     random numbers, and `Task.on_recovery` can change settings, for example lower a learning rate.
 
     Args:
-        loss_above: a loss above this bound is a divergence; None sets no bound.
-        rise: a mean loss over the last `window` applied steps that exceeds `rise` times the lowest
-            such mean so far is a divergence. `rise` must be above 1, and needs positive losses.
-            None disables this criterion.
+        loss_above: a loss above this bound counts as a divergence; None sets no bound.
+        rise: the run has diverged if the mean loss over the last `window` applied steps exceeds
+            `rise` times the lowest such mean so far. `rise` must be above 1, and needs positive
+            losses. None disables this criterion.
         window: the number of applied steps that each mean covers.
         max_recoveries: the maximum number of rollbacks; the next divergence ends the run.
         skip_data: whether to skip the batches between the checkpoint and the divergence.
@@ -133,7 +133,7 @@ class LossWatch:
         return {"recent": self._recent, "lowest": self._lowest, "recoveries": self.recoveries}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores a result of `state`."""
+        """Restores a state that `state` returned."""
         self._recent = [(int(step), float(loss)) for step, loss in state["recent"]]
         self._lowest, self.recoveries = state["lowest"], state["recoveries"]
 

@@ -60,7 +60,7 @@ class StopSignals:
         self.close()
 
     def close(self) -> None:
-        """Restores the previous handlers, and processes signals that arrived before."""
+        """Restores the previous handlers, and waits until earlier signals have been handled."""
         if self._handlers:
             self.restore_handlers()
             self._writer.shutdown(socket.SHUT_WR)  # ends the thread after the last byte
@@ -85,8 +85,8 @@ class StopSignals:
                 threading.Timer(0.5, os._exit, [128 + byte[0]]).start()
                 sys.stderr.write("second stop signal: exiting at once, nothing more is saved\n")
                 sys.stderr.flush()
-                # Not sys.exit, because it would wait for the graph call. A half-written checkpoint
-                # has a temporary name, and the next run removes it.
+                # Not sys.exit, because it would end only this thread. Exiting here is safe: a
+                # half-written checkpoint has a temporary name, and the next run removes it.
                 os._exit(128 + byte[0])
             self.received = signal.Signals(byte[0])
             self._request_stop()
@@ -109,14 +109,15 @@ class StopSignals:
             sys.exit(EXIT_CODE)
 
 
-# All contexts that are open in this process.
+# Contexts that were entered in this process; `restore_handlers` does nothing for closed ones.
 ACTIVE: "weakref.WeakSet[StopSignals]" = weakref.WeakSet()
 
 
 def restore_handlers_in_child() -> None:
     """Restores the previous handlers in a forked process.
 
-    It shares the socket with its parent, which would otherwise receive the signals sent to it.
+    The child shares the socket with its parent. Without this function, the parent would react to
+    signals that were sent to the child.
     """
     for each in list(ACTIVE):
         each.restore_handlers()

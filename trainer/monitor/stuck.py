@@ -1,4 +1,4 @@
-"""Ends a run that must not continue with an error that says why and what to try."""
+"""Raises an error if a run must not continue; the error says why, and what to try."""
 
 import pathlib
 from typing import Protocol
@@ -113,7 +113,7 @@ def check_not_stuck(
 
 
 def warn_of_skips(steps: StepReport, skip_policy: SkipLimits) -> None:
-    """Warns when a series of skips begins with a non-finite loss, and while a stuck run holds."""
+    """Warns if a series of skips begins with a non-finite loss, or a stuck run keeps waiting."""
     starts_row = steps.consecutive_skips == 1
     if np.any(starts_row & (steps.cause == int(scaling.Cause.FORWARD))):
         hint = HINTS[scaling.Cause.FORWARD]
@@ -126,7 +126,7 @@ def warn_of_skips(steps: StepReport, skip_policy: SkipLimits) -> None:
 
 
 def scale_path(steps: StepReport, longest: int = 8) -> str:
-    """Returns the loss scales of the latest steps, oldest first, without repetitions.
+    """Returns the latest loss scales, oldest first; consecutive equal scales appear once.
 
     Args:
         steps: the latest reports; each field is a NumPy array of shape (steps,).

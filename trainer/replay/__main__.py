@@ -3,7 +3,7 @@
     python -m trainer.replay RUN/overflows/step-00000120 --trainer=my_module:MyTrainer
 
 `--trainer` names a `Trainer` class, or a function that returns a trainer; it is called with the
-settings in the record. A record names no code, so nothing else is imported.
+settings in the record. Records contain no code: only the module in `--trainer` is imported.
 """
 
 import importlib
@@ -42,9 +42,10 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError("Pass the folder of one record, model_dir/overflows/step-*.")
     path = pathlib.Path(argv[1])
     arguments = dict(read_record(path)[0].setting)
-    del arguments["rule"]  # not an argument; `Trainer.replay` compares it
+    del arguments["rule"]  # not a constructor argument; `Trainer.replay` checks it
     replicas = arguments.pop("num_replicas")
-    # A strategy object is not stored in records, so the trainer must create its own.
+    # The name is None if the strategy was passed as an object, which records do not store. The
+    # trainer must then create its own.
     if arguments["strategy"] is None:
         del arguments["strategy"]
     if replicas > 1 and not tf.config.list_physical_devices("GPU"):

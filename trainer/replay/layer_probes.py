@@ -27,8 +27,8 @@ class Probes:
 
         Args:
             tree: a structure of tensors; anything that is not a float tensor is passed through.
-            place: name of the tensors in the report.
-            forward: whether to check the tensors themselves as well as their gradients.
+            place: the name under which the tensors are reported.
+            forward: whether to check the tensors too; their gradients are always checked.
         """
 
         def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
@@ -77,7 +77,8 @@ def probed_call(layer: keras.Layer, probes: Probes) -> Callable[..., Any]:
 def innermost_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the layers that contain no other layers.
 
-    A recurrent layer counts as innermost, because its cell runs inside a loop.
+    A recurrent layer counts as innermost, because its cell runs inside a loop, where tensors cannot
+    be probed.
     """
     recurrent = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.RNN)]
     cells = {id(inner) for outer in recurrent for inner in all_layers(outer)[1:]}

@@ -38,7 +38,7 @@ class Record:
     bad_variable: int
     inf_count: int
     nan_count: int
-    random_seed: int  # the run's seed; with the step number it determines all random numbers
+    random_seed: int  # the run's seed; the seed and `step` determine all random numbers
     setting: Setting  # the settings that must be the same to get the same verdict
 
     @classmethod
@@ -130,7 +130,8 @@ def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Batch, sp
 
     Args:
         recorder: the recorder.
-        report: reports of the steps of the loop. The loop ends early after such a step.
+        report: reports of the loop's steps. The loop ends at the first skip of a series, so this
+            skip is always the last step.
         batch: the global batch of the last step.
         spec: the dataset's `element_spec`.
 
@@ -174,10 +175,10 @@ def write_state(
     state: dict[str, np.ndarray],
     strategy: tf.distribute.Strategy,
 ) -> None:
-    """Assigns a result of `read_state` to the variables.
+    """Assigns the values that `read_state` returned to the variables.
 
     Raises:
-        ValueError: if the number or shapes of the variables are different.
+        ValueError: if the number or shapes of the variables do not match `state`.
     """
     copies = copies_by_name(variables, strategy)
     shapes = {name: tuple(copy.shape) for name, copy in copies.items()}
@@ -196,7 +197,7 @@ def write_state(
 def copies_by_name(
     variables: Sequence[Variable], strategy: tf.distribute.Strategy
 ) -> dict[str, tf.Variable]:
-    """Returns every replica's copy of the variables, keyed by "VARIABLE/REPLICA" (two indices)."""
+    """Returns every replica's copy of the variables, keyed by "VARIABLE/REPLICA" (indices)."""
     return {
         f"{position}/{place}": copy
         for position, variable in enumerate(variables)

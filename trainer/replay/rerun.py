@@ -1,4 +1,7 @@
-"""Replays a recorded overflow, and finds the first layer with an inf or NaN (L18)."""
+"""Replays a recorded overflow, and finds the first layer with an inf or NaN.
+
+See L18 in docs/numerics.md.
+"""
 
 import dataclasses
 
@@ -33,7 +36,7 @@ class Replay:
 
     @property
     def same(self) -> bool:
-        """Whether the verdict is the same, with the same variable, replica and counts."""
+        """Whether the replay had the same verdict, variable, replica and counts as the record."""
         return self.recorded == self.replayed
 
     def __str__(self) -> str:
@@ -64,7 +67,7 @@ def rerun_step(
     once = dataclasses.replace(plan, max_retries=0, float32_after=0 if record.in_float32 else None)
     with plan.strategy.scope():
         run = TrainState(plan.rule, record.random_seed)
-    # Random numbers depend on the number of steps attempted before this one.
+    # Set the number of steps attempted before this one, because random numbers depend on it.
     before = tf.one_hot(scaling.Cause.NONE, len(scaling.Cause), dtype=tf.int64) * (record.step - 1)
     run.outcomes.assign(before)
     at_scale = plan.rule.initial_state()._replace(loss_scale=tf.constant(record.loss_scale))

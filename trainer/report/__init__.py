@@ -2,7 +2,7 @@
 
     python -m trainer.report RUN
 
-writes RUN/report/report.html, a single file that loads nothing else, and its pictures as PNG files.
+writes RUN/report/report.html, a self-contained file, and its pictures as separate PNG files.
 """
 
 from trainer.report.writing import write_report

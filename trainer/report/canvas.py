@@ -11,14 +11,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trainer.report.reading import Run
 
-# The palette of Okabe and Ito, which color-blind readers can distinguish. Markers repeat the
-# information.
+# The palette of Okabe and Ito, whose colors color-blind readers can distinguish. Markers encode the
+# same information.
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GRAY = "#CC79A7", "#56B4E9", "#000000", "#6B6B6B"
 
 WIDTH = 10.0  # inches
 DPI = 144
-# Margins in inches. They are the same in every picture, so that a step is at the same place in all.
+# Margins in inches, the same in all line plots, so that their step axes line up.
 LEFT, RIGHT, BOTTOM = 0.75, 0.35, 0.55
 
 
@@ -115,6 +115,6 @@ def to_picture(figure: Figure, name: str, alt: str) -> Picture:
     """
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=DPI)
-    # matplotlib rounds the size down, so take it from the PNG file, where it follows 16 bytes.
+    # matplotlib rounds the size down, so read it from the PNG header, which has it at byte 16.
     width, height = struct.unpack(">II", file.getvalue()[16:24])
     return Picture(f"{name}.png", alt, file.getvalue(), width, height)

@@ -17,7 +17,7 @@ from scaling.telemetry.stats import GradientStats
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.report.reading import Curve, Run
 
-# Fields of a "train" line that are not metrics of the user.
+# Fields of a "train" line other than the user's metrics.
 NOT_METRICS = {
     "loss",
     "regularization_loss",
@@ -104,7 +104,7 @@ def describe_attempted(applied: float, skipped: float) -> str:
 
 
 def describe_end(run: Run) -> str:
-    """Returns a sentence about how the last call of `train` ended, or "" if nothing is known."""
+    """Returns a sentence about how the last call to `train` ended, or "" if nothing is known."""
     if run.end is None:
         return "still running, or killed: no end is recorded" if run.starts else ""
     how = "stopped on request" if run.end.stopped else "ended"
@@ -215,8 +215,8 @@ def format_times(number: int) -> str:
 def scale_path(run: Run) -> tuple[Curve, bool]:
     """Returns the loss scale over the steps, and whether it is known at every step.
 
-    It is known at every step if the run logged its changes or recorded its gradients. A run of an
-    older version has only the values in its log lines and skipped steps.
+    It is known at every step if the run logged each change of the scale or recorded its gradients.
+    Runs of older versions have only the values in their log lines and skipped steps.
     """
     if run.scale.step.size:
         return run.scale, True
@@ -235,8 +235,8 @@ def scale_path(run: Run) -> tuple[Curve, bool]:
 def headroom(record: Record) -> Curve:
     """Returns the headroom of each applied step, in bits.
 
-    That is the log2 of the factor between the largest scaled gradient and the largest float16.
-    Steps whose gradients were all zero are left out.
+    The headroom is log2 of the largest float16 divided by the largest scaled gradient. Steps
+    whose gradients were all zero are left out.
     """
     scaled = record.max_magnitude.astype(np.float64) * record.loss_scale
     known = scaled > 0  # false for the NaN of a skipped step
@@ -279,7 +279,7 @@ def advise(record: Record) -> Advice | None:
 def settings_rows(run: Run) -> list[tuple[str, str, str]]:
     """Returns (name, value, value at the first start) for each setting.
 
-    The value at the first start is "" if it was the same.
+    The value at the first start is "" if it equals the latest value.
     """
     if not run.starts:
         return []

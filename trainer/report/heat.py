@@ -15,7 +15,7 @@ from trainer.report.reading import Underflow, finite_or_nan
 
 MAX_ROWS = 40  # variables; more rows would not be readable
 MAX_NAME = 34  # characters of a variable's name
-MIN_COLOR_RANGE = 0.01  # the color scale covers at least the shares from 0 to this
+MIN_COLOR_RANGE = 0.01  # the color scale always reaches at least this share
 # In inches.
 CHARACTER_WIDTH = 0.076
 ROW_HEIGHT = 0.24
@@ -26,7 +26,8 @@ COLOR_BAR_SPACE = 1.3  # the margin on the right
 def draw_underflow(lines: Sequence[Underflow], last_step: int) -> Picture | None:
     """Draws a row for each variable, in the model's order, and a column for each log line.
 
-    If there are more than `MAX_ROWS` variables, only those that lost most are shown.
+    If there are more than `MAX_ROWS` variables, only those with the largest mean shares are
+    shown.
     """
     names, shares = share_matrix(lines)
     if not names:

@@ -18,11 +18,11 @@ MAX_SKIPS = 50  # rows of the table of skipped steps
 
 
 def render(run: Run, pictures: Mapping[str, Picture]) -> str:
-    """Returns the page of a run as HTML. Text that the run wrote is escaped.
+    """Returns the page of a run as HTML. Text from the run's log is escaped.
 
     Args:
         run: the run.
-        pictures: the pictures of the run, by name.
+        pictures: the pictures of the run, keyed by name.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("trainer", "report"),
@@ -54,7 +54,7 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
 
 
 def superscript(text: str) -> markupsafe.Markup:
-    """Returns a text as HTML in which the exponents of powers of two are superscripts.
+    """Converts text to HTML, with the exponents of powers of two as superscripts.
 
     Example:
         >>> superscript("<b> 2^16")

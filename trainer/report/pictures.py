@@ -49,7 +49,7 @@ MAX_LINE_POINTS = 1500  # a curve with more points is shown as a median and a ba
 
 
 def draw_all(run: Run) -> dict[str, Picture]:
-    """Returns all pictures for which the run has recorded data, by name."""
+    """Returns all pictures for which the run has recorded data, keyed by name."""
     drawn = {
         "loss": draw_curves(run),
         "loss_scale": draw_scale(run),
@@ -92,7 +92,7 @@ def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def draw_curves(run: Run) -> Picture | None:
-    """Draws the loss and each metric in a panel, training and validation on the same axes."""
+    """Draws the loss and each metric in its own panel, with training and validation together."""
     names = [name for name in run.train if name not in NOT_METRICS - {"loss"}]
     names += [name for name in run.validation if name not in names]
     if not names:
@@ -111,7 +111,7 @@ def draw_curves(run: Run) -> Picture | None:
 
 
 def draw_metric(axes: Axes, run: Run, name: str) -> None:
-    """Draws one metric, or the loss with the regularization loss if it is not zero everywhere."""
+    """Draws one metric or the loss; with the loss, any nonzero regularization loss too."""
     shown = []
     if name in run.train:
         shown.append(run.train[name])
@@ -145,7 +145,7 @@ def draw_scale(run: Run) -> Picture | None:
         marker="" if exact else ".",
     )
     counts = mark_skips(axes, run)
-    margin = 0.6 if np.ptp(powers) > 1 else 1.6  # room for several ticks if the scale is constant
+    margin = 0.6 if np.ptp(powers) > 1 else 1.6  # fits several ticks even if the scale is constant
     axes.set_ylim(powers.min() - margin, powers.max() + margin)
     label_powers_of_two(axes)
     axes.set_ylabel("loss scale")
@@ -172,7 +172,7 @@ def describe_scale(scale: Curve, last_step: int, skips: Mapping[str, int]) -> st
 
 
 def mark_skips(axes: Axes, run: Run) -> collections.Counter[str]:
-    """Marks each skipped step by its cause at the loss scale it used.
+    """Marks each skipped step at its loss scale, with the color and marker of its cause.
 
     Returns:
         The number of skipped steps by cause.
@@ -237,7 +237,7 @@ def draw_headroom(run: Run) -> Picture | None:
 def plot_band(axes: Axes, curve: Curve) -> None:
     """Draws the median of a long curve, and a band from its minimum to its maximum.
 
-    The points are divided into `MAX_LINE_POINTS // 3` groups of successive points.
+    The points are divided into `MAX_LINE_POINTS // 3` groups of consecutive points.
     """
     groups = np.array_split(np.arange(curve.step.size), MAX_LINE_POINTS // 3)
     step = [curve.step[group[0]] for group in groups]

@@ -63,7 +63,7 @@ class VariableFields(TypedDict):
 
 
 class Start(NamedTuple):
-    """One start of the process. A resumed run has several."""
+    """One start of a run's process. A resumed run has several."""
 
     step: int
     time: str  # ISO 8601
@@ -72,7 +72,7 @@ class Start(NamedTuple):
 
 
 class End(NamedTuple):
-    """How the last call of `train` ended."""
+    """How the last call to `train` ended."""
 
     step: int
     seconds: float
@@ -89,14 +89,14 @@ class Recovery(NamedTuple):
 
 
 class Underflow(NamedTuple):
-    """The share of each variable's gradient that underflowed in float16, up to a step."""
+    """The share of each variable's gradient that underflowed in float16."""
 
-    step: int
+    step: int  # the last of the steps over which the shares were averaged
     share: dict[str, float]
 
 
 class ScaleChange(NamedTuple):
-    """The first step that used another loss scale than the step before."""
+    """A step whose loss scale differs from the previous step's."""
 
     step: int
     loss_scale: float
@@ -110,7 +110,7 @@ class Run:
     last_step: int
     train: dict[str, Curve]
     validation: dict[str, Curve]
-    scale: Curve  # the loss scale from each of these steps on
+    scale: Curve  # changes of the loss scale: each value holds until the next step in the curve
     skips: list[Skip]
     underflow: list[Underflow]
     record: Record | None  # magnitudes of the gradients
@@ -185,9 +185,9 @@ class Lines:
         self.by_split[split].append(line)
         if split == SPLIT:
             self.gradients.append((number, text))
-        if split == "run":  # the run was resumed, so an end before this line was not its last
+        if split == "run":  # the run was resumed, so it did not end at an earlier line
             self.by_split["end"].clear()
-        if split != "recovery":  # its step was rolled back
+        if split != "recovery":  # the run rolled back from that step
             self.last_step = max(self.last_step, step)
 
     def read(self, split: str, parse: Callable[..., T]) -> list[T]:
@@ -228,7 +228,7 @@ def positive_or_error(value: object) -> float:
 
 
 def parse_scale_change(step: int, loss_scale: object) -> ScaleChange:
-    """Returns the `ScaleChange` in the fields of a line."""
+    """Makes a `ScaleChange` from the fields of a line."""
     return ScaleChange(step, positive_or_error(loss_scale))
 
 
@@ -241,13 +241,13 @@ def parse_skip(
     inf_count: int,
     nan_count: int,
 ) -> Skip:
-    """Returns the `Skip` in the fields of a line."""
+    """Makes a `Skip` from the fields of a line."""
     scale = positive_or_error(loss_scale)
     return Skip(step, scale, str(cause), variable, replica, inf_count, nan_count)
 
 
 def parse_underflow(step: int, share: Mapping[str, object]) -> Underflow:
-    """Returns the `Underflow` in the fields of a line."""
+    """Makes an `Underflow` from the fields of a line."""
     return Underflow(step, {name: finite_or_nan(value) for name, value in share.items()})
 
 
@@ -258,7 +258,7 @@ def by_step(events: Iterable[Event]) -> list[Event]:
 
 
 def to_curve(values: Mapping[int, float]) -> Curve:
-    """Returns values by step as a curve."""
+    """Returns a curve from values keyed by step."""
     steps = sorted(values)
     return Curve(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
 

@@ -11,7 +11,7 @@ def write_report(run_dir: str | pathlib.Path, output: str | pathlib.Path | None 
 
     Args:
         run_dir: the run's `model_dir`.
-        output: the folder to write to, which is created if needed; None is `run_dir/report`.
+        output: the folder to write to, which is created if needed; None means `run_dir/report`.
 
     Returns:
         The path of the page.
