@@ -100,7 +100,7 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
         define_setting(name, flag_values, rare=True)
     define_rare_flags(flag_values)
 
-    # TensorFlow's own messages would drown the progress lines; --verbosity=0 shows them again.
+    # TensorFlow's own messages would drown out the progress lines; --verbosity=0 shows them again.
     # This sets the value and not the default, because app.run would change the default to 0.
     flag_values["verbosity"].value = logging.WARNING
     flag_values["verbosity"].using_default_value = False
@@ -153,7 +153,7 @@ def first_sentence(text: str) -> str:
 
 
 def define_script_flags(flag_values: flags.FlagValues) -> None:
-    """Defines the script's other flags: those without an argument of the same name and values."""
+    """Defines the script's other flags, which do not simply set an argument of `Trainer`."""
     where = {"flag_values": flag_values}
     flags.DEFINE_enum(
         "mode",

@@ -17,7 +17,7 @@ LossArgument: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tens
 MetricsArgument: TypeAlias = Callable[[], MetricsByName] | None
 
 
-# The method to override instead of passing an argument.
+# Maps an argument to the method that a subclass can override instead of passing it.
 OVERRIDES = {
     "model": "build_model",
     "optimizer": "build_optimizer",

@@ -369,7 +369,7 @@ class Trainer(Task):
         eval_data: Any = None,
         eval_interval: int | None = None,
     ) -> TrainSummary:
-        """Trains until the run has attempted `steps` steps, over all calls and restarts.
+        """Trains until the run has attempted `steps` steps, counting all calls and restarts.
 
         Args:
             train_data: a `tf.data.Dataset` batched to the global batch; or a function that takes a
@@ -377,7 +377,8 @@ class Trainer(Task):
                 every epoch. Finite data is repeated.
             steps: the step to reach, counted from the beginning of the run, so that the same
                 command also resumes a run from its checkpoint.
-            epochs: the same target in passes over `train_data`. Give either `steps` or `epochs`.
+            epochs: the target in passes over `train_data` instead of steps. Give either `steps` or
+                `epochs`.
             global_batch: the batch size, if `train_data` is arrays.
             eval_data: data to evaluate on during training; None evaluates nothing. Arrays are
                 batched like the training data.
@@ -390,7 +391,8 @@ class Trainer(Task):
             ValueError, TypeError: if the data, the model or the optimizer cannot be used.
             TrainingStuckError: if `max_consecutive_skips` steps in a row were skipped; if a weight
                 is inf or NaN; or, with on_nonfinite_loss="raise", if a loss is inf or NaN.
-            DataError: if the data raises, or ends although its cardinality is infinite.
+            DataError: if reading the data raises an error, or if the data ends although its
+                cardinality is infinite.
             CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
             DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
             WorkerLostError: if another worker's process has ended or no longer responds.
@@ -458,7 +460,8 @@ class Trainer(Task):
             position = before[1]
         else:
             position = DataPosition(data, self.checkpoint_config.data_resume)
-            # Workers that each shuffle in a different order would train on some data twice.
+            # Check with several workers too: if each shuffled in a different order, they would
+            # train on some examples twice.
             multi_worker = strategies.capabilities(self.strategy).multi_worker
             if (self.model_dir or multi_worker) and not are_arrays(train_data):
                 position.check_savable()
@@ -534,8 +537,8 @@ class Trainer(Task):
     ) -> DryRun:
         """Quickly tries everything that a long run does, then restores all variables exactly.
 
-        It takes two steps on real batches, evaluates one batch, saves and restores a checkpoint in
-        a temporary folder, compares the replicas, and estimates the memory.
+        A dry run takes two steps on real batches, evaluates one batch, saves and restores a
+        checkpoint in a temporary folder, compares the replicas, and estimates the memory.
 
         Args:
             train_data: as for `train`.
@@ -625,8 +628,8 @@ class Trainer(Task):
             overflow: the folder of the record, `model_dir/overflows/step-*`.
 
         Returns:
-            The recorded verdict, the verdict of the repeated step, and the first tensor of a layer
-            that was not finite.
+            The recorded verdict, the verdict of the repeated step, and the name of the first
+            non-finite tensor at a layer.
 
         Raises:
             ValueError: if the folder is not a record, or if the record comes from a run with a
@@ -679,7 +682,7 @@ class Trainer(Task):
             self._evaluating = False
 
     def _start(self, batch: Batch, forward: Forward | None = None) -> None:
-        """On the first call, builds and checks the parts, and restores a checkpoint if any.
+        """On the first call, builds and checks the parts, and restores the newest checkpoint.
 
         Args:
             batch: the first global batch.
@@ -690,7 +693,7 @@ class Trainer(Task):
             return
         self._parts = build(self, batch, forward or self.compute_loss)
         self._started = True
-        self._parts.stop.assign(self.stop_asked)  # `stop` may have been called meanwhile
+        self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError if the trainer has not seen any data yet."""

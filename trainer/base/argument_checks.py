@@ -24,7 +24,7 @@ def check_nonnegative(name: str, value: object) -> None:
 def check_bool(name: str, value: object) -> None:
     """Raises TypeError, naming the argument, unless `value` is True or False.
 
-    It is stricter than the check of the same name in `scaling`, which also takes 0, 1 and NumPy's
+    This check is stricter than its namesake in `scaling`, which also takes 0, 1 and NumPy's
     bools: a trainer's arguments include counts, and a 1 in the wrong place should not pass.
     """
     if not isinstance(value, bool):
@@ -106,12 +106,12 @@ def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
 
 
 def check_keep_count(name: str, count: object, model_dir: object, what: str) -> None:
-    """Raises ValueError unless `count` is 0, or an int above 0 and there is a `model_dir`.
+    """Raises ValueError unless `count` is 0, or is a positive int and there is a `model_dir`.
 
     Args:
         name: the argument's name, for the error.
         count: how many files to keep.
-        model_dir: where they would be kept, or None.
+        model_dir: the folder in which the files would be kept, or None.
         what: the plural noun for what is kept, capitalized, for the error.
     """
     check_nonnegative(name, count)

@@ -58,7 +58,7 @@ def discard_folder(path: pathlib.Path) -> None:
 
 
 def clean_up_folders(parent: pathlib.Path, prefix: str) -> None:
-    """Removes or completes what a killed process left in `parent`, under names `prefix-*`.
+    """Cleans up the folders `prefix-*` that a killed process left behind in `parent`.
 
     Unfinished folders are removed. A folder that was set aside to be replaced is moved back, unless
     its replacement is in place.
@@ -74,7 +74,7 @@ def clean_up_folders(parent: pathlib.Path, prefix: str) -> None:
 
 
 def flush_to_disk(path: pathlib.Path) -> None:
-    """Waits until a file, or a folder's list of names, would survive a power failure."""
+    """Waits until a file's contents or a folder's entries would survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -31,9 +31,9 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
 def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Makes `optimizer.apply` increment `iterations` in one atomic operation.
 
-    Keras reads the number and then writes it back plus 1, so workers that update at the same time
-    would be counted once. `assign_add` is public; that `apply` counts by calling it is an
-    implementation detail.
+    Keras reads the count and then writes back the count plus 1, so simultaneous updates by several
+    workers would be counted only once. `assign_add` is public; that `apply` counts by calling it
+    is an implementation detail.
     """
     counter = optimizer.iterations
     counter.assign_add = counter.value.assign_add

@@ -2,8 +2,8 @@
 
 A folder is written under a temporary name (see `atomic_files`). `commit` adds a manifest,
 `run.json`, with a checksum of every file and of itself, and moves the folder into place. If the
-process is killed before that, an earlier folder at that path stays unchanged. The files may contain
-anything.
+process is killed before that, an earlier folder at that path stays unchanged. Nothing here
+depends on what the files contain.
 """
 
 import hashlib

@@ -27,7 +27,7 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """Saves and restores the checkpoints of a run. Without a `model_dir`, it does neither.
+    """Saves and restores the checkpoints of a run; without a `model_dir`, does nothing.
 
     Args:
         model_dir: the directory that contains the checkpoints, or None.
@@ -66,7 +66,7 @@ class Checkpoints:
         # Path and `run.json` of the checkpoint that was last saved or restored.
         self.latest: pathlib.Path | None = None
         self.facts: Facts = {}
-        # `latest` and `facts` of the checkpoint before it, restored if the current write fails.
+        # The previous values of `latest` and `facts`, put back if the current write fails.
         self._previous: tuple[pathlib.Path | None, Facts] = (None, {})
         # Size of each file of the last checkpoint, keyed by file name without suffix.
         self.bytes: dict[str, int] = {}

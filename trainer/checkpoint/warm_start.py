@@ -1,4 +1,4 @@
-"""Starts a new run from the weights of an old run, and from nothing else (`init_from`)."""
+"""Starts a new run from the weights of an old run, without its other state (`init_from`)."""
 
 import pathlib
 import zipfile

@@ -30,7 +30,7 @@ def check_metric_name(name: str, value: Any) -> None:
 
 
 def check_allowed(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless `value` holds only names that may be allowed."""
+    """Raises TypeError or ValueError unless `value` names only settings that may change."""
     if not isinstance(value, Collection):
         raise TypeError(
             f"`{name}` must be a sequence of names; got {value!r}. Each name is a setting that "

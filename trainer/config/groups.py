@@ -41,7 +41,7 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> scaling.Precision:
-        """The `Precision` with the name in `precision`."""
+        """The `Precision` that `precision` names."""
         return scaling.Precision(self.precision)
 
     @functools.cached_property
@@ -101,7 +101,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OverflowRecordConfig:
-    """How many skipped steps are recorded, and their maximum size."""
+    """How many skipped steps are recorded, and the maximum total size of the records."""
 
     max_overflow_records: int = count(0, or_zero=True)
     max_overflow_bytes: int = count(2**30)
@@ -112,7 +112,7 @@ class OverflowRecordConfig:
 
 
 def check_verbose(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError, unless `value` is a value that `verbose` accepts."""
+    """Raises TypeError or ValueError unless `verbose` accepts `value`."""
     del name  # the error from `resolve_style` names the argument
     resolve_style(value)
 

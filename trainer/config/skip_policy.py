@@ -31,7 +31,7 @@ class SkipPolicy:
         check_fields(self)
 
     def check_model(self, model: object) -> None:
-        """Raises ValueError if `on_stuck` needs float32 steps, which this model cannot take."""
+        """Raises ValueError if `on_stuck` is "float32" and the model is not a Keras model."""
         if self.on_stuck == "float32" and not isinstance(model, keras.Model):
             raise ValueError(
                 '`on_stuck` must be "raise" or "hold" unless the model is a keras.Model; got '

@@ -42,13 +42,14 @@ def batches(
 ) -> Batches:
     """Makes a dataset of global batches from the data that a user passed.
 
-    The first batch is read once in advance, so a source that can be read only once loses it.
+    The first batch is read once in advance, so a source that can be read only once loses that
+    batch.
 
     Args:
         data: a `tf.data.Dataset` batched to the global batch; or a function of a
             `tf.distribute.InputContext` that returns a dataset batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
-            first dimension is the example.
+            first dimension indexes the examples.
         argument: name of the user's argument, for errors.
         strategy: the strategy whose replicas will share each batch.
         global_batch: the batch size for arrays; None for other data.
@@ -119,7 +120,7 @@ def repeat_forever(found: Batches) -> tf.data.Dataset:
     dataset = found.dataset
     if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.repeat()
-    # Not AUTOTUNE, because prefetched batches are saved in every checkpoint.
+    # Do not use AUTOTUNE, which may prefetch many batches: every checkpoint saves all of them.
     return dataset.prefetch(2)
 
 

@@ -29,7 +29,7 @@ def explain(
         exact: whether checkpoints hold the position in the data, including batches read ahead.
 
     Raises:
-        DataError: from `error`.
+        DataError: if the data caused `error`, which becomes the cause of the DataError.
     """
     saved = f"The last checkpoint is {latest}." if latest else "No checkpoint was saved."
     ahead = ""

@@ -66,7 +66,7 @@ class DataPosition:
             batches_taken: number of batches that had been taken.
 
         Raises:
-            ValueError: if no position was saved, or the saved position is in another pipeline.
+            ValueError: if no position was saved, or if it was saved in a different pipeline.
         """
         if self.resume_mode == "exact":
             try:
@@ -145,7 +145,7 @@ def transformations(nodes: Iterable[Node]) -> list[str]:
 SEEDED = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 ORDERING = (*SEEDED, "RangeDataset", "BatchDataset", "TakeDataset", "SkipDataset", "ShardDataset")
 
-# The tf.data calls that create each operation.
+# Hints for error messages: which tf.data calls create an operation, keyed by operation.
 SOURCES = {
     "PyFunc": "This operation is created by from_generator and numpy_function. ",
     "EagerPyFunc": "This operation is created by py_function. ",
@@ -191,9 +191,9 @@ def first_unseeded(nodes: Iterable[Node]) -> str | None:
 def check_later_passes(nodes: Iterable[Node]) -> None:
     """Raises ValueError if a pipeline could be resumed exactly in one pass, but not later.
 
-    There are two such cases. First, an operation may use a new order in each pass although its
-    count is not in `DataPosition`'s second iterator, because the operation is not started at the
-    beginning of a pass. Second, a pipeline may take from several datasets in turn: once one of them
+    There are two such cases. First, an operation may use a new order in each pass but not be
+    started at the beginning of a pass, so that `DataPosition`'s second iterator does not hold its
+    count of starts. Second, a pipeline may take from several datasets in turn: once one of them
     has ended, an iterator restored by TensorFlow 2.21 does not notice the end of the others.
     """
     by_name = {node.name: node for node in nodes}

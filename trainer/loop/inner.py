@@ -28,8 +28,8 @@ def run_steps(
         halted: shape (), bool: whether the run must stop. If it is true, no step is taken.
         stop_requested: returns whether the run was asked to stop, possibly from another thread:
             shape (), bool. It must return the same value on every worker.
-        iterator: an iterator over a `tf.data.Dataset` of global batches. It must have a batch for
-            each of these steps.
+        iterator: an iterator over a `tf.data.Dataset` of global batches, with at least
+            `num_steps` batches left.
         num_steps: the maximum number of steps: shape (), int32. It is a tensor because a Python
             number would cause a retrace.
         recorded: number of variables whose gradient magnitudes are counted; 0 counts none.
@@ -101,7 +101,7 @@ def next_stop(
         step: the step at which the loop begins.
         target: the last step of the run.
         steps_per_loop: the largest number of steps in one loop.
-        intervals: periods in steps; a loop ends at every multiple of each. None has no multiples.
+        intervals: periods in steps; a loop ends at every multiple of each. None is ignored.
         marks: individual steps at which a loop also ends.
 
     Example:
@@ -114,7 +114,7 @@ def next_stop(
 
 
 def crossed(interval: int | None, before: int, step: int) -> bool:
-    """Returns whether a multiple of `interval` lies in (before, step]; None has no multiples.
+    """Returns whether a multiple of `interval` lies in (before, step]; False for None.
 
     Example:
         >>> crossed(25, 20, 30), crossed(25, 30, 40), crossed(None, 0, 100)

@@ -32,7 +32,7 @@ class RemoteSteps:
     Args:
         train_step: takes a global batch, attempts an update, and returns a report.
         strategy: a `tf.distribute.ParameterServerStrategy`.
-        halted: shape (), bool: whether the run must not continue.
+        halted: shape (), bool: whether the run must stop.
         stop: shape (), bool: whether the run was asked to stop.
         outcomes: integer counts of steps by outcome; their sum is the number of attempted steps.
     """

@@ -23,8 +23,8 @@ from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.types import Batch, MetricsByName, Optimizers
 
-# Names in a checkpoint of those variables of `TrainState` that have a different name in the code.
-# The old names are kept so that checkpoints of older versions stay readable.
+# Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
+# names are kept so that checkpoints of older versions stay readable.
 SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
 
 # A function of (batch, training) that calls the model, which then creates its variables.

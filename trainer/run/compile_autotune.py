@@ -1,4 +1,4 @@
-"""`jit_compile="auto"`: measures what XLA should compile, on the first batch of a run.
+"""`jit_compile="auto"`: finds the fastest compile mode by timing steps on the first batch.
 
 Measuring takes time, so only long runs do it. Before its first step, a long run times some steps
 in each compile mode that may be the fastest. Then all variables are restored exactly, the fastest
@@ -33,11 +33,11 @@ from trainer.step.xla import COMPILE_MODES, check_compile_mode
 CompileMode = bool | str
 
 MIN_STEPS = 1000  # in shorter runs, measuring takes longer than it saves
-MAX_SECS = 15.0  # a mode that would not be ready within this time is not tried
-TURN_SECS = 0.2  # duration of one turn of a mode; a turn takes at least one step
+MAX_SECS = 15.0  # limit for getting the modes ready; one expected to exceed it is not tried
+TURN_SECS = 0.2  # how long a mode is timed in each turn; at least one step is taken
 TURNS = 5
-TOO_SLOW = 1.3  # a mode this many times as slow as the best gets no further turn
-AS_GOOD = 1.03  # the earliest mode at most this many times as slow as the best is chosen
+TOO_SLOW = 1.3  # a mode more than this many times as slow as the best gets no further turns
+AS_GOOD = 1.03  # of the modes at most this many times as slow as the best, the first is chosen
 FILE = "jit_compile.json"
 
 
@@ -142,8 +142,8 @@ def settle(
         parts: the trainer's parts, from `build`.
         data: the training data.
         steps: number of steps from here to the end of the run.
-        use: a function that replaces the trainer's parts, so that a `train_step` that a user has
-            overridden computes with the new ones.
+        use: a function that replaces the trainer's parts, so that a user's own `train_step` also
+            computes with the new parts.
 
     Returns:
         The result of the measurement; None if nothing was measured.
@@ -193,7 +193,7 @@ def measure(
     secs: dict[CompileMode, list[float]] = {}
     steps: dict[CompileMode, int] = {}
     candidates: dict[CompileMode, Parts] = {}
-    longest = 0.0  # maximum number of seconds that a mode has needed to get ready
+    longest = 0.0  # the longest time in seconds that any mode has taken to get ready
     with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
         afterwards.callback(use, parts)
         for mode in modes:
@@ -236,7 +236,7 @@ def seconds_per_step(parts: Parts, dataset: tf.data.Dataset, steps: int) -> floa
 
 
 def read_choice(model_dir: pathlib.Path | None) -> CompileMode | None:
-    """Returns the mode that was chosen when the run was first started; None if none was."""
+    """Returns the mode recorded when the run was first started; None if there is no record."""
     try:
         return json.loads((model_dir / FILE).read_text())["jit_compile"] if model_dir else None
     except (OSError, ValueError, KeyError):

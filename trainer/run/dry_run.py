@@ -125,7 +125,7 @@ def overfit(trainer: RunnableTrainer, parts: Parts, data: Batches, steps: int) -
 
 
 def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | None = None) -> int:
-    """Returns the smallest number of microbatches at which a step fits into memory.
+    """Returns the smallest number of microbatches with which a step fits in memory.
 
     The search begins with one microbatch, and doubles the number for as long as TensorFlow runs
     out of memory. The global batch does not change, so the result of training stays the same.

@@ -39,7 +39,7 @@ class TrainRequest(NamedTuple):
     """The arguments of one call of `train`, checked and resolved."""
 
     target: int  # the step to reach
-    evaluate: Callable[[], Results | None] | None  # the function returns None if it was stopped
+    evaluate: Callable[[], Results | None] | None  # returns None if the evaluation was stopped
     eval_interval: int | None  # number of steps between evaluations; None: at the end only
     export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
 
@@ -172,7 +172,8 @@ class OuterLoop:
             self._log.say(f"profiled, for TensorBoard: {folder}")
         self._log.add(report, self._step, compiling=before == self._start)
         self._position.taken += taken
-        if self._parts.recorder:  # the loop ends at a step that is to be recorded
+        if self._parts.recorder:
+            # If there is a step to record, the loop ended right after it, so `batch` is its batch.
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
         # Read the reports now instead of at the next log line: `read` raises if the run is stuck,
         # and a loop that ends early, or at a step to record, may have ended for that reason.
@@ -287,7 +288,7 @@ class BestModels:
     """
 
     def __init__(self, trainer: RunnableTrainer, log: RunLog, request: TrainRequest) -> None:
-        """Stores the settings. Models are kept only by the chief, if `keep_best` is set."""
+        """Stores the settings. Only the chief keeps models, and only if `keep_best` is set."""
         self._config = trainer.checkpoint_config
         self._log = log
         self._export = request.export

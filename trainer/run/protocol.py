@@ -1,4 +1,4 @@
-"""Types: a trainer as this package sees it, and its parts.
+"""Types for the members of a trainer that this package uses, and for the trainer's parts.
 
 `RunnableTrainer` lists the members of `Trainer` that this package uses. A test checks that
 `Trainer` has all of them.
@@ -28,7 +28,7 @@ class RunSteps(Protocol):
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor
     ) -> tuple[StepReport, Batch]:
-        """Takes `num_steps` steps; returns their reports, and the last batch if it is kept."""
+        """Takes up to `num_steps` steps; returns their reports, and the last batch if kept."""
 
     def get_concrete_function(self, iterator: tf.data.Iterator, num_steps: tf.Tensor) -> Any:
         """Returns the traced loop. `RemoteSteps` has no such method."""
@@ -40,7 +40,7 @@ class RunSteps(Protocol):
 class Metrics(NamedTuple):
     """A run's metrics, keyed by name.
 
-    Evaluation has separate metrics, so that it does not reset those of the training.
+    Evaluation has metrics of its own, so that it does not reset the training metrics.
     """
 
     train: MetricsByName
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     plan: StepPlan
     state: TrainState
     run_steps: RunSteps  # takes many steps in one call
-    stop: tf.Variable  # shape=(), bool: True ends `run_steps` and evaluations; set in any thread
+    stop: tf.Variable  # shape=(), bool: any thread may set it, to end `run_steps` or an evaluation
     metrics: Metrics
     evaluator: Evaluator
     checkpoints: Checkpoints

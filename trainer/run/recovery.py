@@ -30,7 +30,7 @@ class Recovery:
         watch: LossWatch,
         divergence: Divergence,
     ) -> None:
-        """Stores the arguments, which a rollback needs."""
+        """Stores the arguments for `roll_back`."""
         self._trainer = trainer
         self._parts = parts
         self._position = position

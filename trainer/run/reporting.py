@@ -84,7 +84,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager: turns a file system error into a CheckpointError with the folder."""
+        """Context manager: turns a file system error into a CheckpointError naming the folder."""
         try:
             yield
         except (OSError, tf.errors.OpError) as error:

@@ -43,7 +43,6 @@ class RunSaver:
         The variables have already been restored. This restores the position in the data and the
         state of the loss watch and the actions, and rewinds the log to the checkpoint's step.
 
-
         Args:
             log: the run's log.
 
@@ -51,13 +50,14 @@ class RunSaver:
             ValueError: if the checkpoint comes from a run with different settings.
         """
         checkpoints, trainer, state = self._parts.checkpoints, self._trainer, self._parts.state
-        if state.halted.numpy():  # by an earlier call of `train` that raised an error
+        if state.halted.numpy():  # set in an earlier call of `train`, which raised an error
             state.halted.assign(value=False)
             state.consecutive_skips.assign(0)
         if checkpoints.resumed or not checkpoints.latest:
             return
         saved, ours = dict(checkpoints.facts), self.facts()
-        # Only some values of `data_resume` describe the pipeline: compare like with like.
+        # Compare the descriptions of the pipelines only if both runs have the same `data_resume`:
+        # not every value of it makes a run describe its pipeline.
         if saved["data_resume"] == ours["data_resume"]:
             for facts in (saved, ours):
                 facts["data"] += facts["pipeline"]
