@@ -63,9 +63,9 @@ def from_tf_config(text: str) -> Resolver:
     if problem:
         raise ValueError(
             f"`TF_CONFIG` must list all processes of the job and say which one this is; got {text} "
-            f"({problem}). The processes find each other through this variable. Set it to for "
-            'instance {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": '
-            '"worker", "index": 0}}, or unset it to run a single process.'
+            f"({problem}). The processes find each other through this variable. Set it, for "
+            'example, to {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": '
+            '{"type": "worker", "index": 0}}, or unset it to run a single process.'
         )
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()
 

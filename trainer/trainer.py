@@ -620,7 +620,7 @@ class Trainer(Task):
             return export(self.model, pathlib.Path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
-        """Repeats a skipped step that the flight recorder has recorded (L18).
+        """Repeats a skipped step that the flight recorder has recorded (law L18, docs/numerics.md).
 
         This overwrites the model's variables with the recorded values, so use a separate trainer.
 
@@ -628,8 +628,8 @@ class Trainer(Task):
             overflow: the folder of the record, `model_dir/overflows/step-*`.
 
         Returns:
-            The recorded verdict, the verdict of the repeated step, and the name of the first
-            non-finite tensor at a layer.
+            The recorded verdict, the verdict of the repeated step, and the name of the first layer
+            input, layer output or gradient of these that is not finite, or None.
 
         Raises:
             ValueError: if the folder is not a record, or if the record comes from a run with a

@@ -66,8 +66,8 @@ def test_a_bad_tf_config_is_refused(monkeypatch, text, reason):
 
     assert str(error.value) == (
         "`TF_CONFIG` must list all processes of the job and say which one this is; got "
-        f"{text} ({reason}). The processes find each other through this variable. Set it to for instance "
-        '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", '
+        f"{text} ({reason}). The processes find each other through this variable. Set it, for example, "
+        'to {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", '
         '"index": 0}}, or unset it to run a single process.'
     )
 

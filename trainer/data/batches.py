@@ -246,7 +246,7 @@ def repeat_first_batch(found: Batches) -> tf.data.Dataset:
 
 @without_autograph
 def with_static_shape(tensor: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
-    """Returns a tensor with the static shape of a spec, even if that shape is less specific."""
+    """Returns `tensor` with the static shape of `spec`, even if its own shape is more specific."""
     if not isinstance(spec, tf.TensorSpec):  # ragged and sparse tensors have the right spec already
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
