@@ -16,8 +16,9 @@ def check_siblings(ours: pathlib.Path) -> None:
     """
     for name in SIBLINGS:
         spec = importlib.util.find_spec(name)
-        origin = pathlib.Path(spec.origin).resolve() if spec and spec.origin else None
-        if origin is None or origin.parent != (ours / name).resolve():
+        origin = pathlib.Path(spec.origin) if spec and spec.origin else None
+        # The folder is resolved, not the file: some installs link every file to its source.
+        if origin is None or origin.parent.resolve() != (ours / name).resolve():
             raise ImportError(
                 f"`import {name}` finds {origin or 'nothing'}, not halfstep's package in "
                 f"{ours / name}. halfstep cannot work with another module of that name. Rename "

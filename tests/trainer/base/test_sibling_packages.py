@@ -40,3 +40,17 @@ def test_another_module_of_the_name_is_an_error_that_names_it(name, tmp_path):
         "file or folder, or start Python with -P, which leaves out the script's folder."
     )
     assert "tensorflow" not in result.stderr
+
+
+def test_a_tree_of_linked_files_is_accepted(tmp_path, monkeypatch):
+    """Strict editable installs and build systems link each file: the folder counts, not the file's
+    origin.
+    """
+    for name in ("scaling", "strategies"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").symlink_to(ROOT / name / "__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("scaling", "strategies"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    check_siblings(tmp_path)
