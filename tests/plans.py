@@ -6,7 +6,9 @@ import tensorflow as tf
 import scaling
 import strategies
 from trainer.step import plan_step
+from trainer.step.held_back import read_values
 from trainer.step.microbatch import GlobalBatchSize, PassInputs
+from trainer.step.replica import given_positions
 
 NO_SCALE = scaling.NoLossScale()
 
@@ -83,6 +85,6 @@ def pass_inputs_of(plan, batch, weights=None, *, parts=None, scale=1.0):
         share=strategies.whole(batch, weights),
         global_batch=GlobalBatchSize(tf.reduce_sum(weights), tf.shape(weights)[0]),
         scale_state=scaling.FixedLossScale(scale).initial_state(),
-        values=[tf.convert_to_tensor(variable.value) for variable in plan.held_back],
+        values=read_values(plan.held_back, given_positions(plan)),
         keys=tf.ones([*leading, len(plan.seeds), 2], tf.int64),
     )

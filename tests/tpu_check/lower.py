@@ -24,8 +24,9 @@ from tensorflow.python.eager import context
 
 import strategies
 from trainer import Trainer
+from trainer.step.held_back import tensorflow_variable
 from trainer.step.report import Outcome
-from trainer.step.rollback import tensorflow_variable, variables_in_reach
+from trainer.step.rollback import variables_in_reach
 
 CORES = 4
 BATCH = 16

@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 import scaling
-from trainer.step.held_back import leaves
-from trainer.step.rollback import copies_of, tensorflow_variable, variables_in_reach
+from trainer.step.held_back import leaves, tensorflow_variable
+from trainer.step.rollback import copies_of, variables_in_reach
 from trainer.step.types import Variable
 
 

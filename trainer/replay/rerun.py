@@ -14,16 +14,16 @@ import strategies
 from trainer.data.batches import Spec
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, Setting, write_state
-from trainer.step.accumulate import microbatch_inputs, with_written
+from trainer.step.accumulate import microbatch_inputs
 from trainer.step.attempt import attempt_step
 from trainer.step.microbatch import PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import pass_inputs
+from trainer.step.replica import given_positions, pass_inputs
 from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
-from trainer.step.types import ScaleState, StepInputs, Variable, Written
+from trainer.step.types import ScaleState, StepInputs, Variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +109,17 @@ def first_nonfinite_place(
     share = strategies.take(strategies.whole(batch, weights), replica, replicas)
     for number, group in enumerate(plan.groups):
         source = key_source(random, number, len(plan.groups))
-        values = [
-            copies_of(variable, plan.strategy)[replica].read_value() for variable in plan.held_back
-        ]
+        values = {
+            position: copies_of(plan.held_back[int(position)], plan.strategy)[replica].read_value()
+            for position in given_positions(plan)
+        }
         shared = pass_inputs(inputs._replace(random=source), share, values, replica, plan)
         probed = ProbedPass(group, plan, dataset.element_spec, in_float32=record.in_float32)
         for index in range(plan.num_microbatches):
-            finite, written = probed.run(microbatch_inputs(shared, index, values))
+            finite = probed.run(microbatch_inputs(shared, index))
             nonfinite = np.flatnonzero(~finite.numpy())
             if nonfinite.size:
                 return probed.places[int(nonfinite[0])]
-            values = with_written(values, written)
     return None
 
 
@@ -140,31 +140,26 @@ class ProbedPass:
         self.places: list[str] = []  # names of the checked tensors, in the order of computation
         self._spec = spec if whole_batch else tf.nest.map_structure(any_batch_size, spec)
 
-        def probed(inputs: PassInputs) -> tuple[tf.Tensor, Written]:
+        def probed(inputs: PassInputs) -> tf.Tensor:
             with probing(plan.model) as probes:
                 result = differentiate.python_function(inputs)
                 loss = ("the loss (all outputs of layers are finite)", result.nonfinite.loss == 0)
                 checks = [*probes.forward, loss, *probes.backward]
                 self.places = [place for place, _ in checks]
-                return tf.stack([finite for _, finite in checks]), result.written
+                return tf.stack([finite for _, finite in checks])
 
         self._probed = tf.function(
             probed, autograph=False, jit_compile=plan.jit_compile is True or None
         )
 
-    def run(self, inputs: PassInputs) -> tuple[tf.Tensor, Written]:
-        """Runs the pass.
-
-        Returns:
-            Whether the tensor at each of `places` is finite: shape (places,), bool; and the values
-            that the pass would write to the held-back variables.
-        """
+    def run(self, inputs: PassInputs) -> tf.Tensor:
+        """Returns whether the tensor at each of `places` is finite: shape (places,), bool."""
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, inputs)
         weights = tf.TensorSpec([None], tf.float32)
         share = specs.share._replace(batch=self._spec, weights=weights)
         traced = self._probed.get_concrete_function(specs._replace(share=share))
-        finite, written = traced(inputs)
-        return finite, written
+        finite: tf.Tensor = traced(inputs)
+        return finite
 
 
 def any_batch_size(spec: tf.TensorSpec) -> tf.TensorSpec:

@@ -12,7 +12,7 @@ from trainer.step.microbatch import (
     NonfiniteFlags,
     PassInputs,
 )
-from trainer.step.types import Aux, Written
+from trainer.step.types import Aux, Values
 
 Tree = TypeVar("Tree")
 
@@ -20,9 +20,9 @@ Tree = TypeVar("Tree")
 def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     """Differentiates a replica's share, one microbatch at a time.
 
-    The microbatches run in a loop in the graph, so only one set of activations is in memory. Each
-    forward pass starts from the values that the previous one would have assigned. An empty
-    microbatch leaves them unchanged.
+    The microbatches run in a loop in the graph, so only one set of activations is in memory. All
+    forward passes start from the same values. So what they would assign, such as BatchNorm's
+    statistics, moves once in a step, as it would without microbatches: to the mean over them.
 
     Args:
         differentiate: the compiled forward and backward pass over one microbatch.
@@ -30,11 +30,12 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
             2); the share is cut into that many microbatches.
 
     Returns:
-        The sums of contributions and flags, the values that the last microbatch would assign, and
-        the aux of the whole share.
+        The sums of contributions, flags and parts of means; the integers that the first microbatch
+        would assign; the maxima of the values that replace variables; and the aux of the whole
+        share.
     """
     num_microbatches = inputs.keys.shape[0]
-    first = microbatch_inputs(inputs, 0, inputs.values)
+    first = microbatch_inputs(inputs, 0)
     if num_microbatches == 1:
         return differentiate(first)
 
@@ -49,65 +50,79 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     )
 
     def body(
-        index: tf.Tensor, total: tuple[Contribution, NonfiniteFlags], written: Written, aux: Aux
-    ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Written, Aux]:
-        values = with_written(inputs.values, written)
-        now = microbatch_inputs(inputs, index, values)
+        index: tf.Tensor,
+        total: tuple[Contribution, NonfiniteFlags],
+        written: Values,
+        replaced: Values,
+        aux: Aux,
+    ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Values, Values, Aux]:
+        now = microbatch_inputs(inputs, index)
         result = differentiate(now)
         rows = real_rows(result.aux, now.share)
         return (
             index + 1,
             tf.nest.map_structure(tf.add, total, (present(result.contribution), result.nonfinite)),
-            unless_empty(now.share, result.written, values),
+            sums_and_first(written, result.written, index),
+            maxima(replaced, result.replaced, now.share),
             tf.nest.map_structure(lambda array, row: array.write(index, row), aux, rows),
         )
 
-    start = (
-        tf.constant(0),
-        tf.nest.map_structure(
-            zeros_like_spec, (present(expected.contribution), expected.nonfinite)
-        ),
-        {position: inputs.values[int(position)] for position in expected.written},
-        aux_parts,
-    )
-    _, (contribution, nonfinite), written, aux_parts = tf.while_loop(
+    start = (tf.constant(0), *nothing_yet(expected), aux_parts)
+    _, (contribution, nonfinite), written, replaced, aux_parts = tf.while_loop(
         lambda index, *_: index < num_microbatches, body, start, parallel_iterations=1
     )
     aux = tf.nest.map_structure(
         lambda array, spec: tf.ensure_shape(array.concat(), any_rows(spec)), aux_parts, expected.aux
     )
     contribution = with_missing(contribution, expected.contribution)
-    return Microbatch(contribution, nonfinite, written, aux)
+    return Microbatch(contribution, nonfinite, written, replaced, aux)
 
 
-def microbatch_inputs(
-    inputs: PassInputs, index: int | tf.Tensor, values: list[tf.Tensor]
-) -> PassInputs:
+def nothing_yet(
+    expected: Microbatch,
+) -> tuple[tuple[Contribution, NonfiniteFlags], Values, Values]:
+    """Returns the sums, the written and the replacing values before the first microbatch.
+
+    Args:
+        expected: the specs of a microbatch's results.
+    """
+    sums = (present(expected.contribution), expected.nonfinite)
+    zeros = tf.nest.map_structure(zeros_like_spec, (sums, expected.written))
+    return *zeros, {position: lowest(spec) for position, spec in expected.replaced.items()}
+
+
+def microbatch_inputs(inputs: PassInputs, index: int | tf.Tensor) -> PassInputs:
     """Returns the inputs of one microbatch.
 
     Args:
         inputs: the inputs of the share; see `accumulate`.
         index: index of the microbatch.
-        values: values of the held-back variables after the previous microbatch.
     """
-    return inputs._replace(
-        share=strategies.take(inputs.share, index, inputs.keys.shape[0]),
-        values=values,
-        keys=inputs.keys[index],
-    )
+    share = strategies.take(inputs.share, index, inputs.keys.shape[0])
+    return inputs._replace(share=share, keys=inputs.keys[index])
 
 
-def with_written(values: list[tf.Tensor], written: Written) -> list[tf.Tensor]:
-    """Returns the held-back values, updated with those that a forward pass wrote."""
-    return [written.get(str(position), value) for position, value in enumerate(values)]
-
-
-def unless_empty(share: strategies.Share, written: Written, before: list[tf.Tensor]) -> Written:
-    """Returns the values that a forward pass wrote, or the previous ones if the share was empty."""
+def sums_and_first(total: Values, new: Values, index: tf.Tensor) -> Values:
+    """Returns the sums of parts of means, and the integers of the first microbatch."""
     return {
-        position: tf.where(share.examples > 0, value, before[int(position)])
-        for position, value in written.items()
+        position: total[position] + value
+        if value.dtype.is_floating
+        else tf.where(index == 0, value, total[position])
+        for position, value in new.items()
     }
+
+
+def maxima(highest: Values, new: Values, share: strategies.Share) -> Values:
+    """Returns the element-wise maxima; the values of an empty share do not count."""
+    return {
+        position: tf.where(share.examples > 0, tf.maximum(before, new[position]), before)
+        for position, before in highest.items()
+    }
+
+
+def lowest(spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns the lowest finite number in the shape and dtype of a traced output."""
+    return tf.fill(spec.shape, tf.constant(spec.dtype.min, spec.dtype))
 
 
 def real_rows(tree: Tree, share: strategies.Share) -> Tree:

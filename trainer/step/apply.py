@@ -12,13 +12,13 @@ from trainer.step.fused import fused_updates
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
-from trainer.step.types import Gradient, Written
+from trainer.step.types import Gradient, Values
 from trainer.step.xla import compiled_update
 
 
 def apply_on_all(
     result: ReplicaResult,
-    written: Written,
+    written: Values,
     before: Copies,
     group: UpdateGroup,
     plan: StepPlan,
@@ -59,7 +59,7 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
         yield
 
 
-def assign_held_back(written: Written, plan: StepPlan) -> None:
+def assign_held_back(written: Values, plan: StepPlan) -> None:
     """Assigns the values that the model's forward pass would have assigned.
 
     Call it before the optimizers run: if the forward pass assigned a weight, the gradient of that

@@ -15,7 +15,7 @@ from strategies.checks import check_strategy
 from trainer.base.argument_checks import check_bool, check_count, check_ema_momentum
 from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
-from trainer.step.rollback import tensorflow_variable
+from trainer.step.held_back import tensorflow_variable
 from trainer.step.types import Batch, Model
 
 # The number of significant bits in each half-precision dtype. Weights in such a dtype would lose

@@ -1,8 +1,9 @@
 """Forward and backward through one microbatch, as a pure function of values.
 
-Nothing is assigned here. A Keras model runs inside `keras.StatelessScope`: it computes with the
-values it is given, and what it would have assigned (BatchNorm's statistics, counters) is returned
-as a result, to be kept or dropped once the verdict is known.
+Nothing is assigned here. A Keras model runs inside `keras.StatelessScope`: what it would have
+assigned (BatchNorm's statistics, counters) is returned as a result, to be kept or dropped once the
+verdict is known. It reads its weights as variables, as in a loop without such a scope. So every
+gradient tape and custom gradient inside the model finds the variables that it looks for.
 """
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ import scaling
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.forward import forward, written_by
 from trainer.step.gradients import count_nonfinite
+from trainer.step.held_back import tensorflow_variable
 from trainer.step.losses import mask_weightless, weighted_mean
 from trainer.step.microbatch import (
     Contribution,
@@ -19,7 +21,7 @@ from trainer.step.microbatch import (
     NonfiniteFlags,
     PassInputs,
 )
-from trainer.step.types import Gradient
+from trainer.step.types import Gradient, Values
 
 
 def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
@@ -30,37 +32,93 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         plan: the constants of the pass.
     """
     share, size = inputs.share, inputs.global_batch
-    weights = inputs.values[: len(plan.model.trainable_variables)]
+    weights = [tensorflow_variable(variable) for variable in plan.model.trainable_variables]
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
-        tape.watch(weights)
+        # A layer may have been created frozen, so watch its weights explicitly.
+        tape.watch([*weights, *weights_among(inputs.values, len(weights))])
         with fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
         losses = {
             objective.name: weighted_mean(passed.losses[objective.name], share, size.weight)
             for objective in plan.objectives
         }
-        # Multiply by the share's fraction of the examples, not of the weights: the model's own
-        # losses are means over the examples that it was called with.
-        regularization_loss = passed.added * tf.cast(share.examples / size.examples, tf.float32)
+        # The share's fraction of the examples, not of the weights: the model's own losses are means
+        # over the examples that it was called with.
+        fraction = tf.cast(share.examples / size.examples, tf.float32)
+        regularization_loss = passed.added * fraction
         scaled = {
             name: scaling.scale_loss(loss + regularization_loss, inputs.scale_state)
             for name, loss in losses.items()
         }
     # A weight that the forward pass assigned is differentiated at its new value, as Keras does.
-    sources = passed.after[: len(weights)] or plan.model.trainable_variables
-    gradients: list[Gradient] = []
+    sources = [passed.after.get(str(at), variable) for at, variable in enumerate(weights)]
+    found: dict[int, Gradient] = {}
     for objective in plan.objectives:
         wanted = [sources[position] for position in objective.positions]
-        found = tape.gradient(scaled[objective.name], wanted)
-        check_some_gradient(found)
-        gradients += [as_dense(each) if plan.dense else scaling.coalesce(each) for each in found]
-
+        each = tape.gradient(scaled[objective.name], wanted)
+        check_some_gradient(each)
+        found |= dict(zip(objective.positions, each, strict=True))
+    gradients, replaced = split_replaced(found, plan)
     contribution = Contribution(gradients, tf.add_n(list(losses.values())), regularization_loss)
     examples = [passed.losses[objective.name] for objective in plan.objectives]
     seen = [mask_weightless(losses, share) for losses in examples]
     nonfinite = find_nonfinite(contribution, seen, single_pass=plan.single_pass)
-    written = written_by(plan.model, inputs.values, passed.after)
-    return Microbatch(contribution, nonfinite, written, passed.aux)
+    written = parts_of_mean(written_by(plan.model, inputs.values, passed.after), fraction)
+    return Microbatch(contribution, nonfinite, written, replaced, passed.aux)
+
+
+def parts_of_mean(written: Values, fraction: tf.Tensor) -> Values:
+    """Returns a share's parts of the mean, over examples, of what forward passes would assign.
+
+    Integers, such as counters, have no mean, and stay as they are.
+
+    Args:
+        written: what the forward pass would have assigned.
+        fraction: the share's fraction of the global batch's examples; 0 for an empty share, whose
+            values do not count, even if they are inf or NaN: shape (), float32.
+    """
+    return {
+        position: tf.math.multiply_no_nan(value, tf.cast(fraction, value.dtype))
+        if value.dtype.is_floating
+        else value
+        for position, value in written.items()
+    }
+
+
+def weights_among(values: Values, num_weights: int) -> list[tf.Tensor]:
+    """Returns the weights among the values of held-back variables."""
+    return [value for position, value in values.items() if int(position) < num_weights]
+
+
+def split_replaced(
+    found: dict[int, Gradient], plan: MicrobatchPlan
+) -> tuple[list[Gradient], Values]:
+    """Separates gradients from new values that stand in place of a gradient.
+
+    A Keras variable with `overwrite_with_gradient` is replaced by its "gradient". Keras's float8
+    layers compute new scales and amax histories in this way. Such values are not scaled, summed
+    or clipped: see `accumulate` and `reduce` for how they are combined.
+
+    Args:
+        found: what the tape returned, keyed by position in `model.trainable_variables`.
+        plan: the constants of the pass.
+
+    Returns:
+        The gradients, with None for replaced variables; and the new values of those.
+    """
+    gradients: list[Gradient] = []
+    replaced: Values = {}
+    for position, gradient in found.items():
+        variable = plan.model.trainable_variables[position]
+        if getattr(variable, "overwrite_with_gradient", False):
+            gradients.append(None)
+            if gradient is not None:
+                replaced[str(position)] = tf.ensure_shape(gradient, variable.shape)
+            continue
+        if isinstance(gradient, tf.Tensor):
+            gradient.set_shape(variable.shape)  # unknown after a reshape of the model's input
+        gradients.append(as_dense(gradient) if plan.dense else scaling.coalesce(gradient))
+    return gradients, replaced
 
 
 def find_nonfinite(
@@ -86,7 +144,7 @@ def find_nonfinite(
 
 
 def check_some_gradient(gradients: list[Gradient]) -> None:
-    """Raises ValueError if the loss does not depend on any trainable variable."""
+    """Raises ValueError if a loss does not depend on any variable that it trains."""
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "`compute_loss` must depend on a trainable variable; got None for every gradient. "

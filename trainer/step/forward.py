@@ -11,7 +11,7 @@ from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
 from trainer.step.losses import losses_and_aux
 from trainer.step.microbatch import MicrobatchPlan
-from trainer.step.types import Aux, Batch, Model, Written
+from trainer.step.types import Aux, Batch, Model, Values
 
 
 class ForwardPass(NamedTuple):
@@ -20,18 +20,18 @@ class ForwardPass(NamedTuple):
     losses: dict[str, tf.Tensor]  # keyed by objective name; shape=(examples,), float32, each
     aux: Aux  # what `compute_loss` returned along with the losses; () if nothing
     added: tf.Tensor  # shape=(), float32: the sum of `model.losses`
-    after: list[tf.Tensor]  # values of the held-back variables when the pass ended; [] for a
+    after: Values  # values of the given and the assigned variables when the pass ended; empty for a
     # `tf.Module`, which assigns its variables itself
 
 
-def forward(
-    batch: Batch, values: list[tf.Tensor], keys: tf.Tensor, plan: MicrobatchPlan
-) -> ForwardPass:
+def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan) -> ForwardPass:
     """Runs the user's `compute_loss` without letting a Keras model assign anything.
 
     Args:
         batch: the examples.
-        values: values of the variables in `plan.held_back`.
+        values: values of variables in `plan.held_back`. The model reads every other variable
+            itself, so that gradient tapes and custom gradients inside the model see variables and
+            not plain tensors.
         keys: keys for `plan.seeds`: shape (generators, 2), int64. Each generator counts up
             from its key.
         plan: the constants of the pass.
@@ -42,29 +42,28 @@ def forward(
             seed.assign(key)
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
-        return ForwardPass(losses, aux, tf.constant(0.0), [])
-    held_back = HoldBack([*plan.held_back, *plan.seeds], [*values, *keys])
+        return ForwardPass(losses, aux, tf.constant(0.0), {})
+    given = [(plan.held_back[int(position)], value) for position, value in values.items()]
+    given += zip(plan.seeds, keys, strict=True)
+    held_back = HoldBack([*plan.held_back, *plan.seeds], given)
     with regularizers_in_float32(plan.model), held_back as scope:
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
         added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in plan.model.losses)
     scope.check_no_unknown_variables()
-    after = [scope.get_current_value(variable) for variable in plan.held_back]
+    found = [scope.held_value(variable) for variable in plan.held_back]
+    after = {str(position): value for position, value in enumerate(found) if value is not None}
     return ForwardPass(losses, aux, tf.convert_to_tensor(added, tf.float32), after)
 
 
-def written_by(model: Model, before: list[tf.Tensor], after: list[tf.Tensor]) -> Written:
+def written_by(model: Model, before: Values, after: Values) -> Values:
     """Returns the values that a forward pass would have assigned.
 
     Raises:
         ValueError: if a layer that computes in half precision has assigned a weight.
     """
-    written = {
-        position: new
-        for position, (old, new) in enumerate(zip(before, after, strict=True))
-        if new is not old
-    }
-    for position in written:
+    written = {position: new for position, new in after.items() if new is not before.get(position)}
+    for position in map(int, written):
         if position < len(model.trainable_variables):
             check_not_assigned_in_half(model, model.trainable_variables[position])
-    return {str(position): value for position, value in written.items()}
+    return written

@@ -1,26 +1,48 @@
 """Holds back what a Keras model assigns in its forward pass until the verdict is known."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from trainer.step.types import Model
+from trainer.step.types import Model, Values, Variable
 
 
 class HoldBack(keras.StatelessScope):
-    """A scope in which Keras variables have given values, and assignments are only recorded."""
+    """A scope in which assignments to Keras variables are only recorded.
 
-    def __init__(self, variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> None:
-        """Stores the value that each variable has inside the scope."""
-        super().__init__(list(zip(variables, values, strict=True)), collect_losses=True)
-        self._known = {id(variable) for variable in variables}
+    A variable that has been given a value, or was assigned inside the scope, reaches layers as a
+    plain tensor. Any other variable is read as itself.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        given: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    ) -> None:
+        """Stores the variables that may be assigned, and the values that some of them have."""
+        super().__init__(list(given), collect_losses=True)
+        # Read outside of any layer, so that nothing is cast.
+        self._read = {id(variable): tensorflow_variable(variable) for variable in variables}
         self._unknown: list[keras.Variable] = []
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable | None:
+        """Returns a variable's value inside the scope. Keras calls this method.
+
+        For a variable without a given or assigned value, this is the `tf.Variable` itself. Keras
+        would compute the loss of a weight's regularizer from None.
+        """
+        held = self.held_value(variable)
+        return self._read.get(id(variable)) if held is None else held
+
+    def held_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Returns the value that a variable was given or assigned, or None."""
+        return self.state_mapping.get(id(variable))
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records an assignment. Keras calls this method."""
-        if id(update[0]) not in self._known:
+        if id(update[0]) not in self._read:
             self._unknown.append(update[0])
         super().add_update(update)
 
@@ -54,6 +76,19 @@ def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.
             found += leaf.non_trainable_variables
     once = {id(variable): variable for variable in found if not is_seed_state(variable)}
     return list(once.values())
+
+
+def read_values(variables: Sequence[keras.Variable], positions: Iterable[str]) -> Values:
+    """Returns the current values of the held-back variables at the given positions."""
+    return {
+        position: tf.convert_to_tensor(tensorflow_variable(variables[int(position)]))
+        for position in positions
+    }
+
+
+def tensorflow_variable(variable: Variable) -> tf.Variable:
+    """Returns the `tf.Variable` that holds a variable's value: for a `tf.Variable`, itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def is_seed_state(variable: keras.Variable) -> bool:

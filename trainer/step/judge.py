@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 import scaling
-from trainer.step.types import Written
+from trainer.step.types import Values
 
 
 def judge(
@@ -50,18 +50,18 @@ def judge(
     return scaling.Verdict(grads_finite, max_magnitude=max_magnitude)
 
 
-def stay_finite(written: Written, before: list[tf.Tensor]) -> tf.Tensor:
+def stay_finite(written: Values, before: Values) -> tf.Tensor:
     """Returns whether every variable that is finite now would stay finite: shape (), bool.
 
     A moving average that becomes inf or NaN would never become finite again.
 
     Args:
         written: what the forward pass would assign; floats are already averaged over replicas.
-        before: values of the held-back variables before the step.
+        before: the values of the same variables before the step.
     """
     floats = {position: value for position, value in written.items() if value.dtype.is_floating}
     flags = [
-        scaling.all_finite(value) | ~scaling.all_finite(before[int(position)])
+        scaling.all_finite(value) | ~scaling.all_finite(before[position])
         for position, value in floats.items()
     ]
     return tf.reduce_all(flags) if flags else tf.constant(True)

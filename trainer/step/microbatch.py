@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.step.objective import Objective
-from trainer.step.types import Aux, Gradient, Model, ScaleState, Written
+from trainer.step.types import Aux, Gradient, Model, ScaleState, Values
 
 # The user's (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
 ComputeLoss: TypeAlias = Callable[..., Any]
@@ -28,7 +28,8 @@ class PassInputs(NamedTuple):
     share: strategies.Share  # the examples and their weights
     global_batch: GlobalBatchSize
     scale_state: ScaleState  # the loss-scale rule's state; its scale multiplies the loss
-    values: list[tf.Tensor]  # values of the variables in `MicrobatchPlan.held_back`
+    # Values of variables in `MicrobatchPlan.held_back`; the pass reads those that are missing.
+    values: Values
     keys: tf.Tensor  # shape=(generators, 2), int64: a key for each of `MicrobatchPlan.seeds`
 
 
@@ -54,7 +55,10 @@ class Microbatch(NamedTuple):
 
     contribution: Contribution
     nonfinite: NonfiniteFlags
-    written: Written  # what the forward pass would have assigned
+    # What the forward pass would have assigned. Floats are multiplied by the share's fraction of
+    # the examples, so that their sum over all shares is a mean.
+    written: Values
+    replaced: Values  # values of variables that are replaced: see `differentiate.split_replaced`
     aux: Aux  # what `compute_loss` returned along with the losses; first dimension: the example
 
 

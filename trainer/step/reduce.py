@@ -8,7 +8,7 @@ import scaling
 import strategies
 from trainer.step.diagnose import NonfiniteTable, own_row
 from trainer.step.microbatch import Contribution, Microbatch
-from trainer.step.types import Written
+from trainer.step.types import Values
 
 
 class Reduced(NamedTuple):
@@ -16,35 +16,37 @@ class Reduced(NamedTuple):
 
     total: Contribution  # the sums; gradients are still scaled, and sparse ones are coalesced
     table: NonfiniteTable  # what was not finite on each replica
-    written: Written  # what to assign if the step is applied
+    written: Values  # what to assign if the step is applied
 
 
 def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
-    """Sums the contributions, and averages what the replicas' forward passes wrote.
+    """Sums the contributions, and combines what the replicas' forward passes wrote.
 
-    One all-reduce sums the contributions, the flags and the floats that were written. A replica
-    whose share was empty does not count in the average. Integers, such as counters, are not
-    averaged: every replica takes the value of the first replica, whose share is never empty.
+    One all-reduce sums the contributions, the flags and the replicas' parts of means. Integers,
+    such as counters, have no mean: every replica takes the value of the first replica, whose share
+    is never empty. Of values that replace variables, such as a float8 layer's amax history, every
+    replica takes the element-wise maximum.
 
     Args:
         local: results of this replica's whole share.
         share: the examples that these results were computed from.
     """
     context = tf.distribute.get_replica_context()
-    took_part = tf.cast(share.examples > 0, tf.float32)
-    statistics = {
-        position: tf.where(took_part > 0, value, tf.zeros_like(value))
-        for position, value in local.written.items()
-        if value.dtype.is_floating
+    parts = {
+        position: value for position, value in local.written.items() if value.dtype.is_floating
     }
     row = own_row(local.nonfinite, context)
-    total, table, replicas, sums = strategies.sum_gradients(
-        (local.contribution, row, took_part, statistics)
+    own_values = {
+        position: row_of_replica(tf.where(share.examples > 0, value, value.dtype.min), context)
+        for position, value in local.replaced.items()
+    }
+    total, table, means, tables = strategies.sum_gradients(
+        (local.contribution, row, parts, own_values)
     )
     # Coalesce again: rows from several replicas may share an index, and adding them may overflow.
     total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
-    means = {position: value / tf.cast(replicas, value.dtype) for position, value in sums.items()}
-    written = local.written | means
+    maxima = {position: tf.reduce_max(rows, axis=0) for position, rows in tables.items()}
+    written = local.written | means | maxima
     found = strategies.capabilities(context.strategy)
     # Other strategies assign outside the replicas, so all copies get the first replica's value.
     if found.multi_worker or found.decides_in_replica:
@@ -52,7 +54,14 @@ def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
     return Reduced(total, table, written)
 
 
-def integers_of_first(written: Written, context: tf.distribute.ReplicaContext) -> Written:
+def row_of_replica(value: tf.Tensor, context: tf.distribute.ReplicaContext) -> tf.Tensor:
+    """Returns a table with a row for each replica: the value in this replica's row, else zeros."""
+    replicas = tf.range(context.num_replicas_in_sync)
+    mine = tf.reshape(replicas == context.replica_id_in_sync_group, [-1] + [1] * value.shape.rank)
+    return tf.where(mine, value[None], tf.zeros_like(value)[None])
+
+
+def integers_of_first(written: Values, context: tf.distribute.ReplicaContext) -> Values:
     """Returns the integers among the written values, as they are on the job's first replica.
 
     Integers are summed separately because they are kept on the host, while the other sums may be on

@@ -14,6 +14,7 @@ import strategies
 from trainer.step.accumulate import accumulate, microbatch_inputs, real_rows
 from trainer.step.clip import clip
 from trainer.step.diagnose import Evidence, no_finding
+from trainer.step.held_back import read_values
 from trainer.step.judge import judge, stay_finite
 from trainer.step.measure import global_norm, measure
 from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
@@ -21,7 +22,7 @@ from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import make_keys
 from trainer.step.reduce import sum_over_replicas
 from trainer.step.report import Outcome
-from trainer.step.types import Aux, Batch, Gradient, StepInputs, Written
+from trainer.step.types import Aux, Batch, Gradient, StepInputs, Values
 
 
 class ReplicaResult(NamedTuple):
@@ -30,7 +31,7 @@ class ReplicaResult(NamedTuple):
     outcome: Outcome  # cause and place are those of a finite step until `diagnose` fills them in
     evidence: Evidence  # what `diagnose` examines after a skip
     gradients: list[Gradient]  # summed, unscaled, clipped: ready to apply
-    written: Written  # what the forward pass would have assigned; floats: mean over replicas
+    written: Values  # what the forward pass would have assigned; floats: mean over replicas
     batch: Batch  # this replica's real examples; none in an empty share
     aux: Aux  # what `compute_loss` returned for these examples along with the losses
 
@@ -44,7 +45,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         plan: the run's constants.
     """
     share = my_share(inputs.batch, inputs.weights)
-    values = [tf.convert_to_tensor(variable.value) for variable in plan.held_back]
+    values = read_values(plan.held_back, given_positions(plan))
     context = tf.distribute.get_replica_context()
     own = pass_inputs(inputs, share, values, context.replica_id_in_sync_group, plan)
     local = run_model(own, inputs.in_float32, group)
@@ -58,7 +59,9 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         magnitude=plan.rule.needs_magnitude,
         recorded=plan.recorded,
     )
-    statistics_finite = stay_finite(reduced.written, values)
+    unread = [position for position in reduced.written if position not in values]
+    before = values | read_values(plan.held_back, unread)
+    statistics_finite = stay_finite(reduced.written, before)
     verdict = judge(
         losses_finite=reduced.table.losses_finite,
         statistics_finite=statistics_finite,
@@ -100,7 +103,7 @@ def my_share(batch: Batch, weights: tf.Tensor) -> strategies.Share:
 def pass_inputs(
     inputs: StepInputs,
     share: strategies.Share,
-    values: list[tf.Tensor],
+    values: Values,
     replica: int | tf.Tensor,
     plan: StepPlan,
 ) -> PassInputs:
@@ -109,7 +112,7 @@ def pass_inputs(
     Args:
         inputs: the step's inputs.
         share: the replica's part of the global batch.
-        values: values of `plan.held_back` before the step, on this replica.
+        values: values of variables in `plan.held_back` before the step, on this replica.
         replica: index of the replica.
         plan: the run's constants.
     """
@@ -124,6 +127,18 @@ def pass_inputs(
     return PassInputs(share, size, inputs.scale_state, values, keys)
 
 
+def given_positions(plan: StepPlan) -> list[str]:
+    """Returns the positions of variables whose values a forward pass is given, in `held_back`.
+
+    These are the variables that are not trained. Weights are read by the model itself, except where
+    XLA compiles a pass on a worker while parameter servers hold the variables: a compiled pass
+    cannot read from another process.
+    """
+    remote = strategies.capabilities(plan.strategy).asynchronous
+    first = 0 if remote and plan.jit_compile is True else len(plan.model.trainable_variables)
+    return [str(position) for position in range(first, len(plan.held_back))]
+
+
 def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGroup) -> Microbatch:
     """Runs the forward and backward passes on a replica's share, as usual or in float32."""
     if in_float32 is None:
@@ -133,7 +148,7 @@ def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGro
         result = accumulate(group.differentiate_in_float32, inputs)
         # Cast aux to the dtypes that the usual branch returns, which may be half precision: both
         # branches of the condition must return the same dtypes.
-        first = microbatch_inputs(inputs, 0, inputs.values)
+        first = microbatch_inputs(inputs, 0)
         usual = group.differentiate.get_concrete_function(first).structured_outputs
         aux = tf.nest.map_structure(
             lambda new, spec: tf.cast(new, spec.dtype), result.aux, usual.aux
@@ -142,6 +157,8 @@ def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGro
 
     # The branches contain no collectives: the all-reduce comes later.
     result: Microbatch = tf.cond(
-        in_float32, run_in_float32, lambda: accumulate(group.differentiate, inputs)
+        in_float32,
+        run_in_float32,
+        lambda: accumulate(group.differentiate, inputs),
     )
     return result

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from trainer.step.held_back import leaves
+from trainer.step.held_back import leaves, tensorflow_variable
 from trainer.step.types import Variable
 
 # For each variable, the value of every replica's copy on this worker.
@@ -62,8 +62,3 @@ def copies_of(variable: Variable, strategy: tf.distribute.Strategy) -> tuple[tf.
         tensorflow_variable(variable)
     )
     return copies
-
-
-def tensorflow_variable(variable: Variable) -> tf.Variable:
-    """Returns the `tf.Variable` that holds a variable's value: for a `tf.Variable`, itself."""
-    return variable.value if isinstance(variable, keras.Variable) else variable

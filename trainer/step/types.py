@@ -18,8 +18,8 @@ __all__ = [
     "Optimizers",
     "ScaleState",
     "StepInputs",
+    "Values",
     "Variable",
-    "Written",
 ]
 
 # What `compute_loss` returns along with the losses: any structure of tensors; `()` if nothing.
@@ -33,9 +33,9 @@ Optimizers: TypeAlias = keras.optimizers.Optimizer | Mapping[str, keras.optimize
 
 MetricsByName: TypeAlias = dict[str, keras.metrics.Metric]
 
-# New values of variables that the forward pass assigned, keyed by their position in
-# `StepPlan.held_back`. The positions are strings because TensorFlow sorts the keys of a dict.
-Written: TypeAlias = dict[str, tf.Tensor]
+# Values of variables, keyed by the variable's position in `StepPlan.held_back`. The positions are
+# strings because TensorFlow sorts the keys of a dict.
+Values: TypeAlias = dict[str, tf.Tensor]
 
 # The state of a loss-scale rule: a NamedTuple of tensors whose first field is `loss_scale`.
 ScaleState: TypeAlias = RuleState

@@ -10,12 +10,13 @@ import strategies
 from trainer.step.accumulate import (
     accumulate,
     any_rows,
+    lowest,
+    maxima,
     microbatch_inputs,
     present,
     real_rows,
-    unless_empty,
+    sums_and_first,
     with_missing,
-    with_written,
     zeros_like_spec,
 )
 from trainer.step.microbatch import Contribution
@@ -45,19 +46,18 @@ def test_microbatches_add_up_to_the_whole_batch(parts):
         assert float(found) == float(expected)
 
 
-def test_each_microbatch_reads_what_the_one_before_wrote():
-    """Two microbatches move BatchNorm's mean twice; an empty one does not move it."""
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_statistics_move_once_in_a_step(parts):
+    """L8: BatchNorm's mean moves as far with several microbatches as with the whole batch."""
     model = keras_model()
     norm = model.layers[1]
-    position = None
-    for parts, moves in [(1, 1), (2, 2), (3, 2)]:
-        plan = plan_of(model, num_microbatches=parts)
-        position = [id(variable) for variable in plan.held_back].index(id(norm.moving_mean))
-        found = accumulated(plan, tf.ones([2, 2]), parts).written[str(position)]
-        mean = model.layers[0](tf.ones([1, 2])).numpy()[0]
-        expected = mean * (1 - norm.momentum**moves)
+    batch = tf.constant([[1.0, 2.0], [3.0, 5.0], [-1.0, 4.0]])
+    plan = plan_of(model, num_microbatches=parts)
+    position = [id(variable) for variable in plan.held_back].index(id(norm.moving_mean))
+    found = accumulated(plan, batch, parts).written[str(position)]
+    mean = model.layers[0](batch).numpy().mean(axis=0)
 
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found, mean * (1 - norm.momentum), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -114,25 +114,31 @@ def test_microbatch_inputs():
     plan = plan_of(keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]))
     inputs = pass_inputs_of(plan, tf.constant([[1.0], [2.0], [3.0]]), parts=2)
     keys = tf.reshape(tf.range(4, dtype=tf.int64), [2, 1, 2])
-    second = microbatch_inputs(inputs._replace(keys=keys), 1, ["new"])
+    second = microbatch_inputs(inputs._replace(keys=keys), 1)
 
     assert second.share.batch.numpy().tolist() == [[3.0]]
     assert second.keys.numpy().tolist() == [[2, 3]]
-    assert second.values == ["new"]
+    assert second.values is inputs.values
     assert second.global_batch is inputs.global_batch
 
 
-def test_with_written():
-    """Written values replace those at their positions."""
-    assert with_written([1, 2, 3], {"1": 5}) == [1, 5, 3]
+def test_the_first_microbatch_gives_the_integers():
+    """A counter has no mean: it takes the first microbatch's value, and floats are summed."""
+    total = {"0": tf.constant(7), "1": tf.constant(0.5)}
+    new = {"0": tf.constant(9), "1": tf.constant(0.25)}
+    found = [sums_and_first(total, new, tf.constant(index)) for index in (0, 1)]
+
+    assert [(int(each["0"]), float(each["1"])) for each in found] == [(9, 0.75), (7, 0.75)]
 
 
-@pytest.mark.parametrize(("examples", "expected"), [(0, 1.0), (2, 5.0)])
-def test_an_empty_share_writes_nothing(examples, expected):
-    """A share without examples keeps the values before it."""
+@pytest.mark.parametrize(("examples", "expected"), [(0, [1.0, 2.0]), (2, [5.0, 2.0])])
+def test_an_empty_share_has_no_maximum(examples, expected):
+    """L20: values that replace variables are combined by their maximum, without empty shares."""
     share = strategies.Share((), (), tf.constant(examples))
+    highest, new = {"0": tf.constant([1.0, 2.0])}, {"0": tf.constant([5.0, -3.0])}
 
-    assert float(unless_empty(share, {"0": tf.constant(5.0)}, [tf.constant(1.0)])["0"]) == expected
+    assert maxima(highest, new, share)["0"].numpy().tolist() == expected
+    assert float(lowest(tf.TensorSpec([], tf.float32))) == tf.float32.min
 
 
 @pytest.mark.parametrize("examples", [0, 1])

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from plans import Pair, pass_inputs_of, plan_of
 
-from trainer.step.differentiate import as_dense, check_some_gradient, find_nonfinite
+from trainer.step.differentiate import as_dense, check_some_gradient, find_nonfinite, parts_of_mean
 from trainer.step.microbatch import Contribution
 
 
@@ -45,6 +45,16 @@ def test_regularization_counts_by_examples():
     assert float(result.contribution.loss) == 0.25
     assert float(result.contribution.regularization_loss) == 0.125
     assert result.contribution.gradients[0].numpy().tolist() == [[0.5]]
+
+
+def test_parts_of_a_mean():
+    """L8: floats count by their share of the examples; a bad value of no example does not count."""
+    values = {"0": tf.constant([6.0, np.nan]), "1": tf.constant(7)}
+    part = parts_of_mean(values, tf.constant(0.5))
+    none = parts_of_mean(values, tf.constant(0.0))
+
+    np.testing.assert_array_equal(part["0"], [3.0, np.nan])
+    assert (none["0"].numpy().tolist(), int(none["1"])) == ([0.0, 0.0], 7)
 
 
 def test_sparse_gradients_are_coalesced_or_dense():

@@ -19,7 +19,7 @@ def test_values_are_read_and_writes_are_held_back():
     its value.
     """
     variable = keras.Variable(1.0)
-    with HoldBack([variable], [tf.constant(2.0)]) as scope:
+    with HoldBack([variable], [(variable, tf.constant(2.0))]) as scope:
         seen = variable + 1.0
         variable.assign(5.0)
         after = scope.get_current_value(variable)
@@ -28,10 +28,24 @@ def test_values_are_read_and_writes_are_held_back():
     assert (float(seen), float(after), float(variable)) == (3.0, 5.0, 1.0)
 
 
+def test_a_variable_without_a_value_is_read_as_itself():
+    """L19: a weight that was given no value is a variable to a tape, until it is assigned."""
+    variable = keras.Variable(3.0)
+    with HoldBack([variable]) as scope, tf.GradientTape() as tape:
+        loss = variable * variable
+        before = scope.held_value(variable)
+        assert scope.get_current_value(variable) is variable.value
+        variable.assign(5.0)
+        after = scope.held_value(variable)
+
+    assert (before, float(after), float(variable)) == (None, 5.0, 3.0)
+    assert float(tape.gradient(loss, variable.value)) == 6.0
+
+
 def test_a_write_to_another_variable_is_an_error():
     """A variable that was not given a value must not be written, and the error names it."""
     known, unknown = keras.Variable(1.0), keras.Variable(1.0, name="unknown")
-    with HoldBack([known], [tf.constant(2.0)]) as scope:
+    with HoldBack([known]) as scope:
         unknown.assign(3.0)
 
     with pytest.raises(

@@ -82,14 +82,14 @@ def test_one_bad_element_is_enough(sizes, place, value):
 )
 def test_a_statistic_must_not_become_bad(before, after, finite):
     """A variable that would go from finite to inf or NaN skips the step; one that was bad does not."""
-    values = [tf.constant(5.0), tf.constant(before)]
+    values = {"1": tf.constant(before)}
 
     assert stay_finite({"1": tf.constant(after)}, values).numpy() == finite
 
 
 def test_every_written_float_counts():
     """One bad element of one variable is enough; integers and unwritten variables do not count."""
-    before = [tf.constant([0.0, 0.0]), tf.constant(0), tf.constant(math.nan), tf.constant(0.0)]
+    before = {"0": tf.constant([0.0, 0.0]), "1": tf.constant(0), "3": tf.constant(0.0)}
     good = {"0": tf.constant([1.0, 2.0]), "1": tf.constant(7), "3": tf.constant(1.0)}
 
     assert stay_finite(good, before).numpy()

@@ -1,6 +1,5 @@
 """The one all-reduce of a step."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -41,7 +40,7 @@ def local_of(examples):
         contribution = Contribution([number * tf.ones([2]), None], number, 10.0 * number)
         nonfinite = NonfiniteFlags(number, tf.stack([number, 0.0]), tf.zeros([2]))
         written = {"0": number, "1": tf.cast(number, tf.int32)}
-        return Microbatch(contribution, nonfinite, written, ()), share
+        return Microbatch(contribution, nonfinite, written, {}, ()), share
 
     return of
 
@@ -62,25 +61,28 @@ def test_everything_is_summed_over_replicas(mirrored, on_replicas, replicas):
         assert losses_bad.numpy().tolist() == counts.numpy()[:, 0].tolist() == rows
 
 
+def test_parts_of_means_are_summed(mirrored, on_replicas):
+    """Step 10: float statistics become their mean over the examples of all replicas."""
+    for found in reduced(mirrored(3), on_replicas, local_of([2, 2, 1])):
+        assert float(found[-1]) == 6.0
+
+
 @pytest.mark.parametrize(
-    ("examples", "mean"), [([2, 2, 1], 2.0), ([1, 1, 0], 1.5), ([1, 0, 0], 1.0)]
+    ("examples", "values", "maximum"),
+    [([2, 2, 1], [1.0, 3.0, 2.0], 3.0), ([1, 1, 0], [-1.0, -2.0, 9.0], -1.0)],
 )
-def test_statistics_are_averaged_over_those_with_examples(mirrored, on_replicas, examples, mean):
-    """Step 10: float statistics become their mean over the replicas that had examples."""
-    for found in reduced(mirrored(3), on_replicas, local_of(examples)):
-        assert float(found[-1]) == mean
-
-
-def test_a_bad_statistic_of_an_empty_share_does_not_count(mirrored, on_replicas):
-    """NaN from the placeholder row of an empty share is not added."""
+def test_values_that_replace_variables_become_their_maximum(
+    mirrored, on_replicas, examples, values, maximum
+):
+    """L20: every replica gets the element-wise maximum over the replicas that had examples."""
 
     def of(index):
-        local, share = local_of([1, 1, 0])(index)
-        value = tf.constant([1.0, 2.0, np.nan])[index]
-        return local._replace(written={"0": value}), share
+        local, share = local_of(examples)(index)
+        value = tf.constant(values)[index] * tf.constant([1.0, 2.0])
+        return local._replace(replaced={"0": value}), share
 
     for found in reduced(mirrored(3), on_replicas, of):
-        assert float(found[-1]) == 1.5
+        assert found[-1].numpy().tolist() == [maximum, 2 * maximum]
 
 
 def test_sparse_sums_are_coalesced(mirrored, on_replicas):
