@@ -64,6 +64,7 @@ ONLY_IN_FULL = dict.fromkeys(ONE_AND_THREE_REPLICAS, (2, 4)) | dict.fromkeys(
     THREE_REPLICAS, (1, 2, 4)
 )
 ONLY_IN_FULL |= dict.fromkeys(ONE_REPLICA, (2, 3, 4))
+ONLY_IN_FULL |= dict.fromkeys(("peers/test_keras.py", "peers/test_tf_keras.py"), (1,))
 
 
 # Slow files start first, so that none of them runs alone at the end.

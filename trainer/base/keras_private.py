@@ -28,6 +28,45 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
 
 
 @contextlib.contextmanager
+def average_overwrites_on_replicas(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> Iterator[None]:
+    """Makes `optimizer.apply` overwrite weights by their average without a branch.
+
+    With `ema_overwrite_frequency`, Keras assigns the averages inside a `cond`, through a
+    `merge_call`, which raises in a graph with several replicas. Here every update assigns either
+    the average or the weight itself. On one replica nothing changes.
+    """
+    frequency = optimizer.ema_overwrite_frequency
+    if not (optimizer.use_ema and frequency) or strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    update_averages = optimizer._update_model_variables_moving_average
+
+    def update_and_overwrite(variables: Sequence[keras.Variable]) -> None:
+        update_averages(variables)
+        due = (optimizer.iterations + 1) % frequency == 0
+        averages = optimizer._model_variables_moving_average
+        for variable, average in zip(variables, averages, strict=True):
+            if average is not None:
+                args = (average.value, due)
+                strategy.extended.update(variable.value, _assign_if, args=args)
+
+    optimizer.ema_overwrite_frequency = None
+    optimizer._update_model_variables_moving_average = update_and_overwrite
+    try:
+        yield
+    finally:
+        optimizer.ema_overwrite_frequency = frequency
+        del optimizer._update_model_variables_moving_average
+
+
+def _assign_if(variable: tf.Variable, value: tf.Tensor, due: tf.Tensor) -> None:
+    """Assigns a value if it is due, and otherwise the variable's own."""
+    variable.assign(tf.where(due, value, variable))
+
+
+@contextlib.contextmanager
 def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Makes `optimizer.apply` increment `iterations` in one atomic operation.
 

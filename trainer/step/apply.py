@@ -7,7 +7,11 @@ import tensorflow as tf
 
 import strategies
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import atomic_update_count, gradients_already_reduced
+from trainer.base.keras_private import (
+    atomic_update_count,
+    average_overwrites_on_replicas,
+    gradients_already_reduced,
+)
 from trainer.step.fused import fused_updates
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
@@ -55,6 +59,7 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for objective in group.objectives:
             stack.enter_context(gradients_already_reduced(objective.optimizer))
+            stack.enter_context(average_overwrites_on_replicas(objective.optimizer, plan.strategy))
             stack.enter_context(update(objective.optimizer))
         yield
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from trainer.base.keras_private import (
     all_layers,
     atomic_update_count,
+    average_overwrites_on_replicas,
     computing_in_float32,
     gradients_already_reduced,
     layers_under_policy,
@@ -35,9 +36,41 @@ def test_reduced_gradients_are_not_summed_again(mirrored):
     assert float(weight.numpy()) == -4.0
 
 
+def test_averages_overwrite_weights_on_replicas(mirrored):
+    """Every second update overwrites the weights on every replica by their average, in a graph, where
+    Keras alone raises.
+    """
+    strategy = mirrored(3)
+    with strategy.scope():
+        weight = keras.Variable(4.0)
+        ema = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+        optimizer = keras.optimizers.SGD(1.0, **ema)
+        optimizer.build([weight])
+
+    def apply():
+        optimizer.apply([tf.constant(1.0)], [weight])
+
+    @tf.function
+    def step():
+        overwriting = average_overwrites_on_replicas(optimizer, strategy)
+        with gradients_already_reduced(optimizer), overwriting:
+            strategy.run(apply)
+
+    seen = []
+    for _ in range(3):
+        step()
+        seen.append([float(copy) for copy in weight.value.values])
+    with pytest.raises(RuntimeError, match="merge_call"):
+        tf.function(lambda: strategy.run(apply))()
+
+    assert seen == [[3.0] * 3, [2.5] * 3, [1.5] * 3]
+    assert optimizer.ema_overwrite_frequency == 2
+
+
 def test_the_replaced_attribute_still_exists():
     """Setting an attribute that Keras no longer reads would have no effect."""
     assert callable(keras.optimizers.SGD()._all_reduce_sum_gradients)
+    assert callable(keras.optimizers.SGD()._update_model_variables_moving_average)
 
 
 def nested_model():
