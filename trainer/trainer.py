@@ -164,6 +164,10 @@ class Trainer(Task):
         record_gradients: whether to record gradient magnitudes, for reports and the simulator.
             `metrics.jsonl` then holds each step's largest magnitude and counts by exponent, which
             `python -m scaling.simulate` reads. This costs a few passes over the gradients per step.
+        check_gradients: whether to compare the step's gradients with those of a plain
+            `tf.GradientTape` before the first step. A difference is an error, and variables that
+            no gradient reaches are named in a warning. A few examples are compared, once; later
+            steps are not affected.
         divergence: a `trainer.Divergence`, which defines when a run counts as diverged and is
             rolled back. None disables rollbacks.
         actions: a sequence of `trainer.Action`, each a function to call every given number of
@@ -237,6 +241,7 @@ class Trainer(Task):
         verbose: bool | str = MonitorConfig.verbose,
         profile_steps: Sequence[int] | None = MonitorConfig.profile_steps,
         record_gradients: bool = MonitorConfig.record_gradients,
+        check_gradients: bool = MonitorConfig.check_gradients,
         divergence: Divergence | None = MonitorConfig.divergence,
         actions: Sequence[Action] = MonitorConfig.actions,
         **unknown: object,
@@ -295,6 +300,7 @@ class Trainer(Task):
         self.style = resolve_style(config.verbose, shown=self.is_chief)
         self.profile_steps = config.profile_steps
         self.record_gradients = config.record_gradients
+        self.check_gradients = config.check_gradients
         self.actions = list(config.actions)
         self.divergence = config.divergence
         self._watch = LossWatch(config.divergence) if config.divergence else None
@@ -419,6 +425,7 @@ class Trainer(Task):
             position = self._position(train_data, data)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
             loop.resume()
+            loop.check(first=not self._introduced)
             if not self._introduced:
                 loop.introduce()
                 self._introduced = True

@@ -14,6 +14,7 @@ from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_fo
 from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.run.build import make_checkpoints
+from trainer.run.gradient_check import check_gradients, listed
 from trainer.run.memory import Memory, memory_of
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
@@ -36,6 +37,7 @@ class DryRun(NamedTuple):
     replicas_equal: bool  # whether all replicas had the same weights after the steps
     memory: Memory
     seconds: float  # duration of the dry run
+    untrained: tuple[str, ...] = ()  # names of trainable variables that no gradient reaches
 
     @property
     def ok(self) -> bool:
@@ -49,10 +51,12 @@ class DryRun(NamedTuple):
         restored = "bit for bit" if self.restored else "BITS LOST"
         equal = "equal to the bit" if self.replicas_equal else "NOT EQUAL"
         retraced = "" if self.traces == 1 else ": TRACED AGAIN, which costs time in every run"
+        untrained = f"; none for {listed(list(self.untrained))}" if self.untrained else ""
         lines = {
             "train step": self.step,
             "eval step": evaluation,
             "checkpoint": f"saved and restored {restored}, {format_bytes(self.checkpoint_bytes)}",
+            "gradients": f"those of a plain loop{untrained}",
             "traces": f"{self.traces}{retraced}",
             "replicas": f"{self.replicas}, {equal}",
             "memory": str(self.memory),
@@ -101,6 +105,7 @@ def dry_run(
         evaluation = evaluate() if evaluate else None
         with tempfile.TemporaryDirectory() as scratch:
             size, restored = save_and_restore(trainer, parts, pathlib.Path(scratch))
+        untrained = check_gradients(parts.plan, data.first, parts.state.loss_scaler.state)
         return DryRun(
             step=describe_step(first, parts.plan.variable_names),
             loss=float(first.loss),
@@ -112,6 +117,7 @@ def dry_run(
             replicas_equal=equal,
             memory=memory_of(trainer, data.first),
             seconds=time.perf_counter() - began,
+            untrained=tuple(untrained),
         )
 
 

@@ -26,6 +26,7 @@ from trainer.monitor.divergence import LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
 from trainer.replay.recorder import keep_overflow
+from trainer.run.gradient_check import check_gradients, warn_of_untrained
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
@@ -93,6 +94,24 @@ class OuterLoop:
         """
         self._saver.resume(self._log)
 
+    def check(self, *, first: bool) -> None:
+        """Traces the step and checks it, if there are steps to take.
+
+        Args:
+            first: whether the trainer has not been checked before. If so, the step's gradients are
+                compared with those of a plain loop.
+
+        Raises:
+            ValueError: if a resumed run could not repeat an operation of the step exactly, or if
+                the step computes other gradients than a plain loop.
+        """
+        if self._step >= self._request.target:
+            return
+        self._check_graph()
+        if first and self._trainer.check_gradients:
+            batch, state = self._position.data.first, self._parts.state.loss_scaler.state
+            warn_of_untrained(check_gradients(self._parts.plan, batch, state))
+
     def introduce(self) -> None:
         """Logs the model and the settings on the console and in `metrics.jsonl`."""
         config = self._trainer.checkpoint_config
@@ -107,7 +126,6 @@ class OuterLoop:
         with progress, worker_loss_explained(self._trainer.strategy, self._progress):
             if self._recovery and not self._parts.checkpoints.latest:
                 self._saver.save(self._step)  # so that there is a checkpoint to roll back to
-            self._check_graph()
             while self._step < self._request.target and not self._stop_asked():
                 with self._saved_if_it_raises():
                     self._trainer.on_loop_begin(self._step)
@@ -150,7 +168,7 @@ class OuterLoop:
         """Traces the step, and refuses operations that a resumed run could not repeat exactly."""
         run_steps = self._parts.run_steps
         traced = hasattr(run_steps, "get_concrete_function")
-        if traced and self._step < self._request.target and not tf.config.functions_run_eagerly():
+        if traced and not tf.config.functions_run_eagerly():
             arguments = (self._position.iterator, tf.constant(1))
             check_no_stateful_ops(run_steps.get_concrete_function(*arguments).graph)
 

@@ -82,6 +82,7 @@ class RunnableTrainer(Protocol):
     max_overflow_records: int
     max_overflow_bytes: int
     record_gradients: bool
+    check_gradients: bool
     log_interval: int
     profile_steps: Sequence[int] | None
     divergence: Divergence | None

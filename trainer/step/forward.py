@@ -49,11 +49,17 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     with regularizers_in_float32(plan.model), held_back as scope:
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
-        added = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in plan.model.losses)
+        added = added_losses(plan.model)
     scope.check_no_unknown_variables()
     found = [scope.held_value(variable) for variable in plan.held_back]
     after = {str(position): value for position, value in enumerate(found) if value is not None}
-    return ForwardPass(losses, aux, tf.convert_to_tensor(added, tf.float32), after)
+    return ForwardPass(losses, aux, added, after)
+
+
+def added_losses(model: keras.Model) -> tf.Tensor:
+    """Returns the sum of `model.losses` after a call of the model: shape (), float32."""
+    total = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses)
+    return tf.convert_to_tensor(total, tf.float32)
 
 
 def written_by(model: Model, before: Values, after: Values) -> Values:

@@ -1,0 +1,181 @@
+"""Before the first step, its gradients are compared with those of a plain loop."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+from plans import Pair, keras_model, plan_of
+
+from trainer.run.gradient_check import (
+    IN_FLOAT32,
+    IN_HALF,
+    Compared,
+    Tolerance,
+    check_gradients,
+    check_same,
+    first_examples,
+    listed,
+)
+
+BATCH = tf.constant([[1.0, 2.0], [3.0, 5.0], [-1.0, 4.0]])
+REFUSED = (
+    "`compute_loss` must have the same gradients in a training step as under a plain "
+    "tf.GradientTape; got {} for {!r}. The variable would be trained wrongly. Compute the loss "
+    "from the batch, the model's variables and seeded random numbers alone, or pass "
+    "check_gradients=False to train with the step's gradients."
+)
+
+
+def checked(plan, batch=BATCH):
+    """The names of variables without a gradient."""
+    return check_gradients(plan, batch, plan.rule.initial_state())
+
+
+class Once(Linear):
+    """Its second forward pass has another gradient than its first, times a factor."""
+
+    def __init__(self, factor, **settings):
+        """Counts its calls, which a loss must not do."""
+        super().__init__(**settings)
+        self.factor, self.calls = factor, 0
+
+    def compute_loss(self, batch, training):
+        """The loss of `Linear`, with a factor from the second eager call on."""
+        losses = super().compute_loss(batch, training)
+        if not tf.executing_eagerly():
+            return losses
+        self.calls += 1
+        return losses if self.calls == 1 else losses * self.factor
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_equal_gradients_pass_and_nothing_moves(mirrored, replicas):
+    """L19: a model with BatchNorm and Dropout has the gradients of a plain loop; the check moves no bit."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        model = keras_model()
+    plan = plan_of(model, strategy=strategy)
+    before = [variable.numpy().tobytes() for variable in model.variables]
+
+    assert checked(plan) == []
+    assert [variable.numpy().tobytes() for variable in model.variables] == before
+
+
+def test_another_gradient_is_refused():
+    """L19: a step whose gradient is not that of a plain loop does not begin, and names the variable."""
+    trainer = Once(1.01, verbose=False)
+    with pytest.raises(ValueError, match=r"^`compute_loss` must") as error:
+        trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+
+    name = re.search(r"for ('[^']+')\.", str(error.value))[1]
+    assert str(error.value) == REFUSED.format("a different gradient", name.strip("'"))
+    assert name.endswith("/kernel'")
+    assert trainer.totals.attempted == 0
+
+
+def test_the_check_can_be_turned_off():
+    """check_gradients=False trains with the step's gradients."""
+    trainer = Once(1.01, verbose=False, check_gradients=False)
+    trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+
+    assert (trainer.totals.applied, trainer.calls) == (1, 0)
+
+
+def test_a_variable_without_a_gradient_is_named(caplog):
+    """L19: a trainable variable that no gradient reaches is named in a warning, once."""
+
+    class Unused(keras.layers.Layer):
+        """Has a weight that its outputs do not depend on."""
+
+        def build(self, shape):
+            """Creates the weight."""
+            self.idle = self.add_weight(name="idle", shape=shape[-1:])
+
+        def call(self, inputs):
+            """Returns its inputs."""
+            return inputs
+
+    class WithUnused(Linear):
+        """A layer without effect before the weight of `Linear`."""
+
+        def build_model(self):
+            """Two layers."""
+            return keras.Sequential([keras.Input([1]), Unused(), keras.layers.Dense(1)])
+
+    trainer = WithUnused(verbose=False)
+    for steps in (1, 2):
+        trainer.train(slopes(1.0, 2.0), steps=steps, global_batch=2)
+    found = [each.getMessage() for each in caplog.records if "No gradient" in each.getMessage()]
+
+    assert len(found) == 1
+    assert re.fullmatch(
+        r"No gradient reaches 'sequential(_\d+)?/unused(_\d+)?/idle', so training does not change "
+        r"it\. Set trainable=False on the layer if that is intended; otherwise make the loss "
+        r"depend on its output\.",
+        found[0],
+    )
+    assert "none for 'sequential" in str(trainer.dry_run(slopes(1.0, 2.0), global_batch=2))
+
+
+@pytest.mark.parametrize(
+    ("step", "plain", "tolerance", "accepted"),
+    [
+        ([1.0, 1.0], [1.0, 1.0005], IN_FLOAT32, True),
+        ([1.0, 1.0], [1.0, 1.01], IN_FLOAT32, False),
+        ([1.0, 1.0], [1.0, 1.05], IN_HALF, True),
+        ([1.0, 1.0], [1.0, 2.0], IN_HALF, False),
+        ([np.inf, 1.0], [1.0, 1.0], IN_FLOAT32, True),
+        (None, [1.0], IN_HALF, False),
+        ([1.0], None, IN_FLOAT32, True),
+        (None, None, IN_FLOAT32, True),
+        ([1.0], [1.0, 1.0], IN_HALF, False),
+    ],
+)
+def test_tolerance(step, plain, tolerance, accepted):
+    """Gradients may differ by rounding; a missing one may not; inf and NaN skip the step anyway."""
+    step, plain = (None if each is None else tf.constant(each) for each in (step, plain))
+    pairs = [Compared("kernel", step, plain)]
+
+    if accepted:
+        check_same(pairs, tolerance)
+    else:
+        found = "no gradient" if step is None else "a different gradient"
+        with pytest.raises(ValueError, match=re.escape(REFUSED.format(found, "kernel"))):
+            check_same(pairs, tolerance)
+
+
+def test_noise_is_not_compared():
+    """A gradient that is all rounding, beside much larger ones, may differ by more than itself."""
+    large = Compared("kernel", tf.constant([1.0]), tf.constant([1.0]))
+    noise = Compared("bias", tf.constant([1e-6]), tf.constant([-1e-6]))
+
+    check_same([large, noise], Tolerance(1e-3, 0.01))
+    with pytest.raises(ValueError, match="'bias'"):
+        check_same([noise], Tolerance(1e-3, 0.01))
+
+
+def test_a_loss_that_fails_on_a_few_examples_is_not_compared(caplog):
+    """The check does not end a run: what it cannot compute, the step itself will meet or not."""
+    plan = plan_of(Pair(), lambda batch, training: 1 / 0)  # noqa: ARG005
+
+    assert checked(plan, tf.ones([4])) == []
+    assert "The step's gradients were not compared: division by zero" in caplog.text
+
+
+@pytest.mark.parametrize(("inputs", "expected"), [([2], 8), ([16, 2], 16)])
+def test_few_examples_are_enough(inputs, expected):
+    """Eight examples are compared, unless the model's inputs have a batch size of their own."""
+    shape = keras.Input(inputs) if len(inputs) == 1 else keras.Input(batch_shape=inputs)
+    plan = plan_of(keras.Sequential([shape, keras.layers.Dense(1)]))
+
+    assert int(first_examples(tf.ones([16, 2]), plan).examples) == expected
+
+
+def test_listed():
+    """A few names are listed, and the others counted."""
+    assert listed(["a"]) == "'a'"
+    assert listed(["a", "b"]) == "'a' and 'b'"
+    assert listed(["a", "b", "c"], shown=2) == "'a', 'b' and 1 more"

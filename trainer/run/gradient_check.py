@@ -1,0 +1,245 @@
+"""Compares a step's gradients with those of a plain TensorFlow loop, once, before the first step.
+
+The step runs a Keras model inside a scope that holds back assignments, with layers that were made
+faster or more accurate. None of that may change which variables are trained, or how. So before a
+run begins, a few examples of its first batch go through both the step's forward and backward pass
+and an ordinary `tf.GradientTape`. Nothing of this remains in the step itself.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+import scaling
+import strategies
+from trainer.base.autograph import call_user
+from trainer.base.keras_private import all_layers
+from trainer.step.checks import SIGNIFICANT_BITS
+from trainer.step.forward import added_losses
+from trainer.step.gradients import gradient_values
+from trainer.step.held_back import read_values
+from trainer.step.losses import losses_and_aux, weighted_mean
+from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
+from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
+from trainer.step.randomness import make_keys
+from trainer.step.replica import given_positions
+from trainer.step.rollback import read_copies, write_copies
+from trainer.step.types import Batch, Gradient, Model, ScaleState, Variable
+
+Result = TypeVar("Result")
+
+# Number of examples to compare on, where the data allows batches of any size. Which gradients exist
+# does not depend on the number of examples.
+EXAMPLES = 8
+
+
+class Tolerance(NamedTuple):
+    """The largest accepted difference between two gradients of a variable."""
+
+    relative: float  # as a fraction of the larger norm of the two
+    floor: float  # norms below this fraction of the global norm count as this: they may be noise
+
+
+# Both gradients are computed in the same precision, and differ by the rounding of operations in
+# another order.
+IN_FLOAT32, IN_HALF = Tolerance(1e-3, 0.01), Tolerance(0.1, 0.1)
+
+
+class Compared(NamedTuple):
+    """The two gradients of a variable."""
+
+    name: str
+    step: Gradient  # as the training step computes it
+    plain: Gradient  # as a plain `tf.GradientTape` computes it
+
+
+def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
+    """Checks that every variable gets the gradient that a plain loop would compute.
+
+    All variables are restored afterwards. Under parameter servers, and on a TPU, nothing is
+    compared: a pass outside of the strategy would have to copy all variables to the chief or host.
+
+    Args:
+        plan: the run's constants.
+        batch: the first global batch.
+        scale_state: the loss-scale rule's state.
+
+    Returns:
+        The names of trainable variables that get no gradient in either way.
+
+    Raises:
+        ValueError: if a gradient is missing or different in the step.
+    """
+    found = strategies.capabilities(plan.strategy)
+    if found.asynchronous or found.decides_in_replica:
+        return []
+    inputs = pass_inputs(first_examples(batch, plan), plan, scale_state)
+    without: list[str] = []
+    for group in compiled_as(plan, jit_compile=False).groups:
+        try:
+            pairs = compared(group, inputs, plan)
+        except Exception as error:  # noqa: BLE001  # a check must not end a run
+            # Whatever is wrong, the step itself will raise it, if it is not this small batch.
+            logging.warning("The step's gradients were not compared: %s", error)
+            return []
+        check_same(pairs, IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF)
+        without += [pair.name for pair in pairs if pair.step is None]
+    return without
+
+
+def warn_of_untrained(names: list[str]) -> None:
+    """Logs a warning if some trainable variables get no gradient."""
+    if names:
+        logging.warning(
+            "No gradient reaches %s, so training does not change %s. Set trainable=False on the "
+            "layer if that is intended; otherwise make the loss depend on its output.",
+            listed(names),
+            "it" if len(names) == 1 else "them",
+        )
+
+
+def first_examples(batch: Batch, plan: StepPlan) -> strategies.Share:
+    """Returns a few examples of a batch; all of a replica's share if the model's inputs need them.
+
+    Args:
+        batch: the first global batch.
+        plan: the run's constants.
+    """
+    weights = tf.cast(call_user(plan.example_weights, batch), tf.float32)
+    parts = plan.strategy.num_replicas_in_sync * plan.num_microbatches
+    share = strategies.take(strategies.whole(batch, weights), 0, parts)
+    sizes = [tensor.shape[0] for tensor in getattr(plan.model, "inputs", None) or []]
+    if not sizes or any(sizes):  # the model may accept a single batch size
+        return share
+    few = min(EXAMPLES, int(share.examples))
+    first = tf.nest.map_structure(lambda tensor: tensor[:few], share.batch)
+    return strategies.Share(first, share.weights[:few], tf.constant(few))
+
+
+def pass_inputs(share: strategies.Share, plan: StepPlan, scale_state: ScaleState) -> PassInputs:
+    """Returns the inputs of a forward and backward pass over a share, as if it were the batch."""
+    weight = tf.maximum(tf.reduce_sum(share.weights), 1.0)
+    return PassInputs(
+        share=share,
+        global_batch=GlobalBatchSize(weight, share.examples),
+        scale_state=scale_state,
+        values=read_values(plan.held_back, given_positions(plan)),
+        keys=make_keys(tf.constant([0, 0], tf.int64), 0, 1, 1, len(plan.seeds))[0],
+    )
+
+
+def compared(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> list[Compared]:
+    """Returns the gradients of a group's variables, computed in both ways."""
+    assigned: list[Variable] = [*plan.undo, *plan.seeds]
+    step = functools.partial(group.differentiate.python_function, inputs)
+    result: Microbatch = restoring(assigned, plan.strategy, step)
+    assigned += plan.held_back
+    plain = restoring(assigned, plan.strategy, lambda: plain_gradients(group, inputs, plan))
+    pairs = zip(group.positions, result.contribution.gradients, plain, strict=True)
+    return [
+        Compared(plan.variable_names[position], *gradients)
+        for position, *gradients in pairs
+        if str(position) not in result.replaced
+    ]
+
+
+def restoring(
+    variables: list[Variable], strategy: tf.distribute.Strategy, function: Callable[[], Result]
+) -> Result:
+    """Returns a function's result, and restores the variables that it assigns.
+
+    The function is called eagerly, which takes far less time than tracing it. It is traced if that
+    fails: Keras's float8 layers, for one, have gradients in graphs only.
+    """
+    before = read_copies(variables, strategy)
+    try:
+        return function()
+    except Exception:  # noqa: BLE001  # layers raise all kinds of errors
+        write_copies(variables, before, strategy)
+        result: Result = tf.function(function, autograph=False)()
+        return result
+    finally:
+        write_copies(variables, before, strategy)
+
+
+def plain_gradients(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> list[Gradient]:
+    """Returns the gradients of a plain loop, in the order of `group.positions`.
+
+    The model reads and assigns its own variables.
+    """
+    for seed, key in zip(plan.seeds, tf.unstack(inputs.keys, num=len(plan.seeds)), strict=True):
+        seed.assign(key)
+    share, size = inputs.share, inputs.global_batch
+    with tf.GradientTape(persistent=True) as tape:
+        result = call_user(plan.compute_loss, share.batch, training=True)
+        losses, _ = losses_and_aux(result, share.batch, group.objectives)
+        added = added_losses(plan.model) if isinstance(plan.model, keras.Model) else 0.0
+        scaled = {
+            name: scaling.scale_loss(
+                weighted_mean(each, share, size.weight) + added, inputs.scale_state
+            )
+            for name, each in losses.items()
+        }
+    gradients: list[Gradient] = []
+    for objective in group.objectives:
+        variables = [plan.model.trainable_variables[at] for at in objective.positions]
+        gradients += tape.gradient(scaled[objective.name], variables)
+    return [scaling.coalesce(gradient) for gradient in gradients]
+
+
+def check_same(pairs: list[Compared], tolerance: Tolerance) -> None:
+    """Raises ValueError if the step's gradient of a variable is missing or different."""
+    norms = [norm_of(pair.plain) for pair in pairs if pair.plain is not None]
+    smallest = tolerance.floor * tf.norm(tf.stack([0.0, *norms]))
+    for pair in pairs:
+        if pair.plain is None:
+            continue
+        if pair.step is not None:
+            size = tf.maximum(norm_of(pair.step), norm_of(pair.plain))
+            allowed = tolerance.relative * tf.maximum(size, smallest)
+            # If one is inf or NaN, the step will be skipped, or both are.
+            if not tf.math.is_finite(size) or norm_of_difference(pair) <= allowed:
+                continue
+        found = "no gradient" if pair.step is None else "a different gradient"
+        raise ValueError(
+            "`compute_loss` must have the same gradients in a training step as under a plain "
+            f"tf.GradientTape; got {found} for {pair.name!r}. The variable would be trained "
+            "wrongly. Compute the loss from the batch, the model's variables and seeded random "
+            "numbers alone, or pass check_gradients=False to train with the step's gradients."
+        )
+
+
+def norm_of(gradient: Gradient) -> tf.Tensor:
+    """Returns a coalesced gradient's norm: shape (), float32."""
+    return tf.norm(tf.cast(gradient_values(gradient), tf.float32))
+
+
+def norm_of_difference(pair: Compared) -> tf.Tensor:
+    """Returns the norm of the difference of two coalesced gradients: shape (), float32."""
+    step, plain = (tf.cast(gradient_values(each), tf.float32) for each in (pair.step, pair.plain))
+    return tf.norm(step - plain) if step.shape == plain.shape else tf.constant(math.inf)
+
+
+def computes_in_float32(model: Model) -> bool:
+    """Returns whether a model is known to compute in float32; a `tf.Module` is not."""
+    if not isinstance(model, keras.Model):
+        return False
+    return not any(layer.compute_dtype in SIGNIFICANT_BITS for layer in all_layers(model))
+
+
+def listed(names: list[str], shown: int = 5) -> str:
+    """Returns the first names of a list in words.
+
+    Example:
+        >>> listed(["a", "b"]), listed(["a", "b", "c"], shown=1)
+        ("'a' and 'b'", "'a' and 2 more")
+    """
+    quoted = [repr(name) for name in names[:shown]]
+    if len(names) > shown:
+        quoted.append(f"{len(names) - shown} more")
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted)
