@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import tensorflow as tf
+from absl import logging
 
 import strategies
 from trainer.checkpoint.best import BETTER, Best
@@ -26,6 +27,7 @@ from trainer.monitor.divergence import LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
 from trainer.replay.recorder import keep_overflow
+from trainer.run.coupling_check import what_couples
 from trainer.run.gradient_check import check_gradients, warn_of_untrained
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
@@ -111,6 +113,8 @@ class OuterLoop:
         if first and self._trainer.check_gradients:
             batch, state = self._position.data.first, self._parts.state.loss_scaler.state
             warn_of_untrained(check_gradients(self._parts.plan, batch, state))
+            for text in what_couples(self._parts.plan, batch, state):
+                logging.warning("%s", text)
 
     def introduce(self) -> None:
         """Logs the model and the settings on the console and in `metrics.jsonl`."""

@@ -253,16 +253,7 @@ def with_groups(
     fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective]) -> UpdateGroup:
-        microbatch = MicrobatchPlan(
-            model=plan.model,
-            held_back=plan.held_back,
-            seeds=plan.seeds,
-            compute_loss=plan.compute_loss,
-            objectives=objectives,
-            dense=dense,
-            single_pass=plan.single_pass,
-            fuse_batch_norm=fuse,
-        )
+        microbatch = microbatch_plan(plan, objectives, dense=dense, fuse=fuse)
 
         def run(inputs: PassInputs) -> Microbatch:
             return differentiate(inputs, microbatch)
@@ -276,6 +267,29 @@ def with_groups(
 
     groups = tuple(group_of(objectives) for objectives in partition)
     return dataclasses.replace(plan, groups=groups, jit_compile=jit_compile)
+
+
+def microbatch_plan(
+    plan: StepPlan, objectives: Sequence[Objective], *, dense: bool, fuse: bool
+) -> MicrobatchPlan:
+    """Returns the constants of the passes that compute the gradients of some objectives.
+
+    Args:
+        plan: the run's constants.
+        objectives: the objectives.
+        dense: whether sparse gradients are made dense.
+        fuse: whether BatchNormalization uses TensorFlow's fused kernel.
+    """
+    return MicrobatchPlan(
+        model=plan.model,
+        held_back=plan.held_back,
+        seeds=plan.seeds,
+        compute_loss=plan.compute_loss,
+        objectives=objectives,
+        dense=dense,
+        single_pass=plan.single_pass,
+        fuse_batch_norm=fuse,
+    )
 
 
 def ones(batch: Batch) -> tf.Tensor:

@@ -1,0 +1,130 @@
+"""What couples the examples of a batch is named before the first step of a run that divides batches."""
+
+import keras
+import pytest
+import tensorflow as tf
+from helpers import Linear
+from plans import keras_model, plan_of
+
+from trainer.run.coupling_check import what_couples
+
+BATCH = tf.constant([[1.0, 2.0], [3.0, 5.0], [-1.0, 4.0], [0.5, -2.0]])
+DIVIDED = "With 1 replicas x 2 microbatches"
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, and keeps the sum of its inputs."""
+
+    def build(self, shape):
+        """Creates a counter and a sum."""
+        self.calls = self.add_weight(
+            name="calls", shape=(), dtype="int32", trainable=False, initializer="zeros"
+        )
+        self.total = self.add_weight(name="total", shape=(), trainable=False)
+
+    def call(self, inputs):
+        """Returns its inputs."""
+        self.calls.assign(self.calls + 1)
+        self.total.assign(self.total + keras.ops.sum(inputs))
+        return inputs
+
+
+def stacked(*layers):
+    """The layers before a dense one."""
+    return keras.Sequential([keras.Input([2]), *layers, keras.layers.Dense(1)])
+
+
+def coupled(plan, batch=BATCH):
+    """The sentences about a plan."""
+    return what_couples(plan, batch, plan.rule.initial_state())
+
+
+def contrastive(model):
+    """The squared distance of an example's output from the mean output."""
+
+    def compute_loss(batch, training):
+        outputs = model(batch, training=training)[:, 0]
+        return (outputs - tf.reduce_mean(outputs)) ** 2
+
+    return compute_loss
+
+
+@pytest.mark.parametrize(
+    ("make", "start"),
+    [
+        (lambda: stacked(keras.layers.Dropout(0.5)), None),
+        (lambda: stacked(keras.layers.LayerNormalization()), None),
+        (keras_model, "In training, the layers 'batch_normalization"),
+        (lambda: stacked(Counting()), "The forward pass assigns 'sequential"),
+    ],
+    ids=["Dropout", "LayerNormalization", "BatchNormalization", "Counting"],
+)
+def test_layers_that_couple_are_named(make, start):
+    """L8: layers that use or keep statistics of a batch are named; others are not, nor is Dropout."""
+    model = make()
+    before = [variable.numpy().tobytes() for variable in model.variables]
+    found = coupled(plan_of(model, num_microbatches=2))
+
+    assert [text[: len(start or "")] for text in found] == ([start] if start else [])
+    assert all(DIVIDED in text for text in found)
+    assert [variable.numpy().tobytes() for variable in model.variables] == before
+
+
+def test_the_sentences():
+    """Each sentence says what the division changes, and what to do or to expect."""
+    model = stacked(Counting(name="counting"))
+    path = model.name
+    [text] = coupled(plan_of(model, num_microbatches=2))
+
+    assert text == (
+        f"The forward pass assigns '{path}/counting/calls' and '{path}/counting/total'. With "
+        "1 replicas x 2 microbatches, a float becomes the mean over the shares of a batch, "
+        "weighted by their numbers of examples, and an integer the value of the first share. So "
+        "count or sum nothing over examples in the forward pass."
+    )
+    model = stacked()
+    [text] = coupled(plan_of(model, contrastive(model), num_microbatches=2))
+    assert text == (
+        "The loss of an example depends on the other examples in `compute_loss`. With 1 replicas "
+        "x 2 microbatches, each share of a batch is coupled by itself, which is another loss than "
+        "on the whole batch. Use one replica and num_microbatches=1 to couple whole batches."
+    )
+
+
+def test_a_whole_batch_needs_no_warning():
+    """Nothing is said where a batch is one share."""
+    model = stacked()
+    plan = plan_of(model, contrastive(model))
+
+    assert coupled(plan) == []
+
+
+def test_replicas_count(mirrored):
+    """L8: three replicas divide a batch as microbatches do."""
+    strategy = mirrored(3)
+    with strategy.scope():
+        model = stacked()
+    [text] = coupled(
+        plan_of(model, contrastive(model), strategy=strategy, num_microbatches=1),
+        tf.ones([12, 2]) * tf.range(12.0)[:, None],
+    )
+
+    assert "With 3 replicas x 1 microbatches" in text
+
+
+def test_a_run_says_it_once(caplog):
+    """L8: a run logs each sentence before its first step, and not again."""
+
+    class Contrastive(Linear):
+        """Its loss couples the examples."""
+
+        def compute_loss(self, batch, training):
+            """The squared distance from the mean."""
+            return contrastive(self.model)(batch["x"], training)
+
+    trainer = Contrastive(num_microbatches=2, verbose=False)
+    batch = {"x": tf.constant([[1.0], [2.0], [4.0], [7.0]]).numpy()}
+    for steps in (1, 2):
+        trainer.train(batch, steps=steps, global_batch=4)
+
+    assert caplog.text.count("The loss of an example depends on the other examples") == 1

@@ -1,0 +1,143 @@
+"""Finds what couples the examples of a batch, before the first step of a run that divides batches.
+
+Replicas and microbatches compute on their own shares of a batch. A loss or a layer in which the
+result of one example depends on the others, such as a contrastive loss or BatchNormalization, then
+computes something else than on the whole batch. That may be wanted, but it must not go unnoticed.
+So a few examples are sent through the forward pass together and in two halves, and what differs is
+named in a warning.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+import strategies
+from trainer.base.keras_private import all_layers
+from trainer.run.gradient_check import computes_in_float32, first_examples, listed, restoring
+from trainer.run.gradient_check import pass_inputs as inputs_of
+from trainer.step.checks import owner_of
+from trainer.step.forward import forward, written_by
+from trainer.step.microbatch import MicrobatchPlan, PassInputs
+from trainer.step.plan import StepPlan, microbatch_plan
+from trainer.step.types import Batch, ScaleState, Values
+
+# The largest accepted difference between two losses, as a fraction of the largest loss.
+IN_FLOAT32, IN_HALF = 1e-4, 0.05
+
+
+class Outputs(NamedTuple):
+    """What a forward pass returned for some examples."""
+
+    losses: tf.Tensor  # shape=(examples,), float32: the sum of all objectives' losses
+    written: Values  # what the forward pass would have assigned
+
+
+def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
+    """Returns a sentence for everything in a step that depends on how batches are divided.
+
+    Nothing is compared if batches are not divided, under parameter servers, and on a TPU. All
+    variables are restored.
+
+    Args:
+        plan: the run's constants.
+        batch: the first global batch.
+        scale_state: the loss-scale rule's state.
+    """
+    found = strategies.capabilities(plan.strategy)
+    if plan.single_pass or found.asynchronous or found.decides_in_replica:
+        return []
+    whole = inputs_of(first_examples(batch, plan), plan, scale_state)
+    half = whole._replace(share=strategies.take(whole.share, 0, 2))
+    if int(whole.share.examples) < 2:
+        return []
+    # With the same key, Dropout draws the same numbers for the first examples, on a CPU.
+    comparable = found.on_cpu or not plan.seeds
+    try:
+        loss = differs(whole, half, plan, training=False)
+        layers = not loss and comparable and differs(whole, half, plan, training=True)
+        written = assigned_by_users(outputs_of(whole, plan, training=True).written, plan)
+    except Exception as error:  # noqa: BLE001  # a check must not end a run
+        logging.warning("Whether examples depend on each other was not checked: %s", error)
+        return []
+    shares = f"{plan.strategy.num_replicas_in_sync} replicas x {plan.num_microbatches} microbatches"
+    texts = []
+    if loss:
+        texts.append(
+            "The loss of an example depends on the other examples in `compute_loss`. With "
+            f"{shares}, each share of a batch is coupled by itself, which is another loss than on "
+            "the whole batch. Use one replica and num_microbatches=1 to couple whole batches."
+        )
+    if layers:
+        texts.append(
+            f"In training, {coupling_layers(plan.model)} on all examples of a share. With "
+            f"{shares}, each share of a batch is normalized by itself, as usual with replicas; "
+            "statistics become the mean over the shares."
+        )
+    if written:
+        texts.append(
+            f"The forward pass assigns {listed(written)}. With {shares}, a float becomes the mean "
+            "over the shares of a batch, weighted by their numbers of examples, and an integer the "
+            "value of the first share. So count or sum nothing over examples in the forward pass."
+        )
+    return texts
+
+
+def differs(whole: PassInputs, half: PassInputs, plan: StepPlan, *, training: bool) -> bool:
+    """Returns whether the losses of the first half depend on the second half.
+
+    Args:
+        whole: inputs with all examples.
+        half: inputs with the first half of the examples.
+        plan: the run's constants.
+        training: whether layers run in training mode.
+    """
+    one, other = (outputs_of(inputs, plan, training=training).losses for inputs in (whole, half))
+    together = one[: other.shape[0]]
+    largest = tf.reduce_max(tf.abs(together))
+    tolerance = IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF
+    # inf and NaN are no evidence: the step will be skipped.
+    return bool(tf.reduce_max(tf.abs(together - other)) > tolerance * largest)
+
+
+def outputs_of(inputs: PassInputs, plan: StepPlan, *, training: bool) -> Outputs:
+    """Returns the results of a forward pass, and restores what it assigned."""
+
+    def compute_loss(batch: Batch, training: bool) -> Any:  # noqa: ARG001  # as asked for here
+        return plan.compute_loss(batch, training=mode)
+
+    mode = training
+    constants: MicrobatchPlan = dataclasses.replace(
+        microbatch_plan(plan, plan.objectives, dense=True, fuse=False), compute_loss=compute_loss
+    )
+    passed = restoring(
+        [*plan.undo, *plan.seeds],
+        plan.strategy,
+        lambda: forward(inputs.share.batch, inputs.values, inputs.keys, constants),
+    )
+    losses = tf.add_n(list(passed.losses.values()))
+    return Outputs(losses, written_by(plan.model, inputs.values, passed.after))
+
+
+def assigned_by_users(written: Values, plan: StepPlan) -> list[str]:
+    """Returns the names of assigned variables that do not belong to one of Keras's own layers."""
+    if not isinstance(plan.model, keras.Model):
+        return []
+    ids = {id(variable) for variable in plan.model.weights}
+    variables = [plan.held_back[int(position)] for position in written]
+    return [
+        variable.path
+        for variable in variables
+        if id(variable) in ids
+        and not type(owner_of(variable, plan.model)).__module__.startswith("keras.")
+    ]
+
+
+def coupling_layers(model: Any) -> str:
+    """Returns the names of layers that are known to use statistics of a batch, in words."""
+    norms = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    names = [layer.name for layer in layers if isinstance(layer, norms)]
+    return f"the layers {listed(names)} depend" if names else "a layer depends"
