@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
+from trainer.config.loss_fn import example_losses, example_weights
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
@@ -115,21 +116,20 @@ class Task:
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
-        x, y, _ = _unpack(batch)
-        predictions = self._call_model(x, training)
-        predictions = tf.nest.map_structure(lambda p: tf.cast(p, tf.float32), predictions)
-        if not isinstance(self._loss_fn, keras.losses.Loss):
-            return call_user(self._loss_fn, y, predictions), predictions
-        # `call` leaves out the reduction, which would average over this replica's examples only.
-        losses = call_user(self._loss_fn.call, y, predictions)
-        return tf.reduce_mean(losses, axis=list(range(1, losses.shape.rank))), predictions
+        x, y, sample_weight = _unpack(batch)
+        outputs = self._call_model(x, training)
+        losses = example_losses(self._loss_fn, y, outputs, sample_weight)
+        return losses, tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
 
     @without_autograph
     def example_weights(self, batch: Batch) -> tf.Tensor:
         """Returns the weight of each example's loss in the mean over the global batch.
 
         Called on the global batch. The default returns ones, or the third item of
-        (x, y, sample_weight). A language model returns token counts; padding has weight 0.
+        (x, y, sample_weight), summed over all dimensions but the first: with weights of shape
+        (examples, tokens) an example weighs as much as its tokens do together, and its loss is
+        their weighted mean. With `ignore_class` it counts the labels of other classes.
+        A language model returns token counts; padding has weight 0.
         An example whose weight is 0 still runs through the model, so padding should repeat a real
         example. If a loss is inf or NaN, its derivative is NaN whatever the weight.
 
@@ -137,9 +137,11 @@ class Task:
             The weights: shape (examples,), float32. They should not be negative, but this is not
             checked.
         """
-        if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) == 3:
-            return batch[2]
-        return ones(batch)
+        weights = None
+        if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) in (2, 3):
+            _, y, sample_weight = _unpack(batch)
+            weights = example_weights(self._loss_fn, y, sample_weight)
+        return ones(batch) if weights is None else weights
 
     def build_metrics(self) -> MetricsByName:
         """Returns a dict of new Keras metrics, keyed by name.

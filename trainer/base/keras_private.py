@@ -87,6 +87,15 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def keras_mask(tensor: Any) -> tf.Tensor | None:
+    """Returns the mask that a layer or a loss has put on its result, or None.
+
+    Layers that support masking pass the mask of their inputs on, to the model's outputs, and
+    `keras.losses.Loss` reads it there. Nothing public returns it.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
 @contextlib.contextmanager
 def replaced_calls(
     layers: Sequence[keras.Layer], make: Callable[[keras.Layer], Callable[..., Any]]

@@ -12,6 +12,7 @@ from absl import logging
 import scaling
 import strategies
 from scaling.base.argument_checks import did_you_mean
+from trainer.config.loss_fn import check_loss_fn
 
 # A name, a fixed scale, a rule, or None: see `Trainer`.
 LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None
@@ -63,7 +64,8 @@ def resolve_loss(loss_fn: Any) -> Any:
     """Returns the Keras loss with the given name; returns a loss object or function unchanged.
 
     Raises:
-        ValueError: for a name that Keras does not know.
+        ValueError: for a name that Keras does not know, or a loss that is no mean of the examples'
+            own losses: see `check_loss_fn`.
         TypeError: for a class instead of an object.
     """
     if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
@@ -71,16 +73,17 @@ def resolve_loss(loss_fn: Any) -> Any:
             f"`loss_fn` must be an instance of a loss; got the class {loss_fn.__name__}. Calling "
             f"the class would create a loss, not compute one. Pass {loss_fn.__name__}()."
         )
-    if not isinstance(loss_fn, str):
-        return loss_fn
     try:
-        return keras.losses.get(loss_fn)
+        found = keras.losses.get(loss_fn) if isinstance(loss_fn, str) else loss_fn
     except ValueError as error:
         known = [name for name, each in vars(keras.losses).items() if callable(each)]
         raise ValueError(
             f"`loss_fn` must be the name of a Keras loss; got {loss_fn!r}. keras.losses has no "
             f"loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
         ) from error
+    if found is not None:
+        check_loss_fn(found)
+    return found
 
 
 def check_optimizer_name(name: str) -> None:

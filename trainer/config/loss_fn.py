@@ -1,0 +1,339 @@
+"""What a `loss_fn` means: one loss and one weight per example, so that their mean is Keras's loss.
+
+Keras reduces a loss over the whole batch. A replica or a microbatch sees only a share of it, so
+the loss is split into a loss L[i] and a weight W[i] for each example. The step computes
+sum(W * L) / sum(W) over the global batch, and sum(W) is known before the forward pass.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from trainer.base.autograph import call_user
+from trainer.base.keras_private import keras_mask
+
+LossFunction = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
+
+PER_EXAMPLE = "`loss_fn` must give each example its own loss; got"
+COUPLED = (
+    "A replica or microbatch sees only its share of the batch, so the result would depend on how "
+    "the batch is divided."
+)
+
+
+def check_loss_fn(loss_fn: LossFunction) -> None:
+    """Raises ValueError for a loss that cannot be split into examples; warns about `None`.
+
+    Args:
+        loss_fn: a Keras loss or a function.
+    """
+    name = name_of(loss_fn)
+    if isinstance(loss_fn, keras.losses.Circle) or loss_fn is keras.losses.circle:
+        raise ValueError(
+            f"{PER_EXAMPLE} {name}, which compares the examples of a batch with each other. "
+            f"{COUPLED} Override compute_loss(batch, training), and gather the embeddings of all "
+            "replicas there."
+        )
+    check_axis(loss_fn)
+    if isinstance(loss_fn, keras.losses.Loss):
+        check_reduction(loss_fn)
+
+
+def check_axis(loss_fn: LossFunction, rank: int | None = None) -> None:
+    """Raises ValueError if a Keras loss sums over the examples.
+
+    Args:
+        loss_fn: a Keras loss or a function.
+        rank: number of dimensions of the predictions; None if unknown, which leaves negative
+            axes unchecked.
+    """
+    overlaps = (keras.losses.dice, keras.losses.tversky)
+    is_overlap = isinstance(loss_fn, (keras.losses.Dice, keras.losses.Tversky))
+    is_overlap |= any(loss_fn is function for function in overlaps)
+    axis = getattr(loss_fn, "axis", None) if isinstance(loss_fn, keras.losses.Loss) else None
+    axes = [] if axis is None else np.ravel(axis)
+    if (is_overlap and axis is None) or any(each in (0, -(rank or 0)) for each in axes):
+        raise ValueError(
+            f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples. "
+            f"{COUPLED} Pass a loss with the other dimensions as its axis, for example "
+            "keras.losses.Dice(axis=(1, 2, 3)) for images."
+        )
+
+
+def check_reduction(loss: keras.losses.Loss) -> None:
+    """Raises ValueError for a reduction that is not a mean; warns about no reduction."""
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        raise ValueError(
+            f"`loss_fn` must not override __call__; got {name_of(loss)}. The trainer takes the "
+            "mean over the global batch itself and uses only the loss's call(). Move the "
+            "computation to call(y_true, y_pred), or pass a function."
+        )
+    if loss.reduction == "sum":
+        raise ValueError(
+            f"`loss_fn` must have a mean as its reduction; got {name_of(loss)} with "
+            "reduction='sum'. A sum would grow with the number of examples, and the trainer takes "
+            "the weighted mean over the global batch. Leave out reduction=, and multiply the "
+            "learning rate by the batch size if you rely on the sum."
+        )
+    if loss.reduction in (None, "none"):
+        warn_once(
+            f"loss_fn={name_of(loss)} has reduction=None: the trainer takes the mean over the "
+            "global batch. Keras's fit shows the mean too, but differentiates the sum."
+        )
+
+
+def example_losses(
+    loss_fn: LossFunction, y: Any, outputs: Any, sample_weight: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Returns one loss per example: the mean of the example's elements, as Keras weights them.
+
+    Labels and outputs reach a Keras loss as in Keras: cast to the loss's dtype and, if it is one
+    of Keras's own losses, with their ranks aligned. A function gets integer and bool labels as
+    they are, all floats in float32, and all outputs of a model with several.
+
+    Args:
+        loss_fn: a loss that `check_loss_fn` has accepted.
+        y: the labels.
+        outputs: the model's outputs.
+        sample_weight: shape (examples, ...), or None. With more than one dimension it weights
+            the elements of an example, such as tokens.
+
+    Returns:
+        The losses: shape (examples,); float32, unless a function returns another dtype.
+
+    Raises:
+        ValueError: if there is no loss per example, the model has several outputs or a Keras mask,
+            or the shapes do not match.
+    """
+    if isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn):
+        check_single_output(loss_fn, outputs)
+    if tf.is_tensor(outputs):
+        check_mask(outputs, sample_weight)
+    predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+    if makes_all_pairs(y, predictions):
+        check_examples_apart(loss_fn, y, predictions)
+    elements = element_losses(loss_fn, y, predictions)
+    weights = element_weights(loss_fn, y, sample_weight)
+    rank = elements.shape.rank
+    if weights is None or weights.shape.rank == 1:
+        return elements if rank == 1 else tf.reduce_mean(elements, axis=list(range(1, rank)))
+    if weights.shape.rank > rank:
+        raise ValueError(
+            f"`sample_weight` must have no more dimensions than the losses; got shape "
+            f"{weights.shape} for losses of shape {elements.shape}. Each weight multiplies one "
+            "loss. Sum or average the weights over the last dimensions."
+        )
+    elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, rank)))
+    weights = tf.broadcast_to(weights, tf.shape(elements))
+    inner = list(range(1, weights.shape.rank))
+    total = tf.reduce_sum(tf.math.multiply_no_nan(elements, weights), axis=inner)
+    return tf.math.divide_no_nan(total, tf.reduce_sum(weights, axis=inner))
+
+
+def example_weights(
+    loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None
+) -> tf.Tensor | None:
+    """Returns the sum of each example's weights, or None if every example weighs the same.
+
+    Args:
+        loss_fn: the loss. With `ignore_class`, elements of that class weigh nothing.
+        y: the labels of the global batch.
+        sample_weight: shape (global_batch, ...), or None.
+
+    Returns:
+        The weights: shape (global_batch,), float32.
+    """
+    weights = element_weights(loss_fn, y, sample_weight)
+    if weights is None or weights.shape.rank == 1:
+        return weights
+    return tf.reduce_sum(weights, axis=list(range(1, weights.shape.rank)))
+
+
+def element_weights(
+    loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None
+) -> tf.Tensor | None:
+    """Returns the weights of the elements of all examples, or None if all are 1.
+
+    Returns:
+        The weights: float32, shape (examples, ...), without trailing dimensions of size 1.
+    """
+    if sample_weight is not None and not hasattr(sample_weight, "shape"):
+        raise ValueError(
+            f"`sample_weight` must be one tensor; got a {type(sample_weight).__name__}. The "
+            "weighted mean has a single denominator. Override compute_loss and example_weights to "
+            "weight several losses."
+        )
+    ignored = ignore_class_of(loss_fn)
+    weights = None
+    if sample_weight is not None:
+        weights = without_last_ones(tf.cast(sample_weight, tf.float32))
+    if ignored is None:
+        return weights
+    kept = without_last_ones(tf.cast(tf.cast(y, tf.float32) != float(ignored), tf.float32))
+    if weights is None:
+        return kept
+    missing = kept.shape.rank - weights.shape.rank
+    shape = tf.concat([tf.shape(weights), tf.ones([max(missing, 0)], tf.int32)], axis=0)
+    return kept * tf.reshape(weights, shape)
+
+
+def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor:
+    """Returns the losses before any reduction: shape (examples, ...)."""
+    if isinstance(loss_fn, keras.losses.Loss):
+        # Loss.__call__ casts; `call` does not. `__call__` itself would reduce over the share.
+        y, predictions = (
+            tf.nest.map_structure(
+                lambda each: keras.ops.convert_to_tensor(each, dtype=loss_fn.dtype), tree
+            )
+            for tree in (y, predictions)
+        )
+        check_axis(loss_fn, tf.nest.flatten(predictions)[0].shape.rank)
+        losses = call_user(loss_fn.call, y, predictions)
+    elif is_keras_function(loss_fn):
+        losses = call_user(loss_fn, *aligned(tf.cast(y, tf.float32), predictions))
+    else:
+        losses = call_user(loss_fn, tf.nest.map_structure(floats_in_float32, y), predictions)
+    mask = keras_mask(losses)
+    losses = tf.convert_to_tensor(losses)
+    if losses.shape.rank in (0, None):
+        raise ValueError(
+            f"{PER_EXAMPLE} {name_of(loss_fn)}, which returned shape {losses.shape}. A mean over "
+            "this replica's share would not add up to the mean over the global batch. Leave out "
+            "the mean or sum over the first dimension."
+        )
+    if mask is not None and ignore_class_of(loss_fn) is None:
+        raise ValueError(
+            f"`loss_fn` must not put a Keras mask on its losses; got {name_of(loss_fn)}. Keras "
+            "divides by the number of losses in the whole batch that are not masked, which a "
+            "replica's share does not tell. Pass keras.losses.SparseCategoricalCrossentropy("
+            "ignore_class=), or weights as the third element of the data, with 0 where masked."
+        )
+    is_loss = isinstance(loss_fn, keras.losses.Loss)
+    return tf.cast(losses, tf.float32) if is_loss else losses
+
+
+def aligned(y: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Gives labels and predictions the same rank, as Keras does before it calls a loss function.
+
+    If one has one dimension more, of size 1, the other one gets it too if it has a single
+    dimension; otherwise that dimension is dropped.
+    """
+    if y.shape.rank == predictions.shape.rank + 1 and y.shape[-1] == 1:
+        if predictions.shape.rank == 1:
+            return y, predictions[:, None]
+        return tf.squeeze(y, axis=-1), predictions
+    if predictions.shape.rank == y.shape.rank + 1 and predictions.shape[-1] == 1:
+        if y.shape.rank == 1:
+            return y[:, None], predictions
+        return y, tf.squeeze(predictions, axis=-1)
+    return y, predictions
+
+
+def makes_all_pairs(y: Any, predictions: Any) -> bool:
+    """Returns whether `y - predictions` would pair all examples: (examples,) with (examples, 1)."""
+    if not (tf.is_tensor(y) and tf.is_tensor(predictions)):
+        return False
+    shapes = sorted([y.shape, predictions.shape], key=lambda shape: shape.rank or 0)
+    return [shape.rank for shape in shapes] == [1, 2] and shapes[1][1] == 1
+
+
+def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Tensor) -> None:
+    """Raises ValueError if broadcasting makes an example's loss depend on another example.
+
+    Tries the loss on two examples, together and one at a time. Its errors are left to the
+    real call.
+    """
+    with tf.init_scope():
+        labels = tf.cast(tf.reshape([0, 1], [2] + [1] * (y.shape.rank - 1)), y.dtype)
+        guesses = tf.reshape([0.25, 0.625], [2] + [1] * (predictions.shape.rank - 1))
+        try:
+            both = element_losses(loss_fn, labels, guesses)
+            single = [element_losses(loss_fn, labels[i:][:1], guesses[i:][:1]) for i in (0, 1)]
+            both, single = np.mean(np.reshape(both, [2, -1]), 1), np.ravel([*map(np.mean, single)])
+        except Exception:  # noqa: BLE001  # any error of the user's function: see above
+            return
+    if not np.allclose(both, single, rtol=1e-3, atol=1e-6):
+        raise ValueError(
+            f"{PER_EXAMPLE} {name_of(loss_fn)}, which pairs every label with every prediction: "
+            f"their shapes are {y.shape} and {predictions.shape}. Broadcasting makes a table of "
+            "all pairs, and its mean is not the loss. Add a dimension to the labels, y[:, None], "
+            "or take the last one from the predictions."
+        )
+
+
+def check_single_output(loss_fn: LossFunction, outputs: Any) -> None:
+    """Raises ValueError if a Keras loss would have to be applied to several outputs."""
+    if not tf.is_tensor(outputs):
+        names = sorted(outputs) if isinstance(outputs, dict) else f"{len(outputs)} of them"
+        raise ValueError(
+            "`loss_fn` must be a function for a model with several outputs; got "
+            f"{name_of(loss_fn)} and the outputs {names}. A Keras loss takes one output. Pass a "
+            "function of (y_true, y_pred) that adds up one loss per example from all outputs, or "
+            "override compute_loss."
+        )
+
+
+def check_mask(outputs: tf.Tensor, sample_weight: tf.Tensor | None) -> None:
+    """Raises ValueError if the outputs have a Keras mask and the data has no weights in its place.
+
+    Keras divides by the number of unmasked elements in the batch, which is known only after the
+    forward pass. Weights in the data are known before.
+    """
+    mask = keras_mask(outputs)
+    if mask is None:
+        return
+    if getattr(getattr(sample_weight, "shape", None), "rank", 0) < mask.shape.rank:
+        raise ValueError(
+            f"`loss_fn` cannot use the Keras mask of shape {mask.shape} that the model's outputs "
+            "have. Keras takes the mean over the unmasked elements of the whole batch, and their "
+            "number is not known before the forward pass. Yield (x, y, weight) from train_data, "
+            "with weights of the mask's shape that are 0 where it is False, or override "
+            "compute_loss and example_weights."
+        )
+    warn_once(
+        "The model's outputs have a Keras mask, and the data has a weight for each element. Only "
+        "the weights count: they must be 0 where the mask is False. Keras's fit uses both."
+    )
+
+
+def ignore_class_of(loss_fn: LossFunction) -> int | None:
+    """Returns the class whose labels do not count, or None."""
+    if isinstance(loss_fn, keras.losses.SparseCategoricalCrossentropy):
+        ignored: int | None = loss_fn.ignore_class
+        return ignored
+    return None
+
+
+def is_keras_function(loss_fn: LossFunction) -> bool:
+    """Returns whether this is one of the functions in `keras.losses`."""
+    return getattr(keras.losses, getattr(loss_fn, "__name__", ""), None) is loss_fn
+
+
+def name_of(loss_fn: LossFunction) -> str:
+    """Returns the name of a loss's class, or of a function."""
+    if isinstance(loss_fn, keras.losses.Loss):
+        return type(loss_fn).__name__
+    return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
+
+
+def without_last_ones(tensor: tf.Tensor) -> tf.Tensor:
+    """Drops the trailing dimensions of static size 1, except the first dimension."""
+    while tensor.shape.rank > 1 and tensor.shape[-1] == 1:
+        tensor = tf.squeeze(tensor, axis=-1)
+    return tensor
+
+
+def floats_in_float32(tensor: tf.Tensor) -> tf.Tensor:
+    """Casts a floating-point tensor to float32; returns any other unchanged."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype.is_floating else tensor
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning, once per process."""
+    logging.warning(message)
