@@ -87,6 +87,15 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def arguments_of_loss(loss: Any) -> dict[str, Any]:
+    """Returns what a Keras loss passes to its function, such as `axis`; {} for any other object.
+
+    Some of Keras's losses keep their arguments in a public attribute or in `get_config()`, others
+    (CosineSimilarity) in neither.
+    """
+    return getattr(loss, "_fn_kwargs", {})
+
+
 def keras_mask(tensor: Any) -> tf.Tensor | None:
     """Returns the mask that a layer or a loss has put on its result, or None.
 
@@ -94,6 +103,16 @@ def keras_mask(tensor: Any) -> tf.Tensor | None:
     `keras.losses.Loss` reads it there. Nothing public returns it.
     """
     return getattr(tensor, "_keras_mask", None)
+
+
+def layer_that_added(model: keras.Model, loss: tf.Tensor) -> keras.Layer | None:
+    """Returns the layer that passed a tensor to `add_loss` in the model's last call, or None.
+
+    `add_loss` and `model.losses` are public; which layer added an entry is not. Works where the
+    model was called in a `keras.StatelessScope`.
+    """
+    layers = all_layers(model)
+    return next((layer for layer in layers if id(loss) in layer._loss_ids), None)
 
 
 @contextlib.contextmanager

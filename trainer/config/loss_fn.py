@@ -5,19 +5,18 @@ the loss is split into a loss L[i] and a weight W[i] for each example. The step 
 sum(W * L) / sum(W) over the global batch, and sum(W) is known before the forward pass.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import keras_mask
+from trainer.base.keras_private import arguments_of_loss, keras_mask
+from trainer.base.warn_once import warn_once
 
-LossFunction = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
+LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 
 PER_EXAMPLE = "`loss_fn` must give each example its own loss; got"
 COUPLED = (
@@ -55,8 +54,8 @@ def check_axis(loss_fn: LossFunction, rank: int | None = None) -> None:
     overlaps = (keras.losses.dice, keras.losses.tversky)
     is_overlap = isinstance(loss_fn, (keras.losses.Dice, keras.losses.Tversky))
     is_overlap |= any(loss_fn is function for function in overlaps)
-    axis = getattr(loss_fn, "axis", None) if isinstance(loss_fn, keras.losses.Loss) else None
-    axes = [] if axis is None else np.ravel(axis)
+    axis = arguments_of_loss(loss_fn).get("axis")
+    axes = [] if axis is None else list(np.ravel(axis))
     if (is_overlap and axis is None) or any(each in (0, -(rank or 0)) for each in axes):
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples. "
@@ -115,7 +114,7 @@ def example_losses(
     if tf.is_tensor(outputs):
         check_mask(outputs, sample_weight)
     predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
-    if makes_all_pairs(y, predictions):
+    if needs_alignment(y, predictions):
         check_examples_apart(loss_fn, y, predictions)
     elements = element_losses(loss_fn, y, predictions)
     weights = element_weights(loss_fn, y, sample_weight)
@@ -234,30 +233,31 @@ def aligned(y: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]
     return y, predictions
 
 
-def makes_all_pairs(y: Any, predictions: Any) -> bool:
-    """Returns whether `y - predictions` would pair all examples: (examples,) with (examples, 1)."""
+def needs_alignment(y: Any, predictions: Any) -> bool:
+    """Returns whether one of two tensors has one more dimension, of size 1, as (examples, 1)."""
     if not (tf.is_tensor(y) and tf.is_tensor(predictions)):
         return False
-    shapes = sorted([y.shape, predictions.shape], key=lambda shape: shape.rank or 0)
-    return [shape.rank for shape in shapes] == [1, 2] and shapes[1][1] == 1
+    shorter, longer = sorted([y.shape, predictions.shape], key=lambda shape: shape.rank or 0)
+    return bool(shorter.rank and longer.rank == shorter.rank + 1 and longer[-1] == 1)
 
 
 def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Tensor) -> None:
     """Raises ValueError if broadcasting makes an example's loss depend on another example.
 
-    Tries the loss on two examples, together and one at a time. Its errors are left to the
-    real call.
+    `y - predictions` of shapes (examples,) and (examples, 1) is a table of all pairs. Tries the
+    loss on two examples, together and one at a time. Its errors are left to the real call.
     """
     with tf.init_scope():
-        labels = tf.cast(tf.reshape([0, 1], [2] + [1] * (y.shape.rank - 1)), y.dtype)
-        guesses = tf.reshape([0.25, 0.625], [2] + [1] * (predictions.shape.rank - 1))
         try:
+            labels = tf.cast(tf.reshape([0, 1], [2] + [1] * (y.shape.rank - 1)), y.dtype)
+            guesses = tf.reshape([0.25, 0.625], [2] + [1] * (predictions.shape.rank - 1))
             both = element_losses(loss_fn, labels, guesses)
             single = [element_losses(loss_fn, labels[i:][:1], guesses[i:][:1]) for i in (0, 1)]
-            both, single = np.mean(np.reshape(both, [2, -1]), 1), np.ravel([*map(np.mean, single)])
+            means = np.mean(np.reshape(both, [2, -1]), axis=1)
+            own_means = [np.mean(losses) for losses in single]
         except Exception:  # noqa: BLE001  # any error of the user's function: see above
             return
-    if not np.allclose(both, single, rtol=1e-3, atol=1e-6):
+    if not np.allclose(means, own_means, rtol=1e-3, atol=1e-6):
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)}, which pairs every label with every prediction: "
             f"their shapes are {y.shape} and {predictions.shape}. Broadcasting makes a table of "
@@ -331,9 +331,3 @@ def without_last_ones(tensor: tf.Tensor) -> tf.Tensor:
 def floats_in_float32(tensor: tf.Tensor) -> tf.Tensor:
     """Casts a floating-point tensor to float32; returns any other unchanged."""
     return tf.cast(tensor, tf.float32) if tensor.dtype.is_floating else tensor
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning, once per process."""
-    logging.warning(message)

@@ -19,6 +19,7 @@ import scaling
 import strategies
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers
+from trainer.step.added_losses import added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.forward import added_losses
 from trainer.step.gradients import gradient_values
@@ -178,7 +179,8 @@ def plain_gradients(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> l
     with tf.GradientTape(persistent=True) as tape:
         result = call_user(plan.compute_loss, share.batch, training=True)
         losses, _ = losses_and_aux(result, share.batch, group.objectives)
-        added = added_losses(plan.model) if isinstance(plan.model, keras.Model) else 0.0
+        entries = added_losses(plan.model) if isinstance(plan.model, keras.Model) else []
+        added = added_loss(entries, share, size)
         scaled = {
             name: scaling.scale_loss(
                 weighted_mean(each, share, size.weight) + added, inputs.scale_state

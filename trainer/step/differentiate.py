@@ -9,6 +9,7 @@ gradient tape and custom gradient inside the model finds the variables that it l
 import tensorflow as tf
 
 import scaling
+from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.forward import forward, written_by
 from trainer.step.gradients import count_nonfinite
@@ -38,14 +39,12 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         tape.watch([*weights, *weights_among(inputs.values, len(weights))])
         with fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
+        warn_of_losses_per_example(plan.model, passed.added, share.weights)
         losses = {
             objective.name: weighted_mean(passed.losses[objective.name], share, size.weight)
             for objective in plan.objectives
         }
-        # The share's fraction of the examples, not of the weights: the model's own losses are means
-        # over the examples that it was called with.
-        fraction = tf.cast(share.examples / size.examples, tf.float32)
-        regularization_loss = passed.added * fraction
+        regularization_loss = added_loss(passed.added, share, size)
         scaled = {
             name: scaling.scale_loss(loss + regularization_loss, inputs.scale_state)
             for name, loss in losses.items()
@@ -63,6 +62,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     examples = [passed.losses[objective.name] for objective in plan.objectives]
     seen = [mask_weightless(losses, share) for losses in examples]
     nonfinite = find_nonfinite(contribution, seen, single_pass=plan.single_pass)
+    fraction = tf.cast(share.examples / size.examples, tf.float32)
     written = parts_of_mean(written_by(plan.model, inputs.values, passed.after), fraction)
     return Microbatch(contribution, nonfinite, written, replaced, passed.aux)
 

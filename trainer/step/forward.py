@@ -19,7 +19,7 @@ class ForwardPass(NamedTuple):
 
     losses: dict[str, tf.Tensor]  # keyed by objective name; shape=(examples,), float32, each
     aux: Aux  # what `compute_loss` returned along with the losses; () if nothing
-    added: tf.Tensor  # shape=(), float32: the sum of `model.losses`
+    added: list[tf.Tensor]  # `model.losses`: regularizers, and what the layers added
     after: Values  # values of the given and the assigned variables when the pass ended; empty for a
     # `tf.Module`, which assigns its variables itself
 
@@ -42,7 +42,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
             seed.assign(key)
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
-        return ForwardPass(losses, aux, tf.constant(0.0), {})
+        return ForwardPass(losses, aux, [], {})
     given = [(plan.held_back[int(position)], value) for position, value in values.items()]
     given += zip(plan.seeds, keys, strict=True)
     held_back = HoldBack([*plan.held_back, *plan.seeds], given)
@@ -56,10 +56,9 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     return ForwardPass(losses, aux, added, after)
 
 
-def added_losses(model: keras.Model) -> tf.Tensor:
-    """Returns the sum of `model.losses` after a call of the model: shape (), float32."""
-    total = sum(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses)
-    return tf.convert_to_tensor(total, tf.float32)
+def added_losses(model: keras.Model) -> list[tf.Tensor]:
+    """Returns `model.losses` after a call of the model: see `added_losses.added_loss`."""
+    return [tf.convert_to_tensor(loss) for loss in model.losses]
 
 
 def written_by(model: Model, before: Values, after: Values) -> Values:

@@ -7,10 +7,13 @@ import tensorflow as tf
 
 from trainer.base.keras_private import (
     all_layers,
+    arguments_of_loss,
     atomic_update_count,
     average_overwrites_on_replicas,
     computing_in_float32,
     gradients_already_reduced,
+    keras_mask,
+    layer_that_added,
     layers_under_policy,
     regularizers_in_float32,
     replaced_calls,
@@ -86,6 +89,42 @@ def test_all_layers_are_found():
     kinds = {type(layer).__name__ for layer in all_layers(nested_model())}
 
     assert {"Functional", "Sequential", "Dense", "LSTM", "LSTMCell", "MultiHeadAttention"} <= kinds
+
+
+def test_the_arguments_of_a_loss_are_found():
+    """The axis of a Keras loss is found, even if the loss has no attribute of that name."""
+    assert arguments_of_loss(keras.losses.CosineSimilarity(axis=1)) == {"axis": 1}
+    assert arguments_of_loss(keras.losses.Dice(axis=(1, 2))) == {"axis": (1, 2)}
+    assert arguments_of_loss(keras.losses.mean_squared_error) == {}
+
+
+def test_the_mask_of_outputs_is_found():
+    """A layer that supports masking passes its mask on with its outputs; a plain tensor has none."""
+    layers = [keras.layers.Masking(), keras.layers.Dense(1)]
+    outputs = keras.Sequential([keras.Input([2, 1]), *layers])(tf.constant([[[0.0], [1.0]]]))
+
+    assert keras_mask(outputs).numpy().tolist() == [[False, True]]
+    assert keras_mask(tf.ones([1])) is None
+
+
+def test_the_layer_that_added_a_loss_is_found():
+    """In a stateless scope each entry of `model.losses` is traced to its layer; a regularizer's loss
+    belongs to none.
+    """
+
+    class Adding(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(keras.ops.sum(inputs))
+            return inputs
+
+    dense = keras.layers.Dense(1, kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input([2]), Adding(name="first"), dense, Adding(name="last")])
+    weights = [(weight, weight.value) for weight in model.weights]
+    with keras.StatelessScope(weights, collect_losses=True):
+        model(tf.ones([1, 2]))
+        layers = [layer_that_added(model, loss) for loss in model.losses]
+
+    assert [layer and layer.name for layer in layers] == ["first", "last", None]
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

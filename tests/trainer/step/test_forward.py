@@ -62,14 +62,14 @@ def test_the_given_values_are_used():
     assert doubled.losses[""].numpy().tolist() == [6.0, 16.0, 6.0]
 
 
-def test_model_losses_are_added_in_float32():
+def test_model_losses_are_returned():
     """A regularizer's loss is returned beside the losses of the examples."""
     layer = keras.layers.Dense(
         1, use_bias=False, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.5)
     )
     passed = run(plan_of(keras.Sequential([keras.Input([2]), layer])))
 
-    assert (float(passed.added), passed.added.dtype) == (1.0, tf.float32)
+    assert [float(loss) for loss in passed.added] == [1.0]
 
 
 def test_a_module_gives_losses_alone():
@@ -81,7 +81,7 @@ def test_a_module_gives_losses_alone():
     passed = forward(batch, inputs.values, inputs.keys, microbatch_plan(plan))
 
     assert passed.losses[""].numpy().tolist() == [5.0, 10.0]
-    assert (float(passed.added), passed.after, passed.aux) == (0.0, {}, ())
+    assert (passed.added, passed.after, passed.aux) == ([], {}, ())
 
 
 def test_keys_decide_what_a_model_draws():

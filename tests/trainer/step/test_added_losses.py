@@ -1,0 +1,186 @@
+"""`model.losses`: each entry is weighted by what its shape says it is."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, attempt, linear_model
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import strategies
+from trainer.step.added_losses import (
+    AddedLossKind,
+    added_loss,
+    describe_added_loss,
+    kinds_of_added_losses,
+)
+from trainer.step.microbatch import GlobalBatchSize
+
+
+def added_over_shares(entries_of, values, weights, parts):
+    """The sum of all shares' contributions; `entries_of` makes the entries of some examples."""
+    whole = strategies.whole(tf.constant(values), tf.constant(weights))
+    size = GlobalBatchSize(tf.reduce_sum(whole.weights), tf.constant(len(weights)))
+    shares = [strategies.take(whole, index, parts) for index in range(parts)]
+    return sum(float(added_loss(entries_of(share.batch), share, size)) for share in shares)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-8, 8), st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 4),
+)
+@example([(3, 1.0), (5, 3.0)], 3)  # an empty share
+def test_shares_add_up(examples, parts):
+    """L8: over all shares, one number per example adds up to the weighted mean, with other dimensions
+    summed; a mean adds up to the mean; and a regularizer to itself.
+    """
+    values, weights = np.float32(list(zip(*examples, strict=True)))
+
+    def entries_of(share):
+        return [share, tf.stack([share, 2 * share], axis=1), tf.reduce_mean(share)]
+
+    def regularizer(share):
+        del share
+        return [tf.constant(7.0), tf.fill([9], 0.5)]
+
+    mean = np.average(values, weights=weights) if weights.any() else 0.0
+    expected = mean + 3 * mean + values.mean()
+    assert added_over_shares(entries_of, values, weights, parts) == pytest.approx(
+        expected, abs=1e-4
+    )
+    assert added_over_shares(regularizer, values, weights, parts) == pytest.approx(11.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_number_of_rows_may_be_unknown(jit_compile):
+    """L8: where the batch size is not static, the number of rows decides in the graph."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None])] * 2, jit_compile=jit_compile)
+    def added(entry, weights):
+        share = strategies.Share(weights, weights, tf.shape(weights)[0])
+        return added_loss([entry], share, GlobalBatchSize(tf.constant(8.0), tf.constant(4)))
+
+    weights = tf.constant([2.0, 0.0])
+
+    assert float(added(tf.constant([3.0, math.nan]), weights)) == 3.0 * 2 / 8
+    assert float(added(tf.constant([3.0, 4.0, 5.0]), weights)) == 12.0 * 2 / 4
+
+
+class Adding(keras.layers.Layer):
+    """Adds a loss of its inputs."""
+
+    def __init__(self, loss_of, **arguments):
+        """Keeps the function of the inputs."""
+        super().__init__(**arguments)
+        self._loss_of = loss_of
+
+    def call(self, inputs):
+        """Returns its inputs."""
+        self.add_loss(self._loss_of(inputs))
+        return inputs
+
+
+def reports(loss_of, replicas, num_microbatches, mirrored, name):
+    """The report of a step of a model with a layer that adds a loss, and the weight after it."""
+
+    class Added(Linear):
+        def build_model(self):
+            inner = linear_model()
+            return keras.Model(inner.inputs, Adding(loss_of, name=name)(inner.outputs[0]))
+
+        def example_weights(self, batch):
+            return batch["weight"]
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Added(strategy=strategy, num_microbatches=num_microbatches, verbose=False)
+    x = np.arange(1, 8, dtype=np.float32)[:, None]
+    slope, weight = np.zeros(7, np.float32), np.float32([1, 0, 2, 1, 1, 3, 1])
+    [report] = attempt(trainer, [{"x": x, "slope": slope, "weight": weight}])
+    return report, trainer.weight
+
+
+@pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (3, 1), (3, 2)])
+def test_one_number_per_example_is_weighted_as_the_losses_are(
+    mirrored, caplog, replicas, num_microbatches
+):
+    """L8: a loss of shape (examples, 2) from `add_loss` enters as the weighted mean over the global
+    batch, in the report and in the gradient, on replicas and microbatches; a warning names the layer.
+    """
+    name = f"kl_{replicas}_{num_microbatches}"
+
+    def loss_of(inputs):
+        return tf.concat([inputs, 3 * inputs], axis=1)
+
+    with caplog.at_level("WARNING"):
+        report, weight = reports(loss_of, replicas, num_microbatches, mirrored, name)
+
+    mean = np.average(np.arange(1, 8), weights=[1, 0, 2, 1, 1, 3, 1])
+    assert report.regularization_loss == pytest.approx(4 * mean, rel=1e-6)
+    assert weight == pytest.approx(1.0 - 4 * mean, rel=1e-6)
+    warnings = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert warnings == [
+        f"Layer '{name}' adds a loss of shape (examples, 2), one number per example. The trainer takes its "
+        "weighted mean over the global batch, as it does with the losses from compute_loss. Keras's "
+        "fit sums it, so that it grows with the batch size. Add tf.reduce_mean(loss) to be "
+        "independent of this rule."
+    ]
+
+
+@given(st.lists(st.floats(1, 100, width=32), min_size=2, max_size=9), st.data())
+def test_means_sums_and_constants_are_told_apart(values, data):
+    """A mean and a constant are `MEAN`, and a sum is `SUM`, however the batch is cut."""
+    cut = data.draw(st.integers(1, len(values) - 1))
+    parts = np.float32(values[:cut]), np.float32(values[cut:])
+
+    def entries_of(part):
+        return [part.mean(), 3.0, part.sum()]
+
+    kinds = kinds_of_added_losses(
+        entries_of(np.float32(values)), tuple(map(entries_of, parts)), tuple(map(len, parts))
+    )
+
+    assert [kind.name for kind in kinds] == ["MEAN", "MEAN", "SUM"]
+
+
+def test_a_spread_is_coupled():
+    """The range of a batch follows from those of its halves by neither a mean nor a sum."""
+    kinds = kinds_of_added_losses([11.0], ([1.0], [1.0]), (2, 2))
+
+    assert kinds == [AddedLossKind.COUPLED]
+
+
+def test_a_value_that_is_not_finite_is_coupled():
+    """NaN compares as different."""
+    assert kinds_of_added_losses([math.nan], ([1.0], [1.0]), (1, 1)) == [AddedLossKind.COUPLED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (AddedLossKind.MEAN, None),
+        (
+            AddedLossKind.SUM,
+            "Layer 'kl' adds a scalar loss that is a sum over the examples. Replicas and "
+            "microbatches contribute a mean of it, so it is divided by their number. Add one number "
+            "per example, or the mean over the examples.",
+        ),
+        (
+            AddedLossKind.COUPLED,
+            "Layer 'kl' adds a scalar loss that is neither a mean nor a sum over the examples. Each "
+            "replica and microbatch computes it from its own examples, and the mean of these values "
+            "enters the loss, which depends on how the batch is divided.",
+        ),
+    ],
+)
+def test_a_warning_says_what_a_scalar_is(kind, text):
+    """A sum and a coupled loss are explained; a mean needs no warning."""
+    assert describe_added_loss(kind, keras.layers.Layer(name="kl")) == text
+    if text:
+        assert describe_added_loss(kind, None) == text.replace("Layer 'kl'", "The model")

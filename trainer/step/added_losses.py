@@ -1,0 +1,171 @@
+"""Weights the entries of `model.losses`: regularizers, and what layers passed to `add_loss`.
+
+The loss of a global batch is a mean over its examples, and each share contributes its part. What
+an entry of `model.losses` contributes depends on what it is:
+
+- **one number per example** (the first dimension is the share's number of examples): weighted as
+  the losses from `compute_loss` are, after a sum over the other dimensions. Keras's `fit` sums over
+  the examples, too;
+- **a scalar, or a tensor of any other shape**: the sum of its elements, times the share's fraction
+  of the examples. This is exact for a mean over the examples and for a regularizer, which is the
+  same in every share. A sum over the examples has no shape of its own: see `kinds_of_added_losses`.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+import strategies
+from trainer.base.keras_private import layer_that_added
+from trainer.base.warn_once import warn_once
+from trainer.step.microbatch import GlobalBatchSize
+
+
+class AddedLossKind(enum.Enum):
+    """How a scalar in `model.losses` depends on the examples that the model was called with."""
+
+    MEAN = "a mean over the examples, or independent of them"
+    SUM = "a sum over the examples"
+    COUPLED = "neither a mean nor a sum over the examples"
+
+
+def added_loss(
+    entries: Sequence[tf.Tensor], share: strategies.Share, size: GlobalBatchSize
+) -> tf.Tensor:
+    """Returns a share's contribution to the global batch's `model.losses`: shape (), float32.
+
+    Args:
+        entries: the entries of `model.losses`, as the model added them for the share's examples.
+        share: the examples and their weights.
+        size: the size of the global batch.
+    """
+    fraction = tf.cast(share.examples / size.examples, tf.float32)
+    total = tf.constant(0.0)
+    for entry in entries:
+        value = tf.cast(entry, tf.float32)  # before the sum, which overflows float16
+        if may_be_per_example(entry, share.weights):
+            rows = tf.reduce_sum(value, axis=list(range(1, value.shape.rank)))
+            weights = weights_of_rows(rows, share, size, fraction)
+            total += tf.reduce_sum(tf.math.multiply_no_nan(rows, weights))
+        else:
+            total += tf.reduce_sum(value) * fraction
+    return total
+
+
+def may_be_per_example(entry: tf.Tensor, weights: tf.Tensor) -> bool:
+    """Returns whether the static shape of an entry allows one number per example.
+
+    Args:
+        entry: an entry of `model.losses`.
+        weights: the weights of the share's examples: shape (max(examples, 1),).
+    """
+    if not entry.shape.rank:
+        return False
+    return bool(entry.shape[0] == weights.shape[0])  # or both are unknown
+
+
+def weights_of_rows(
+    rows: tf.Tensor, share: strategies.Share, size: GlobalBatchSize, fraction: tf.Tensor
+) -> tf.Tensor:
+    """Returns what to multiply each row of an entry by: same shape as `rows`, float32.
+
+    Args:
+        rows: an entry of `model.losses`, summed over all dimensions but the first.
+        share: the examples and their weights.
+        size: the size of the global batch.
+        fraction: the share's fraction of the examples: shape (), float32. It multiplies the rows
+            if they turn out not to be examples.
+    """
+    weights = tf.math.divide_no_nan(share.weights, size.weight)
+    if rows.shape[0] is not None:
+        return weights
+    count = tf.shape(rows)[0]
+    return tf.cond(
+        count == tf.shape(weights)[0], lambda: weights, lambda: tf.fill([count], fraction)
+    )
+
+
+def warn_of_losses_per_example(
+    model: keras.Model, entries: Sequence[tf.Tensor], weights: tf.Tensor
+) -> None:
+    """Warns once about each layer that adds one number per example, which `fit` would sum."""
+    for entry in entries:
+        if may_be_per_example(entry, weights):
+            layer = layer_that_added(model, entry)
+            shape = f"(examples, {str(entry.shape[1:])[1:]}" if entry.shape[1:] else "(examples,)"
+            warn_once(
+                f"{name_of(layer)} adds a loss of shape {shape}, one number per example. The "
+                "trainer takes its weighted mean over the global batch, as it does with the losses "
+                "from compute_loss. Keras's fit sums it, so that it grows with the batch size. Add "
+                "tf.reduce_mean(loss) to be independent of this rule."
+            )
+
+
+def kinds_of_added_losses(
+    whole: Sequence[float],
+    halves: tuple[Sequence[float], Sequence[float]],
+    examples: tuple[int, int],
+    *,
+    rtol: float = 1e-3,
+) -> list[AddedLossKind]:
+    """Says what each scalar in `model.losses` is, from its values on a batch and on its parts.
+
+    A sum over the examples looks like a mean: both are scalars. But the trainer multiplies a
+    scalar by the share's fraction of the examples, which is right for a mean and halves a sum on
+    two replicas. Compare one batch with its two parts before the first step, and warn.
+
+    Args:
+        whole: the entries after one call with all examples, without randomness (Dropout).
+        halves: the entries after a call with each of two disjoint parts of these examples.
+        examples: number of examples in each part.
+        rtol: tolerance, relative to the largest of an entry's three values. Use 2e-2 for a model
+            that computes in half precision.
+
+    Returns:
+        The kind of each entry. Values that are not finite count as `COUPLED`.
+
+    Example:
+        >>> halves = [1.0, 2.0, 1.0], [3.0, 4.0, 2.0]
+        >>> kinds = kinds_of_added_losses([2.0, 6.0, 5.0], halves, (4, 4))
+        >>> [kind.name for kind in kinds]
+        ['MEAN', 'SUM', 'COUPLED']
+    """
+    first, second = (count / sum(examples) for count in examples)
+    kinds = []
+    for value, one, other in zip(whole, *halves, strict=True):
+        tolerance = rtol * max(abs(value), abs(one), abs(other))
+        if abs(first * one + second * other - value) <= tolerance:
+            kinds.append(AddedLossKind.MEAN)
+        elif abs(one + other - value) <= tolerance:
+            kinds.append(AddedLossKind.SUM)
+        else:
+            kinds.append(AddedLossKind.COUPLED)
+    return kinds
+
+
+def describe_added_loss(kind: AddedLossKind, layer: keras.Layer | None) -> str | None:
+    """Returns the warning about a scalar in `model.losses`, or None if it needs none.
+
+    Args:
+        kind: see `kinds_of_added_losses`.
+        layer: the layer that added it, or None if it is not known.
+    """
+    if kind is AddedLossKind.MEAN:
+        return None
+    start = f"{name_of(layer)} adds a scalar loss that is {kind.value}."
+    if kind is AddedLossKind.SUM:
+        return (
+            f"{start} Replicas and microbatches contribute a mean of it, so it is divided by their "
+            "number. Add one number per example, or the mean over the examples."
+        )
+    return (
+        f"{start} Each replica and microbatch computes it from its own examples, and the mean of "
+        "these values enters the loss, which depends on how the batch is divided."
+    )
+
+
+def name_of(layer: keras.Layer | None) -> str:
+    """Returns how a warning calls a layer."""
+    return "The model" if layer is None else f"Layer {layer.name!r}"
