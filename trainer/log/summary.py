@@ -61,9 +61,10 @@ class Interval:
     """Statistics of the steps between two log lines, as Python numbers."""
 
     step: int  # the last step of the interval
-    loss: float  # mean over the applied steps; NaN if no step was applied
-    regularization_loss: float  # mean over the applied steps, as for `loss`
-    gradient_norm: float  # mean over the applied steps, as for `loss`
+    loss: float  # mean over the examples of the applied steps, with their weights; NaN if no step
+    # was applied
+    regularization_loss: float  # mean over the examples of the applied steps; NaN as for `loss`
+    gradient_norm: float  # mean over the applied steps; NaN as for `loss`
     loss_scale: float  # loss scale of the last step
     applied: int  # updates since the run began
     skipped: int  # skipped steps since the run began
@@ -98,16 +99,20 @@ def summarize(
     """
     applied = np.asarray(steps.grads_finite)
 
-    def mean(values: np.ndarray) -> float:
-        return float(np.mean(values[applied])) if applied.any() else math.nan
+    def mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
+        if not applied.any():
+            return math.nan
+        if weights is not None and np.sum(weights[applied], dtype=np.float64) > 0:
+            return float(np.average(values[applied], weights=weights[applied].astype(np.float64)))
+        return float(np.mean(values[applied]))
 
     def per_second(amount: float) -> float:
         return float(amount) / seconds
 
     return Interval(
         step=int(steps.step[-1]),
-        loss=mean(steps.loss),
-        regularization_loss=mean(steps.regularization_loss),
+        loss=mean(steps.loss, steps.weight),
+        regularization_loss=mean(steps.regularization_loss, steps.examples),
         gradient_norm=mean(steps.gradient_norm),
         loss_scale=float(steps.loss_scale[-1]),
         applied=totals.applied,

@@ -94,9 +94,9 @@ def warn_of_losses_per_example(
     for entry in entries:
         if may_be_per_example(entry, weights):
             layer = layer_that_added(model, entry)
-            shape = f"(examples, {str(entry.shape[1:])[1:]}" if entry.shape[1:] else "(examples,)"
+            shape = ", ".join(["examples", *map(str, entry.shape[1:])])
             warn_once(
-                f"{name_of(layer)} adds a loss of shape {shape}, one number per example. The "
+                f"{name_of(layer)} adds a loss of shape ({shape}), one number per example. The "
                 "trainer takes its weighted mean over the global batch, as it does with the losses "
                 "from compute_loss. Keras's fit sums it, so that it grows with the batch size. Add "
                 "tf.reduce_mean(loss) to be independent of this rule."

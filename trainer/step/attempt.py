@@ -86,6 +86,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         consecutive_skips=run.consecutive_skips.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
+        weight=tf.reduce_sum(weights),
         data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data
         **last.outcome._asdict(),
     )

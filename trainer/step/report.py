@@ -42,6 +42,7 @@ class StepReport(NamedTuple):
         tf.Tensor
     )  # shape=(), bool: whether this step was computed in float32, after many skips
     examples: tf.Tensor  # shape=(), int64: number of examples in the global batch
+    weight: tf.Tensor  # shape=(), float32: sum of their weights, over which `loss` is a mean
     data_wait_secs: tf.Tensor  # shape=(), float32: how long the loop waited for the batch
     # The remaining fields are those of `Outcome`, from the last attempt.
     loss: tf.Tensor
@@ -97,6 +98,7 @@ def report_spec(recorded: int = 0) -> StepReport:
         consecutive_skips=count,
         in_float32=tf.TensorSpec([], tf.bool),
         examples=count,
+        weight=tf.TensorSpec([], tf.float32),
         data_wait_secs=tf.TensorSpec([], tf.float32),
         **outcome_spec(recorded)._asdict(),
     )

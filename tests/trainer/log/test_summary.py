@@ -14,8 +14,8 @@ from trainer.step import TrainState
 
 
 def reports(**fields):
-    """The reports of two steps; each field that is not given is 1."""
-    ones = {name: np.ones(2) for name in StepReport._fields}
+    """The reports of two steps, or more if `loss` has more; each field that is not given is 1."""
+    ones = {name: np.ones(len(fields.get("loss", [0, 0]))) for name in StepReport._fields}
     given_fields = {name: np.array(values) for name, values in fields.items()}
     return StepReport(**ones | {"grads_finite": np.array([True, True])} | given_fields)
 
@@ -48,6 +48,24 @@ def test_means_are_over_applied_steps():
     assert (interval.applied, interval.skipped) == (7, 1)
     assert interval.metrics == {"accuracy": 0.5}
     assert math.isnan(interval.examples_per_second)
+
+
+def test_means_are_over_examples():
+    """The loss counts each step with the weight of its batch, and `model.losses` with its number of
+    examples. The gradient norm counts every step once, and so does a loss if no batch has weight.
+    """
+    numbers = {"loss": [1.0, 3.0, 9.0], "regularization_loss": [2.0, 4.0, 9.0]}
+    numbers |= {"gradient_norm": [1.0, 2.0, 9.0], "grads_finite": [True, True, False]}
+    sizes = {"examples": np.int64([80, 20, 50]), "weight": np.float32([10.0, 30.0, 50.0])}
+    interval = summarize(reports(**numbers | sizes), Totals(2, {}), {}, None, 1.0)
+    weightless = summarize(
+        reports(**numbers | sizes | {"weight": np.zeros(3)}), Totals(2, {}), {}, None, 1.0
+    )
+
+    assert interval.loss == (10 * 1.0 + 30 * 3.0) / 40
+    assert interval.regularization_loss == pytest.approx((80 * 2.0 + 20 * 4.0) / 100)
+    assert interval.gradient_norm == 1.5
+    assert weightless.loss == 2.0
 
 
 def test_an_interval_without_an_update_has_no_means():
