@@ -15,9 +15,14 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import all_layers, layer_that_added
 from trainer.run.gradient_check import computes_in_float32, first_examples, listed, restoring
 from trainer.run.gradient_check import pass_inputs as inputs_of
+from trainer.step.added_losses import (
+    describe_added_loss,
+    kinds_of_added_losses,
+    may_be_per_example,
+)
 from trainer.step.checks import owner_of
 from trainer.step.forward import forward, written_by
 from trainer.step.microbatch import MicrobatchPlan, PassInputs
@@ -33,6 +38,8 @@ class Outputs(NamedTuple):
 
     losses: tf.Tensor  # shape=(examples,), float32: the sum of all objectives' losses
     written: Values  # what the forward pass would have assigned
+    added: list[tf.Tensor]  # the scalars in `model.losses`
+    adders: list[keras.Layer | None]  # the layers that added them; None if not known
 
 
 def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
@@ -58,6 +65,7 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
     try:
         loss = differs(whole, half, plan, training=False)
         layers = not loss and comparable and differs(whole, half, plan, training=True)
+        added = kinds_of_scalars(whole, plan)
         written = assigned_by_users(outputs_of(whole, plan, training=True).written, plan)
     except Exception as error:  # noqa: BLE001  # a check must not end a run
         logging.warning("Whether examples depend on each other was not checked: %s", error)
@@ -70,6 +78,7 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
             f"{shares}, each share of a batch is coupled by itself, which is another loss than on "
             "the whole batch. Use one replica and num_microbatches=1 to couple whole batches."
         )
+    texts += added
     if layers:
         texts.append(
             f"In training, {coupling_layers(plan.model)} on all examples of a share. With "
@@ -118,7 +127,27 @@ def outputs_of(inputs: PassInputs, plan: StepPlan, *, training: bool) -> Outputs
         lambda: forward(inputs.share.batch, inputs.values, inputs.keys, constants),
     )
     losses = tf.add_n(list(passed.losses.values()))
-    return Outputs(losses, written_by(plan.model, inputs.values, passed.after))
+    scalars = [
+        entry for entry in passed.added if not may_be_per_example(entry, inputs.share.weights)
+    ]
+    adders = [layer_that_added(plan.model, entry) for entry in scalars]
+    written = written_by(plan.model, inputs.values, passed.after)
+    return Outputs(losses, written, scalars, adders)
+
+
+def kinds_of_scalars(whole: PassInputs, plan: StepPlan) -> list[str]:
+    """Returns a sentence for each scalar in `model.losses` that is not a mean over the examples."""
+    halves = [whole._replace(share=strategies.take(whole.share, index, 2)) for index in (0, 1)]
+    passes = [outputs_of(inputs, plan, training=False) for inputs in (whole, *halves)]
+    all_values, *of_halves = ([float(tf.reduce_sum(e)) for e in each.added] for each in passes)
+    kinds = kinds_of_added_losses(
+        all_values,
+        (of_halves[0], of_halves[1]),
+        (int(halves[0].share.examples), int(halves[1].share.examples)),
+        rtol=1e-3 if computes_in_float32(plan.model) else IN_HALF,
+    )
+    texts = [describe_added_loss(*pair) for pair in zip(kinds, passes[0].adders, strict=True)]
+    return [text for text in texts if text]
 
 
 def assigned_by_users(written: Values, plan: StepPlan) -> list[str]:

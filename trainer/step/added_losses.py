@@ -114,7 +114,8 @@ def kinds_of_added_losses(
 
     A sum over the examples looks like a mean: both are scalars. But the trainer multiplies a
     scalar by the share's fraction of the examples, which is right for a mean and halves a sum on
-    two replicas. Compare one batch with its two parts before the first step, and warn.
+    two replicas. `trainer.run.coupling_check` compares a batch with its two parts before the first
+    step of a run that divides batches, and logs what `describe_added_loss` returns.
 
     Args:
         whole: the entries after one call with all examples, without randomness (Dropout).

@@ -91,6 +91,44 @@ def test_the_sentences():
     )
 
 
+class Adding(keras.layers.Layer):
+    """Adds a loss of its inputs."""
+
+    def __init__(self, loss_of, **arguments):
+        """Keeps the function of the inputs."""
+        super().__init__(**arguments)
+        self._loss_of = loss_of
+
+    def call(self, inputs):
+        """Returns its inputs."""
+        self.add_loss(self._loss_of(inputs))
+        return inputs
+
+
+def test_a_scalar_sum_over_the_batch_is_named(mirrored):
+    """L8: a layer that adds the sum of a loss over the examples is named, and so is one whose loss
+    couples them; a mean, a regularizer and one number per example are not.
+    """
+    ops = keras.ops
+    with mirrored(3).scope():
+        model = stacked(
+            Adding(lambda x: 0.1 * ops.sum(ops.square(x)), name="total"),
+            Adding(lambda x: ops.max(x) * ops.mean(x), name="spread"),
+            Adding(ops.mean, name="mean"),
+            Adding(lambda x: ops.sum(ops.square(x), axis=-1), name="each"),
+            keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l2"),
+        )
+    batch = tf.ones([12, 2]) * tf.range(12.0)[:, None]
+    plan = plan_of(model, strategy=mirrored(3))
+    before = [variable.numpy().tobytes() for variable in model.variables]
+
+    assert [text.split(".")[0] for text in coupled(plan, batch)] == [
+        "Layer 'total' adds a scalar loss that is a sum over the examples",
+        "Layer 'spread' adds a scalar loss that is neither a mean nor a sum over the examples",
+    ]
+    assert [variable.numpy().tobytes() for variable in model.variables] == before
+
+
 def test_a_whole_batch_needs_no_warning():
     """Nothing is said where a batch is one share."""
     model = stacked()
