@@ -259,7 +259,7 @@ class Trainer(Task):
         self._take_monitor(take_fields(MonitorConfig, arguments))
         check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
-        self._compile_mode_open = jit_compile == "auto"
+        self.compile_mode_open = jit_compile == "auto"
         self._started = self._evaluating = self._introduced = False
         self._trained_on: tuple[Any, DataPosition] | None = None
         self.stop_asked = False
@@ -441,9 +441,9 @@ class Trainer(Task):
 
     def _settle_compile_mode(self, data: Batches, target: int, log: RunLog) -> Choice | None:
         """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
-        if not self._compile_mode_open:
+        if not self.compile_mode_open:
             return None
-        self._compile_mode_open = False
+        self.compile_mode_open = False
         with log.console.status("measuring what XLA should compile ..."):
             steps_left = target - self.totals.attempted
             choice = settle(self, self._parts, data, steps_left, self._use)
@@ -644,7 +644,7 @@ class Trainer(Task):
         """
         check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
-        if self._compile_mode_open and not self._started:
+        if self.compile_mode_open and not self._started:
             self.jit_compile = record.setting["jit_compile"]
         check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))

@@ -19,6 +19,7 @@ from trainer.step.losses import losses_and_aux, weighted_sum
 from trainer.step.objective import Objective
 from trainer.step.randomness import seed_states
 from trainer.step.replica import my_share
+from trainer.step.types import MetricsByName
 
 PRECISIONS = ("float32", "train")
 
@@ -127,7 +128,7 @@ class Evaluator:
             if stopped:
                 return None
             raise unequal_lengths(bool(left))
-        metrics = {name: float(metric.result()) for name, metric in self._task.metrics.items()}
+        metrics = numbers_of(self._task.metrics)
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
     @without_autograph
@@ -291,3 +292,28 @@ def without_writes(
         [(variable, variable.value) for variable in variables]
     )
     return scope
+
+
+def numbers_of(metrics: MetricsByName) -> dict[str, float]:
+    """Returns the results of metrics. Waits for the device.
+
+    Args:
+        metrics: Keras metrics, keyed by name. A result may be a tensor or a variable, which has a
+            copy for each replica.
+
+    Raises:
+        ValueError: if a result is not one number.
+    """
+    numbers = {}
+    for name, metric in metrics.items():
+        result = metric.result()
+        value = None if isinstance(result, dict) else tf.convert_to_tensor(result)
+        if value is None or value.shape.num_elements() != 1:
+            found = "a dict" if value is None else f"shape {tuple(value.shape)}"
+            raise ValueError(
+                f"`metrics` must return one number each; got {found} from {name!r} "
+                f"({type(metric).__name__}). The log and `best_metric` compare numbers. Choose an "
+                "average, such as average='macro' of F1Score, or write one metric for each number."
+            )
+        numbers[name] = float(tf.reshape(value, []))
+    return numbers

@@ -22,6 +22,7 @@ from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.types import Batch, MetricsByName, Optimizers
+from trainer.step.xla import layers_without_xla
 
 # Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
 # names are kept so that checkpoints of older versions stay readable.
@@ -179,6 +180,8 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
 def make_plan(trainer: RunnableTrainer) -> StepPlan:
     """Returns the step's plan for a trainer's settings."""
     skip_policy = trainer.skip_policy
+    if trainer.compile_mode_open and layers_without_xla(trainer.model):
+        trainer.jit_compile = False
     return plan_step(
         strategy=trainer.strategy,
         model=trainer.model,

@@ -28,7 +28,7 @@ from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
 from trainer.step.fused import fused_rule
 from trainer.step.plan import StepPlan, compiled_as
-from trainer.step.xla import COMPILE_MODES, check_compile_mode
+from trainer.step.xla import COMPILE_MODES, check_compile_mode, layers_without_xla
 
 CompileMode = bool | str
 
@@ -122,10 +122,13 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
         return [plan.jit_compile]
     unfused = any(fused_rule(objective.optimizer) is None for objective in plan.objectives)
     update: list[CompileMode] = ["update"] if unfused and found.num_replicas == 1 else []
+    modes: list[CompileMode]
     if trainer.precision.compute_dtype == "bfloat16" and found.on_cpu:
         # XLA's matrix products do not use the processor's bfloat16 instructions: try True last.
-        return [False, "elementwise", *update, True]
-    return [False, True, *update, "elementwise"]
+        modes = [False, "elementwise", *update, True]
+    else:
+        modes = [False, True, *update, "elementwise"]
+    return [mode for mode in modes if mode is not True or not layers_without_xla(plan.model)]
 
 
 def settle(

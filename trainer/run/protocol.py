@@ -76,6 +76,7 @@ class RunnableTrainer(Protocol):
     alternate_optimizers: bool
     steps_per_loop: int
     jit_compile: bool | str
+    compile_mode_open: bool  # whether `jit_compile` was "auto", and no mode has been chosen yet
     seed: int | None
     checkpoint_config: CheckpointConfig
     skip_policy: SkipPolicy

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from trainer.checkpoint import CheckpointError
 from trainer.data.errors import reason_of
+from trainer.evaluation.evaluator import numbers_of
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
 from trainer.monitor.divergence import Detection, LossWatch
@@ -76,7 +77,7 @@ class Reporter:
         if not self._log.pending:
             return
         metrics = self._trainer.metrics
-        values = {name: float(metric.result()) for name, metric in metrics.items()}
+        values = numbers_of(metrics)
         with self.writing():
             self._log.flush(self._target, Totals.from_state(self._parts.state), values)
         for metric in metrics.values():

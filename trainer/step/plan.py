@@ -26,7 +26,7 @@ from trainer.step.objective import Objective, objectives_of
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
 from trainer.step.types import Aux, Batch, Model, Variable
-from trainer.step.xla import check_compile_mode, compiled_differentiation
+from trainer.step.xla import check_compile_mode, check_model_compiles, compiled_differentiation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +190,7 @@ def plan_step(
     )
     check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
+    check_model_compiles(model, jit_compile)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     objectives = objectives_of(model, optimizer)
     build_optimizers(model, objectives, ema_momentum)

@@ -9,12 +9,14 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeAlias
 
+import keras
 import tensorflow as tf
 
 import strategies
 from trainer.base.argument_checks import check_choice
+from trainer.base.keras_private import all_layers
 from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
-from trainer.step.types import Gradient
+from trainer.step.types import Gradient, Model
 
 UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
 
@@ -50,6 +52,24 @@ def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) ->
             f"got 'update' under {type(strategy).__name__} with {strategy.num_replicas_in_sync} "
             "replicas. XLA can compile the optimizer's update only where a variable has one copy, "
             f"on the device that updates it. Use one of {others}."
+        )
+
+
+def layers_without_xla(model: Model) -> list[keras.Layer]:
+    """Returns a model's layers that say that XLA cannot compile them: `supports_jit` is False."""
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    return [layer for layer in layers if not layer.supports_jit]
+
+
+def check_model_compiles(model: Model, jit_compile: bool | str) -> None:
+    """Raises ValueError if XLA is to compile a layer that it cannot compile."""
+    found = layers_without_xla(model) if jit_compile is True else []
+    if found:
+        layers = ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in found)
+        raise ValueError(
+            f"`jit_compile` must not be True with layers that XLA cannot compile; got {layers}, "
+            "whose `supports_jit` is False. TensorFlow would fail at the first step. Use "
+            '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
         )
 
 

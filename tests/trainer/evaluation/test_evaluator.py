@@ -8,6 +8,7 @@ from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
 
 from trainer import Trainer
 from trainer.data.batches import untuned
+from trainer.evaluation.evaluator import numbers_of
 
 X = np.random.default_rng(0).standard_normal([11, 5]).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 3, 11)
@@ -194,3 +195,52 @@ def test_an_evaluation_does_not_advance_seed_generators(mirrored, replicas):
 
     assert undisturbed.weight == disturbed.weight != 1.0
     assert_same_bits(all_copies(undisturbed), all_copies(disturbed))
+
+
+class Counted(keras.metrics.Metric):
+    """Counts examples, and returns its variable, as Keras's own example does."""
+
+    def __init__(self, **arguments):
+        """Creates the count."""
+        super().__init__(**arguments)
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Adds the number of examples."""
+        del y_pred, sample_weight
+        self.count.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+    def result(self):
+        """The variable itself."""
+        return self.count
+
+
+def test_a_metric_may_return_its_variable(mirrored):
+    """A metric whose result is a variable is read on all replicas, in logs and in evaluations."""
+    trainer = Trainer(
+        model=linear_model,
+        optimizer="sgd",
+        loss_fn="mse",
+        metrics=lambda: {"count": Counted()},
+        strategy=mirrored(3),
+        verbose=False,
+    )
+    data = (np.ones([7, 1], np.float32), np.ones([7, 1], np.float32))
+    trainer.train(data, steps=1, global_batch=7)
+
+    assert trainer.evaluate(data, global_batch=7)["count"] == 7.0
+
+
+@pytest.mark.parametrize(("result", "found"), [([0.5, 1.0], "shape (2,)"), ({"a": 1.0}, "a dict")])
+def test_a_metric_returns_one_number(result, found):
+    """A result of several numbers is refused by the metric's name."""
+    metric = keras.metrics.Mean()
+    metric.result = lambda: result
+    with pytest.raises(ValueError, match="metrics") as error:
+        numbers_of({"scores": metric})
+
+    assert str(error.value) == (
+        f"`metrics` must return one number each; got {found} from 'scores' (Mean). The log and "
+        "`best_metric` compare numbers. Choose an average, such as average='macro' of F1Score, or "
+        "write one metric for each number."
+    )

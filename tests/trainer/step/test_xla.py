@@ -3,7 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
-from helpers import SmallImages, adam, assert_close, trained_small
+from helpers import IMAGES, LABELS, SmallImages, adam, assert_close, trained_small
 
 from trainer.step.xla import (
     COMPILE_MODES,
@@ -116,3 +116,34 @@ def test_elementwise_has_no_product():
     products = {"MatMul", "BatchMatMulV2", "Conv2D", "Einsum", "MaxPool", "FusedBatchNormV3", "Sum"}
 
     assert not ELEMENTWISE & products
+
+
+class Turned(SmallImages):
+    """A layer that XLA cannot compile, in front of the images' model."""
+
+    def build_model(self):
+        """Random rotations first."""
+        turn = keras.layers.RandomRotation(0.1, name="turn")
+        return keras.Sequential([keras.Input([8, 8, 1]), turn, super().build_model()])
+
+
+def test_a_layer_that_xla_cannot_compile_is_named():
+    """jit_compile=True is refused for a model with a layer that says it is not for XLA."""
+    trainer = Turned(optimizer=adam, jit_compile=True, verbose=False)
+    with pytest.raises(ValueError, match="turn") as error:
+        trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    assert str(error.value) == (
+        "`jit_compile` must not be True with layers that XLA cannot compile; got 'turn' "
+        "(RandomRotation), whose `supports_jit` is False. TensorFlow would fail at the first step. "
+        'Use "elementwise" or False, or apply such layers to the data, with Dataset.map.'
+    )
+
+
+def test_auto_does_not_compile_what_xla_cannot():
+    """jit_compile="auto", which starts with XLA in float16 on a CPU, runs such a model without it."""
+    trainer = Turned(optimizer=adam, precision="mixed_float16", verbose=False)
+    assert trainer.jit_compile is True
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    assert trainer.jit_compile is False

@@ -1,0 +1,101 @@
+"""docs/catalogue.md, made from the rows."""
+
+import collections
+import pathlib
+
+from catalogue import configurations
+from catalogue.entries import ROOMS, entries
+from catalogue.features import FEATURES_ROOM, features
+from catalogue.rows import DRAWS, KERAS, NOT_TRAINED, OPEN, REFUSED, RIGHT, SHARES
+
+PATH = pathlib.Path(__file__).parents[2] / "docs" / "catalogue.md"
+VERDICTS = (RIGHT, REFUSED, KERAS, OPEN, NOT_TRAINED)
+
+INTRODUCTION = """\
+# The catalogue
+
+Every public class of `keras.layers`, `keras.losses`, `keras.metrics`, `keras.optimizers`,
+`keras.regularizers`, `keras.constraints` and `keras.initializers`, and what halfstep does with it. The
+classes are read from Keras, so a class that is new in Keras fails the test until it has a row. This
+page is generated from the rows of `tests/catalogue` by
+`pytest tests/conformance/test_catalogue.py --regenerate`.
+
+**right** means that small random models with the class were trained for one step by halfstep and by
+a plain loop (`tf.GradientTape` over the whole batch and SGD, in the same dtype policy), and all
+variables agreed on all replicas: in float32 to 64, and in half precision to 16 times the machine
+epsilon of the variable's gradient. An inf in the last example skipped the step and left every
+variable's bits as they were. After a restore, the step was repeated with the same bits.
+Losses are compared with `train_on_batch`, metrics with Keras's results over the same
+batches, and optimizers and schedules with three updates of Keras's own `apply`.
+
+- **each share by itself**: the class mixes the examples that it sees together. A replica's microbatch
+  is such a share, and the plain loop runs over the same shares.
+- **random**: the plain loop runs over the same shares with the same keys.
+- **Keras's fault**: Keras by itself gives the wrong result; the test runs a program that shows it.
+- **open**: halfstep is wrong. The test expects that, and fails when it is mended.
+- **not trained**: a base class, or nothing that a step could contain.
+
+There are {all} configurations: 1 or 3 replicas x 1 or 2 microbatches x plain, XLA or element-wise XLA x
+float32, mixed_float16 or mixed_bfloat16. CI runs each class in the one that its row shows; over
+all classes, every configuration is run. The nightly run takes nine for each class, in which every value
+of an axis meets every value of another, with other random models.
+An optimizer sees float32 gradients in every precision, so optimizers are compared in float32 only.
+"""
+
+
+def page():
+    """The text of the page."""
+    listed = [*entries(), *features()]
+    text = INTRODUCTION.format(all=len(configurations.ALL))
+    text += "\n## Counts\n\n| | classes | " + " | ".join(VERDICTS) + " |\n"
+    text += "|---|" + "---|" * (len(VERDICTS) + 1) + "\n"
+    rooms = [room for room, _ in ROOMS.values()]
+    for room in rooms:
+        text += count_row(f"`{room}`", [each for each in listed if each.room == room])
+    text += count_row("all classes", [each for each in listed if each.room in rooms])
+    text += count_row(FEATURES_ROOM, [each for each in listed if each.room == FEATURES_ROOM])
+    for room in [*rooms, FEATURES_ROOM]:
+        title = f"`{room}`" if room in rooms else room
+        text += f"\n## {title}\n\n| {'class' if room in rooms else 'feature'} | a step is | in CI | |\n|---|---|---|---|\n"
+        text += "".join(row(each) for each in listed if each.room == room)
+    return text
+
+
+def count_row(title, listed):
+    """A row of the table of counts."""
+    counts = collections.Counter(each.row.verdict for each in listed)
+    cells = [str(len(listed)), *(str(counts[verdict]) for verdict in VERDICTS)]
+    return f"| {title} | " + " | ".join(cells) + " |\n"
+
+
+def row(entry):
+    """A row of a room's table."""
+    verdict = entry.row.verdict
+    if verdict == RIGHT and entry.row.compared_with == SHARES:
+        verdict += ", each share by itself"
+    if verdict == RIGHT and entry.row.compared_with == DRAWS:
+        verdict += ", random"
+    where = ""
+    if entry.row.verdict in {RIGHT, OPEN}:
+        where = configured(entry)
+    return f"| `{entry.name}` | {verdict} | {where} | {'. '.join(notes(entry.row))} |\n"
+
+
+def configured(entry):
+    """The configuration of CI, as far as it matters to the room."""
+    found = configurations.of_class(entry.name, entry.row)
+    if entry.room == "keras.metrics":
+        return "3 replicas, `evaluate`"
+    text = str(found)
+    return text.rpartition(",")[0] + ", float32" if "optimizers" in entry.room else text
+
+
+def notes(row):
+    """What a reader must know."""
+    found = [row.because] if row.because else []
+    if row.no_xla:
+        found += ["XLA cannot compile it: refused with `jit_compile=True`"]
+    if row.fails_in:
+        names = " and ".join(name.removeprefix("mixed_") for name in row.fails_in)
+        found += [f"Keras by itself fails in {names}"]
+    return found

@@ -1,0 +1,179 @@
+"""Every public class of Keras, in small random models, and docs/catalogue.md, which is generated from
+their rows. The rows are in `tests/catalogue`.
+"""
+
+import functools
+import zlib
+
+import keras
+import numpy as np
+import pytest
+from catalogue import configurations, page
+from catalogue.check_loss import check_loss, check_metrics
+from catalogue.check_optimizer import check_optimizer
+from catalogue.check_step import (
+    check_fails_in_keras,
+    check_no_xla,
+    check_refused_in,
+    check_step,
+)
+from catalogue.configurations import Configuration
+from catalogue.entries import entries, missing_and_strays
+from catalogue.features import features
+from catalogue.losses import METRICS
+from catalogue.models import cases
+from catalogue.rows import KERAS, OPEN, REFUSED, RIGHT
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import strategies
+
+LISTED = [*entries(), *features()]
+CHECKS = {
+    "keras.losses": check_loss,
+    "keras.optimizers": check_optimizer,
+    "keras.optimizers.schedules": check_optimizer,
+}
+TRIED = [each for each in LISTED if each.row.verdict in {RIGHT, OPEN}]
+STEPS = [each for each in TRIED if each.room != "keras.metrics"]
+# What the default run tries.
+HANDFUL = {"keras.layers.MultiHeadAttention", "keras.layers.GaussianNoise", "keras.losses.Huber"}
+
+
+def run_one(entry, configuration, strategy, turn=0):
+    """Draws a model with a class, and compares a step."""
+    check = CHECKS.get(entry.room, check_step)
+
+    @seed(zlib.crc32(f"{entry} {configuration} {turn}".encode()))
+    @settings(
+        max_examples=1,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(entry.cls, entry.row))
+    def compare(case):
+        keras.utils.set_random_seed(0)
+        check(case, configuration, strategy)
+
+    if entry.row.verdict == OPEN:
+        with pytest.raises(Exception, match=entry.row.shown_by):
+            compare()
+    else:
+        compare()
+
+
+def strategy_of(configuration, mirrored):
+    """The default strategy, or a mirrored one."""
+    replicas = configuration.replicas
+    return mirrored(replicas) if replicas > 1 else strategies.create("default")
+
+
+def test_every_class_has_a_row():
+    """The rows are Keras's public classes, no more and no less: a class that is new in Keras needs a
+    row.
+    """
+    assert missing_and_strays() == ([], [])
+
+
+def test_every_configuration_is_some_layers():
+    """When each layer is tried once, every configuration is tried."""
+    chosen = {
+        configurations.of_class(each.name, each.row)
+        for each in TRIED
+        if each.room == "keras.layers"
+    }
+
+    assert chosen == set(configurations.ALL)
+
+
+def test_the_page_says_what_the_rows_say(request):
+    """docs/catalogue.md is what the rows generate; `--regenerate` writes it."""
+    if request.config.getoption("--regenerate"):
+        page.PATH.write_text(page.page())
+
+    assert page.PATH.read_text() == page.page()
+
+
+@pytest.mark.filterwarnings("ignore")  # Keras warns about masks that models here do not need
+@pytest.mark.parametrize("entry", STEPS, ids=str)
+def test_a_class_is_as_its_row_says(entry, mirrored, full):
+    """L5, L6, L8, L12: a step with the class equals a plain loop's, a skipped one moves nothing, and
+    a restored one repeats its bits; in one configuration for each class.
+    """
+    if not full and str(entry) not in HANDFUL:
+        pytest.skip("only with --full")
+    configuration = configurations.of_class(entry.name, entry.row)
+    run_one(entry, configuration, strategy_of(configuration, mirrored))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("entry", STEPS, ids=str)
+def test_a_class_in_nine_configurations(entry, mirrored):
+    """The same in nine configurations, in which every value of an axis meets every value of
+    another.
+    """
+    for turn, configuration in enumerate(configurations.nine_of_class(entry.name, entry.row)):
+        run_one(entry, configuration, strategy_of(configuration, mirrored), turn + 1)
+
+
+@pytest.fixture(scope="module")
+def results(mirrored):
+    """Results of metrics by kind of labels: (ours, Keras's), keyed by name."""
+    classes = {each.name: each.cls for each in TRIED if each.room == "keras.metrics"}
+    configuration = Configuration(3, 1, False, "float32")
+    return functools.cache(
+        lambda kind: check_metrics(METRICS, classes, kind, configuration, mirrored(3))
+    )
+
+
+@pytest.mark.parametrize("name", [n for n, row in METRICS.items() if row.verdict == RIGHT])
+def test_a_metric_is_keras_own(name, results, full):
+    """On three replicas, `evaluate` returns what the metric returns for the same batches."""
+    if not full and METRICS[name].kind != "positive":
+        pytest.skip("only with --full")
+    found, expected = results(METRICS[name].kind)[name]
+
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("entry", [e for e in LISTED if e.row.verdict == KERAS], ids=str)
+def test_keras_is_wrong_by_itself(entry, full):
+    """A program without halfstep shows what is wrong in Keras. If it raises nothing, Keras is mended
+    and the row must change.
+    """
+    if not full:
+        pytest.skip("only with --full")
+    with pytest.raises(AssertionError):
+        exec(compile(entry.row.program, str(entry), "exec"), {})  # noqa: S102
+
+
+@pytest.mark.parametrize("entry", [e for e in LISTED if e.row.fails_in], ids=str)
+def test_keras_fails_in_half_by_itself(entry, full):
+    """A plain step under the dtype policy raises: halfstep has nothing to be compared with."""
+    if not full:
+        pytest.skip("only with --full")
+    check_fails_in_keras(entry)
+
+
+@pytest.mark.parametrize("entry", [e for e in LISTED if e.row.refused_in], ids=str)
+def test_a_class_is_refused_in_half(entry, full):
+    """The first step raises where a class would round weights to half precision."""
+    if not full:
+        pytest.skip("only with --full")
+    check_refused_in(entry)
+
+
+@pytest.mark.parametrize("entry", [e for e in LISTED if e.row.no_xla], ids=str)
+def test_what_xla_cannot_compile_is_refused(entry):
+    """`jit_compile=True` is refused before the first step, with the layer's name."""
+    check_no_xla(entry)
+
+
+@pytest.mark.parametrize("entry", [e for e in LISTED if e.row.verdict == REFUSED], ids=str)
+def test_a_refused_class_is_refused(entry):
+    """The error begins with the sentence that the row shows."""
+    with pytest.raises((TypeError, ValueError)) as error:
+        entry.row.refuse()
+
+    assert str(error.value).startswith(entry.row.because)
