@@ -38,9 +38,25 @@ class Given(keras.Model):
     def call(self, inputs):
         """Takes one tensor for each variable, with a leading axis; returns one number per row."""
         return sum(
-            tf.reduce_sum(tf.reshape(weight * each, [tf.shape(each)[0], -1]), axis=1)
+            zero_with_gradient(weight, each)
+            if getattr(weight, "overwrite_with_gradient", False)
+            else tf.reduce_sum(tf.reshape(weight * each, [tf.shape(each)[0], -1]), axis=1)
             for weight, each in zip(self.given, inputs, strict=True)
         )
+
+
+def zero_with_gradient(weight, values):
+    """Returns 0 for each row. The weight's gradient is the largest row, whatever the loss: a new value
+    and no derivative, as layers in float8 have them.
+    """
+
+    @tf.custom_gradient
+    def zero(weight):
+        del weight
+        rows = tf.shape(values)[0]
+        return tf.zeros([rows]), lambda upstream: tf.reduce_max(values, axis=0)  # noqa: ARG005
+
+    return zero(tf.convert_to_tensor(weight))
 
 
 @tf.custom_gradient
@@ -58,16 +74,28 @@ class Stepper:
         strategy: where the step runs.
         rule: the loss-scale rule.
         constraint: of all weights.
+        overwritten: the positions of weights with `overwrite_with_gradient`.
         **arguments: more arguments of `plan_step`.
     """
 
-    def __init__(self, *values, optimizer, strategy=None, rule=None, constraint=None, **arguments):
+    def __init__(
+        self,
+        *values,
+        optimizer,
+        strategy=None,
+        rule=None,
+        constraint=None,
+        overwritten=(),
+        **arguments,
+    ):
         """Builds the model and the plan."""
         rule = rule or scaling.NoLossScale()
         self.strategy = strategy or tf.distribute.get_strategy()
         self.replicas = self.strategy.num_replicas_in_sync
         with self.strategy.scope():
             self.model = Given(*values, constraint=constraint)
+            for position in overwritten:
+                self.model.given[position].overwrite_with_gradient = True
             self.run = TrainState(rule)
             self.optimizer = optimizer() if callable(optimizer) else optimizer
             self.plan = plan_step(

@@ -29,6 +29,7 @@ OTHERS = [
     "docs/report.md",
     "docs/scale.md",
     "docs/performance.md",
+    "docs/peers_tests.md",
     "docs/skipped-steps.md",
     "CONTRIBUTING.md",
     "examples/README.md",

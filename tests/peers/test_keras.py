@@ -226,6 +226,29 @@ def test_gradient_accumulation():
     assert int(stepper.optimizer.iterations.numpy()) == 1
 
 
+def test_overwrite_with_gradient(strategy):
+    """A marked variable takes the value of its gradient, while another one learns: no scale divides it
+    and no replica adds to it (test_finite_step_with_overwrite, test_overwrite_with_gradient).
+    """
+    rule = scaling.FixedLossScale(1024.0)
+    stepper = Stepper(TABLE, TABLE, optimizer=sgd(), strategy=strategy, rule=rule, overwritten=[0])
+    stepper.step(ONES, ONES)
+
+    assert stepper.weights[0].tolist() == ONES
+    assert stepper.weights[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_overwrite_with_microbatches():
+    """Over two microbatches the marked variable takes the larger value, and the other one moves by the
+    mean, 1.5 (test_overwrite_with_gradient_with_gradient_accumulation).
+    """
+    stepper = Batches(TABLE, TABLE, optimizer=sgd(), num_microbatches=2, overwritten=[0])
+    stepper.batch([ONES, ONES], [TWOS, TWOS])
+
+    assert stepper.weights[0].tolist() == TWOS
+    assert stepper.weights[1].tolist() == [[-0.5, 0.5], [1.5, 2.5]]
+
+
 ACCUMULATING = [
     "adam",
     "sgd",
@@ -281,6 +304,42 @@ def test_callable_learning_rate():
 
     np.testing.assert_allclose(stepper.weight, [[0.9, 1.9], [2.9, 3.9]], rtol=1e-6)
     assert int(stepper.optimizer.iterations.numpy()) == 1
+
+
+class HalfReached(Linear):
+    """A model with two layers, of which the loss reads the first."""
+
+    def build_model(self):
+        """The outputs of both layers."""
+        inputs = keras.Input([1])
+        outputs = [
+            keras.layers.Dense(1, use_bias=False, name=n)(inputs) for n in ("read", "unread")
+        ]
+        return keras.Model(inputs, outputs)
+
+    def compute_loss(self, batch, training):
+        """Reads the first output, or none."""
+        outputs = self.model(batch["x"], training=training)[0]
+        return outputs[:, 0] * batch["slope"] if self.reads else batch["slope"]
+
+
+def test_variables_without_a_gradient():
+    """A loss that reaches no variable is an error. One that reaches some moves these, and leaves the
+    others alone (test_empty_gradients).
+    """
+    trainer = HalfReached(verbose=False)
+    trainer.reads = True
+    batch = {"x": np.ones([2, 1], np.float32), "slope": np.ones(2, np.float32)}
+    model = trainer.model
+    before = [variable.numpy() for variable in model.variables]
+    list(attempt(trainer, [batch]))
+    after = [variable.numpy() for variable in model.variables]
+
+    assert [(a - b).tolist() for a, b in zip(after, before, strict=True)] == [[[-1.0]], [[0.0]]]
+    blind = HalfReached(verbose=False)
+    blind.reads = False
+    with pytest.raises(ValueError, match="gradient"):
+        list(attempt(blind, [batch]))
 
 
 class Module(tf.Module):
@@ -385,6 +444,43 @@ def test_regularizers_on_replicas(strategy):
     assert report.loss + report.regularization_loss == pytest.approx(1.02)
     for copy in copies(trainer.model.layers[0].kernel):
         np.testing.assert_allclose(copy, expected.layers[0].kernel.numpy(), rtol=1e-6)
+
+
+def test_evaluate_on_replicas(mirrored):
+    """A hundred examples in batches of 16 on two replicas, the last batch of 4, have one mean
+    (test_epoch_iterator).
+    """
+    random = np.random.default_rng(0)
+    x, y = random.random([100, 4]).astype(np.float32), np.zeros([100, 3], np.float32)
+    trainer = mean_squared(strategy=mirrored(2))
+
+    expected = np.mean(x.sum(axis=1) ** 2)
+    assert trainer.evaluate((x, y), global_batch=16)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_replicas_draw_their_own_numbers(mirrored):
+    """Dropout drops other units on each replica; in Keras all replicas drop the same ones
+    (test_seed_generator).
+    """
+    stacked = keras.Sequential
+
+    def build():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        return stacked([keras.Input([64]), keras.layers.Dropout(0.5, seed=1), layer])
+
+    trainer = Trainer(
+        model=build,
+        optimizer=sgd(),
+        loss_fn=lambda y, outputs: outputs[:, 0] * y,
+        strategy=mirrored(2),
+        verbose=False,
+        jit_compile=False,
+    )
+    list(attempt(trainer, [(np.ones([2, 64], np.float32), np.float32([1.0, 3.0]))]))
+    moved = 1.0 - trainer.model.trainable_variables[0].numpy()[:, 0]
+
+    # The mean gradient of a unit is 1 + 3 where both keep it, 1 or 3 where one does, or 0.
+    assert set(np.round(moved, 4)) == {0.0, 1.0, 3.0, 4.0}
 
 
 # trainer_test.py
@@ -570,6 +666,88 @@ def test_training_argument():
     assert trainer.evaluate((x, y), global_batch=32)["loss"] == 0.0
     assert not trainer.predict(x, global_batch=32).any()
     assert set(seen) == {True, False}
+
+
+class OwnStep(keras.Model):
+    """A model with its own training step."""
+
+    def train_step(self, data):
+        """Keras's, and a number of its own."""
+        return super().train_step(data) | {"my_custom_metric": 10.0}
+
+
+def test_own_train_step_is_refused():
+    """A model's own `train_step` would bypass scaling, verdict and reduction
+    (test_fit_with_custom_train_step).
+    """
+    inputs = keras.Input([4])
+    model = OwnStep(inputs, keras.layers.Dense(3)(inputs))
+    with pytest.raises(ValueError, match="train_step"):
+        mean_squared(model=model).train(FIT, steps=1, global_batch=20)
+
+
+class SumLoss(keras.layers.Layer):
+    """Adds the sum of its inputs to the losses."""
+
+    def call(self, x):
+        """Returns its inputs."""
+        self.add_loss(keras.ops.sum(x))
+        return x
+
+
+def test_internal_only_loss():
+    """A model may learn from `add_loss` alone; its own loss is then 0 (test_internal_only_loss)."""
+    layer = keras.layers.Dense(2, use_bias=False, kernel_initializer="ones")
+    model = keras.Sequential([keras.Input([2]), layer, SumLoss(), keras.layers.Dense(1)])
+    trainer = Trainer(
+        model=model,
+        optimizer=sgd(0.125),
+        loss_fn=lambda y, outputs: 0.0 * (outputs - y)[:, 0],
+        verbose=False,
+        jit_compile=False,
+    )
+    list(attempt(trainer, [(np.ones([4, 2], np.float32), np.zeros([4, 1], np.float32))]))
+
+    # The sum over four examples of ones has the gradient 4.
+    assert layer.kernel.numpy().tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+class Weighted(Trainer):
+    """A weighted sum of two outputs' squared errors, in one loss per example."""
+
+    factors = (0.1, 0.2)
+
+    def compute_loss(self, batch, training):
+        """Keras's `loss_weights`, written out."""
+        x, y = batch
+        outputs = self.model({"x_one": x, "x_two": x}, training=training)
+        errors = [tf.reduce_mean((each - y) ** 2, axis=1) for each in outputs.values()]
+        return sum(factor * each for factor, each in zip(self.factors, errors, strict=True))
+
+
+def test_loss_weights():
+    """Two outputs weighted by 0.1 and 0.2: the mean losses of three epochs of two steps are Keras's
+    (test_loss_weights; the weights stand in the loss, as there is no `compile`).
+    """
+    settings = {"optimizer": "sgd", "verbose": False, "jit_compile": False}
+    trainer = Weighted(model=two_towers, **settings)
+    batch = FIT[0][:20], FIT[1][:20]
+    found = [report.loss for report in attempt(trainer, [batch] * 6)]
+
+    np.testing.assert_allclose(
+        np.reshape(found, [3, 2]).mean(axis=1), [4.778718, 4.694403, 4.611693], atol=1e-3
+    )
+
+
+def test_partial_loss():
+    """A loss that reads one of two outputs leaves the other out (test_partial_loss_partial_label)."""
+    one = Weighted(model=two_towers, optimizer="sgd", verbose=False)
+    one.factors = (1.0, 0.0)
+    both = Weighted(model=two_towers, optimizer="sgd", verbose=False)
+    both.factors = (1.0, 1.0)
+    losses = [each.evaluate(FIT, global_batch=20)["loss"] for each in (one, both)]
+
+    assert losses == [16.0, 32.0]
 
 
 def test_stop():
