@@ -12,10 +12,16 @@ from hypothesis import Phase, given, settings
 from random_models import Recipe, recipes
 
 import scaling
+import trainer.step.differentiate as differentiate_module
+import trainer.step.losses as losses_module
+import trainer.step.plan as plan_module
 from trainer import Trainer
 from trainer.step import TrainState, attempt_step, plan_step
 
 STEPS = 2
+# The functions for which faults are planted.
+unscale, weighted_sum = scaling.unscale_gradients, losses_module.weighted_sum
+compiled_differentiation = plan_module.compiled_differentiation
 TRIED = collections.Counter()  # models by relation
 
 
@@ -153,18 +159,24 @@ ON_ONE_DEVICE = {
 }
 
 
-def check(recipe, relations):
-    """Asserts all relations of a model at once, and counts them."""
-    plain, violations = trained(recipe), {}
+def violations(recipe, relations):
+    """The distances of the runs that violate a relation, by the relation's name."""
+    plain, found = trained(recipe), {}
     for name, (variant, holds_for, bound) in relations.items():
         if not holds_for(recipe):
             continue
         TRIED[name] += 1
         other = trained(recipe, variant)
-        found = distance(plain, other)
-        if not (found <= bound and (bound or same_bits(plain, other))):
-            violations[name] = found
-    assert not violations
+        apart = distance(plain, other)
+        if not (apart <= bound and (bound or same_bits(plain, other))):
+            found[name] = apart
+    return found
+
+
+def check(recipe, relations):
+    """Asserts all relations of a model at once."""
+    found = violations(recipe, relations)
+    assert not found
 
 
 # Hypothesis's first model is its smallest one, so each search begins with one of these.
@@ -269,14 +281,14 @@ class Recipes(Trainer):
         return weights_of(batch)
 
 
-def trained_to(recipe, folder, targets):
+def trained_to(recipe, folder, targets, **arguments):
     """The variables after runs to each of the targets, each by a new trainer."""
     data = {
         name: np.concatenate([batch[name] for batch in recipe.batches(3)])
         for name in recipe.batches(1)[0]
     }
     for target in targets:
-        trainer = Recipes(recipe, model_dir=folder, precision="mixed_float16")
+        trainer = Recipes(recipe, model_dir=folder, precision="mixed_float16", **arguments)
         trainer.train(data, steps=target, global_batch=recipe.size)
     variables = [*trainer.model.variables, *trainer.optimizer.variables]
     return [variable.numpy() for variable in variables], trainer.loss_scale
@@ -296,3 +308,103 @@ def test_resumed_runs_have_the_same_bits(full, tmp_path_factory, record_property
 
     search(tried, 6 if full else 0, first=[COUPLED])
     reported(record_property, ["stopped and resumed"])
+
+
+SMALL = Recipe(("vector",), (("dense",),), seed=0, size=7)
+
+
+def inexact_unscaling(gradients, state):
+    """Divides by a scale that is slightly off."""
+    factor = tf.where(state.loss_scale == 1.0, 1.0, 1.0 + 2.0**-20)
+    return [gradient * factor for gradient in unscale(gradients, state)]
+
+
+def shifted_mean(losses, share, weight):
+    """Adds a constant to the weights' sum."""
+    return losses_module.weighted_sum(losses, share) / (weight + 0.01)
+
+
+def mean_of_share(losses, share, weight):
+    """Divides by the weights of the share, not of the batch."""
+    del weight
+    own = tf.reduce_sum(share.weights)
+    return tf.math.divide_no_nan(losses_module.weighted_sum(losses, share), own)
+
+
+def bounded_sum(losses, share):
+    """Bounds each loss."""
+    return weighted_sum(tf.minimum(losses, 0.5), share)
+
+
+def sum_in_order(losses, share):
+    """Weighs examples by their position, too."""
+    return weighted_sum(losses * tf.range(1.0, 8.0)[: tf.size(losses)], share)
+
+
+def sum_with_weightless(losses, share):
+    """Gives every example a weight."""
+    return weighted_sum(losses, share._replace(weights=tf.maximum(share.weights, 0.01)))
+
+
+def different_if_compiled(differentiate, jit_compile):
+    """Changes the weights in every compile mode but one."""
+    factor = 1.0 if jit_compile is False else 1.001
+
+    def changed(inputs):
+        weights = factor * inputs.share.weights
+        return differentiate(inputs._replace(share=inputs.share._replace(weights=weights)))
+
+    return compiled_differentiation(changed, jit_compile)
+
+
+# Fault: (where it is planted, the name there, the relations that notice it).
+FAULTS = {
+    inexact_unscaling: (
+        scaling,
+        "unscale_gradients",
+        ["a loss scale of 2^10", "a loss scale of 2^-6"],
+    ),
+    shifted_mean: (differentiate_module, "weighted_mean", ["all weights doubled"]),
+    mean_of_share: (differentiate_module, "weighted_mean", ["two microbatches"]),
+    bounded_sum: (
+        losses_module,
+        "weighted_sum",
+        ["the loss times 4 at a quarter of the rate"],
+    ),
+    sum_in_order: (
+        losses_module,
+        "weighted_sum",
+        ["the examples permuted", "two microbatches"],
+    ),
+    sum_with_weightless: (
+        losses_module,
+        "weighted_sum",
+        ["all weights doubled", "examples of weight 0 removed"],
+    ),
+    different_if_compiled: (plan_module, "compiled_differentiation", [*COMPILED]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_noticed(monkeypatch, fault):
+    """Each relation is violated by a fault that is planted in the step."""
+    where, name, expected = FAULTS[fault]
+    monkeypatch.setattr(where, name, fault)
+    relations = COMPILED if fault is different_if_compiled else ON_ONE_DEVICE
+
+    assert set(expected) <= violations(SMALL, relations).keys()
+
+
+def test_a_fault_on_replicas_is_noticed(monkeypatch, on_replicas):
+    """Replicas that each divide by their own weights violate the relation."""
+    monkeypatch.setattr(differentiate_module, "weighted_mean", mean_of_share)
+
+    assert violations(SMALL, on_replicas).keys() == on_replicas.keys()
+
+
+def test_a_lost_position_is_noticed(tmp_path):
+    """A resumed run that begins its data anew ends with other bits."""
+    whole = trained_to(SMALL, tmp_path / "whole", [5])
+    resumed = trained_to(SMALL, tmp_path / "resumed", [2, 5], data_resume="restart")
+
+    assert not same_bits(whole[0], resumed[0])
