@@ -220,6 +220,8 @@ def _unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
     """Returns (x, y, sample_weight); raises ValueError if the batch has a different form."""
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         found = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
+        if isinstance(batch, tuple):
+            found = f"a tuple of {len(batch)}"
         raise ValueError(
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
             f"got {found}. Otherwise inputs and labels cannot be told apart. Override "

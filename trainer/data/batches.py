@@ -284,7 +284,14 @@ def _empty(argument: str) -> ValueError:
 
 
 def _examples(batch: Batch, argument: str) -> int:
-    shapes = [leaf.shape for leaf in tf.nest.flatten(batch)]
+    leaves = tf.nest.flatten(batch)
+    if any(leaf is None for leaf in leaves):
+        raise ValueError(
+            f"`{argument}` must yield tensors; got None in a batch. A replica takes its share of "
+            "every tensor. Leave None out of the elements, and override compute_loss(batch, "
+            "training) for data without labels."
+        )
+    shapes = [leaf.shape for leaf in leaves]
     if not shapes or not all(shape.rank for shape in shapes):
         raise ValueError(
             f"`{argument}` must be batched; got elements of shapes "

@@ -49,6 +49,18 @@ def test_the_order_depends_on_the_seed_only():
     assert order(2) != first
 
 
+def test_none_is_refused():
+    """A batch without labels leaves them out, instead of yielding None."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        batches(tf.data.Dataset.from_tensors((X, None)), "train_data", tf.distribute.get_strategy())
+
+    assert str(error.value) == (
+        "`train_data` must yield tensors; got None in a batch. A replica takes its share of every "
+        "tensor. Leave None out of the elements, and override compute_loss(batch, training) for "
+        "data without labels."
+    )
+
+
 def test_data_that_ends_is_repeated():
     """A short last batch is repeated in every epoch."""
     found = batches({"x": X}, "data", tf.distribute.get_strategy(), global_batch=4)

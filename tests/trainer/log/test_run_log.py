@@ -4,6 +4,7 @@ import json
 import re
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -100,6 +101,22 @@ def test_every_step_can_have_a_log_line(tmp_path):
 
     skipped = [line["skipped"] for line in split_lines(tmp_path / "a" / "b", "train")]
     assert skipped == [1, 2, 3, 3, 3, 3]
+
+
+def test_the_logged_loss_is_a_mean_over_examples(tmp_path):
+    """The training loss of an epoch of 80 and 20 examples is the mean over 100, as `evaluate` says."""
+
+    class Still(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.0)
+
+    trainer = Still(model_dir=tmp_path, log_interval=2, verbose=False)
+    data = slopes(*np.random.default_rng(0).exponential(size=100))
+    trainer.train(data, epochs=1, global_batch=80)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    [logged] = [line["loss"] for line in lines if line["split"] == "train"]
+
+    assert logged == pytest.approx(trainer.evaluate(data, global_batch=100)["loss"], rel=1e-6)
 
 
 def test_the_time_spent_waiting_for_data_is_measured(capsys):
