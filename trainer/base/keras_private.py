@@ -82,6 +82,16 @@ def atomic_update_count(optimizer: keras.optimizers.Optimizer) -> Iterator[None]
         del counter.assign_add
 
 
+def inner_optimizer(
+    optimizer: keras.optimizers.MultiOptimizer, variable: keras.Variable | tf.Variable
+) -> keras.optimizers.Optimizer:
+    """Returns the inner optimizer that updates a variable, after `build`.
+
+    `optimizers` is public; which variable belongs to which of them is not.
+    """
+    return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
+
+
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the model and its layers at any depth; `model.layers` has only the outermost."""
     return list(model._flatten_layers())

@@ -216,6 +216,19 @@ class Checkpoints:
         return strategies.is_chief(self._strategy)
 
 
+def has_checkpoints(model_dir: pathlib.Path | None, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a run has checkpoints, from one of which `Checkpoints.restore` resumes.
+
+    With several workers, every worker must call this function, and the chief's answer counts.
+    """
+    if model_dir is None:
+        return False
+    if strategies.is_chief(strategy):
+        clean_up_folders(model_dir, PREFIX)
+    found = bool(folder.committed(model_dir, PREFIX))
+    return strategies.from_chief(int(found), strategy) > 0
+
+
 def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
     """Returns the error for a checkpoint that could not be written."""
     earlier = list(folder.committed(path.parent, PREFIX).values())

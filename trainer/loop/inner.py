@@ -75,12 +75,31 @@ def run_steps(
 
 
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
-    """Returns the next batch, and the seconds spent waiting for it: shape (), float32."""
+    """Returns the next batch, and the seconds spent waiting for it: shape (), float32.
+
+    Under `tf.config.experimental.enable_op_determinism()`, nothing is timed and the seconds are 0.
+    """
+    if not clock_allowed():
+        return next(iterator), tf.constant(0.0)
     start = tf.timestamp()
     with tf.control_dependencies([start]):
         batch = next(iterator)
     with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
         return batch, tf.cast(tf.timestamp() - start, tf.float32)
+
+
+def clock_allowed() -> bool:
+    """Returns whether TensorFlow lets a graph read the clock.
+
+    Under `enable_op_determinism()` it does not, because the time differs from run to run. No public
+    function says whether that mode is on, so the clock is read once, outside the graph.
+    """
+    try:
+        with tf.init_scope():
+            tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
 
 
 def zeros_of(spec: tf.TensorSpec) -> tf.Tensor:

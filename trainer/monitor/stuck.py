@@ -37,9 +37,38 @@ HINTS = {
         "gradients."
     ),
     scaling.Cause.MODEL: (
-        "The gradients overflow even at the lowest loss scale allowed. Look for a function with an "
-        "infinite derivative at a finite value (a square root or a norm at 0), compute its "
-        'layer with dtype="float32", or allow a lower loss scale.'
+        "The gradients are not finite even at the lowest loss scale allowed. Look for a function "
+        "with an infinite derivative at a finite value (a square root or a norm at 0), and for an "
+        "inf in the forward pass that leaves the loss finite (1 / inf is 0). Compute that layer "
+        'with dtype="float32", or allow a lower loss scale.'
+    ),
+}
+
+# Hints for rules whose scale never moves; {scale} is the loss scale.
+FIXED_HINTS = {
+    scaling.Cause.BACKWARD: (
+        "The loss was finite but its gradients were not, at a fixed loss scale of {scale}. Look "
+        "for a function with an infinite derivative at a finite value (a square root or a norm at "
+        "0), and for an inf in the forward pass that leaves the loss finite (1 / inf is 0). If the "
+        "gradients overflow because of the scale, pass a lower loss_scale, or "
+        'loss_scale="dynamic".'
+    ),
+    scaling.Cause.REDUCTION: (
+        "Each replica's gradients were finite but their sum was not, at a fixed loss scale of "
+        "{scale}. The model is diverging: lower the learning rate, or pass a lower loss_scale."
+    ),
+}
+UNSCALED_HINTS = {
+    scaling.Cause.BACKWARD: (
+        "The loss was finite but its gradients were not, although no loss scale was used. Look for "
+        "a function with an infinite derivative at a finite value (a square root or a norm at 0), "
+        "and for an inf in the forward pass that leaves the loss finite (1 / inf is 0). In half "
+        'precision the gradients may also overflow: compute that layer with dtype="float32", or '
+        'pass loss_scale="dynamic", which can go below 1.'
+    ),
+    scaling.Cause.REDUCTION: (
+        "Each replica's gradients were finite but their sum was not, although no loss scale was "
+        "used. The model is diverging: lower the learning rate."
     ),
 }
 
@@ -73,6 +102,7 @@ def check_not_stuck(
     skip_policy: SkipLimits,
     variable_names: list[str],
     record: pathlib.Path | None = None,
+    rule: object = None,
 ) -> None:
     """Raises TrainingStuckError if the run must not continue after these steps.
 
@@ -81,6 +111,7 @@ def check_not_stuck(
         skip_policy: which skipped steps, and how many in a row, end the run.
         variable_names: the names of `model.trainable_variables`.
         record: the folder of the latest recorded overflow, or None.
+        rule: the loss-scale rule, for what to try; None for a rule whose scale moves.
     """
     skipped = np.flatnonzero(~steps.grads_finite)
     if not skipped.size:
@@ -108,8 +139,23 @@ def check_not_stuck(
     )
     raise TrainingStuckError(
         f"{problem} Cause of the last skip: {describe_skip(last, variable_names)}. Latest "
-        f"loss scales: {scale_path(steps)}.{replay} {HINTS[cause]}"
+        f"loss scales: {scale_path(steps)}.{replay} {hint_for(cause, rule)}"
     )
+
+
+def hint_for(cause: scaling.Cause, rule: object) -> str:
+    """Returns what to try after skips of a cause; advises a lower scale only if there can be one.
+
+    Args:
+        cause: the cause of the last skip.
+        rule: the loss-scale rule, or None.
+    """
+    if isinstance(rule, scaling.NoLossScale):
+        return UNSCALED_HINTS.get(cause, HINTS[cause])
+    if isinstance(rule, scaling.FixedLossScale):
+        scale = power_of_two(rule.loss_scale)
+        return FIXED_HINTS.get(cause, HINTS[cause]).format(scale=scale)
+    return HINTS[cause]
 
 
 def warn_of_skips(steps: StepReport, skip_policy: SkipLimits) -> None:

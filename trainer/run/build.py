@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import strategies
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.contents import Contents, attributes_with_variables
+from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.resolve import dtype_policy
 from trainer.evaluation.evaluator import Evaluator
@@ -21,7 +23,7 @@ from trainer.replay.rerun import recorded_variables
 from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
-from trainer.step.types import Batch, MetricsByName, Optimizers
+from trainer.step.types import Batch, MetricsByName, Model, Optimizers
 from trainer.step.xla import layers_without_xla
 
 # Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
@@ -58,16 +60,45 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
     trainer.skip_policy.check_model(model)
     with strategy.scope():
         build_model(trainer, batch, forward)
+        # Before the optimizer is built: some optimizers copy the weights when they are built.
+        load_initial_weights(trainer)
         plan = make_plan(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
         checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
-        if not checkpoints.restore() and trainer.checkpoint_config.init_from:
-            warm_start(pathlib.Path(trainer.checkpoint_config.init_from), model)
+        checkpoints.restore()
     # Created outside the strategy's scope, as a plain variable that other threads can set.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     depending = parts_of_plan(trainer, plan, state, stop)
     return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **depending)
+
+
+def load_initial_weights(trainer: RunnableTrainer) -> None:
+    """Loads the weights at `init_from` into the model, unless the run has a checkpoint of its own.
+
+    Raises:
+        ValueError: if there are no weights there, if they do not fit the model, or if an optimizer
+            already holds copies of other weights.
+    """
+    init_from = trainer.checkpoint_config.init_from
+    if not init_from or has_checkpoints(trainer.model_dir, trainer.strategy):
+        return
+    for optimizer in optimizers_by_item(trainer.optimizer).values():
+        if getattr(optimizer, "built", False) and holds_copies(optimizer, trainer.model):
+            raise ValueError(
+                "`init_from` must be None if the optimizer already holds copies of the weights; "
+                f"got {str(init_from)!r}, and optimizer {optimizer.name!r} was built before. Its "
+                "first update would bring the old weights back. Do not call the optimizer's "
+                "build(): the trainer calls it after it has loaded the weights."
+            )
+    warm_start(pathlib.Path(init_from), trainer.model)
+
+
+def holds_copies(optimizer: keras.optimizers.Optimizer, model: Model) -> bool:
+    """Returns whether a variable of an optimizer equals a trainable variable that is not all 0."""
+    weights = [variable.numpy() for variable in model.trainable_variables]
+    kept = [variable.numpy() for variable in optimizer.variables]
+    return any(np.any(one) and np.array_equal(one, other) for one in weights for other in kept)
 
 
 def parts_of_plan(

@@ -120,7 +120,9 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
     several_processes = found.asynchronous or found.multi_worker
     if several_processes or found.decides_in_replica or plan.jit_compile is True:
         return [plan.jit_compile]
-    unfused = any(fused_rule(objective.optimizer) is None for objective in plan.objectives)
+    unfused = any(
+        fused_rule(one) is None for objective in plan.objectives for one in objective.updating
+    )
     update: list[CompileMode] = ["update"] if unfused and found.num_replicas == 1 else []
     modes: list[CompileMode]
     if trainer.precision.compute_dtype == "bfloat16" and found.on_cpu:

@@ -65,7 +65,7 @@ class Reporter:
         record = self._parts.recorder.latest if self._parts.recorder else None
         names = self._parts.plan.variable_names
         try:
-            check_not_stuck(steps, self._trainer.skip_policy, names, record)
+            check_not_stuck(steps, self._trainer.skip_policy, names, record, self._trainer.rule)
         except TrainingStuckError:
             self.write()
             raise

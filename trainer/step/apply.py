@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+import keras
 import tensorflow as tf
 
 import strategies
@@ -11,12 +12,13 @@ from trainer.base.keras_private import (
     atomic_update_count,
     average_overwrites_on_replicas,
     gradients_already_reduced,
+    inner_optimizer,
 )
 from trainer.step.fused import fused_updates
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
-from trainer.step.types import Gradient, Values
+from trainer.step.types import Gradient, Values, Variable
 from trainer.step.xla import compiled_update
 
 
@@ -58,9 +60,11 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     update = atomic_update_count if asynchronous else fused_updates
     with contextlib.ExitStack() as stack:
         for objective in group.objectives:
-            stack.enter_context(gradients_already_reduced(objective.optimizer))
-            stack.enter_context(average_overwrites_on_replicas(objective.optimizer, plan.strategy))
-            stack.enter_context(update(objective.optimizer))
+            optimizers = {id(one): one for one in (objective.optimizer, *objective.updating)}
+            for optimizer in optimizers.values():
+                stack.enter_context(gradients_already_reduced(optimizer))
+                stack.enter_context(average_overwrites_on_replicas(optimizer, plan.strategy))
+                stack.enter_context(update(optimizer))
         yield
 
 
@@ -96,7 +100,25 @@ def apply_gradients(gradients: list[Gradient], group: UpdateGroup, plan: StepPla
             (next(remaining), plan.model.trainable_variables[at]) for at in objective.positions
         ]
         reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-        objective.optimizer.apply(*zip(*reached, strict=True))
+        apply_reached(reached, objective.optimizer)
+
+
+def apply_reached(
+    reached: list[tuple[Gradient, Variable]], optimizer: keras.optimizers.Optimizer
+) -> None:
+    """Updates variables with an optimizer, given (gradient, variable) pairs.
+
+    The inner optimizers of a `MultiOptimizer` are called here, since its own `apply` refuses to
+    update only some of its variables.
+    """
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        optimizer.apply(*zip(*reached, strict=True))
+        return
+    for inner in optimizer.optimizers:
+        own = [pair for pair in reached if inner_optimizer(optimizer, pair[1]) is inner]
+        if own:
+            inner.apply(*zip(*own, strict=True))
+    optimizer.iterations.assign_add(1)
 
 
 def average_unsynchronized(before: Copies, plan: StepPlan) -> None:

@@ -18,8 +18,9 @@ from trainer.base.autograph import call_user, without_autograph
 from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
+from trainer.step.diagnose import Evidence, Finding, count_by_variable
 from trainer.step.outcomes import combined, diagnosed, on_first_replica
-from trainer.step.plan import StepPlan
+from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
 from trainer.step.replica import ReplicaResult, replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
@@ -261,9 +262,60 @@ def attempt_groups(
         return combined(agreed.outcome, attempt_groups(inputs, before, plan, first=first + 1))
 
     # The condition is evaluated outside the replicas because its branches contain collectives.
-    outcome: Outcome = tf.cond(
-        agreed.outcome.grads_finite,
-        apply,
-        lambda: diagnosed(agreed, group, inputs.scale_state, plan),
-    )
+    def skip() -> Outcome:
+        found = diagnosed(agreed, group, inputs.scale_state, plan)
+        return confirmed(found, agreed.evidence, inputs._replace(random=source), group, plan)
+
+    outcome: Outcome = tf.cond(agreed.outcome.grads_finite, apply, skip)
     return outcome
+
+
+def confirmed(
+    outcome: Outcome,
+    evidence: Evidence,
+    inputs: StepInputs,
+    group: UpdateGroup,
+    plan: StepPlan,
+) -> Outcome:
+    """Returns a skipped step's outcome, after testing whether a smaller loss scale can help.
+
+    An overflow of the backward pass gives inf. If the gradients hold NaN and no inf, then the NaN
+    may have come from the forward pass, although the loss is finite: an activation that is inf in
+    half precision and is divided by, or a norm at 0. No scale removes that NaN, and the rule would
+    lower its scale for each such batch. So the gradients are computed again at the rule's smallest
+    scale. If they are still not finite, the cause is the one found there, and the rule's state
+    stays as it is.
+
+    Only steps that are skipped for NaN do this. Rules without a `min_scale` never lower their
+    scale.
+
+    Args:
+        outcome: the outcome of the group, from `diagnosed`.
+        evidence: the evidence of its skip.
+        inputs: the step's inputs, in which `random` is the group's.
+        group: the update group.
+        plan: the run's constants.
+    """
+    min_scale = getattr(plan.rule, "min_scale", None)
+    if min_scale is None or not plan.attribute_causes:
+        return outcome
+
+    def at_min_scale() -> Outcome:
+        lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))
+        again = functools.partial(replica_step, group=group, plan=plan)
+        result: ReplicaResult = plan.strategy.run(
+            again, args=(inputs._replace(scale_state=lowest),)
+        )
+        agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
+        still = diagnosed(agreed, group, lowest, plan)
+        finding = {
+            name: tf.where(agreed.outcome.grads_finite, getattr(outcome, name), value)
+            for name, value in still._asdict().items()
+            if name in Finding._fields
+        }
+        return outcome._replace(**finding)
+
+    overflowed = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
+    infs = count_by_variable(evidence.summed)[:, 0]
+    tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), at_min_scale, lambda: outcome)
+    return tested

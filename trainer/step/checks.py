@@ -16,6 +16,7 @@ from trainer.base.argument_checks import check_bool, check_count, check_ema_mome
 from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
 from trainer.step.held_back import tensorflow_variable
+from trainer.step.objective import single_optimizers
 from trainer.step.types import Batch, Model
 
 # The number of significant bits in each half-precision dtype. Weights in such a dtype would lose
@@ -162,7 +163,9 @@ def check_optimizers(
     optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
     for one in optimizers:
         check_optimizer(one, strategy)
-        check_not_set_twice(one, clip, ema_momentum)
+        for single in single_optimizers(one):
+            check_optimizer(single, strategy)
+            check_not_set_twice(single, clip, ema_momentum)
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ValueError(
             "`optimizer` must have a separate optimizer for each name; got the same one twice. An "
@@ -189,6 +192,12 @@ def check_optimizer(
             f"`optimizer` must be a keras.optimizers.Optimizer; got {type(optimizer).__name__}. "
             "The step calls the optimizer's apply(). Return one from build_optimizer(), or pass "
             "optimizer=."
+        )
+    if not single_optimizers(optimizer):
+        raise ValueError(
+            "`optimizer` must know its inner optimizers before it is built; got a MultiOptimizer "
+            "of a function. The inner optimizers are checked, and get their settings, before they "
+            "create their slots. Pass a keras.optimizers.OptimizerMap to MultiOptimizer()."
         )
     # An optimizer creates some variables, such as `iterations`, in its constructor.
     for variable in optimizer.variables:

@@ -19,6 +19,18 @@ class Objective:
     optimizer: keras.optimizers.Optimizer
     positions: tuple[int, ...]  # positions of the variables in `model.trainable_variables`
 
+    @property
+    def updating(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers that update the variables, once built; see `single_optimizers`."""
+        return [one for one in single_optimizers(self.optimizer) if one.built]
+
+
+def single_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns the inner optimizers of a `MultiOptimizer`; of another optimizer, itself."""
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return list(optimizer.optimizers)
+    return [optimizer]
+
 
 def objectives_of(
     model: Model, optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]

@@ -22,7 +22,7 @@ from trainer.step.microbatch import (
     MicrobatchPlan,
     PassInputs,
 )
-from trainer.step.objective import Objective, objectives_of
+from trainer.step.objective import Objective, objectives_of, single_optimizers
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
 from trainer.step.types import Aux, Batch, Model, Variable
@@ -80,7 +80,8 @@ class StepPlan:
     @property
     def has_schedule(self) -> bool:
         """Whether any optimizer has a learning-rate schedule."""
-        configs = [objective.optimizer.get_config() for objective in self.objectives]
+        updating = [one for objective in self.objectives for one in objective.updating]
+        configs = [optimizer.get_config() for optimizer in updating]
         return any(isinstance(config["learning_rate"], dict) for config in configs)
 
     @property
@@ -232,8 +233,9 @@ def build_optimizers(
     """Creates every optimizer's slots, for the variables that it updates."""
     for objective in objectives:
         if ema_momentum is not None:
-            objective.optimizer.use_ema = True
-            objective.optimizer.ema_momentum = ema_momentum
+            for optimizer in single_optimizers(objective.optimizer):
+                optimizer.use_ema = True
+                optimizer.ema_momentum = ema_momentum
         objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
 

@@ -65,13 +65,39 @@ def integers_of_first(written: Values, context: tf.distribute.ReplicaContext) ->
     """Returns the integers among the written values, as they are on the job's first replica.
 
     Integers are summed separately because they are kept on the host, while the other sums may be on
-    accelerators. They are summed in int32, which a TPU can add.
+    accelerators. They are summed as int32 halves, which a TPU can add: an int64 travels as its
+    upper and its lower 32 bits.
     """
-    is_first = context.replica_id_in_sync_group == 0
     mine = {
-        position: tf.where(is_first, tf.cast(value, tf.int32), 0)
+        position: as_int32(value)
         for position, value in written.items()
         if not value.dtype.is_floating
     }
-    sums = strategies.sum_gradients(mine)
-    return {position: tf.cast(value, written[position].dtype) for position, value in sums.items()}
+    if not mine:
+        return {}
+    # All in one tensor: `MirroredStrategy` refuses to sum several int32 tensors at once.
+    flat = tf.concat([tf.reshape(number, [-1]) for number in mine.values()], axis=0)
+    is_first = context.replica_id_in_sync_group == 0
+    total = strategies.sum_gradients(tf.where(is_first, flat, 0))
+    parts = tf.split(total, [number.shape.num_elements() for number in mine.values()])
+    return {
+        position: from_int32(tf.reshape(part, number.shape), written[position])
+        for part, (position, number) in zip(parts, mine.items(), strict=True)
+    }
+
+
+def as_int32(value: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of an integer or bool tensor as int32; 64 bits become two numbers.
+
+    All replicas but one add 0, so the bits of the sum are those of that replica.
+    """
+    if value.dtype.size == 8:  # shape (..., 2)
+        return tf.bitcast(value, tf.int32)
+    return tf.cast(value, tf.int32)
+
+
+def from_int32(number: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Reverses `as_int32`; `like` has the dtype to return."""
+    if like.dtype.size == 8:
+        return tf.bitcast(number, like.dtype)
+    return tf.cast(number, like.dtype)

@@ -113,12 +113,15 @@ def check_backward(trainer, where):
     replica = next(place for place in range(REPLICAS) if not np.isfinite(gradients[place]).all())
     bad = [not np.isfinite(gradients[replica, place]).all() for place in range(VARIABLES)]
     with np.errstate(invalid="ignore"):
-        summed = gradients.sum(axis=0)[bad.index(True)]
+        sums = gradients.sum(axis=0)
+    summed = sums[bad.index(True)]
+    # NaN without an inf is tested at the smallest scale, where these gradients are NaN, too.
+    cause = Cause.BACKWARD if np.isinf(sums).any() else Cause.MODEL
 
-    assert (report.grads_finite, Cause(report.cause)) == (False, Cause.BACKWARD)
+    assert (report.grads_finite, Cause(report.cause)) == (False, cause)
     assert place_of(report) == (replica, bad.index(True), *inf_and_nan_counts(summed))
     assert trainer.bits() == before
-    assert trainer.loss_scale == 2.0**14
+    assert trainer.loss_scale == (2.0**14 if cause is Cause.BACKWARD else 2.0**15)
 
 
 @pytest.mark.parametrize("replica", range(REPLICAS))

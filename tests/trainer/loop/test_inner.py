@@ -1,10 +1,12 @@
 """The inner loop: how often the host calls it, how often it is traced, and what the graph holds."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, all_copies, assert_same_bits, attempt, slopes
+from helpers import Linear, all_copies, assert_same_bits, attempt, printed, slopes
 
 from trainer import Trainer
 from trainer.data.batches import untuned
@@ -151,6 +153,74 @@ def test_a_checkpoint_holds_the_whole_state(tmp_path, mirrored, replicas):
         before._parts.state.loss_scaler.state, after._parts.state.loss_scaler.state, strict=True
     ):
         assert old.numpy() == new.numpy()
+
+
+DETERMINISTIC = """
+import tempfile
+import keras
+import numpy as np
+import tensorflow as tf
+import strategies
+from trainer import Trainer
+
+strategies.split_cpu(3)
+keras.utils.set_random_seed(3)
+tf.config.experimental.enable_op_determinism()
+rng = np.random.default_rng(0)
+data = rng.normal(size=[24, 8, 8, 1]).astype("float32"), rng.integers(3, size=24)
+
+
+def model():
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input([8, 8, 1]), layers.Conv2D(4, 3, use_bias=False), layers.BatchNormalization(),
+        layers.Activation("relu"), layers.Flatten(), layers.Dropout(0.5), layers.Dense(3)])
+
+
+def weights(folder, strategy, stops):
+    for steps in stops:
+        trainer = Trainer(
+            model=model, optimizer=lambda: keras.optimizers.Adam(0.01), strategy=strategy,
+            loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True), seed=1,
+            metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
+            num_microbatches=2, model_dir=folder, max_overflow_records=0, verbose=False)
+        trainer.train(data, steps=steps, global_batch=12, eval_data=data)
+    trainer.predict(data[0], global_batch=12)
+    return b"".join(variable.numpy().tobytes() for variable in trainer.model.variables)
+
+
+with tempfile.TemporaryDirectory() as folder:
+    whole = weights(f"{folder}/whole", "mirrored", [4])
+    print(whole == weights(f"{folder}/resumed", "mirrored", [2, 4]))
+"""
+
+
+@pytest.mark.slow
+def test_a_whole_run_under_op_determinism():
+    """Under `enable_op_determinism()`, training, evaluation and prediction work. A run that was stopped
+    and resumed ends with the same bits.
+    """
+    root = pathlib.Path(__file__).resolve().parents[3]
+
+    assert printed(["-c", DETERMINISTIC], root, 300).split() == ["True"]
+
+
+def test_nothing_is_timed_where_a_graph_may_not_read_the_clock(monkeypatch):
+    """Under `enable_op_determinism()` TensorFlow refuses to read the clock; the run goes on, and its
+    reports say that it waited 0 seconds.
+    """
+    message = "Timestamp cannot be called when determinism is enabled"
+
+    def refused():
+        raise tf.errors.FailedPreconditionError(None, None, message)
+
+    monkeypatch.setattr(tf, "timestamp", refused)
+    trainer = Linear(verbose=False)
+    trainer.train(data(), steps=2)
+    report, _ = trainer._parts.run_steps(iter(data()), tf.constant(2))
+
+    assert trainer.totals.applied == 4
+    assert report.data_wait_secs.numpy().tolist() == [0.0, 0.0]
 
 
 def test_an_inner_loop_ends_at_the_first_stop():

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.step.microbatch import Contribution, Microbatch, NonfiniteFlags
-from trainer.step.reduce import integers_of_first, sum_over_replicas
+from trainer.step.reduce import as_int32, from_int32, integers_of_first, sum_over_replicas
 
 
 def reduced(strategy, on_replicas, local_of):
@@ -117,3 +117,29 @@ def test_integers_are_the_first_replicas(mirrored, on_replicas):
 
     assert list(found) == ["0"]
     assert [(int(copy), copy.dtype) for copy in found["0"]] == [(7, tf.int64)] * 3
+
+
+WIDE = [0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_integers_of_64_bits_are_exact(mirrored, on_replicas, compiled):
+    """Counts beyond 2^31 keep all their bits on the way to the other replicas, under XLA too."""
+    wide = tf.constant(WIDE, tf.int64)
+
+    def back(number):
+        return from_int32(as_int32(number), number)
+
+    assert tf.function(back, jit_compile=compiled)(wide).numpy().tolist() == WIDE
+
+    def replica():
+        context = tf.distribute.get_replica_context()
+        index = tf.cast(context.replica_id_in_sync_group, tf.int64)
+        unsigned = tf.constant([2**64 - 1, 2**63], tf.uint64)
+        return integers_of_first({"0": wide + index, "1": unsigned, "2": index == 0}, context)
+
+    found = on_replicas(mirrored(3), replica)
+
+    assert [copy.numpy().tolist() for copy in found["0"]] == [WIDE] * 3
+    assert [copy.numpy().tolist() for copy in found["1"]] == [[2**64 - 1, 2**63]] * 3
+    assert [bool(copy) for copy in found["2"]] == [True] * 3
