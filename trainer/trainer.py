@@ -50,6 +50,7 @@ from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
 from trainer.run.build import Forward, build, recorded_settings
+from trainer.run.changes import Setup, adapted, check_unchanged, setup_of
 from trainer.run.compile_autotune import Choice, initial_compile_mode, settle
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
@@ -190,6 +191,7 @@ class Trainer(Task):
     """
 
     _parts: Parts  # set by `_start`, which needs a batch
+    _setup: Setup  # what `_parts` were made for
 
     def __init__(
         self,
@@ -509,7 +511,7 @@ class Trainer(Task):
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
-        self._start(found.first)
+        self._start(found.first, training=False)
         if self.model_dir and not self.totals.attempted:
             logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
         return self._evaluate(found, precision, averaged, stoppable=False) or {}
@@ -535,7 +537,11 @@ class Trainer(Task):
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
-        self._start(found.first, lambda batch, training: self.predict_batch(batch))  # noqa: ARG005
+        self._start(
+            found.first,
+            lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
+            training=False,
+        )
         with evaluated_weights(self._parts.plan, averaged):
             return self._parts.evaluator.predict(found.dataset, precision)
 
@@ -688,19 +694,39 @@ class Trainer(Task):
         finally:
             self._evaluating = False
 
-    def _start(self, batch: Batch, forward: Forward | None = None) -> None:
+    def _start(
+        self, batch: Batch, forward: Forward | None = None, *, training: bool = True
+    ) -> None:
         """On the first call, builds and checks the parts, and restores the newest checkpoint.
+
+        On later calls, adapts the parts to what has changed about the model or the optimizer.
 
         Args:
             batch: the first global batch.
             forward: a function of (batch, training) that calls the model, for models that create
                 their variables when they are first called; None for `compute_loss`.
+            training: whether to train, and not only to evaluate.
         """
         if self._started:
+            before, parts = self._setup, self._parts
+            self._parts = adapted(self, parts, before, training=training)
+            if self._parts is not parts:
+                self._setup = setup_of(self._parts.plan)
             return
         self._parts = build(self, batch, forward or self.compute_loss)
+        self._setup = setup_of(self._parts.plan)
         self._started = True
         self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a hook or an action has changed what the step was traced with.
+
+        `train` calls it before each inner loop. Without hooks and actions it does nothing.
+        """
+        hooks = ("on_train_begin", "on_loop_begin", "on_loop_end", "on_recovery")
+        own = any(getattr(type(self), name) is not getattr(Task, name) for name in hooks)
+        if own or self.actions:
+            check_unchanged(self._parts, self._setup)
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError if the trainer has not seen any data yet."""

@@ -13,7 +13,11 @@ from trainer import Trainer
 from trainer.step import TrainState, attempt_step
 
 # Keras warns about the variables that the loss does not reach; so do these tests' own loops.
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients do not exist for variables"),
+    # Keras converts its variables in a way that NumPy 2 warns about.
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning"),
+]
 
 REFUSED = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}  # the others are trained below
 NAMES = sorted(

@@ -92,6 +92,14 @@ def inner_optimizer(
     return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
 
 
+def learning_rate_setting(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what an optimizer's learning rate was set to: a variable, a schedule or a function.
+
+    The public `learning_rate` is a new tensor at each call if there is a schedule.
+    """
+    return optimizer._learning_rate
+
+
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the model and its layers at any depth; `model.layers` has only the outermost."""
     return list(model._flatten_layers())

@@ -23,6 +23,7 @@ from trainer.replay.rerun import recorded_variables
 from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
+from trainer.step.objective import single_optimizers
 from trainer.step.types import Batch, MetricsByName, Model, Optimizers
 from trainer.step.xla import layers_without_xla
 
@@ -169,6 +170,10 @@ def make_checkpoints(
     }
     items = {"model": model, "state": tf.train.Checkpoint(**own), **optimizers}
     items |= check_items(trainer.checkpoint_items(), items)
+    for name, optimizer in optimizers.items():
+        # TensorFlow does not find the inner optimizers of a `MultiOptimizer` by itself.
+        inner = [one for one in single_optimizers(optimizer) if one is not optimizer]
+        items |= {f"{name}.{place}": one for place, one in enumerate(inner)}
     others = attributes_with_variables(trainer, [*items.values(), *metrics.values()])
     contents = Contents(items | {"trainer": others}, state.loss_scaler, metrics, trainer.strategy)
     variables = {"model": weights_of(model)}
@@ -208,8 +213,13 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         check_dtype_policies(model, trainer.precision)
 
 
-def make_plan(trainer: RunnableTrainer) -> StepPlan:
-    """Returns the step's plan for a trainer's settings."""
+def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
+    """Returns the step's plan for a trainer's settings.
+
+    Args:
+        trainer: the trainer.
+        again: whether its optimizers were built, and told of the moving average, by another plan.
+    """
     skip_policy = trainer.skip_policy
     if trainer.compile_mode_open and layers_without_xla(trainer.model):
         trainer.jit_compile = False
@@ -224,7 +234,7 @@ def make_plan(trainer: RunnableTrainer) -> StepPlan:
         alternate=trainer.alternate_optimizers,
         num_microbatches=trainer.num_microbatches,
         clip=trainer.clip,
-        ema_momentum=trainer.ema_momentum,
+        ema_momentum=None if again else trainer.ema_momentum,
         jit_compile=trainer.jit_compile,
         record_gradients=trainer.record_gradients,
         max_retries=skip_policy.retries,

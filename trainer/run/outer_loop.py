@@ -133,6 +133,7 @@ class OuterLoop:
             while self._step < self._request.target and not self._stop_asked():
                 with self._saved_if_it_raises():
                     self._trainer.on_loop_begin(self._step)
+                    self._trainer.check_unchanged()
                 before = self._step
                 self._take_steps()
                 self._after_inner_loop(before)

@@ -131,6 +131,9 @@ class RunnableTrainer(Protocol):
     def eval_step(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Evaluates one global batch."""
 
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a hook has changed what the step was traced with."""
+
     def on_loop_begin(self, step: int) -> None:
         """Called before each inner loop."""
 

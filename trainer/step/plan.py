@@ -236,6 +236,8 @@ def build_optimizers(
             for optimizer in single_optimizers(objective.optimizer):
                 optimizer.use_ema = True
                 optimizer.ema_momentum = ema_momentum
+        if objective.optimizer.built:
+            continue
         objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
 
