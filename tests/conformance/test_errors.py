@@ -582,6 +582,10 @@ STEP = {
         ("model", 'plan_step(model=keras.Sequential(name="empty"))'),
         ("optimizer", 'plan_step(optimizer="sgd")'),
         ("optimizer", "plan_step(optimizer=keras.optimizers.SGD(loss_scale_factor=8.0))"),
+        (
+            "optimizer",
+            "plan_step(optimizer=keras.optimizers.MultiOptimizer(keras.optimizers.SGD))",
+        ),
         ("compute_loss", 'plan_step(compute_loss="mse")'),
         ("rule", 'plan_step(rule="dynamic")'),
         ("example_weights", "plan_step(example_weights=tf.ones([4]))"),

@@ -81,6 +81,23 @@ def check_same_variables(before: Setup, now: Setup) -> None:
     )
 
 
+def check_rates(before: Setup, now: Setup) -> None:
+    """Raises ValueError if a schedule or a function has replaced a learning rate that was a number.
+
+    Keras then removes the number from the optimizer's variables, and TensorFlow refuses to save an
+    object that has lost a variable.
+    """
+    for (old, *_), (new, *_) in zip(before.optimizers, now.optimizers, strict=True):
+        if isinstance(old, keras.Variable) and not isinstance(new, keras.Variable):
+            raise ValueError(
+                "`optimizer` must keep a number as its learning rate if it was made with one; got "
+                f"{type(new).__name__}. TensorFlow can no longer save this optimizer. Assign a "
+                "number, or make the optimizer with the schedule. To change over now, continue "
+                "with a new trainer and a new optimizer: Trainer(model=lambda: trainer.model, "
+                "strategy=trainer.strategy, optimizer=..., ...)."
+            )
+
+
 def difference(before: Sequence[Variable], now: Sequence[Variable]) -> str:
     """Returns in words how two lists of trained variables differ."""
     old, new = ({id(variable): variable for variable in each} for each in (before, now))
@@ -112,6 +129,7 @@ def adapted(trainer: RunnableTrainer, parts: Parts, before: Setup, *, training: 
         ValueError: if the model trains other variables.
     """
     now = setup_of(parts.plan)
+    check_rates(before, now)
     if training or keeps_average(parts.plan):
         check_same_variables(before, now)
     if now.same_settings(before) or not before.same_variables(now):
@@ -127,6 +145,7 @@ def adapted(trainer: RunnableTrainer, parts: Parts, before: Setup, *, training: 
 def check_unchanged(parts: Parts, before: Setup) -> None:
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
     now = setup_of(parts.plan)
+    check_rates(before, now)
     check_same_variables(before, now)
     if not now.same_settings(before):
         raise ValueError(

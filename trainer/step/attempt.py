@@ -300,6 +300,9 @@ def confirmed(
     if min_scale is None or not plan.attribute_causes:
         return outcome
 
+    # Not inlined: TensorFlow prepares the function when it is first called, so that runs in which
+    # no step is tested do not pay for it.
+    @functools.partial(tf.function, autograph=False, experimental_attributes={"_noinline": True})
     def at_min_scale() -> Outcome:
         lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))
         again = functools.partial(replica_step, group=group, plan=plan)

@@ -12,9 +12,11 @@ from trainer.base.keras_private import (
     average_overwrites_on_replicas,
     computing_in_float32,
     gradients_already_reduced,
+    inner_optimizer,
     keras_mask,
     layer_that_added,
     layers_under_policy,
+    learning_rate_setting,
     regularizers_in_float32,
     replaced_calls,
     slot_variables,
@@ -222,3 +224,27 @@ def test_slots_belong_to_their_variable(make, names):
     assert [slot.shape for slot in slots] == [(3,)] * len(names)
     for slot, name in zip(slots, names, strict=True):
         assert f"weight_3_{name}" in slot.name
+
+
+def test_the_inner_optimizer_of_a_variable():
+    """Each variable belongs to the optimizer that the map names for it."""
+    first, second = keras.Variable(0.0, name="first"), keras.Variable(0.0, name="second")
+    adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
+    optimizers = keras.optimizers.OptimizerMap(sgd, {"first": adam})
+    optimizer = keras.optimizers.MultiOptimizer(optimizers)
+    optimizer.build([first, second])
+
+    assert inner_optimizer(optimizer, first) is adam
+    assert inner_optimizer(optimizer, second) is sgd
+
+
+def test_what_a_learning_rate_was_set_to():
+    """A number is a variable, whose value may change; a schedule is itself."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    number = keras.optimizers.SGD(0.1)
+    before = learning_rate_setting(number)
+    number.learning_rate = 0.2
+
+    assert learning_rate_setting(number) is before
+    assert isinstance(before, keras.Variable)
+    assert learning_rate_setting(keras.optimizers.SGD(schedule)) is schedule

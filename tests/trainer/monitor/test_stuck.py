@@ -14,7 +14,14 @@ from scaling import Cause
 from trainer import StepReport, Totals, TrainingStuckError
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import untuned
-from trainer.monitor.stuck import HINTS, check_not_stuck, scale_path
+from trainer.monitor.stuck import (
+    FIXED_HINTS,
+    HINTS,
+    UNSCALED_HINTS,
+    check_not_stuck,
+    hint_for,
+    scale_path,
+)
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
@@ -43,6 +50,80 @@ def reports(*causes, consecutive_skips=0, scales=None):
 def test_every_cause_of_a_skip_has_a_hint():
     """An error never ends without saying what to try."""
     assert HINTS.keys() == set(Cause) - {Cause.NONE}
+
+
+def test_no_lower_scale_is_advised_where_there_is_none():
+    """A run without a loss scale, or with a fixed one, gets other advice after an overflow."""
+    for cause in Cause:
+        if cause is Cause.NONE:
+            continue
+        fixed, none = scaling.FixedLossScale(1024.0), scaling.NoLossScale()
+        plain = HINTS[cause]
+        assert hint_for(cause, None) == hint_for(cause, scaling.DynamicLossScale()) == plain
+        assert hint_for(cause, none) == UNSCALED_HINTS.get(cause, plain)
+        assert hint_for(cause, fixed) == FIXED_HINTS.get(cause, plain).format(scale="2^10")
+        if cause is not Cause.MODEL:  # only rules whose scale moves have this cause
+            assert "allow a lower" not in hint_for(cause, none) + hint_for(cause, fixed)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_an_infinite_derivative_without_a_dynamic_scale(loss_scale):
+    """The error says to look for the derivative first, and speaks of a scale only if there is one."""
+
+    class Rooted(Linear):
+        def compute_loss(self, batch, training):
+            return tf.sqrt(0.0 * super().compute_loss(batch, training))
+
+    trainer = Rooted(loss_scale=loss_scale, max_consecutive_skips=2, verbose=False)
+    with pytest.raises(TrainingStuckError) as error:
+        trainer.train(slopes(1.0, 1.0), steps=9, global_batch=2)
+
+    name = trainer.model.trainable_variables[0].path
+    scale = "2^10" if loss_scale else "2^0"
+    hints = FIXED_HINTS if loss_scale else UNSCALED_HINTS
+    assert str(error.value) == (
+        "Training is stuck: 2 steps in a row were skipped by step 2. Cause of the last skip: backward, in "
+        f"{name} on replica 0: 0 inf, 1 NaN. Latest loss scales: {scale}. "
+        f"{hints[Cause.BACKWARD].format(scale=scale)}"
+    )
+
+
+class Hidden(Linear):
+    """Float16 layers whose activations overflow for a slope of 12, while the loss stays finite."""
+
+    def compute_loss(self, batch, training):
+        """One over the activation: 0 if that is inf, with NaN gradients at every scale."""
+        activation = self.model(batch["x"], training=training)
+        activation *= tf.cast(tf.exp(batch["slope"]), tf.float16)
+        return tf.cast(1.0 / activation[:, 0], tf.float32)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_overflow_of_the_forward_pass_moves_no_scale(mirrored, replicas, num_microbatches):
+    """L17: where inf in the forward pass leaves the loss finite and the gradients NaN, the cause is the
+    model, at any scale, and the scale stays. An overflow that a smaller scale cures still lowers it, and
+    with attribute_causes=False everything does.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    examples = 2 * replicas
+    slope = np.zeros([4, examples], np.float32)
+    slope[1, -1] = slope[3, -1] = 12.0
+    data = {"x": np.ones([4, examples, 1], np.float32), "slope": slope}
+    found = {}
+    for attribute_causes in (True, False):
+        trainer = Hidden(
+            strategy=strategy,
+            num_microbatches=num_microbatches,
+            attribute_causes=attribute_causes,
+            loss_scale=scaling.DynamicLossScale(2.0**10),
+            verbose=False,
+            **HALF,
+        )
+        totals = trainer.train(untuned(tf.data.Dataset.from_tensor_slices(data)), steps=4).totals
+        found[attribute_causes] = totals.skipped_by_cause, trainer.loss_scale
+
+    assert found == {True: ({"model": 2}, 2.0**10), False: ({"backward": 2}, 2.0**8)}
 
 
 def test_applied_steps_and_few_skips_do_not_end_a_run():

@@ -103,25 +103,54 @@ def test_what_is_evaluated_may_be_frozen():
     assert trainer.predict(X, global_batch=12).shape == (12, 1)
 
 
-def test_a_learning_rate_of_another_kind_is_used(tmp_path):
-    """L10: a number, a schedule or a function that is assigned to `learning_rate` between two calls is
-    used from the next step on, and checkpoints hold the optimizer as it is.
+def piecewise(*rates):
+    """A schedule with these learning rates, each for two updates."""
+    places = [2 * place for place in range(1, len(rates))]
+    return keras.optimizers.schedules.PiecewiseConstantDecay(places, list(rates))
+
+
+def test_a_new_learning_rate_is_used(tmp_path):
+    """L10: a number or a schedule that is assigned to `learning_rate` between two calls is used from the
+    next step on, and the run can be saved and resumed.
     """
-    trainer = trainer_of(model_dir=tmp_path)
+    trainer = trainer_of()
     assert min(train(trainer, 1)) > 0.0
     trainer.optimizer.learning_rate = 0.0
     assert max(train(trainer, 2)) == 0.0
-    rate = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.0, 0.125])
-    trainer.optimizer.learning_rate = rate
-    assert max(train(trainer, 3)) == 0.0  # the third update has iterations == 2
-    assert min(train(trainer, 4)) > 0.0
-    assert trainer._parts.plan.has_schedule
-    resumed = trainer_of(model_dir=tmp_path, optimizer=lambda: keras.optimizers.SGD(rate))
+    trainer.optimizer.learning_rate = 0.125
+    assert min(train(trainer, 3)) > 0.0
+
+    settings = {
+        "model_dir": tmp_path,
+        "optimizer": lambda: keras.optimizers.SGD(piecewise(0.125, 0.0)),
+    }
+    trainer = trainer_of(**settings)
+    assert min(train(trainer, 1)) > 0.0
+    trainer.optimizer.learning_rate = piecewise(0.0, 0.125)
+    assert max(train(trainer, 2)) == 0.0
+    assert min(train(trainer, 4)) > 0.0  # the next updates have iterations == 2 and more
+    resumed = trainer_of(**settings)
     train(resumed, 4)
 
     assert int(resumed.optimizer.iterations.numpy()) == 4
     for one, other in zip(resumed.model.get_weights(), trainer.model.get_weights(), strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def test_a_schedule_in_place_of_a_number_is_refused():
+    """Keras removes the number from the optimizer's variables, which TensorFlow cannot save then."""
+    trainer = trainer_of()
+    train(trainer, 1)
+    trainer.optimizer.learning_rate = piecewise(0.125, 0.0)
+    with pytest.raises(ValueError, match="`optimizer`") as error:
+        train(trainer, 2)
+
+    assert str(error.value) == (
+        "`optimizer` must keep a number as its learning rate if it was made with one; got "
+        "PiecewiseConstantDecay. TensorFlow can no longer save this optimizer. Assign a number, or make "
+        "the optimizer with the schedule. To change over now, continue with a new trainer and a new "
+        "optimizer: Trainer(model=lambda: trainer.model, strategy=trainer.strategy, optimizer=..., ...)."
+    )
 
 
 def test_settings_of_layers_and_optimizers_are_used():
