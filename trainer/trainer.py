@@ -75,7 +75,9 @@ class Trainer(Task):
             dict of several optimizers. Each key is then the name of an attribute of the model, and
             the optimizer updates the variables of that attribute.
         loss_fn: a `keras.losses.Loss`, its name, or a function of (y_true, y_pred) that returns
-            one loss per example.
+            one loss per example; further dimensions are averaged. A Keras loss means what it
+            means in `compile`, or is refused: it must give each example its own loss, and its
+            reduction must be a mean.
         metrics: a function that returns a dict of new Keras metrics, keyed by name.
 
     Args: Precision and loss scale
