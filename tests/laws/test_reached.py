@@ -2,6 +2,7 @@
 gradients.
 """
 
+import functools
 import itertools
 
 import keras
@@ -115,7 +116,7 @@ def after_steps(model, strategy, loss_of, steps=2, **settings):
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.1)
         plan = plan_of(model, loss_of(model), strategy=strategy, optimizer=optimizer, **settings)
-        run = TrainState(plan.rule)
+        run = TrainState(plan.rule, 7)
     step = tf.function(lambda: attempt_step(BATCH, plan, run), autograph=False)
     reports = [step() for _ in range(steps)]
     assert all(bool(report.grads_finite) for report in reports)
@@ -189,6 +190,75 @@ def test_a_loss_may_use_gradients_of_the_weights(mirrored, replicas, parts, jit_
         parts,
         jit_compile,
     )
+
+
+class RandomBlock(keras.layers.Layer):
+    """Dense, BatchNorm and Dropout, which may be computed again in the backward pass."""
+
+    def __init__(self, *, remat, calls=1):
+        """Creates the inner layers."""
+        super().__init__()
+        self.remat, self.calls = remat, calls
+        self.dense = keras.layers.Dense(4, activation="tanh")
+        self.norm = keras.layers.BatchNormalization()
+        self.dropout = keras.layers.Dropout(0.5, seed=3)
+
+    def build(self, shape):
+        """Creates the weights."""
+        self.dense.build(shape)
+        self.norm.build((None, 4))
+
+    def inner(self, inputs):
+        """The block's outputs."""
+        outputs = self.norm(self.dense(inputs), training=True)
+        for _ in range(self.calls):
+            outputs = self.dropout(outputs, training=True)
+        return outputs
+
+    def call(self, inputs):
+        """The block's outputs, rematerialized or not."""
+        return keras.remat(self.inner)(inputs) if self.remat else self.inner(inputs)
+
+
+@pytest.mark.parametrize(("replicas", "parts", "jit_compile"), [*SETTINGS, *SLOW_SETTINGS])
+def test_rematerialized_dropout_has_one_mask(mirrored, replicas, parts, jit_compile):
+    """L19: computed again, Dropout has the mask of the forward pass, and statistics move once: every bit
+    is that of the same model without rematerialization.
+    """
+    strategy = strategy_of(mirrored, replicas)
+    weights = stacked(RandomBlock(remat=False)).get_weights()
+    kept, recomputed = (
+        after_steps(
+            copy_under(strategy, functools.partial(stacked_block, remat=remat), weights),
+            strategy,
+            squared_error,
+            num_microbatches=parts,
+            jit_compile=jit_compile,
+        )
+        for remat in (False, True)
+    )
+    for expected, found in zip(kept, recomputed, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def stacked_block(**settings):
+    """A `RandomBlock` and a dense layer."""
+    return stacked(RandomBlock(**settings))
+
+
+def test_a_rematerialized_generator_is_drawn_from_once():
+    """L19: a generator that would draw other numbers in the backward pass is refused by name."""
+    model = stacked_block(remat=True, calls=2)
+    with pytest.raises(ValueError, match="must draw only once") as error:
+        after_steps(model, tf.distribute.get_strategy(), squared_error)
+
+    [seed] = [v.path for v in model.variables if v.path.endswith("seed_generator_state")]
+    assert (
+        "`model` must draw only once from a random generator that a rematerialized layer uses; "
+        f"got 2 draws from {seed!r}. When the layer is computed again in the backward pass, it "
+        "would draw other numbers than in the forward pass. Give each random layer a generator of "
+        "its own, call it once, or do not rematerialize it."
+    ) in str(error.value)
 
 
 def test_an_imported_layer_is_trained(tmp_path):

@@ -23,7 +23,7 @@ from trainer.step.added_losses import added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.forward import added_losses
 from trainer.step.gradients import gradient_values
-from trainer.step.held_back import read_values
+from trainer.step.held_back import HoldBack, read_values
 from trainer.step.losses import losses_and_aux, weighted_mean
 from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
@@ -190,7 +190,10 @@ def plain_gradients(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> l
     gradients: list[Gradient] = []
     for objective in group.objectives:
         variables = [plan.model.trainable_variables[at] for at in objective.positions]
-        gradients += tape.gradient(scaled[objective.name], variables)
+        # Rematerialized layers draw the same random numbers again, as in the step.
+        given = zip(plan.seeds, tf.unstack(inputs.keys, num=len(plan.seeds)), strict=True)
+        with HoldBack([*plan.held_back, *plan.seeds], list(given)):
+            gradients += tape.gradient(scaled[objective.name], variables)
     return [scaling.coalesce(gradient) for gradient in gradients]
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 import scaling
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
-from trainer.step.forward import forward, written_by
+from trainer.step.forward import forward, recomputing, written_by
 from trainer.step.gradients import count_nonfinite
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.losses import mask_weightless, weighted_mean
@@ -54,7 +54,8 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     found: dict[int, Gradient] = {}
     for objective in plan.objectives:
         wanted = [sources[position] for position in objective.positions]
-        each = tape.gradient(scaled[objective.name], wanted)
+        with recomputing(passed, inputs.values, inputs.keys, plan):
+            each = tape.gradient(scaled[objective.name], wanted)
         check_some_gradient(each)
         found |= dict(zip(objective.positions, each, strict=True))
     gradients, replaced = split_replaced(found, plan)

@@ -1,5 +1,7 @@
 """The forward pass: the user's loss on one microbatch, with the model's own writes held back."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -22,6 +24,9 @@ class ForwardPass(NamedTuple):
     added: list[tf.Tensor]  # `model.losses`: regularizers, and what the layers added
     after: Values  # values of the given and the assigned variables when the pass ended; empty for a
     # `tf.Module`, which assigns its variables itself
+    draws: list[
+        int
+    ]  # how often each generator in `plan.seeds` was drawn from; [] for a `tf.Module`
 
 
 def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan) -> ForwardPass:
@@ -42,18 +47,58 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
             seed.assign(key)
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
-        return ForwardPass(losses, aux, [], {})
-    given = [(plan.held_back[int(position)], value) for position, value in values.items()]
-    given += zip(plan.seeds, keys, strict=True)
-    held_back = HoldBack([*plan.held_back, *plan.seeds], given)
-    with regularizers_in_float32(plan.model), held_back as scope:
+        return ForwardPass(losses, aux, [], {}, [])
+    with regularizers_in_float32(plan.model), scope_of(values, keys, plan) as scope:
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
         added = added_losses(plan.model)
     scope.check_no_unknown_variables()
     found = [scope.held_value(variable) for variable in plan.held_back]
     after = {str(position): value for position, value in enumerate(found) if value is not None}
-    return ForwardPass(losses, aux, added, after)
+    return ForwardPass(losses, aux, added, after, [scope.draws_from(seed) for seed in plan.seeds])
+
+
+def scope_of(values: Values, keys: Sequence[tf.Tensor], plan: MicrobatchPlan) -> HoldBack:
+    """Returns a scope that holds back assignments, with given values and keys; see `forward`."""
+    given = [(plan.held_back[int(position)], value) for position, value in values.items()]
+    given += zip(plan.seeds, keys, strict=True)
+    return HoldBack([*plan.held_back, *plan.seeds], given)
+
+
+@contextlib.contextmanager
+def recomputing(
+    passed: ForwardPass, values: Values, keys: tf.Tensor, plan: MicrobatchPlan
+) -> Iterator[None]:
+    """Context manager for a backward pass, in which rematerialized layers run forward again.
+
+    What they assign is dropped, since the forward pass has already assigned it, and their
+    generators start again from the same keys, so Dropout has the same mask in both passes. In a
+    loop without this scope it has another one, and the gradients are wrong.
+
+    Args:
+        passed: the results of the forward pass.
+        values: as for `forward`.
+        keys: as for `forward`.
+        plan: the constants of the pass.
+
+    Raises:
+        ValueError: if a generator would not repeat the numbers of the forward pass.
+    """
+    if not isinstance(plan.model, keras.Model):
+        yield
+        return
+    with scope_of(values, tf.unstack(keys, num=len(plan.seeds)), plan) as scope:
+        yield
+    scope.check_no_unknown_variables()
+    for seed, draws in zip(plan.seeds, passed.draws, strict=True):
+        if scope.draws_from(seed) and (draws, scope.draws_from(seed)) != (1, 1):
+            raise ValueError(
+                "`model` must draw only once from a random generator that a rematerialized layer "
+                f"uses; got {draws} draws from {seed.path!r}. When the layer is computed again in "
+                "the backward pass, it would draw other numbers than in the forward pass. Give "
+                "each random layer a generator of its own, call it once, or do not rematerialize "
+                "it."
+            )
 
 
 def added_losses(model: keras.Model) -> list[tf.Tensor]:

@@ -26,6 +26,7 @@ class HoldBack(keras.StatelessScope):
         # Read outside of any layer, so that nothing is cast.
         self._read = {id(variable): tensorflow_variable(variable) for variable in variables}
         self._unknown: list[keras.Variable] = []
+        self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable | None:
         """Returns a variable's value inside the scope. Keras calls this method.
@@ -44,7 +45,12 @@ class HoldBack(keras.StatelessScope):
         """Records an assignment. Keras calls this method."""
         if id(update[0]) not in self._read:
             self._unknown.append(update[0])
+        self._draws[id(update[0])] = self.draws_from(update[0]) + 1
         super().add_update(update)
+
+    def draws_from(self, seed: keras.Variable) -> int:
+        """Returns how often a seed generator was drawn from, given its state."""
+        return self._draws.get(id(seed), 0)
 
     def check_no_unknown_variables(self) -> None:
         """Raises ValueError if other variables were assigned: their values would be lost."""
