@@ -53,7 +53,7 @@ SCOPES = {
 }
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_remat_of_activations(mirrored, replicas):
     """Layers whose activations are rematerialized learn as others (test_rematerialized_call_none and
     the mode "activations").
@@ -85,7 +85,9 @@ def test_remat_scopes_fail_in_graphs(mode):
         model.fit(x, x[:, :1], verbose=0)
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.parametrize(
+    "precision", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)]
+)
 def test_remat_of_a_layer(precision):
     """A layer wrapped by `keras.remat` learns (test_remat_basic_call, test_rematerialized_call)."""
     first, *_ = trained(of_lambda, precision)
@@ -114,8 +116,16 @@ def float8(kind="dense"):
     return model
 
 
-@pytest.mark.parametrize("division", [{}, {"num_microbatches": 2}, {"replicas": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "einsum"])
+@pytest.mark.parametrize(
+    ("kind", "division"),
+    [
+        ("dense", {"replicas": 2, "num_microbatches": 2}),
+        pytest.param("dense", {}, marks=pytest.mark.slow),
+        pytest.param("dense", {"num_microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("einsum", {"replicas": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_float8_statistics(mirrored, kind, division):
     """After a step, the newest entry of each amax history is the largest magnitude of the whole batch,
     and of the kernel; the scales follow from it (test_quantize_float8, test_quantize_float8_fitting).

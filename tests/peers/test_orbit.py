@@ -221,7 +221,9 @@ def test_standard_trainer(steps_per_loop):
         def on_loop_end(self, step):
             seen.append(step)
 
-    summary = Counting(steps_per_loop=steps_per_loop, verbose=False).train(dataset(), steps=10)
+    summary = Counting(steps_per_loop=steps_per_loop, verbose=False, jit_compile=False).train(
+        dataset(), steps=10
+    )
 
     assert summary.totals.attempted == 10
     assert seen == [*range(steps_per_loop, 10, steps_per_loop), 10]
@@ -250,7 +252,7 @@ def test_standard_evaluator():
     evaluation ended; here every evaluation begins anew (test_default_evaluator,
     test_evaluator_with_outputs_aggregation, test_evaluator_with_repeat_dataset).
     """
-    trainer, data = Sum(verbose=False), tf.data.Dataset.range(10).batch(1)
+    trainer, data = Sum(verbose=False, jit_compile=False), tf.data.Dataset.range(10).batch(1)
 
     assert trainer.evaluate(data)["loss"] == 4.5
     assert [trainer.evaluate(data.take(5))["loss"] for _ in range(2)] == [2.0, 2.0]

@@ -1,6 +1,7 @@
 """The tables of `docs/peers_tests.md` agree with the tests and, for Keras, with the installed package."""
 
 import ast
+import functools
 import pathlib
 import re
 from collections import Counter
@@ -33,6 +34,7 @@ def outcome_of(text):
     return word
 
 
+@functools.cache
 def names_in(file):
     """The names of a test file's tests."""
     names = (

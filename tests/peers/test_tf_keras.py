@@ -98,7 +98,14 @@ def test_default_values():
     assert (rule.initial_scale, rule.growth_interval) == (2.0**15, 2000)
 
 
-@pytest.mark.parametrize("bound", ["clipnorm", "global_clipnorm", "clipvalue"])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        "global_clipnorm",
+        pytest.param("clipnorm", marks=pytest.mark.slow),
+        pytest.param("clipvalue", marks=pytest.mark.slow),
+    ],
+)
 def test_clipping(strategy, bound):
     """A gradient of 4 is clipped to 2, on any number of replicas; the scale grows as usual. An
     infinite one is skipped, not clipped (testClipping).
@@ -142,7 +149,7 @@ def test_a_loss_in_float16():
     assert weight.numpy() == [3.0]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_nan_on_one_replica_only(mirrored, bad):
     """A NaN on one replica stops the update on both, and halves the scale once; tf_keras's own case
     needs GPUs (testNanOnOneReplicaOnly, testCustomAggregater).
@@ -285,7 +292,9 @@ def ones(slope=1.0):
     return {"x": np.ones([4, 1], np.float32), "slope": np.full(4, slope, np.float32)}
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.parametrize(
+    "precision", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)]
+)
 def test_model_with_fixed_loss_scale(strategy, precision):
     """The weight starts at 1 and loses 1 (test_fixed_loss_scaling, test_model)."""
     trainer = HalfProduct(strategy=strategy, precision=precision, loss_scale=8.0)
