@@ -836,6 +836,67 @@ def test_one_trace():
     assert len(traces) == before <= 3
 
 
+# multi_optimizer_test.py
+
+
+def mapped(default, first, second, **arguments):
+    """An optimizer for each of two kernels or weights, and one for the rest."""
+    kinds = {".*dense_1/kernel|.*given_0": first, ".*dense_2/kernel|.*given_1": second}
+    chosen = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(default), {key: keras.optimizers.SGD(v) for key, v in kinds.items()}
+    )
+    return keras.optimizers.MultiOptimizer(chosen, **arguments)
+
+
+def test_several_optimizers(strategy):
+    """Rates of 0.1 and 1, and 0 for the rest, each counted once, also on replicas and under a loss scale
+    (test_stateful_apply).
+    """
+    stepper = Stepper(
+        *([value, value] for value in (2.0, 3.0, 4.0)),
+        optimizer=lambda: mapped(0.0, 0.1, 1.0),
+        strategy=strategy,
+        rule=scaling.FixedLossScale(1024.0),
+    )
+    stepper.step(*([1.0, 1.0] for _ in range(3)))
+
+    np.testing.assert_allclose(stepper.weights, [[1.9] * 2, [2.0] * 2, [4.0] * 2], rtol=1e-6)
+    optimizers = [stepper.optimizer, *stepper.optimizer.optimizers]
+    assert [int(each.iterations.numpy()) for each in optimizers] == [1, 1, 1, 1]
+
+
+def test_several_optimizers_in_a_run():
+    """Weights of 1 and a target of 0 at rates of 0.001 and 0.01 (test_multi_optimizer_with_model_fit)."""
+    hidden = [
+        keras.layers.Dense(units, use_bias=False, kernel_initializer="ones", name=name)
+        for name, units in (("dense_1", 2), ("dense_2", 1))
+    ]
+    trainer = mean_squared(
+        model=keras.Sequential([keras.Input([1]), *hidden]),
+        optimizer=mapped(0.1, 1e-3, 1e-2),
+        metrics=None,
+    )
+    trainer.train(
+        (np.ones([1, 1], np.float32), np.zeros([1, 1], np.float32)), steps=1, global_batch=1
+    )
+
+    np.testing.assert_allclose(hidden[0].kernel, [[0.996, 0.996]], rtol=1e-6)
+    np.testing.assert_allclose(hidden[1].kernel, [[0.96], [0.96]], rtol=1e-6)
+
+
+def test_several_optimizers_that_scale_are_refused():
+    """A loss-scale factor of the whole, and a choice by a function, are refused by name
+    (test_loss_scaling, test_gradient_unscaling, test_custom_callable_function).
+    """
+    with pytest.raises(ValueError, match="loss_scale_factor"):
+        Stepper([2.0], optimizer=mapped(0.1, 0.1, 0.1, loss_scale_factor=5.0))
+    with pytest.raises(ValueError, match="OptimizerMap"):
+        Stepper(
+            [2.0],
+            optimizer=keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD()),  # noqa: ARG005
+        )
+
+
 # optimizer_sparse_test.py
 
 ROWS = np.array([0, 2, 4, 2])

@@ -10,7 +10,8 @@ import keras
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-PAGE = (HERE.parents[1] / "docs/peers_tests.md").read_text()
+ROOT = HERE.parents[1]
+PAGE = (ROOT / "docs/peers_tests.md").read_text()
 OUTCOMES = ["passes", "different by design", "not applicable", "open"]
 
 
@@ -35,11 +36,9 @@ def outcome_of(text):
 
 
 @functools.cache
-def names_in(file):
+def names_in(path):
     """The names of a test file's tests."""
-    names = (
-        node.name for node in ast.parse((HERE / file).read_text()).body if hasattr(node, "name")
-    )
+    names = (node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name"))
     return {name for name in names if name.startswith("test_")}
 
 
@@ -62,8 +61,9 @@ def test_every_case_has_its_tests(title, file, rows):
     """A case that passes or differs by design names tests that exist; no case stands twice."""
     assert len({case for case, *_ in rows}) == len(rows), title
     for case, tests, outcome in rows:
-        named = set(re.findall(r"`(\w+)`", tests))
-        assert named <= names_in(file), case
+        named = re.findall(r"`(?:([\w/]+\.py)::)?(\w+)`", tests)
+        for other, name in named:
+            assert name in names_in(ROOT / other if other else HERE / file), case
         assert bool(named) == (outcome_of(outcome) in OUTCOMES[:2]), case
 
 
@@ -76,7 +76,7 @@ def test_every_test_has_its_case():
 
     assert set(named) == files
     for file, tests in named.items():
-        assert names_in(file) == tests, file
+        assert names_in(HERE / file) == tests, file
 
 
 def cases_in(path):
