@@ -10,14 +10,15 @@ replicas is still the same. The state of the loss-scale rule is in a third file,
 
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 import scaling
-from trainer.step.held_back import leaves, tensorflow_variable
+from trainer.step.held_back import is_seed_state, leaves, tensorflow_variable
+from trainer.step.reach import reach
 from trainer.step.rollback import copies_of, variables_in_reach
 from trainer.step.types import Variable
 
@@ -49,6 +50,7 @@ class Contents:
             if tensorflow_variable(variable).synchronization is tf.VariableSynchronization.ON_READ
         ]
         differing += [variable for metric in metrics.values() for variable in metric.variables]
+        differing = list({id(variable): variable for variable in differing}.values())
         self.differing = describe(differing)  # variables whose copies may differ
         by_place = {
             f"variable_{place}": list(copies_of(variable, strategy))
@@ -107,21 +109,67 @@ def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argumen
         ) from error
 
 
-def attributes_with_variables(owner: object, known: Sequence[Any]) -> tf.Module:
-    """Returns a module with the attributes of an object that contain variables.
+def others_with_variables(
+    roots: Mapping[str, Any],
+    items: Mapping[str, Any],
+    metrics: Mapping[str, keras.metrics.Metric],
+) -> tf.Module:
+    """Returns a module with all that must be saved besides the items and the metrics of a run.
+
+    Its attributes are the objects among the roots that TensorFlow can track, and then each variable
+    that TensorFlow does not find (it looks neither into plain objects nor into closures), named by
+    its path. The states of seed generators in layers are left out: each step sets them.
 
     Args:
-        owner: the object. Its attributes may be variables, layers, modules, generators or
-            containers of these, at any depth.
-        known: objects whose variables are saved elsewhere and left out here.
+        roots: what the trainer reaches first, keyed by name.
+        items: objects whose variables are saved already, keyed by name.
+        metrics: the training metrics, which are saved separately.
+
+    Raises:
+        ValueError: if a variable is in a set, whose order is not the same in another process.
     """
-    elsewhere = variables_in_reach(known, held_back=())
+    elsewhere = keys_of(tracked_variables(list(items.values())))
+    elsewhere |= keys_of(v for metric in metrics.values() for v in metric.variables)
     holder = tf.Module()
-    for name, value in vars(owner).items():
+    for name, value in roots.items():
         for place, leaf in enumerate(leaves(value)):
-            if variables_in_reach([leaf], held_back=elsewhere):
+            if keys_of(tracked_variables([leaf])) - elsewhere:
                 setattr(holder, f"{name}_{place}", leaf)
+    saved = elsewhere | keys_of(tracked_variables([holder]))
+    reached = list(reach({**items, **{k: v for k, v in roots.items() if k not in items}}))
+    for _, item, _ in reached:
+        if isinstance(item, keras.Layer):
+            saved |= keys_of(variable for variable in item.variables if is_seed_state(variable))
+    for path, item, stable in reached:
+        if isinstance(item, (tf.Variable, keras.Variable)) and not keys_of([item]) & saved:
+            check_path(path, item, stable=stable)
+            setattr(holder, path, item)
+            saved |= keys_of([item])
     return holder
+
+
+def check_path(path: str, variable: Variable, *, stable: bool) -> None:
+    """Raises ValueError unless a checkpoint can name a variable by the path to it."""
+    if not stable:
+        raise ValueError(
+            f"A checkpoint cannot name the variable {getattr(variable, 'path', variable.name)!r}, "
+            f"which the trainer reaches at {path!r}: the items of a set come in another order in "
+            "another process, so their values could be exchanged. Keep it in a list or a dict."
+        )
+
+
+def keys_of(variables: Iterable[Variable]) -> set[int]:
+    """Returns the identities of variables; a `keras.Variable` has that of its `tf.Variable`."""
+    return {id(tensorflow_variable(variable)) for variable in variables}
+
+
+def tracked_variables(roots: Sequence[Any]) -> list[Variable]:
+    """Returns the variables that TensorFlow finds in objects when it saves these."""
+    holder = tf.Module()
+    for place, root in enumerate(roots):
+        setattr(holder, f"root_{place}", root)  # tracked only if it can hold variables
+    nodes = tf.train.TrackableView(holder).descendants()
+    return [node for node in nodes if isinstance(node, (tf.Variable, keras.Variable))]
 
 
 def describe(variables: Sequence[Variable]) -> list[str]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import strategies
 from trainer.checkpoint import Checkpoints
-from trainer.checkpoint.contents import Contents, attributes_with_variables
+from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.resolve import dtype_policy
@@ -21,6 +21,7 @@ from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
+from trainer.run.roots import roots_of
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.objective import single_optimizers
@@ -174,7 +175,7 @@ def make_checkpoints(
         # TensorFlow does not find the inner optimizers of a `MultiOptimizer` by itself.
         inner = [one for one in single_optimizers(optimizer) if one is not optimizer]
         items |= {f"{name}.{place}": one for place, one in enumerate(inner)}
-    others = attributes_with_variables(trainer, [*items.values(), *metrics.values()])
+    others = others_with_variables(roots_of(trainer), items, metrics)
     contents = Contents(items | {"trainer": others}, state.loss_scaler, metrics, trainer.strategy)
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
@@ -242,7 +243,7 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
         halting_causes=skip_policy.halting_causes,
         max_skips=skip_policy.max_skips,
         float32_after=skip_policy.float32_after,
-        others=list(vars(trainer).values()),
+        others=list(roots_of(trainer).values()),
     )
 
 

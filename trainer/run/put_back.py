@@ -6,21 +6,24 @@ from collections.abc import Iterator
 import keras
 
 from trainer.run.protocol import Parts, RunnableTrainer
-from trainer.step.held_back import leaves
+from trainer.run.roots import roots_of_run
+from trainer.step.reach import reach
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 
 
 @contextlib.contextmanager
 def put_back(trainer: RunnableTrainer, parts: Parts) -> Iterator[None]:
-    """Context manager: restores all variables of a trainer exactly when the block ends."""
-    roots = [trainer.model, trainer.optimizer, parts.state, *vars(trainer).values()]
-    roots += [metric for metrics in parts.metrics for metric in metrics.values()]
-    # TensorFlow does not find the variables of a Keras metric, nor of optimizers in another one.
-    roots += [objective.optimizer.variables for objective in parts.plan.objectives]
-    roots += [leaf.variables for leaf in leaves(roots) if isinstance(leaf, keras.metrics.Metric)]
-    variables = variables_in_reach(roots, held_back=())
+    """Context manager: restores all variables that a trainer reaches when the block ends."""
+    roots = roots_of_run(trainer, parts)
+    variables = variables_in_reach(roots.values(), held_back=())
     before = read_copies(variables, trainer.strategy)
+    known = {id(variable) for variable in variables}
     try:
         yield
     finally:
         write_copies(variables, before, trainer.strategy)
+        # Some metrics create their variables in their first update: these had no value before.
+        metrics = [item for _, item, _ in reach(roots) if isinstance(item, keras.metrics.Metric)]
+        for metric in metrics:
+            if any(id(variable) not in known for variable in metric.variables):
+                metric.reset_state()

@@ -27,6 +27,7 @@ from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.types import Batch, ScaleState, StepInputs
+from trainer.step.writes import nothing_written
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
 # its scale for some overflows.
@@ -61,7 +62,8 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         The step's report, each field of shape (). In a custom loop, stop when `run.halted` is true.
     """
     check_plan_and_run(plan, run)
-    weights = check_weights(call_user(plan.example_weights, batch), batch)
+    with nothing_written():
+        weights = check_weights(call_user(plan.example_weights, batch), batch)
     in_float32 = run.due_in_float32(plan.float32_after)
     # All attempts share this value, so that a retry draws the same random numbers.
     random = tf.stack([run.random_seed.read_value(), run.step])

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.step.reach import reach
 from trainer.step.types import Model, Values, Variable
 
 
@@ -65,23 +66,33 @@ class HoldBack(keras.StatelessScope):
 
 
 def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable]:
-    """Returns the variables that a Keras model computes with, its weights first.
+    """Returns the Keras variables whose assignments in a loss are held back, the model's first.
 
-    Seed generators are not included: see `randomness.seed_states`. For a `tf.Module` the list is
-    empty.
+    Seed generators are not included: see `randomness.seed_states`. Neither are the variables of
+    metrics and optimizers, which a loss must not assign. For a `tf.Module` the list is empty.
 
     Args:
         model: the model.
-        others: other layers that the loss may call, in nested containers.
+        others: other objects that the loss may use; see `reach`.
     """
     if not isinstance(model, keras.Model):
         return []
     found = [*model.trainable_variables, *model.non_trainable_variables]
-    for leaf in leaves(others):
-        if isinstance(leaf, keras.Layer) and leaf is not model:
-            found += leaf.non_trainable_variables
-    once = {id(variable): variable for variable in found if not is_seed_state(variable)}
-    return list(once.values())
+    owned: set[int] = set()
+    roots = {"model": model} | {str(place): other for place, other in enumerate(others)}
+    for _, item, _ in reach(roots):
+        if isinstance(item, keras.Layer):
+            found += item.non_trainable_variables
+        elif isinstance(item, (keras.metrics.Metric, keras.optimizers.Optimizer)):
+            owned.update(id(variable) for variable in item.variables)
+        elif isinstance(item, keras.Variable):
+            found.append(item)
+    of_model = {id(variable) for variable in model.variables}
+    return [
+        variable
+        for key, variable in {id(variable): variable for variable in found}.items()
+        if (key in of_model or key not in owned) and not is_seed_state(variable)
+    ]
 
 
 def read_values(variables: Sequence[keras.Variable], positions: Iterable[str]) -> Values:

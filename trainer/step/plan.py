@@ -26,6 +26,7 @@ from trainer.step.objective import Objective, objectives_of, single_optimizers
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
 from trainer.step.types import Aux, Batch, Model, Variable
+from trainer.step.writes import undoable
 from trainer.step.xla import check_compile_mode, check_model_compiles, compiled_differentiation
 
 
@@ -151,7 +152,8 @@ def plan_step(
         max_skips: number of skips in a row after which the run must stop.
         float32_after: number of skips in a row after which a step is computed in float32; None
             for never.
-        others: objects other than the model whose variables the loss may assign.
+        others: objects other than the model whose variables the loss may assign. What the given
+            functions hold (closures, default arguments, the owners of methods) need not be listed.
 
     Raises:
         TypeError, ValueError: if the step cannot use an argument.
@@ -196,9 +198,10 @@ def plan_step(
     objectives = objectives_of(model, optimizer)
     build_optimizers(model, objectives, ema_momentum)
     partition = [[objective] for objective in objectives] if alternate else [objectives]
-    held_back, seeds = held_back_variables(model, others), seed_states(model, others)
+    used = [*others, compute_loss, example_weights, update_metrics]
+    held_back, seeds = held_back_variables(model, used), seed_states(model, used)
     slots = [variable for one in objectives for variable in one.optimizer.variables]
-    undo = variables_in_reach([model, *others], held_back=[*held_back, *seeds, *slots])
+    undo = variables_in_reach([model, *used], held_back=[*held_back, *seeds, *slots])
     if not held_back:  # a `tf.Module`, whose generators are assigned in each pass
         undo += seeds
     if len(partition) > 1:  # earlier groups are already applied if a later one is skipped
@@ -261,7 +264,8 @@ def with_groups(
         microbatch = microbatch_plan(plan, objectives, dense=dense, fuse=fuse)
 
         def run(inputs: PassInputs) -> Microbatch:
-            return differentiate(inputs, microbatch)
+            with undoable(plan.undo, plan.strategy):
+                return differentiate(inputs, microbatch)
 
         def run_in_float32(inputs: PassInputs) -> Microbatch:
             with computing_in_float32(plan.model):

@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.step.held_back import is_seed_state, leaves
+from trainer.step.held_back import is_seed_state
+from trainer.step.reach import reach
 from trainer.step.types import Model
 
 
@@ -66,28 +67,17 @@ def seed_states(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable
 
     Args:
         model: a `keras.Model` or a `tf.Module`.
-        others: other objects that the loss may use: generators, layers and modules, in nested
-            containers.
+        others: other objects that the loss may use; see `reach`.
     """
-    states = seed_states_within([model, *others])
-    return list({id(state): state for state in states}.values())
-
-
-def seed_states_within(roots: Sequence[Any]) -> list[keras.Variable]:
-    """Returns the states of all seed generators in `roots`. A shared generator may appear twice."""
     states = []
-    for leaf in leaves(roots):
-        if isinstance(leaf, keras.Layer):
-            states += [variable for variable in leaf.variables if is_seed_state(variable)]
-        elif isinstance(leaf, tf.Module):
-            values = [each for part in (leaf, *leaf.submodules) for each in leaves(vars(part))]
-            # A layer is not a module, so `submodules` does not list the layers of a module.
-            states += seed_states_within(
-                [each for each in values if not isinstance(each, tf.Module)]
-            )
-        elif isinstance(leaf, keras.random.SeedGenerator):
-            states.append(leaf.state)
-    return states
+    roots = {"model": model} | {str(place): other for place, other in enumerate(others)}
+    for _, item, _ in reach(roots):
+        if isinstance(item, keras.Layer):
+            # Keys are handed out in this order, so it is that of the layers in the model.
+            states += [variable for variable in item.variables if is_seed_state(variable)]
+        elif isinstance(item, keras.random.SeedGenerator):
+            states.append(item.state)
+    return list({id(state): state for state in states}.values())
 
 
 def check_no_stateful_ops(graph: tf.Graph) -> None:

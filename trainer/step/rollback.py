@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from trainer.step.held_back import leaves, tensorflow_variable
+from trainer.step.held_back import tensorflow_variable
+from trainer.step.reach import reach
 from trainer.step.types import Variable
 
 # For each variable, the value of every replica's copy on this worker.
@@ -20,19 +21,21 @@ Copies: TypeAlias = list[list[tf.Tensor]]
 
 
 def variables_in_reach(roots: Collection[Any], held_back: Collection[Variable]) -> list[Variable]:
-    """Returns the TensorFlow and Keras variables that the given objects hold, each once.
+    """Returns the TensorFlow and Keras variables that the given objects reach, each once.
 
     Args:
-        roots: models, modules, variables, and containers of them; anything else is ignored.
+        roots: objects of any type; see `reach`.
         held_back: variables to leave out.
     """
-    holder = tf.Module()
-    for place, root in enumerate(leaves(roots)):
-        setattr(holder, f"root_{place}", root)  # tracked only if it can hold variables
-    nodes = tf.train.TrackableView(holder).descendants()
-    found = {id(node): node for node in nodes if isinstance(node, (tf.Variable, keras.Variable))}
-    known = {id(variable) for variable in held_back}
-    return [variable for key, variable in found.items() if key not in known]
+    known = {id(tensorflow_variable(variable)) for variable in held_back}
+    found: dict[int, Variable] = {}
+    for _, item, _ in reach({str(place): root for place, root in enumerate(roots)}):
+        if isinstance(item, (tf.Variable, keras.Variable)):
+            key = id(tensorflow_variable(item))
+            # A keras.Variable and the tf.Variable that holds its value are one variable.
+            if key not in known and not isinstance(found.get(key), keras.Variable):
+                found[key] = item
+    return list(found.values())
 
 
 def read_copies(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> Copies:

@@ -1,7 +1,5 @@
 """The variables in a checkpoint: how they are found, described, compared and read."""
 
-import types
-
 import keras
 import pytest
 import tensorflow as tf
@@ -10,10 +8,10 @@ from helpers import Linear, linear_model, slopes
 import scaling
 from trainer.checkpoint.contents import (
     Contents,
-    attributes_with_variables,
     comparable_part,
     describe,
     first_difference,
+    others_with_variables,
     read_variables,
 )
 
@@ -95,24 +93,59 @@ def test_the_first_difference_is_named(ours, theirs, difference):
     assert first_difference(ours, theirs) == difference
 
 
-def test_attributes_with_variables_are_found_at_any_depth():
-    """Variables, layers and generators in containers are found; everything else is left out."""
+class Plain:
+    """An object that TensorFlow cannot track."""
+
+    def __init__(self, **attributes):
+        """Stores the attributes."""
+        vars(self).update(attributes)
+
+
+def test_variables_are_found_at_any_depth():
+    """L12: variables, layers and generators in containers are found, also in plain objects and
+    closures, of the model too; everything else is left out.
+    """
     layer = keras.layers.Dense(2)
     layer.build([None, 3])
     known = tf.Variable(1.0)
-    owner = types.SimpleNamespace(
-        plain=tf.Variable(2.0),
-        nested={"b": [tf.Variable(3.0), 7], "a": (layer,)},
-        generator=tf.random.Generator.from_seed(1),
-        model=known,
-        text="no variables",
-        empty=[],
-    )
-    holder = attributes_with_variables(owner, [known])
+    hidden, inside = tf.Variable(4.0), tf.Variable(5.0)
+    model = Plain(bag=Plain(inside=inside), known=known)
+    metric = keras.metrics.Sum()
+    roots = {
+        "plain": tf.Variable(2.0),
+        "nested": {"b": [tf.Variable(3.0), 7], "a": (layer,)},
+        "generator": tf.random.Generator.from_seed(1),
+        "model": known,
+        "text": "no variables",
+        "empty": [],
+        "function": lambda: hidden,
+        "metric": metric,
+    }
+    items = {"model": model, "known": known}
+    holder = others_with_variables(roots, items, {})
 
+    names = ["generator_0", "nested_0", "nested_2", "plain_0"]
+    paths = ["function.closure.hidden", "metric.variables[0]", "model.bag.inside"]
     found = sorted(name for name in vars(holder) if not name.startswith("_"))
-    assert found == ["generator_0", "nested_0", "nested_2", "plain_0"]
+    assert found == sorted(names + paths)
     assert holder.nested_2 is layer
+    assert getattr(holder, paths[2]) is inside
+
+
+def test_a_variable_in_a_set_has_no_name():
+    """L12: a checkpoint cannot tell two variables of a set apart, so they are refused by name."""
+    kept = {Plain(inside=keras.Variable(0.0, name=f"v{number}")) for number in range(2)}
+    with pytest.raises(ValueError, match="A checkpoint cannot name") as caught:
+        others_with_variables({"bag": Plain(kept=kept)}, {}, {})
+
+    name = str(caught.value).split("'")[1]
+    path = str(caught.value).split("'")[3]
+    assert str(caught.value) == (
+        f"A checkpoint cannot name the variable {name!r}, which the trainer reaches at {path!r}: the "
+        "items of a set come in another order in another process, so their values could be "
+        "exchanged. Keep it in a list or a dict."
+    )
+    assert (name[0], path) == ("v", "bag.kept{0}.inside")
 
 
 def contents_of(model, metric, scaler):

@@ -69,8 +69,8 @@ def test_weights_come_first_and_seeds_are_left_out():
     assert held_back_variables(tf.Module()) == []
 
 
-def test_statistics_of_other_layers_are_held_back_once():
-    """Layers other than the model add their statistics, in containers too, and each only once."""
+def test_variables_of_other_layers_are_held_back_once():
+    """Layers other than the model add their variables, in containers too, and each only once."""
     made, other = model(), keras.layers.BatchNormalization()
     other.build([None, 1])
     found = held_back_variables(made, [{"a": [other, made.layers[1]]}, other, made, "text"])
@@ -79,7 +79,7 @@ def test_statistics_of_other_layers_are_held_back_once():
         id(v) for v in held_back_variables(made)
     ]
     assert {id(v) for v in found} - {id(v) for v in held_back_variables(made)} == {
-        id(v) for v in other.non_trainable_variables
+        id(v) for v in other.variables
     }
     assert len({id(v) for v in found}) == len(found)
 
