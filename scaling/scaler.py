@@ -66,6 +66,19 @@ class LossScaler(tf.Module):
             for field, value in initial._asdict().items()
         }
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies the rule and the state; the copy has variables of its own.
+
+        Load it inside the scope of the strategy that will use it.
+
+        Example:
+            >>> import copy, scaling
+            >>> scaler = LossScaler(scaling.DynamicLossScale(initial_scale=4.0))
+            >>> float(copy.deepcopy(scaler).loss_scale)
+            4.0
+        """
+        return _rebuilt, (type(self), self.rule, self.state_dict())
+
     @property
     def state(self) -> RuleState:
         """The rule's current state: its NamedTuple of tensors. Does not wait for the device."""
@@ -235,6 +248,13 @@ class LossScaler(tf.Module):
         check_power_of_two("loss_scale", scale, suggestion)
         for field, variable in self._variables.items():
             variable.assign(tf.cast(state[field], variable.dtype))
+
+
+def _rebuilt(kind: type[LossScaler], rule: LossScaleRule, state: dict[str, Any]) -> LossScaler:
+    """Returns a scaler that was pickled or copied."""
+    scaler = kind(rule)
+    scaler.load_state_dict(state)
+    return scaler
 
 
 def _increment_or_assign(

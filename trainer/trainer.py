@@ -553,7 +553,10 @@ class Trainer(Task):
         """Quickly tries everything that a long run does, then restores all variables exactly.
 
         A dry run takes two steps on real batches, evaluates one batch, saves and restores a
-        checkpoint in a temporary folder, compares the replicas, and estimates the memory.
+        checkpoint in a temporary folder, compares the replicas, and estimates the memory. Restored
+        are all variables, metrics and generators that the trainer reaches, through any Python
+        object. What Python itself counts, a generator of data that has been read, and a lookup
+        table that `update_metrics` writes are not restored.
 
         Args:
             train_data: as for `train`.

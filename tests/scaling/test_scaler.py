@@ -1,5 +1,8 @@
 """`LossScaler`: the state in variables, agreement of replicas, saving and merging."""
 
+import copy
+import pickle
+
 import generators
 import hypothesis.strategies as st
 import numpy as np
@@ -465,3 +468,17 @@ def test_a_step_at_an_outdated_scale_is_ignored():
 
     assert scaler.state_dict() == before
     assert before["loss_scale"] == 2.0**4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
+def test_a_scaler_can_be_copied_and_pickled(copied):
+    """A copy has the rule and the state of the original, bit for bit, in variables of its own."""
+    scaler = LossScaler(DynamicLossScale(initial_scale=8.0, growth_interval=3))
+    scaler.assign(scaler.rule.advance(scaler.state, grads_finite := False))
+    scaler.assign(scaler.rule.advance(scaler.state, not grads_finite))
+    before = scaler.state_dict()
+    other = copied(scaler)
+
+    assert (other.rule, other.state_dict()) == (scaler.rule, before)
+    other.assign(other.rule.initial_state())
+    assert scaler.state_dict() == before != other.state_dict()

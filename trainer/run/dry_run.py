@@ -62,7 +62,7 @@ class DryRun(NamedTuple):
             "memory": str(self.memory),
         }
         findings = "\n".join(f"  {name:<11} {text}" for name, text in lines.items())
-        return f"dry run in {self.seconds:.1f} s; everything is as it was before\n{findings}"
+        return f"dry run in {self.seconds:.1f} s; all variables are as they were before\n{findings}"
 
 
 class Overfit(NamedTuple):
@@ -202,7 +202,8 @@ def save_and_restore(
     facts = {"num_replicas": strategy.num_replicas_in_sync, "loss_scale": repr(trainer.rule)}
     checkpoints.save(0, facts, None)
     checkpoints.wait()
-    weights = variables_in_reach([parts.plan.model], held_back=())
+    # Each step sets the states of seed generators, so they are not saved.
+    weights = variables_in_reach([parts.plan.model], held_back=parts.plan.seeds)
     written = read_copies(weights, strategy)
     zeros = [[tf.zeros_like(copy) for copy in copies] for copies in written]
     write_copies(weights, zeros, strategy)

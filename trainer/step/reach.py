@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -151,22 +151,22 @@ def in_mapping(item: Any) -> Iterator[tuple[str, Any]]:
         yield ".default_factory", item.default_factory
 
 
-def items_of(item: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns the items of a mapping, without calling a method of a user's class."""
+def items_of(item: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the items of a mapping, without calling a method of a user's class."""
     if in_closed_package(type(item)) or type(item).__module__ in PLAIN_MODULES:
-        pairs: Iterable[tuple[Any, Any]] = item.items()
-        return pairs
-    return dict.items(item) if isinstance(item, dict) else ()
+        yield from item.items()
+    elif isinstance(item, dict):
+        yield from dict.items(item)
 
 
-def values_of(item: Any) -> Iterable[Any]:
-    """Returns an iterator over a container, without calling a method of a user's class."""
+def values_of(item: Any) -> Iterator[Any]:
+    """Yields the items of a container, without calling a method of a user's class."""
     if in_closed_package(type(item)):
-        return iter(item)
-    bases = (list, tuple, collections.deque, set, frozenset)
-    base: Any = next(base for base in bases if isinstance(item, base))
-    found: Iterable[Any] = base.__iter__(item)
-    return found
+        yield from item
+    else:
+        bases = (list, tuple, collections.deque, set, frozenset)
+        base: Any = next(base for base in bases if isinstance(item, base))
+        yield from base.__iter__(item)
 
 
 def in_callable(item: Any) -> Iterator[tuple[str, Any]]:
