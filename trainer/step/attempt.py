@@ -18,11 +18,11 @@ from trainer.base.autograph import call_user, without_autograph
 from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
-from trainer.step.diagnose import Evidence, Finding, count_by_variable
+from trainer.step.diagnose import Evidence, count_by_variable
 from trainer.step.outcomes import combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import ReplicaResult, replica_step
+from trainer.step.replica import ReplicaResult, count_nonfinite_gradients, replica_step
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
@@ -285,11 +285,12 @@ def confirmed(
     may have come from the forward pass, although the loss is finite: an activation that is inf in
     half precision and is divided by, or a norm at 0. No scale removes that NaN, and the rule would
     lower its scale for each such batch. So the gradients are computed again at the rule's smallest
-    scale. If they are still not finite, the cause is the one found there, and the rule's state
-    stays as it is.
+    scale. If they are still not finite on a replica, the cause is the model, and the rule's
+    state stays as it is.
 
     Only steps that are skipped for NaN do this. Rules without a `min_scale` never lower their
-    scale.
+    scale. With several workers, with parameter servers and on TPUs nothing is tested, and such
+    steps lower the scale.
 
     Args:
         outcome: the outcome of the group, from `diagnosed`.
@@ -299,26 +300,22 @@ def confirmed(
         plan: the run's constants.
     """
     min_scale = getattr(plan.rule, "min_scale", None)
-    if min_scale is None or not plan.attribute_causes:
+    found = strategies.capabilities(plan.strategy)
+    one_process = not (found.multi_worker or found.asynchronous)
+    if min_scale is None or not plan.attribute_causes or not one_process:
         return outcome
 
+    lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))
+    count = functools.partial(count_nonfinite_gradients, group=group, plan=plan)
+
     # Not inlined: TensorFlow prepares the function when it is first called, so that runs in which
-    # no step is tested do not pay for it.
+    # no step is tested do not pay for it. It holds no collectives, which fail in such a function.
     @functools.partial(tf.function, autograph=False, experimental_attributes={"_noinline": True})
     def at_min_scale() -> Outcome:
-        lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))
-        again = functools.partial(replica_step, group=group, plan=plan)
-        result: ReplicaResult = plan.strategy.run(
-            again, args=(inputs._replace(scale_state=lowest),)
-        )
-        agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
-        still = diagnosed(agreed, group, lowest, plan)
-        finding = {
-            name: tf.where(agreed.outcome.grads_finite, getattr(outcome, name), value)
-            for name, value in still._asdict().items()
-            if name in Finding._fields
-        }
-        return outcome._replace(**finding)
+        counts = plan.strategy.run(count, args=(inputs._replace(scale_state=lowest),))
+        found = tf.add_n(plan.strategy.experimental_local_results(counts))
+        cause = tf.where(found > 0, int(scaling.Cause.MODEL), outcome.cause)
+        return outcome._replace(cause=cause)
 
     overflowed = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
     infs = count_by_variable(evidence.summed)[:, 0]

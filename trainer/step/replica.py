@@ -13,7 +13,7 @@ import scaling
 import strategies
 from trainer.step.accumulate import accumulate, microbatch_inputs, real_rows
 from trainer.step.clip import clip
-from trainer.step.diagnose import Evidence, no_finding
+from trainer.step.diagnose import Evidence, count_by_variable, no_finding
 from trainer.step.held_back import read_values
 from trainer.step.judge import judge, stay_finite
 from trainer.step.measure import global_norm, measure
@@ -44,11 +44,8 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         group: the update group whose gradients to compute.
         plan: the run's constants.
     """
-    share = my_share(inputs.batch, inputs.weights)
     values = read_values(plan.held_back, given_positions(plan))
-    context = tf.distribute.get_replica_context()
-    own = pass_inputs(inputs, share, values, context.replica_id_in_sync_group, plan)
-    local = run_model(own, inputs.in_float32, group)
+    local, share = own_part(inputs, values, group, plan)
     reduced = sum_over_replicas(local, share)
     unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
     gradient_norm = global_norm(unscaled)
@@ -84,6 +81,28 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         batch=real_rows(share.batch, share),
         aux=real_rows(local.aux, share),
     )
+
+
+def own_part(
+    inputs: StepInputs, values: Values, group: UpdateGroup, plan: StepPlan
+) -> tuple[Microbatch, strategies.Share]:
+    """Returns the results of the forward and backward passes on this replica, and its share."""
+    share = my_share(inputs.batch, inputs.weights)
+    context = tf.distribute.get_replica_context()
+    own = pass_inputs(inputs, share, values, context.replica_id_in_sync_group, plan)
+    return run_model(own, inputs.in_float32, group), share
+
+
+def count_nonfinite_gradients(
+    inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan
+) -> tf.Tensor:
+    """Returns the number of inf and NaN in this replica's scaled gradients: shape (), int32.
+
+    Assigns nothing, and uses no collectives. For the arguments see `replica_step`.
+    """
+    values = read_values(plan.held_back, given_positions(plan))
+    local, _ = own_part(inputs, values, group, plan)
+    return tf.reduce_sum(count_by_variable(local.contribution.gradients))
 
 
 def my_share(batch: Batch, weights: tf.Tensor) -> strategies.Share:
