@@ -9,7 +9,6 @@ from catalogue.rows import IDS, KERAS, SEQUENCE, VECTOR, Inputs, Row
 
 L = keras.layers
 FEATURES_ROOM = "features"
-HALF = ("mixed_float16", "mixed_bfloat16")
 
 
 class Penalized(keras.layers.Layer):
@@ -95,6 +94,11 @@ def quantized(mode):
     return call
 
 
+def after_dense(call):
+    """Returns what puts a Dense layer in front, so that gradients flow through the layer."""
+    return lambda layer, inputs: call(layer, L.Dense(3)(inputs))
+
+
 def nested(**_):
     """A functional model in a Sequential."""
     inputs = keras.Input([4])
@@ -148,7 +152,13 @@ FEATURES = {
     "`tf.recompute_grad`": Row([VECTOR], make=lambda **_: Recomputed(L.Dense(3))),
     "`tf.custom_gradient`": Row([VECTOR], make=lambda **_: CustomGradient(L.Dense(3))),
     "`enable_lora`": Row([VECTOR], make=lambda **_: L.Dense(3), call=with_lora),
-    '`quantize("int8")`': Row([VECTOR], make=lambda **_: L.Dense(3), call=quantized("int8")),
+    '`quantize("int8")`': Row(
+        [VECTOR],
+        make=lambda **_: L.Dense(3),
+        call=after_dense(quantized("int8")),
+        fails_in=("mixed_float16",),
+        in_graph=True,
+    ),
     '`quantize("float8")`': Row([FOUR], make=lambda **_: L.Dense(4), call=quantized("float8")),
     "shared layer": Row(
         [FOUR], make=lambda **_: L.Dense(4, activation="tanh"), call=lambda f, x: f(f(x))

@@ -2,7 +2,9 @@
 
 import hypothesis.strategies as st
 import keras
-from catalogue.rows import NOT_TRAINED, OPEN, Row
+from catalogue.rows import NOT_TRAINED, REFUSED, RIGHT, Row
+
+from trainer import Trainer
 
 # Kinds of labels and outputs, which `labels.KINDS` makes.
 BINARY, ONE_HOT, SPARSE, NUMBERS, POSITIVE, DIRECTIONS, SIGNS, MASKS, EMBEDDED, SPOKEN = (
@@ -51,12 +53,22 @@ def of(kind, make=None, **arguments):
     return Row(arguments=arguments, make=make, kind=kind)
 
 
-def open_row(kind, shown_by, because, **arguments):
-    """The row of a class that is wrong so far."""
-    return Row(arguments=arguments, kind=kind, verdict=OPEN, shown_by=shown_by, because=because)
+def refused(kind, loss, **arguments):
+    """The row of a loss that is refused, at least with its default arguments.
+
+    Args:
+        kind: as for `of`.
+        loss: makes the loss that is refused.
+        **arguments: those with which the loss is right; none if it never is.
+    """
+    return Row(
+        arguments=arguments,
+        kind=kind,
+        verdict=RIGHT if arguments else REFUSED,
+        refuse=lambda: Trainer(model=lambda: None, optimizer="sgd", loss_fn=loss()),
+    )
 
 
-ONE_NUMBER = ("one loss per example", "returns one number for the batch, which is refused")
 LOSSES = {
     "BinaryCrossentropy": of(BINARY, label_smoothing=SMOOTHING),
     "BinaryFocalCrossentropy": of(BINARY, apply_class_balancing=st.booleans()),
@@ -65,11 +77,9 @@ LOSSES = {
     "CategoricalFocalCrossentropy": of(ONE_HOT),
     "CategoricalGeneralizedCrossEntropy": of(SPARSE),
     "CategoricalHinge": of(ONE_HOT),
-    "Circle": open_row(
-        EMBEDDED, "Not equal", "compares the examples of a share with each other, without a word"
-    ),
+    "Circle": refused(EMBEDDED, keras.losses.Circle),
     "CosineSimilarity": of(DIRECTIONS),
-    "Dice": open_row(MASKS, *ONE_NUMBER),
+    "Dice": refused(MASKS, keras.losses.Dice, axis=(1,)),
     "Hinge": of(SIGNS),
     "Huber": of(NUMBERS, delta=st.sampled_from([0.5, 1.0])),
     "KLDivergence": of(ONE_HOT),
@@ -80,9 +90,9 @@ LOSSES = {
     "MeanSquaredError": of(NUMBERS),
     "MeanSquaredLogarithmicError": of(POSITIVE),
     "Poisson": of(POSITIVE),
-    "SparseCategoricalCrossentropy": of(SPARSE),
+    "SparseCategoricalCrossentropy": of(SPARSE, ignore_class=st.sampled_from([None, 1])),
     "SquaredHinge": of(SIGNS),
-    "Tversky": open_row(MASKS, *ONE_NUMBER),
+    "Tversky": refused(MASKS, keras.losses.Tversky, axis=(1,)),
 }
 METRICS = {
     "AUC": of(BINARY),

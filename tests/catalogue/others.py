@@ -106,13 +106,13 @@ INITIALIZERS = kernel_rows(
 ) | {"STFT": Row([DENSE], verdict=NOT_TRAINED, because="makes the fixed kernel of STFTSpectrogram")}
 
 
-def plan_with_loss_scale_optimizer():
-    """Plans a step with Keras's loss scaling inside halfstep's."""
+def plan_with(optimizer):
+    """Plans a step with an optimizer."""
     model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
     plan_step(
         strategy=tf.distribute.get_strategy(),
         model=model,
-        optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        optimizer=optimizer,
         compute_loss=lambda batch, training: model(batch, training=training)[:, 0],
         rule=scaling.NoLossScale(),
     )
@@ -120,9 +120,10 @@ def plan_with_loss_scale_optimizer():
 
 def several_optimizers(**_):
     """Adam for the embedding, SGD for the rest."""
-    inner = {".*embedding.*": keras.optimizers.Adam(0.01)}
-    others = keras.optimizers.SGD(0.01)
-    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(others, inner))
+    sgd, adam = keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.01)
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(sgd, {".*embedding.*": adam})
+    )
 
 
 # Optimizers: arguments beside the learning rate.
@@ -144,10 +145,12 @@ OPTIMIZERS = {
     "Optimizer": Row(make=OwnOptimizer),
     "LossScaleOptimizer": Row(
         verdict=REFUSED,
-        because="`optimizer` must not scale the loss itself; got a LossScaleOptimizer.",
-        refuse=plan_with_loss_scale_optimizer,
+        refuse=lambda: plan_with(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
     ),
-    "MultiOptimizer": Row(make=several_optimizers),
+    "MultiOptimizer": Row(
+        make=several_optimizers,
+        refuse=lambda: plan_with(keras.optimizers.MultiOptimizer(keras.optimizers.SGD)),
+    ),
     "OptimizerMap": Row(verdict=NOT_TRAINED, because="what `MultiOptimizer` is made of"),
 }
 SCHEDULES = {

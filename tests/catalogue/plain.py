@@ -32,9 +32,10 @@ def plain_step(model, batch, case, configuration, keys, loss_scale):
     """
     replaced = [getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables]
     differentiate = gradients_of
-    if any(replaced):  # Keras's float8 does not run eagerly, and remembers the scaled gradients
+    if any(replaced) or case.row.in_graph:
         differentiate = tf.function(gradients_of)
-    else:  # the whole batch's gradients are larger than a share's, and must not overflow either
+    if not any(replaced):  # float8 remembers the scaled gradients
+        # The whole batch's gradients are larger than a share's, and must not overflow either.
         loss_scale = max(1.0, loss_scale / 2.0**8)
     if case.row.compared_with == DRAWS and configuration.jit_compile is True:
         differentiate = tf.function(gradients_of, jit_compile=True)

@@ -45,15 +45,18 @@ class Row:
     call: Callable[..., Any] | None = None  # (object, *inputs) -> outputs
     compared_with: str = WHOLE
     verdict: str = RIGHT
-    because: str = ""  # for the reader of the page; of a refusal, its first sentence
+    because: str = ""  # for the reader of the page
     no_xla: bool = False  # whether Keras says that XLA cannot compile the class
     fails_in: Sequence[str] = ()  # precisions in which Keras by itself cannot run it
     refused_in: Sequence[str] = ()  # precisions in which halfstep refuses it: see `because`
-    refuse: Callable[[], Any] | None = None  # for a refused class: raises halfstep's error
+    refuse: Callable[[], Any] | None = (
+        None  # raises halfstep's error; of a right class, for other arguments
+    )
     rounds_to: str = (
         ""  # the precision of the class's own arithmetic, if it is lower than the model's
     )
     shown_by: str = ""  # of an open row: what the failure's message contains
+    in_graph: bool = False  # whether the plain loop must run in a graph: Keras fails eagerly
     program: str = ""  # what shows Keras's fault: raises an error if Keras is right
 
     def allows(self, configuration: Any) -> bool:
