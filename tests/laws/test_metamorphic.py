@@ -402,6 +402,7 @@ def test_a_fault_on_replicas_is_noticed(monkeypatch, on_replicas):
     assert violations(SMALL, on_replicas).keys() == on_replicas.keys()
 
 
+@pytest.mark.slow
 def test_a_lost_position_is_noticed(tmp_path):
     """A resumed run that begins its data anew ends with other bits."""
     whole = trained_to(SMALL, tmp_path / "whole", [5])
