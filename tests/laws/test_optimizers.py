@@ -134,7 +134,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("settings", "replicas"), CASES)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The catalogue's test compares every optimizer by default, with fewer settings.
+        pytest.param(name, marks=() if name in ("Adam", "Lion", "Muon") else pytest.mark.slow)
+        for name in NAMES
+        if name not in REFUSED
+    ],
+)
 def test_every_optimizer(mirrored, name, settings, replicas):
     """L7, L8: three steps move weights and slots as a plain loop with the whole batch does, with a
     variable that the loss does not reach, sparse gradients, a constraint, a schedule, weight decay, a
@@ -201,6 +209,7 @@ class Trained(Trainer):
 DATA = {"ids": ROWS, "y": TARGETS}
 
 
+@pytest.mark.slow
 def test_a_multi_optimizer_in_a_run(tmp_path, mirrored):
     """L12: a run with a `MultiOptimizer` is trained, averaged, evaluated, saved and resumed to the bit."""
     settings = {"strategy": mirrored(3), "ema_momentum": 0.5}
