@@ -4,7 +4,7 @@ Everything else in this project uses the public APIs of Keras and TensorFlow.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -179,7 +179,8 @@ def regularizers_in_float32(model: keras.Model) -> Iterator[None]:
 def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which half-precision layers compute in float32 on the same variables.
 
-    A function that is traced inside the context keeps computing in float32 afterwards.
+    Quantized layers stay quantized. A function that is traced inside the context keeps computing
+    in float32 afterwards.
     """
     half = [layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")]
     return layers_under_policy("float32", half)
@@ -189,16 +190,69 @@ def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManage
 def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Changes the dtype policy of layers, but not their variables, inside the `with` block.
 
-    Setting a layer's `dtype_policy` is public; finding all layers is not.
+    A quantized layer keeps its quantization: its weights are integers or float8 values with scales,
+    which mean nothing without it. `Normalization` gets its constants in the new dtype.
+
+    `layer.dtype_policy` is public, but its setter is not used: it may quantize the layer, and
+    writes into a `DTypePolicyMap` that several layers share.
     """
-    policies = [layer.dtype_policy for layer in layers]
+    changed = []
     for layer in layers:
-        layer.dtype_policy = keras.DTypePolicy(policy)
+        new = {"_dtype_policy": policy_with_dtype(layer._dtype_policy, policy)}
+        if isinstance(layer, keras.layers.Normalization) and layer.built:
+            new |= normalization_constants(layer, policy)
+        changed.append((layer, new, {name: getattr(layer, name) for name in new}))
+    for layer, new, _ in changed:
+        set_attributes(layer, new)
     try:
         yield
     finally:
-        for layer, before in zip(layers, policies, strict=True):
-            layer.dtype_policy = before
+        for layer, _, before in changed:
+            set_attributes(layer, before)
+
+
+def policy_with_dtype(policy: keras.DTypePolicy, name: str) -> keras.DTypePolicy:
+    """Returns a policy with the dtypes of the policy `name`, and the quantization of `policy`."""
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        by_path = {path: policy_with_dtype(each, name) for path, each in policy.items()}
+        default = policy_with_dtype(policy.default_policy, name)
+        return keras.dtype_policies.DTypePolicyMap(default, by_path)
+    if isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):
+        # The config also holds what some modes add: block sizes, and lengths of histories.
+        return type(policy).from_config(policy.get_config() | {"source_name": name})
+    return keras.DTypePolicy(name)
+
+
+def normalization_constants(layer: keras.layers.Normalization, policy: str) -> dict[str, tf.Tensor]:
+    """Returns a `Normalization` layer's mean and variance, computed under another policy.
+
+    The layer keeps both as tensors in its compute dtype: in half precision they are rounded, and
+    casting them back would not undo that.
+    """
+    mean, variance = layer.input_mean, layer.input_variance
+    with tf.init_scope():  # eager, so that the tensors may be used in any graph
+        if mean is None:
+            mean, variance = layer.adapt_mean.numpy(), layer.adapt_variance.numpy()
+        twin = keras.layers.Normalization(layer.axis, mean, variance, dtype=policy)
+        twin.build(layer._build_input_shape)
+    return {"mean": twin.mean, "variance": twin.variance}
+
+
+def recompute_constants(model: keras.Model) -> None:
+    """Makes `Normalization` layers use the statistics in their variables, after a restore.
+
+    Keras does this in `load_weights`, but a `tf.train.Checkpoint` writes the variables alone, and
+    the layer computes with tensors made from them.
+    """
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+
+
+def set_attributes(owner: object, values: Mapping[str, object]) -> None:
+    """Sets an object's attributes, keyed by name."""
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
 def slot_variables(

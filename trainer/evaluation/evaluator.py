@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
@@ -14,11 +14,12 @@ from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
-from trainer.step.held_back import held_back_variables
+from trainer.step.held_back import HoldBack
 from trainer.step.losses import losses_and_aux, weighted_sum
-from trainer.step.objective import Objective
-from trainer.step.randomness import seed_states
+from trainer.step.plan import StepPlan
+from trainer.step.randomness import make_keys
 from trainer.step.replica import my_share
+from trainer.step.state import TrainState
 from trainer.step.types import MetricsByName
 
 PRECISIONS = ("float32", "train")
@@ -55,41 +56,41 @@ class Evaluator:
 
     Args:
         task: the model, the loss and the metrics.
-        strategy: the strategy that runs the replicas.
-        objectives: the training objectives; the evaluated loss is the sum of their losses.
+        plan: the plan of the training step; the evaluated loss is the sum of its objectives'.
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
+        state: the run's seed and step, from which random numbers are computed.
         stop: shape (), bool: whether the run was asked to stop, which ends evaluations during
             training.
-        jit_compile: whether XLA compiles forward passes in the training precision.
     """
 
     def __init__(
         self,
         task: EvaluationTask,
-        strategy: tf.distribute.Strategy,
-        objectives: Sequence[Objective],
+        plan: StepPlan,
         eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
+        state: TrainState,
         stop: tf.Variable,
-        *,
-        jit_compile: bool,
     ) -> None:
         """Creates the graph functions, which are traced when they are first called."""
         self._task = task
-        self._strategy = strategy
+        self._plan, self._strategy = plan, plan.strategy
+        self._state = state
         self._stop = stop
-        self._objectives = objectives
+        self._calls = 0  # evaluations and predictions that users have asked for so far
+        # The source of keys for `make_keys`: the call's own number, and the batch's index.
+        self._source = tf.Variable([0, 0], trainable=False, dtype=tf.int64, name="draws")
         self._is_keras = isinstance(task.model, keras.Model)
 
         def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
             in_training_precision = precision == "train" or not self._is_keras
-            compiled = jit_compile and in_training_precision
+            compiled = plan.jit_compile is True and in_training_precision
             return tf.function(method, jit_compile=True) if compiled else method
 
         self._compute_loss = {each: forward(task.compute_loss, each) for each in PRECISIONS}
         self._precision = PRECISIONS[0]  # precision of the evaluation that is running
         self._evaluate = {
             each: tf.function(
-                functools.partial(evaluate_all, eval_step, stop, strategy), autograph=False
+                functools.partial(evaluate_all, eval_step, stop, plan.strategy), autograph=False
             )
             for each in PRECISIONS
         }
@@ -97,7 +98,10 @@ class Evaluator:
             # Positional, because tf.function turns keyword arguments of a partial into inputs.
             each: tf.function(
                 functools.partial(
-                    predict_batch, strategy, task.model, forward(task.predict_batch, each)
+                    predict_batch,
+                    plan,
+                    forward(task.predict_batch, each),
+                    self._source,
                 ),
                 autograph=False,
             )
@@ -121,6 +125,7 @@ class Evaluator:
             metric.reset_state()
         with self._computing_in(precision):
             self._precision = precision
+            self._begin_draws(asked_for=not stoppable)
             iterator = iter(dataset)
             total, weight, left = self._evaluate[precision](iterator, tf.constant(stoppable))
         stopped = stoppable and strategies.any_worker(bool(self._stop), self._strategy)
@@ -139,7 +144,8 @@ class Evaluator:
         """
         weights = check_weights(call_user(self._task.example_weights, batch), batch)
         compute_loss = self._compute_loss[self._precision]
-        arguments = (batch, weights, self._task, self._objectives, compute_loss)
+        source = next_source(self._source)
+        arguments = (batch, weights, self._task, self._plan, compute_loss, source)
         sums = self._strategy.run(replica_evaluate, args=arguments)
         total = self._strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
         return total, tf.reduce_sum(weights)
@@ -147,8 +153,29 @@ class Evaluator:
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
         """Returns the model's outputs as NumPy arrays, in the order of the data set."""
         with self._computing_in(precision):
+            self._begin_draws(asked_for=True)
             outputs = [self._predict[precision](batch) for batch in dataset]
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _begin_draws(self, *, asked_for: bool) -> None:
+        """Chooses the random numbers of a call.
+
+        Args:
+            asked_for: whether a user asked for the call, so that it draws other numbers than the
+                calls before it. An evaluation during training depends on the step alone: a resumed
+                run draws the same.
+        """
+        self._calls += asked_for
+        call = self._calls if asked_for else 0
+        number = tf.random.stateless_uniform(
+            [],
+            # Training's places are below 2^62.
+            seed=[int(self._state.random_seed), 2**62 + int(self._state.step)],
+            maxval=2**62,
+            dtype=tf.int64,
+            alg="philox",
+        )
+        self._source.assign(tf.stack([number + call, 0]))
 
     def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager under which a Keras model is traced in `precision`."""
@@ -180,7 +207,7 @@ def evaluate_all(
         stoppable: shape (), bool: whether `stop` ends the evaluation.
 
     Returns:
-        The weighted sum of losses and the sum of weights over all replicas: shape (), float32; and
+        The weighted sum of losses and the sum of weights over all replicas: shape (), float64; and
         whether any batch is left: shape (), bool.
     """
 
@@ -197,16 +224,30 @@ def evaluate_all(
         del continues
         losses, weights = call_user(eval_step, following.get_value())
         following = iterator.get_next_as_optional()
-        return following, may_continue(following), total + losses, weight + weights
+        # A float32 sum over many batches would drop digits of each.
+        sums = total + tf.cast(losses, tf.float64), weight + tf.cast(weights, tf.float64)
+        return following, may_continue(following), *sums
 
     first = iterator.get_next_as_optional()
     following, _, total, weight = tf.while_loop(
         lambda following, continues, *_: continues,  # noqa: ARG005
         body,
-        (first, may_continue(first), tf.constant(0.0), tf.constant(0.0)),
+        (first, may_continue(first), tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)),
         parallel_iterations=1,
     )
     return total, weight, following.has_value()
+
+
+def next_source(counter: tf.Variable) -> tf.Tensor:
+    """Returns the source of a batch's keys, and counts the batch: shape (2,), int64.
+
+    Args:
+        counter: the call's number, and the index of its next batch: shape (2,), int64.
+    """
+    source = counter.read_value()
+    with tf.control_dependencies([source]):
+        counter.assign_add([0, 1])
+    return source
 
 
 def unequal_lengths(left: bool) -> ValueError:
@@ -226,8 +267,9 @@ def replica_evaluate(
     batch: Any,
     weights: tf.Tensor,
     task: EvaluationTask,
-    objectives: Sequence[Objective],
+    plan: StepPlan,
     compute_loss: Callable[..., Any],
+    source: tf.Tensor,
 ) -> tf.Tensor:
     """Evaluates one replica's share of a batch. Call it in replica context.
 
@@ -235,63 +277,66 @@ def replica_evaluate(
         batch: the global batch.
         weights: shape (global_batch,), float32.
         task: the task; its metrics are updated with all examples except padding.
-        objectives: the training objectives, whose losses are added up.
+        plan: the plan of the training step, whose objectives' losses are added up.
         compute_loss: `task.compute_loss`, possibly compiled by XLA.
+        source: what random numbers are computed from; see `make_keys`: shape (2,), int64.
 
     Returns:
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    with without_writes(task.model):
+    with without_writes(plan, source):
         result = call_user(compute_loss, share.batch, training=False)
-    losses, aux = losses_and_aux(result, share.batch, objectives)
+    losses, aux = losses_and_aux(result, share.batch, plan.objectives)
     call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
     return weighted_sum(tf.add_n(list(losses.values())), share)
 
 
 def predict_batch(
-    strategy: tf.distribute.Strategy,
-    model: keras.Model | tf.Module,
-    method: Callable[[Any], Any],
-    batch: Any,
+    plan: StepPlan, method: Callable[[Any], Any], draws: tf.Variable, batch: Any
 ) -> Any:
     """Returns the outputs for a global batch, in the order of its examples.
 
     Call it in a `tf.function`.
 
     Args:
-        strategy: the strategy that runs the replicas.
-        model: the model that `method` calls; none of its variables is written.
+        plan: the plan of the training step, whose model `method` calls; none of its variables is
+            written.
         method: `Task.predict_batch`, possibly compiled by XLA.
+        draws: the counter of `next_source`.
         batch: the global batch.
     """
-    shares = strategy.run(replica_predict, args=(batch, model, method))
-    return tf.nest.map_structure(lambda share: strategy.gather(share, axis=0), shares)
+    shares = plan.strategy.run(replica_predict, args=(batch, plan, method, next_source(draws)))
+    return tf.nest.map_structure(lambda share: plan.strategy.gather(share, axis=0), shares)
 
 
 def replica_predict(
-    batch: Any, model: keras.Model | tf.Module, method: Callable[[Any], Any]
+    batch: Any, plan: StepPlan, method: Callable[[Any], Any], source: tf.Tensor
 ) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     share = my_share(batch, tf.ones([rows]))
-    with without_writes(model):
+    with without_writes(plan, source):
         outputs = call_user(method, share.batch)
     return real_rows(outputs, share)
 
 
-def without_writes(
-    model: keras.Model | tf.Module,
-) -> contextlib.AbstractContextManager[keras.StatelessScope]:
+def without_writes(plan: StepPlan, source: tf.Tensor) -> HoldBack:
     """Returns a context manager that keeps a Keras model from writing to its variables.
 
-    Without this context, an evaluation would advance the seed generators used in training.
+    Without this context, an evaluation would advance the seed generators used in training. Call it
+    in replica context, outside of XLA-compiled code.
+
+    Args:
+        plan: the plan of the training step.
+        source: what the generators' keys are computed from; see `make_keys`: shape (2,), int64.
     """
-    variables = [*held_back_variables(model), *seed_states(model)]
-    scope: contextlib.AbstractContextManager[keras.StatelessScope] = keras.StatelessScope(
-        [(variable, variable.value) for variable in variables]
-    )
-    return scope
+    context = tf.distribute.get_replica_context()
+    replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+    [keys] = tf.unstack(make_keys(source, replica, replicas, 1, len(plan.seeds)), num=1)
+    given = [(variable, variable.value) for variable in plan.held_back]
+    given += zip(plan.seeds, tf.unstack(keys, num=len(plan.seeds)), strict=True)
+    return HoldBack([*plan.held_back, *plan.seeds], given)
 
 
 def numbers_of(metrics: MetricsByName) -> dict[str, float]:

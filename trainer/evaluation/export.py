@@ -32,7 +32,9 @@ def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: A
         without `compare_on`.
     """
     if path.suffix == ".keras":
-        (model if precision == "train" else copy_of(model, precision)).save(path)
+        # A quantized model is copied, because Keras cannot load everything quantized that it saves.
+        copied = precision != "train" or quantized_layers(model)
+        (copy_of(model, precision) if copied else model).save(path)
     else:
         # A copy, because the variables of `model` may be distributed.
         copy_of(model, precision).export(path, format="tf_saved_model", verbose=False)
@@ -55,7 +57,23 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
         else:
             with layers_under_policy(precision, converted):
                 model.save(file)
-        return keras.saving.load_model(file, custom_objects=layer_classes(model), compile=False)
+        try:
+            return keras.saving.load_model(file, custom_objects=layer_classes(model), compile=False)
+        except (ValueError, TypeError) as error:
+            if not quantized_layers(model):
+                raise
+            raise ValueError(
+                "`export` cannot write this quantized model; got the layers "
+                f"{', '.join(map(repr, quantized_layers(model)))}, and Keras cannot load what it "
+                f"saves of them: {str(error).splitlines()[0].rstrip('. ')}. The exported model "
+                "would be useless. Export the model before it is quantized, and quantize it where "
+                "it is used."
+            ) from error
+
+
+def quantized_layers(model: keras.Model) -> list[str]:
+    """Returns the names of a model's quantized layers."""
+    return [layer.name for layer in all_layers(model) if layer.quantization_mode is not None]
 
 
 def is_real(layer: keras.Layer) -> bool:
@@ -119,3 +137,10 @@ def check_export(model: object, path: Any, precision: object) -> None:
             'The suffix selects the format. Pass "model.keras", for example.'
         )
     check_choice("precision", precision, PRECISIONS)
+    for layer in all_layers(model):
+        if precision == "float16" and layer.quantization_mode == "int8":
+            raise ValueError(
+                '`precision` must not be "float16" for a model with int8 layers; got layer '
+                f"{layer.name!r}. Keras does not compute int8 layers in float16, whose range is "
+                'too small for their products. Pass "bfloat16", "float32" or "train".'
+            )

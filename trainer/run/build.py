@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
+from trainer.base.keras_private import recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
@@ -69,6 +70,8 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
         metrics = build_metrics(trainer)
         checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
         checkpoints.restore()
+        if isinstance(model, keras.Model):
+            recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     depending = parts_of_plan(trainer, plan, state, stop)
@@ -110,14 +113,7 @@ def parts_of_plan(
     return {
         "plan": plan,
         "run_steps": make_loop(trainer, plan, state, stop),
-        "evaluator": Evaluator(
-            trainer,
-            trainer.strategy,
-            plan.objectives,
-            trainer.eval_step,
-            stop,
-            jit_compile=plan.jit_compile is True,
-        ),
+        "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop),
         "recorder": make_recorder(trainer, plan, state) if trainer.max_overflow_records else None,
     }
 

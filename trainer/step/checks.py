@@ -23,6 +23,14 @@ from trainer.step.types import Batch, Model
 # small updates: an update smaller than 2^-bits of the weight is rounded away.
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
+# Methods that Keras's own `fit`, `evaluate` and `predict` call, and the trainer's for the same.
+OWN_STEPS = {
+    "train_step": "compute_loss",
+    "compute_loss": "compute_loss",
+    "test_step": "eval_step",
+    "predict_step": "predict_batch",
+}
+
 
 def check_model(model: Model, precision: scaling.Precision) -> None:
     """Raises TypeError or ValueError unless the step can use this model, built or not."""
@@ -62,11 +70,13 @@ def check_not_compiled(model: keras.Model) -> None:
             "optimizer and loss given there would be ignored, and under mixed_float16 compile() "
             "wraps the optimizer in a second loss scaling. Remove the call to compile()."
         )
-    if type(model).train_step is not keras.Model.train_step:
-        raise ValueError(
-            f"`model` must not override train_step; got {type(model).__name__}. The trainer would "
-            "never call it. Override Trainer.compute_loss instead."
-        )
+    for name, instead in OWN_STEPS.items():
+        own = name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+        if own:
+            raise ValueError(
+                f"`model` must not override {name}; got {type(model).__name__}. The trainer would "
+                f"never call it. Override Trainer.{instead} instead."
+            )
 
 
 def check_dtype_policies(model: keras.Model, precision: scaling.Precision) -> None:

@@ -244,3 +244,150 @@ def test_a_metric_returns_one_number(result, found):
         "`best_metric` compare numbers. Choose an average, such as average='macro' of F1Score, or "
         "write one metric for each number."
     )
+
+
+def quantized(mode, precision):
+    """Two dense layers, quantized under a precision; with LoRA where Keras has it."""
+    keras.utils.set_random_seed(0)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(precision)
+    layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input([5]), *layers])
+    keras.config.set_dtype_policy(before)
+    for layer in layers:
+        if mode == "gptq":
+            config = keras.quantizers.GPTQConfig(dataset=None, tokenizer=None, group_size=4)
+            layer.quantize(mode, config=config)
+        elif mode == "awq":
+            config = keras.quantizers.AWQConfig(dataset=None, tokenizer=None, group_size=4)
+            layer.quantize(mode, config=config)
+        else:
+            layer.quantize(mode)
+        if mode in ("int8", "int4"):
+            layer.enable_lora(2)
+        if mode in ("gptq", "awq"):  # as the calibration leaves it
+            setattr(layer, f"is_{mode}_calibrated", True)
+            values = np.random.default_rng(1).integers(0, 200, layer.quantized_kernel.shape)
+            layer.quantized_kernel.assign(values.astype(np.uint8))
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "precision"),
+    [
+        ("int8", "mixed_bfloat16"),
+        ("int4", "mixed_float16"),
+        ("float8", "mixed_bfloat16"),
+        ("float8", "mixed_float16"),
+        ("gptq", "mixed_bfloat16"),
+        ("awq", "mixed_float16"),
+    ],
+)
+def test_quantized_layers_stay_quantized_in_float32(mirrored, mode, precision, replicas):
+    """L21: evaluation in float32 equals the call of the same quantized model under float32, and
+    evaluation in the training precision equals the model's own call.
+    """
+    trainer = classifier(
+        model=lambda: quantized(mode, precision),
+        precision=precision,
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+    )
+    full = quantized(mode, "float32")
+    full.set_weights(trainer.model.get_weights())
+    own = np.float32(trainer.model(X, training=False))
+
+    np.testing.assert_allclose(trainer.predict(X, global_batch=11), full(X), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(trainer.predict(X, global_batch=11, precision="train"), own)
+    assert [layer.quantization_mode for layer in trainer.model.layers] == [mode, mode]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_normalization_has_float32_statistics_in_float32(mirrored, given, replicas):
+    """L21: the statistics of `Normalization`, given or adapted, are not rounded to half."""
+    data = np.random.default_rng(3).normal(1000.3, 0.1, [9, 5]).astype(np.float32)
+
+    def model(policy):
+        statistics = {"mean": data.mean(0), "variance": data.var(0)} if given else {}
+        layer = keras.layers.Normalization(**statistics, dtype=policy)
+        dense = keras.layers.Dense(3, kernel_initializer="ones", dtype=policy)
+        made = keras.Sequential([keras.Input([5]), layer, dense])
+        if not given:
+            layer.adapt(data)
+        return made
+
+    trainer = classifier(
+        model=lambda: model("mixed_float16"),
+        precision="mixed_float16",
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+    )
+    expected = model("float32")(data)
+
+    np.testing.assert_array_equal(trainer.predict(data, global_batch=9), expected)
+    assert trainer.model.layers[0].mean.dtype == tf.float16
+
+
+def test_adapted_statistics_are_those_of_the_checkpoint(tmp_path):
+    """L21: a `Normalization` layer that was not adapted in this process computes with the statistics
+    in the checkpoint.
+    """
+
+    def model(adapted):
+        layer = keras.layers.Normalization()
+        made = keras.Sequential([keras.Input([5]), layer, keras.layers.Dense(3)])
+        if adapted:
+            layer.adapt(X + 7.0)
+        return made
+
+    first = classifier(model=lambda: model(adapted=True), model_dir=tmp_path)
+    first.train((X, Y), steps=1, global_batch=11)
+    second = classifier(model=lambda: model(adapted=False), model_dir=tmp_path)
+
+    np.testing.assert_array_equal(
+        second.predict(X, global_batch=11), first.predict(X, global_batch=11)
+    )
+
+
+def test_losses_of_many_batches_are_added_exactly():
+    """L21: the mean of 100,000 losses of 0.1, in as many batches, is 0.1 to float32's precision."""
+
+    class Tenth(Linear):
+        def compute_loss(self, batch, training):
+            return super().compute_loss(batch, training) * 0.0 + 0.1
+
+    one = {"x": np.ones([1, 1], np.float32), "slope": np.ones([1], np.float32)}
+    data = tf.data.Dataset.from_tensors(one).repeat(100_000)
+
+    assert Tenth(verbose=False).evaluate(data)["loss"] == pytest.approx(0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_dropout_in_prediction_draws_anew(mirrored, replicas):
+    """Monte Carlo dropout draws other masks in every replica, batch and call, and the same program
+    draws the same masks again.
+    """
+
+    class MonteCarlo(Trainer):
+        def predict_batch(self, batch):
+            return self.model(batch, training=True)
+
+    def trainer():
+        return MonteCarlo(
+            model=lambda: keras.Sequential(
+                [keras.Input([64]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+            ),
+            optimizer="sgd",
+            loss_fn="mse",
+            seed=3,
+            verbose=False,
+            strategy=mirrored(replicas) if replicas > 1 else "default",
+        )
+
+    first, second = trainer(), trainer()
+    x = np.ones([2 * replicas, 64], np.float32)
+    draws = [first.predict(x, global_batch=replicas) for _ in range(2)]
+
+    assert len(np.unique(draws)) == 4 * replicas
+    for draw in draws:
+        np.testing.assert_array_equal(second.predict(x, global_batch=replicas), draw)

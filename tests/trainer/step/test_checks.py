@@ -47,6 +47,11 @@ class OwnStep(keras.Model):
         return data
 
 
+def with_own(name):
+    """A model whose class has a method of its own in the place of one of Keras's."""
+    return type("Own", (keras.Model,), {name: OwnStep.train_step})
+
+
 def weightless():
     """A model without weights."""
     return keras.Sequential([keras.Input([1]), keras.layers.Flatten()])
@@ -115,6 +120,21 @@ def weightless():
             {"model": OwnStep},
             "`model` must not override train_step; got OwnStep. The trainer would never call it. "
             "Override Trainer.compute_loss instead.",
+        ),
+        (
+            {"model": with_own("compute_loss")},
+            "`model` must not override compute_loss; got Own. The trainer would never call it. "
+            "Override Trainer.compute_loss instead.",
+        ),
+        (
+            {"model": with_own("test_step")},
+            "`model` must not override test_step; got Own. The trainer would never call it. "
+            "Override Trainer.eval_step instead.",
+        ),
+        (
+            {"model": with_own("predict_step")},
+            "`model` must not override predict_step; got Own. The trainer would never call it. "
+            "Override Trainer.predict_batch instead.",
         ),
         (
             {"model": weightless},
