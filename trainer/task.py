@@ -71,6 +71,8 @@ class Task:
             check_optimizer_name(optimizer)
         self._given_model = model
         self._given_optimizer = optimizer
+        overridden = type(self).build_optimizer is not Task.build_optimizer
+        self.has_optimizer = optimizer is not None or overridden
         self._given_metrics = metrics
         self._loss_fn = resolve_loss(loss_fn)
 

@@ -1,5 +1,6 @@
 """`Trainer`, which holds the state of a run: it builds, trains, logs, saves and evaluates."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -499,6 +500,13 @@ class Trainer(Task):
     ) -> dict[str, float]:
         """Returns the weighted mean loss and the metrics over a whole data set.
 
+        A trainer that has not trained itself evaluates the newest checkpoint in `model_dir`, and
+        looks for a newer one in every call. So it may follow a run that another process trains; it
+        never writes there. Neither an optimizer nor trainable variables are needed.
+
+        Random numbers, as of a Dropout that is called with training=True, differ in every batch
+        and in every call, and are the same when the program is run again with the same seed.
+
         Args:
             data: as for `train`; arrays are not shuffled.
             global_batch: the batch size, if `data` is arrays.
@@ -528,6 +536,8 @@ class Trainer(Task):
     ) -> Any:
         """Returns the model's outputs for a whole data set, in its order.
 
+        For newer checkpoints and random numbers, see `evaluate`. No `loss_fn` is needed.
+
         Args:
             data: as for `evaluate`; if it yields tuples, the model is called with the first item.
             global_batch: the batch size, if `data` is arrays.
@@ -544,7 +554,7 @@ class Trainer(Task):
             lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
             training=False,
         )
-        with evaluated_weights(self._parts.plan, averaged):
+        with self._weights(averaged):
             return self._parts.evaluator.predict(found.dataset, precision)
 
     def dry_run(
@@ -634,7 +644,7 @@ class Trainer(Task):
         """
         self._check_started("export")
         check_export(self.model, path, precision)
-        with evaluated_weights(self._parts.plan, averaged):
+        with self._weights(averaged):
             return export(self.model, pathlib.Path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
@@ -683,9 +693,21 @@ class Trainer(Task):
         batch_size = global_batch if are_arrays(eval_data) else None
         return batches(eval_data, "eval_data", self.strategy, batch_size)
 
+    def _weights(self, averaged: bool | None) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that gives the model the weights to evaluate or export."""
+        checkpoints = self._parts.checkpoints
+        if checkpoints.lacks_average and averaged is not False:
+            raise ValueError(
+                "`optimizer` must be given to evaluate the moving average of the weights; got a "
+                f"run without one, and {checkpoints.latest} holds the average. The average belongs "
+                "to the optimizer. Pass the optimizer of that run, or averaged=False for the "
+                "weights themselves."
+            )
+        return evaluated_weights(self._parts.plan, averaged)
+
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model, with the weights that are evaluated, into a folder."""
-        with evaluated_weights(self._parts.plan, averaged=None):
+        with self._weights(averaged=None):
             export_model(self.model, folder)
 
     def _evaluate(
@@ -694,7 +716,7 @@ class Trainer(Task):
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
         self._evaluating = True
         try:
-            with evaluated_weights(self._parts.plan, averaged):
+            with self._weights(averaged):
                 return self._parts.evaluator.evaluate(found.dataset, precision, stoppable=stoppable)
         finally:
             self._evaluating = False
@@ -712,13 +734,16 @@ class Trainer(Task):
                 their variables when they are first called; None for `compute_loss`.
             training: whether to train, and not only to evaluate.
         """
-        if self._started:
+        if self._started and not self._introduced:
+            with self.strategy.scope():  # another process may be training this run
+                self._parts.checkpoints.follow(clean_up=training)
+        if self._started and (self._parts.plan.groups or not training):
             before, parts = self._setup, self._parts
             self._parts = adapted(self, parts, before, training=training)
             if self._parts is not parts:
                 self._setup = setup_of(self._parts.plan)
             return
-        self._parts = build(self, batch, forward or self.compute_loss)
+        self._parts = build(self, batch, forward or self.compute_loss, training=training)
         self._setup = setup_of(self._parts.plan)
         self._started = True
         self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`

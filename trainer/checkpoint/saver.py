@@ -72,12 +72,14 @@ class Checkpoints:
         self.bytes: dict[str, int] = {}
         self.resumed = False  # whether training has continued from the restored checkpoint
 
-    def restore(self, *, before: int | None = None) -> pathlib.Path | None:
+    def restore(self, *, before: int | None = None, clean_up: bool = True) -> pathlib.Path | None:
         """Restores the newest intact checkpoint, if any. Call it in the strategy's scope.
 
         Args:
             before: if given, only checkpoints of earlier steps are considered, and later ones are
                 removed once an earlier one has been found.
+            clean_up: whether to remove what a killed process left unfinished. Without, nothing in
+                `model_dir` is touched: another process may be writing there.
 
         Returns:
             The path of the checkpoint, or None.
@@ -89,7 +91,7 @@ class Checkpoints:
         if self._model_dir is None:
             return None
         self.wait()
-        if self._keeps_files:
+        if self._keeps_files and clean_up:
             clean_up_folders(self._model_dir, PREFIX)
         found = folder.committed(self._model_dir, PREFIX)
         too_late = [step for step in found if before is not None and step >= before]
@@ -104,7 +106,10 @@ class Checkpoints:
         if self._keeps_files:
             for late in later:
                 shutil.rmtree(late)
-        check_variables(facts["variables"], self._variables, path, "model_dir")
+        saved = facts["variables"]
+        if set(self._variables) == {"model"}:  # a run that only evaluates
+            saved = {"model": saved["model"]}
+        check_variables(saved, self._variables, path, "model_dir")
         self._contents.read(
             path,
             copies=facts["num_replicas"] == self._strategy.num_replicas_in_sync
@@ -157,6 +162,33 @@ class Checkpoints:
         if not self._asynchronous:
             self.wait()
         return path
+
+    def follow(self, *, clean_up: bool) -> bool:
+        """Restores the newest checkpoint if it is not the one that was last saved or restored.
+
+        Args:
+            clean_up: as for `restore`.
+
+        Returns:
+            Whether a checkpoint was restored.
+        """
+        if self._model_dir is None:
+            return False
+        while True:
+            newest = self._newest_step()
+            if newest < 0 or newest == self.facts.get("step"):
+                return False
+            try:
+                return self.restore(clean_up=clean_up) is not None
+            except (ValueError, OSError, tf.errors.OpError):
+                # The process that writes here may have removed this one for a newer one.
+                if self._newest_step() == newest:
+                    raise
+
+    def _newest_step(self) -> int:
+        """Returns the step of the newest checkpoint that the chief sees, or -1."""
+        found = folder.committed(self._model_dir, PREFIX) if self._model_dir else {}
+        return strategies.from_chief(max(found, default=-1), self._strategy)
 
     def continue_from(self, before: "Checkpoints") -> None:
         """Takes over the newest checkpoint of another object for the same run."""
@@ -217,19 +249,31 @@ class Checkpoints:
         return difference is None
 
     @property
+    def lacks_average(self) -> bool:
+        """Whether the checkpoint holds averages of the weights that this run has no place for."""
+        saved = self.facts.get("variables", {})
+        left_out = [
+            line for owner in saved if owner not in self._variables for line in saved[owner]
+        ]
+        return any(line.rpartition(":")[0].endswith("_average") for line in left_out)
+
+    @property
     def _keeps_files(self) -> bool:
         """Whether this process is the one whose files are kept."""
         return strategies.is_chief(self._strategy)
 
 
-def has_checkpoints(model_dir: pathlib.Path | None, strategy: tf.distribute.Strategy) -> bool:
+def has_checkpoints(
+    model_dir: pathlib.Path | None, strategy: tf.distribute.Strategy, *, clean_up: bool
+) -> bool:
     """Returns whether a run has checkpoints, from one of which `Checkpoints.restore` resumes.
 
     With several workers, every worker must call this function, and the chief's answer counts.
+    For `clean_up`, see `Checkpoints.restore`.
     """
     if model_dir is None:
         return False
-    if strategies.is_chief(strategy):
+    if clean_up and strategies.is_chief(strategy):
         clean_up_folders(model_dir, PREFIX)
     found = bool(folder.committed(model_dir, PREFIX))
     return strategies.from_chief(int(found), strategy) > 0

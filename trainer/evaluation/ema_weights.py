@@ -10,7 +10,9 @@ from trainer.step.rollback import read_copies, write_copies
 
 def keeps_average(plan: StepPlan) -> bool:
     """Returns whether every optimizer of a run keeps a moving average of its weights."""
-    return all(one.use_ema for objective in plan.objectives for one in objective.updating)
+    return bool(plan.objectives) and all(
+        one.use_ema for objective in plan.objectives for one in objective.updating
+    )
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ class Evaluator:
         number = tf.random.stateless_uniform(
             [],
             # Training's places are below 2^62.
-            seed=[int(self._state.random_seed), 2**62 + int(self._state.step)],
+            seed=[int(self._state.random_seed.numpy()), 2**62 + int(self._state.step)],
             maxval=2**62,
             dtype=tf.int64,
             alg="philox",

@@ -64,10 +64,9 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
                 raise
             raise ValueError(
                 "`export` cannot write this quantized model; got the layers "
-                f"{', '.join(map(repr, quantized_layers(model)))}, and Keras cannot load what it "
-                f"saves of them: {str(error).splitlines()[0].rstrip('. ')}. The exported model "
-                "would be useless. Export the model before it is quantized, and quantize it where "
-                "it is used."
+                f"{', '.join(map(repr, quantized_layers(model)))}, and Keras could not load what "
+                "it had saved of them. The exported model would be useless. Export the model "
+                "before it is quantized, and quantize it where it is used."
             ) from error
 
 

@@ -25,7 +25,9 @@ from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
 from trainer.run.roots import roots_of
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
+from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
+from trainer.step.randomness import seed_states
 from trainer.step.types import Batch, MetricsByName, Model, Optimizers
 from trainer.step.xla import layers_without_xla
 
@@ -46,7 +48,9 @@ class PartsOfPlan(TypedDict):
     recorder: FlightRecorder | None
 
 
-def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
+def build(
+    trainer: RunnableTrainer, batch: Batch, forward: Forward, *, training: bool = True
+) -> Parts:
     """Builds the parts of a trainer, checks them, and restores a checkpoint if there is one.
 
     Args:
@@ -54,6 +58,8 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
         batch: the first global batch.
         forward: a function of (batch, training) that calls the model. It is used if the model
             creates its variables when it is first called.
+        training: whether to train, and not only to evaluate. If not, files in `model_dir` are only
+            read, and neither an optimizer nor trainable variables are needed.
 
     Raises:
         TypeError, ValueError: if the model, the optimizer or the checkpoint cannot be used.
@@ -64,12 +70,12 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
     with strategy.scope():
         build_model(trainer, batch, forward)
         # Before the optimizer is built: some optimizers copy the weights when they are built.
-        load_initial_weights(trainer)
-        plan = make_plan(trainer)
+        load_initial_weights(trainer, clean_up=training)
+        plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
         checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
-        checkpoints.restore()
+        checkpoints.restore(clean_up=training)
         if isinstance(model, keras.Model):
             recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
@@ -78,17 +84,26 @@ def build(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Parts:
     return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **depending)
 
 
-def load_initial_weights(trainer: RunnableTrainer) -> None:
+def can_train(trainer: RunnableTrainer) -> bool:
+    """Returns whether a trainer, whose model is built, has an optimizer and anything to train."""
+    return trainer.has_optimizer and bool(trainer.model.trainable_variables)
+
+
+def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
     """Loads the weights at `init_from` into the model, unless the run has a checkpoint of its own.
+
+    Args:
+        trainer: the trainer.
+        clean_up: as for `Checkpoints.restore`.
 
     Raises:
         ValueError: if there are no weights there, if they do not fit the model, or if an optimizer
             already holds copies of other weights.
     """
     init_from = trainer.checkpoint_config.init_from
-    if not init_from or has_checkpoints(trainer.model_dir, trainer.strategy):
+    if not init_from or has_checkpoints(trainer.model_dir, trainer.strategy, clean_up=clean_up):
         return
-    for optimizer in optimizers_by_item(trainer.optimizer).values():
+    for optimizer in optimizers_of(trainer).values():
         if getattr(optimizer, "built", False) and holds_copies(optimizer, trainer.model):
             raise ValueError(
                 "`init_from` must be None if the optimizer already holds copies of the weights; "
@@ -114,7 +129,9 @@ def parts_of_plan(
         "plan": plan,
         "run_steps": make_loop(trainer, plan, state, stop),
         "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop),
-        "recorder": make_recorder(trainer, plan, state) if trainer.max_overflow_records else None,
+        "recorder": make_recorder(trainer, plan, state)
+        if trainer.max_overflow_records and plan.groups
+        else None,
     }
 
 
@@ -159,7 +176,8 @@ def make_checkpoints(
     model_dir: pathlib.Path | None,
 ) -> Checkpoints:
     """Returns the checkpoints of a run, which hold all variables of its trainer."""
-    model, optimizers = trainer.model, optimizers_by_item(trainer.optimizer)
+    model, known = trainer.model, optimizers_of(trainer)
+    optimizers = known if can_train(trainer) else {}
     own = {
         SAVED_AS.get(name, name): each
         for name, each in vars(state).items()
@@ -171,7 +189,7 @@ def make_checkpoints(
         # TensorFlow does not find the inner optimizers of a `MultiOptimizer` by itself.
         inner = [one for one in single_optimizers(optimizer) if one is not optimizer]
         items |= {f"{name}.{place}": one for place, one in enumerate(inner)}
-    others = others_with_variables(roots_of(trainer), items, metrics)
+    others = others_with_variables(roots_of(trainer), known | items, metrics)
     contents = Contents(items | {"trainer": others}, state.loss_scaler, metrics, trainer.strategy)
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
@@ -241,6 +259,37 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
         float32_after=skip_policy.float32_after,
         others=list(roots_of(trainer).values()),
     )
+
+
+def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
+    """Returns the plan of a trainer that only evaluates: one without objectives."""
+    others = list(vars(trainer).values())
+    return StepPlan(
+        strategy=trainer.strategy,
+        model=trainer.model,
+        rule=trainer.rule,
+        groups=(),
+        compute_loss=trainer.compute_loss,
+        example_weights=trainer.example_weights,
+        update_metrics=trainer.update_metrics,
+        num_microbatches=1,
+        clip=trainer.clip,
+        jit_compile=False if layers_without_xla(trainer.model) else trainer.jit_compile,
+        record_gradients=False,
+        max_retries=0,
+        attribute_causes=True,
+        halting_causes=(),
+        max_skips=1,
+        float32_after=None,
+        seeds=tuple(seed_states(trainer.model, others)),
+        held_back=tuple(held_back_variables(trainer.model, others)),
+        undo=(),
+    )
+
+
+def optimizers_of(trainer: RunnableTrainer) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns a trainer's optimizers, keyed by their names in a checkpoint; {} if it has none."""
+    return optimizers_by_item(trainer.optimizer) if trainer.has_optimizer else {}
 
 
 def optimizers_by_item(optimizer: Optimizers) -> dict[str, keras.optimizers.Optimizer]:

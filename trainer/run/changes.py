@@ -13,7 +13,7 @@ import keras
 
 from trainer.base.keras_private import all_layers, learning_rate_setting
 from trainer.evaluation.ema_weights import keeps_average
-from trainer.run.build import make_checkpoints, make_plan, parts_of_plan
+from trainer.run.build import make_checkpoints, make_plan, parts_of_plan, plan_evaluation
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.step import StepPlan
 from trainer.step.types import Variable
@@ -135,7 +135,8 @@ def adapted(trainer: RunnableTrainer, parts: Parts, before: Setup, *, training: 
     if now.same_settings(before) or not before.same_variables(now):
         return parts
     with trainer.strategy.scope():
-        plan = make_plan(trainer, again=True)
+        trained = bool(parts.plan.groups)
+        plan = make_plan(trainer, again=True) if trained else plan_evaluation(trainer)
         checkpoints = make_checkpoints(trainer, parts.state, parts.metrics.train, trainer.model_dir)
         checkpoints.continue_from(parts.checkpoints)
     depending = parts_of_plan(trainer, plan, parts.state, parts.stop)

@@ -74,6 +74,7 @@ class RunnableTrainer(Protocol):
     clip: Clip
     ema_momentum: float | None
     alternate_optimizers: bool
+    has_optimizer: bool  # whether an optimizer was given, or `build_optimizer` is overridden
     steps_per_loop: int
     jit_compile: bool | str
     compile_mode_open: bool  # whether `jit_compile` was "auto", and no mode has been chosen yet

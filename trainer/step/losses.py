@@ -69,6 +69,8 @@ def by_objective(
 ) -> dict[str, tf.Tensor]:
     """Returns a dict of losses, keyed by objective name. A single objective needs no dict."""
     names = [objective.name for objective in objectives]
+    if not names:  # a run that only evaluates
+        return losses if isinstance(losses, dict) else {ONLY: losses}
     if names == [ONLY]:
         return {ONLY: losses}
     if not isinstance(losses, dict) or not set(names) <= set(losses):

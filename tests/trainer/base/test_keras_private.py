@@ -17,6 +17,8 @@ from trainer.base.keras_private import (
     layer_that_added,
     layers_under_policy,
     learning_rate_setting,
+    policy_with_dtype,
+    recompute_constants,
     regularizers_in_float32,
     replaced_calls,
     slot_variables,
@@ -205,6 +207,51 @@ def test_layers_get_their_policy_back():
 
     assert seen == ["float16"]
     assert layer.dtype_policy.name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("int8_from_mixed_bfloat16", "int8_from_float32"),
+        ("int4/128_from_mixed_float16", "int4/128_from_float32"),
+        ("gptq/4/8_from_mixed_bfloat16", "gptq/4/8_from_float32"),
+        ("awq/4/8_from_mixed_float16", "awq/4/8_from_float32"),
+        ("float8_from_mixed_bfloat16", "float8_from_float32"),
+        ("mixed_float16", "float32"),
+    ],
+)
+def test_a_policy_keeps_its_quantization(before, after):
+    """L21: another dtype leaves the mode, the block size and the length of histories alone."""
+    policy = keras.dtype_policies.get(before)
+    found = policy_with_dtype(policy, "float32")
+
+    assert found == keras.dtype_policies.get(after)
+    assert type(found) is type(policy)
+
+
+def test_a_map_of_policies_stays_as_it_is():
+    """L21: layers that share a map of policies compute in float32 without a change to the map."""
+    half = keras.DTypePolicy("mixed_float16")
+    policies = keras.dtype_policies.DTypePolicyMap(half, {"other": keras.DTypePolicy("float32")})
+    layers = [keras.layers.Dense(1, dtype=policies) for _ in range(2)]
+    model = keras.Sequential([keras.Input([2]), *layers])
+    with computing_in_float32(model):
+        inside = [layer.compute_dtype for layer in layers]
+
+    assert inside == ["float32", "float32"]
+    assert [layer.compute_dtype for layer in layers] == ["float16", "float16"]
+    assert layers[0].dtype_policy is layers[1].dtype_policy is policies
+    assert list(policies) == ["other"]
+
+
+def test_statistics_are_those_of_the_variables():
+    """The tensors of a `Normalization` layer follow its variables when they are recomputed."""
+    layer = keras.layers.Normalization()
+    model = keras.Sequential([keras.Input([2]), layer])
+    layer.adapt_mean.assign([3.0, 4.0])
+    recompute_constants(model)
+
+    np.testing.assert_array_equal(layer.mean, [[3.0, 4.0]])
 
 
 @pytest.mark.parametrize(

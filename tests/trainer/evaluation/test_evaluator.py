@@ -272,6 +272,8 @@ def quantized(mode, precision):
     return model
 
 
+# Raised by Keras when it quantizes: NumPy 2 expects another signature of its variables.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(
     ("mode", "precision"),
@@ -391,3 +393,138 @@ def test_dropout_in_prediction_draws_anew(mirrored, replicas):
     assert len(np.unique(draws)) == 4 * replicas
     for draw in draws:
         np.testing.assert_array_equal(second.predict(x, global_batch=replicas), draw)
+
+
+def frozen():
+    """A dense layer that is not trained."""
+    model = keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])
+    model.trainable = False
+    return model
+
+
+def weightless():
+    """A model without weights."""
+    return keras.Sequential([keras.Input([5]), keras.layers.Rescaling(0.5)])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("make", [frozen, weightless])
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_a_model_without_trainable_variables_is_evaluated(mirrored, make, precision, replicas):
+    """L21: what cannot be trained can be evaluated, with and without an optimizer."""
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    labels = Y % 3
+    trainer = classifier(model=make, optimizer=None, precision=precision, strategy=strategy)
+    given = classifier(model=make, precision=precision, strategy=strategy)
+    found = trainer.evaluate((X, labels), global_batch=4)
+    full = make()
+    full.set_weights(trainer.model.get_weights())
+
+    assert found["loss"] == pytest.approx(float(loss(labels, full(X))), rel=1e-5)
+    np.testing.assert_allclose(trainer.predict(X, global_batch=4), full(X), rtol=1e-6)
+    assert given.predict(X, global_batch=4).shape == full(X).shape
+
+
+def test_a_prediction_needs_neither_optimizer_nor_loss(tmp_path):
+    """L21: a trainer of a model alone predicts from a checkpoint; training asks for the rest."""
+    first = classifier(model_dir=tmp_path)
+    first.train((X, Y), steps=2, global_batch=11)
+    model = lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])  # noqa: E731
+    second = Trainer(model=model, model_dir=tmp_path, verbose=False)
+    expected = first.predict(X, global_batch=11)
+
+    np.testing.assert_array_equal(second.predict(X, global_batch=11), expected)
+    assert second.totals.attempted == 2
+    with pytest.raises(
+        ValueError, match="`optimizer` must be given unless build_optimizer"
+    ) as error:
+        second.train((X, Y), steps=3, global_batch=11)
+    assert str(error.value) == (
+        "`optimizer` must be given unless build_optimizer() is overridden; got None. The trainer "
+        "has no default for it. Pass optimizer= or override build_optimizer()."
+    )
+
+
+def test_an_average_without_its_optimizer_is_refused(tmp_path):
+    """L21: the raw weights do not silently take the place of the average."""
+    Linear(ema_momentum=0.5, model_dir=tmp_path, verbose=False).train(
+        slopes(1.0), steps=3, global_batch=1
+    )
+    trainer = Trainer(
+        model=linear_model, loss_fn=lambda y, p: p[:, 0] * y[:, 0], model_dir=tmp_path
+    )
+    data = (np.ones([1, 1], np.float32), np.ones([1, 1], np.float32))
+    with pytest.raises(ValueError, match="`optimizer` must be given") as error:
+        trainer.evaluate(data, global_batch=1)
+
+    assert str(error.value) == (
+        "`optimizer` must be given to evaluate the moving average of the weights; got a run "
+        f"without one, and {tmp_path / 'ckpt-3'} holds the average. The average belongs to the "
+        "optimizer. Pass the optimizer of that run, or averaged=False for the weights themselves."
+    )
+    assert trainer.evaluate(data, global_batch=1, averaged=False)["loss"] == -2.0
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_evaluator_follows_a_live_run(mirrored, tmp_path, replicas):
+    """A second trainer evaluates the newest checkpoint in every call, reads it once, and leaves the
+    files that the run is writing alone.
+    """
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    data = slopes(*[1.0] * replicas)
+    live = Linear(model_dir=tmp_path, strategy=strategy, verbose=False, max_to_keep=1)
+    follower = Linear(model_dir=tmp_path, strategy=strategy, verbose=False)
+    unfinished = tmp_path / "ckpt-9.tmp"
+    found, reads = [], []
+    for steps in (1, 2, 4):
+        live.train(data, steps=steps, global_batch=replicas)
+        unfinished.mkdir(exist_ok=True)
+        found += [follower.evaluate(data, global_batch=replicas)["loss"] for _ in range(2)]
+        reads.append(follower._parts.checkpoints.latest.name)
+        unfinished.rmdir()  # an error if the follower had removed it
+
+    assert found == [0.0, 0.0, -1.0, -1.0, -3.0, -3.0]
+    assert reads == ["ckpt-1", "ckpt-2", "ckpt-4"]
+    assert follower.totals.attempted == 4
+    assert not follower._parts.checkpoints.follow(clean_up=False)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_several_inputs_and_outputs(mirrored, precision, replicas):
+    """L21: inputs in a dict and outputs in a dict or list are predicted and evaluated like the model's
+    own call.
+    """
+
+    def model(as_list):
+        a, b = keras.Input([5], name="a"), keras.Input([5], name="b")
+        sum_ = keras.layers.Dense(2, name="sum")(a + b)
+        difference = keras.layers.Dense(3, name="difference")(a - b)
+        outputs = [sum_, difference] if as_list else {"sum": sum_, "difference": difference}
+        return keras.Model({"a": a, "b": b}, outputs)
+
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    inputs = {"a": X, "b": X[::-1].copy()}
+    for as_list in (False, True):
+        trainer = Trainer(
+            model=lambda as_list=as_list: model(as_list),
+            precision=precision,
+            loss_fn=lambda y, p: tf.reduce_sum(tf.nest.flatten(p)[1], 1) * y,
+            strategy=strategy,
+            verbose=False,
+        )
+        full = model(as_list)
+        full.set_weights(trainer.model.get_weights())
+        expected = full(inputs)
+        found = trainer.predict(inputs, global_batch=4)
+        loss = np.mean(np.sum(tf.nest.flatten(expected)[1], 1) * Y)
+
+        tf.nest.map_structure(
+            lambda ours, own: np.testing.assert_allclose(ours, own, rtol=1e-5, atol=1e-6),
+            found,
+            expected,
+        )
+        data = (inputs, Y.astype(np.float32))
+        result = trainer.evaluate(data, global_batch=4)["loss"]
+        assert result == pytest.approx(loss, rel=1e-4, abs=1e-5)

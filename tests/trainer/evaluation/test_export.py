@@ -130,3 +130,60 @@ def test_other_formats_and_precisions_are_refused(run):
         "`precision` must be one of 'train', 'float32', 'float16', 'bfloat16'; got 'half'. There "
         "are no other choices. Pass one of these values."
     )
+
+
+def quantized(mode):
+    """A trainer of two layers, of which Keras quantizes the attention's four or the dense one."""
+
+    def model():
+        inputs = keras.Input([4, 8])
+        attended = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
+        hidden = inputs if mode == "int8" else attended
+        made = keras.Model(inputs, keras.layers.Dense(2, name="head")(hidden))
+        made.quantize("int8")
+        return made
+
+    trainer = Trainer(model=model, precision="mixed_bfloat16", verbose=False)
+    trainer.predict(SEQUENCES, global_batch=3)
+    return trainer
+
+
+SEQUENCES = np.random.default_rng(0).standard_normal([3, 4, 8]).astype(np.float32)
+# Raised by Keras for layers that it does not quantize.
+QUANTIZING = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
+
+
+@QUANTIZING
+def test_an_int8_model_is_exported_as_int8(tmp_path):
+    """L21: in float32 and bfloat16 the file holds int8 layers; float16 is refused by name."""
+    trainer = quantized("int8")
+    for precision in ("train", "float32", "bfloat16"):
+        path = tmp_path / f"{precision}.keras"
+        trainer.export(path, precision=precision, compare_on=SEQUENCES)
+        assert keras.saving.load_model(path).get_layer("head").quantization_mode == "int8"
+    with pytest.raises(ValueError, match="for a model with int8 layers") as error:
+        trainer.export(tmp_path / "float16.keras", precision="float16")
+
+    assert str(error.value) == (
+        "`precision` must not be \"float16\" for a model with int8 layers; got layer 'head'. Keras "
+        "does not compute int8 layers in float16, whose range is too small for their products. "
+        'Pass "bfloat16", "float32" or "train".'
+    )
+    assert not (tmp_path / "float16.keras").exists()
+
+
+@QUANTIZING
+def test_what_keras_cannot_load_is_not_exported(tmp_path):
+    """L21: Keras saves quantized attention without its weights, so nothing is written."""
+    trainer = quantized("attention")
+    for name in ("model.keras", "folder"):
+        with pytest.raises(ValueError, match="cannot write this quantized model") as error:
+            trainer.export(tmp_path / name)
+        assert str(error.value) == (
+            "`export` cannot write this quantized model; got the layers 'query', 'key', 'value', "
+            "'attention_output', 'head', and Keras could not load what it had saved of them. The "
+            "exported model would be useless. Export the model before it is quantized, and "
+            "quantize it where it is used."
+        )
+
+    assert not list(tmp_path.iterdir())
