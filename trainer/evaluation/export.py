@@ -72,7 +72,7 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
 
 def quantized_layers(model: keras.Model) -> list[str]:
     """Returns the names of a model's quantized layers."""
-    return [layer.name for layer in all_layers(model) if layer.quantization_mode is not None]
+    return sorted(layer.name for layer in all_layers(model) if layer.quantization_mode is not None)
 
 
 def is_real(layer: keras.Layer) -> bool:

@@ -180,8 +180,8 @@ def test_what_keras_cannot_load_is_not_exported(tmp_path):
         with pytest.raises(ValueError, match="cannot write this quantized model") as error:
             trainer.export(tmp_path / name)
         assert str(error.value) == (
-            "`export` cannot write this quantized model; got the layers 'query', 'key', 'value', "
-            "'attention_output', 'head', and Keras could not load what it had saved of them. The "
+            "`export` cannot write this quantized model; got the layers 'attention_output', "
+            "'head', 'key', 'query', 'value', and Keras could not load what it had saved of them. The "
             "exported model would be useless. Export the model before it is quantized, and "
             "quantize it where it is used."
         )
