@@ -263,7 +263,8 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
 
 def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
     """Returns the plan of a trainer that only evaluates: one without objectives."""
-    others = list(vars(trainer).values())
+    methods = trainer.compute_loss, trainer.example_weights, trainer.update_metrics
+    others = [*roots_of(trainer).values(), *methods]
     return StepPlan(
         strategy=trainer.strategy,
         model=trainer.model,
