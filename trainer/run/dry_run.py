@@ -14,7 +14,7 @@ from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_fo
 from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.run.build import make_checkpoints
-from trainer.run.gradient_check import check_gradients, listed
+from trainer.run.gradient_check import Untrained, check_gradients, listed
 from trainer.run.memory import Memory, memory_of
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
@@ -37,7 +37,7 @@ class DryRun(NamedTuple):
     replicas_equal: bool  # whether all replicas had the same weights after the steps
     memory: Memory
     seconds: float  # duration of the dry run
-    untrained: tuple[str, ...] = ()  # names of trainable variables that no gradient reaches
+    untrained: Untrained = Untrained()  # trainable variables that training does not change
 
     @property
     def ok(self) -> bool:
@@ -51,7 +51,9 @@ class DryRun(NamedTuple):
         restored = "bit for bit" if self.restored else "BITS LOST"
         equal = "equal to the bit" if self.replicas_equal else "NOT EQUAL"
         retraced = "" if self.traces == 1 else ": TRACED AGAIN, which costs time in every run"
-        untrained = f"; none for {listed(list(self.untrained))}" if self.untrained else ""
+        without, outside = self.untrained
+        untrained = f"; none for {listed(without)}" if without else ""
+        untrained += f"; no optimizer updates {listed(outside)}" if outside else ""
         lines = {
             "train step": self.step,
             "eval step": evaluation,
@@ -117,7 +119,7 @@ def dry_run(
             replicas_equal=equal,
             memory=memory_of(trainer, data.first),
             seconds=time.perf_counter() - began,
-            untrained=tuple(untrained),
+            untrained=untrained,
         )
 
 

@@ -8,7 +8,7 @@ and an ordinary `tf.GradientTape`. Nothing of this remains in the step itself.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import keras
@@ -23,7 +23,7 @@ from trainer.step.added_losses import added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.forward import added_losses
 from trainer.step.gradients import gradient_values
-from trainer.step.held_back import HoldBack, read_values
+from trainer.step.held_back import HoldBack, read_values, tensorflow_variable
 from trainer.step.losses import losses_and_aux, weighted_mean
 from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
@@ -59,7 +59,34 @@ class Compared(NamedTuple):
     plain: Gradient  # as a plain `tf.GradientTape` computes it
 
 
-def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
+class Untrained(NamedTuple):
+    """Names of trainable variables that training does not change."""
+
+    without_gradient: tuple[str, ...] = ()  # in the model, but the loss does not depend on them
+    without_optimizer: tuple[
+        str, ...
+    ] = ()  # the loss depends on them, but they are not the model's
+
+    def warnings(self) -> list[str]:
+        """Returns a sentence for each kind that was found."""
+        texts = []
+        if self.without_gradient:
+            texts.append(
+                f"No gradient reaches {listed(self.without_gradient)}, so training does not change "
+                f"{it_or_them(self.without_gradient)}. Set trainable=False on the layer if that is "
+                "intended; otherwise make the loss depend on its output."
+            )
+        if self.without_optimizer:
+            texts.append(
+                f"The loss depends on {listed(self.without_optimizer)}, but no optimizer updates "
+                f"{it_or_them(self.without_optimizer)}: only variables of the model are trained. "
+                "Make the layer an attribute of the model to train it; otherwise set "
+                "trainable=False on it."
+            )
+        return texts
+
+
+def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> Untrained:
     """Checks that every variable gets the gradient that a plain loop would compute.
 
     All variables are restored afterwards. Under parameter servers, and on a TPU, nothing is
@@ -71,37 +98,29 @@ def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> li
         scale_state: the loss-scale rule's state.
 
     Returns:
-        The names of trainable variables that get no gradient in either way.
+        The trainable variables that get no gradient in either way, and those of layers outside of
+        the model that get one.
 
     Raises:
         ValueError: if a gradient is missing or different in the step.
     """
     found = strategies.capabilities(plan.strategy)
     if found.asynchronous or found.decides_in_replica:
-        return []
+        return Untrained()
     inputs = pass_inputs(first_examples(batch, plan), plan, scale_state)
     without: list[str] = []
+    others: dict[str, None] = {}  # as an ordered set
     for group in compiled_as(plan, jit_compile=False).groups:
         try:
-            pairs = compared(group, inputs, plan)
+            pairs, outside = compared(group, inputs, plan)
         except Exception as error:  # noqa: BLE001  # a check must not end a run
             # Whatever is wrong, the step itself will raise it, if it is not this small batch.
             logging.warning("The step's gradients were not compared: %s", error)
-            return []
+            return Untrained()
         check_same(pairs, IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF)
         without += [pair.name for pair in pairs if pair.step is None]
-    return without
-
-
-def warn_of_untrained(names: list[str]) -> None:
-    """Logs a warning if some trainable variables get no gradient."""
-    if names:
-        logging.warning(
-            "No gradient reaches %s, so training does not change %s. Set trainable=False on the "
-            "layer if that is intended; otherwise make the loss depend on its output.",
-            listed(names),
-            "it" if len(names) == 1 else "them",
-        )
+        others |= dict.fromkeys(outside)
+    return Untrained(tuple(without), tuple(others))
 
 
 def first_examples(batch: Batch, plan: StepPlan) -> strategies.Share:
@@ -134,18 +153,40 @@ def pass_inputs(share: strategies.Share, plan: StepPlan, scale_state: ScaleState
     )
 
 
-def compared(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> list[Compared]:
-    """Returns the gradients of a group's variables, computed in both ways."""
+def compared(
+    group: UpdateGroup, inputs: PassInputs, plan: StepPlan
+) -> tuple[list[Compared], list[str]]:
+    """Returns the gradients of a group's variables, computed in both ways.
+
+    Also returns the names of trainable variables outside of the model that get a gradient.
+    """
     assigned: list[Variable] = [*plan.undo, *plan.seeds]
     step = functools.partial(group.differentiate.python_function, inputs)
     result: Microbatch = restoring(assigned, plan.strategy, step)
     assigned += plan.held_back
-    plain = restoring(assigned, plan.strategy, lambda: plain_gradients(group, inputs, plan))
+    outside = trainable_outside(plan)
+    plain, others = restoring(
+        assigned, plan.strategy, lambda: plain_gradients(group, inputs, plan, outside)
+    )
     pairs = zip(group.positions, result.contribution.gradients, plain, strict=True)
-    return [
+    found = [
         Compared(plan.variable_names[position], *gradients)
         for position, *gradients in pairs
         if str(position) not in result.replaced
+    ]
+    reached = [v for v, gradient in zip(outside, others, strict=True) if gradient is not None]
+    return found, [getattr(variable, "path", variable.name) for variable in reached]
+
+
+def trainable_outside(plan: StepPlan) -> list[Variable]:
+    """Returns the trainable variables in reach of the loss that are not the model's."""
+    own = {id(tensorflow_variable(variable)) for variable in plan.model.variables}
+    return [
+        variable
+        for variable in (*plan.held_back, *plan.undo)
+        if variable.trainable
+        and tf.as_dtype(variable.dtype).is_floating
+        and id(tensorflow_variable(variable)) not in own
     ]
 
 
@@ -168,10 +209,19 @@ def restoring(
         write_copies(variables, before, strategy)
 
 
-def plain_gradients(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> list[Gradient]:
-    """Returns the gradients of a plain loop, in the order of `group.positions`.
+def plain_gradients(
+    group: UpdateGroup, inputs: PassInputs, plan: StepPlan, outside: list[Variable]
+) -> tuple[list[Gradient], list[Gradient]]:
+    """Returns the gradients of a plain loop, in which the model reads and assigns its variables.
 
-    The model reads and assigns its own variables.
+    Args:
+        group: the update group.
+        inputs: the inputs of the pass.
+        plan: the run's constants.
+        outside: variables that are not the model's.
+
+    Returns:
+        The gradients in the order of `group.positions`; and those of `outside`.
     """
     for seed, key in zip(plan.seeds, tf.unstack(inputs.keys, num=len(plan.seeds)), strict=True):
         seed.assign(key)
@@ -194,7 +244,8 @@ def plain_gradients(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> l
         given = zip(plan.seeds, tf.unstack(inputs.keys, num=len(plan.seeds)), strict=True)
         with HoldBack([*plan.held_back, *plan.seeds], list(given)):
             gradients += tape.gradient(scaled[objective.name], variables)
-    return [scaling.coalesce(gradient) for gradient in gradients]
+            others = tape.gradient(list(scaled.values()), outside)
+    return [scaling.coalesce(gradient) for gradient in gradients], others
 
 
 def check_same(pairs: list[Compared], tolerance: Tolerance) -> None:
@@ -237,7 +288,12 @@ def computes_in_float32(model: Model) -> bool:
     return not any(layer.compute_dtype in SIGNIFICANT_BITS for layer in all_layers(model))
 
 
-def listed(names: list[str], shown: int = 5) -> str:
+def it_or_them(names: Sequence[str]) -> str:
+    """Returns the pronoun for one name or several."""
+    return "it" if len(names) == 1 else "them"
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
     """Returns the first names of a list in words.
 
     Example:

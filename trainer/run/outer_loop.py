@@ -28,7 +28,7 @@ from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
 from trainer.replay.recorder import keep_overflow
 from trainer.run.coupling_check import what_couples
-from trainer.run.gradient_check import check_gradients, warn_of_untrained
+from trainer.run.gradient_check import check_gradients
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
@@ -112,8 +112,8 @@ class OuterLoop:
         self._check_graph()
         if first and self._trainer.check_gradients:
             batch, state = self._position.data.first, self._parts.state.loss_scaler.state
-            warn_of_untrained(check_gradients(self._parts.plan, batch, state))
-            for text in what_couples(self._parts.plan, batch, state):
+            untrained = check_gradients(self._parts.plan, batch, state)
+            for text in (*untrained.warnings(), *what_couples(self._parts.plan, batch, state)):
                 logging.warning("%s", text)
 
     def introduce(self) -> None:

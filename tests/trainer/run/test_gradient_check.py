@@ -14,6 +14,7 @@ from trainer.run.gradient_check import (
     IN_HALF,
     Compared,
     Tolerance,
+    Untrained,
     check_gradients,
     check_same,
     first_examples,
@@ -30,7 +31,7 @@ REFUSED = (
 
 
 def checked(plan, batch=BATCH):
-    """The names of variables without a gradient."""
+    """The variables that training does not change."""
     return check_gradients(plan, batch, plan.rule.initial_state())
 
 
@@ -60,7 +61,7 @@ def test_equal_gradients_pass_and_nothing_moves(mirrored, replicas):
     plan = plan_of(model, strategy=strategy)
     before = [variable.numpy().tobytes() for variable in model.variables]
 
-    assert checked(plan) == []
+    assert checked(plan) == Untrained()
     assert [variable.numpy().tobytes() for variable in model.variables] == before
 
 
@@ -120,6 +121,46 @@ def test_a_variable_without_a_gradient_is_named(caplog):
     assert "none for 'sequential" in str(trainer.dry_run(slopes(1.0, 2.0), global_batch=2))
 
 
+@pytest.mark.parametrize("use", ["trained", "frozen", "stopped"])
+def test_a_head_that_nobody_trains_is_named(caplog, use):
+    """L19: a layer kept on the trainer, not in the model, is named if the loss gives it a gradient; a
+    frozen one, or one under stop_gradient, is not.
+    """
+
+    class WithHead(Linear):
+        """The loss goes through a layer of the trainer's own."""
+
+        def build_model(self):
+            """The model, and beside it a head."""
+            self.head = keras.layers.Dense(1, use_bias=False, name="head")
+            self.head.build([None, 1])
+            self.head.trainable = use != "frozen"
+            return super().build_model()
+
+        def compute_loss(self, batch, training):
+            """The squared distance of the model's outputs from the head's."""
+            outputs = self.model(batch["x"], training=training)
+            guesses = self.head(outputs)
+            if use == "stopped":
+                guesses = tf.stop_gradient(guesses)
+            return (outputs - guesses)[:, 0] ** 2
+
+    trainer = WithHead(verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+    found = [
+        each.getMessage() for each in caplog.records if "The loss depends" in each.getMessage()
+    ]
+    expected = (
+        "The loss depends on 'head/kernel', but no optimizer updates it: only variables of the "
+        "model are trained. Make the layer an attribute of the model to train it; otherwise set "
+        "trainable=False on it."
+    )
+
+    assert found == ([expected] if use == "trained" else [])
+    shown = str(trainer.dry_run(slopes(1.0, 2.0), global_batch=2))
+    assert ("no optimizer updates 'head/kernel'" in shown) == (use == "trained")
+
+
 @pytest.mark.parametrize(
     ("step", "plain", "tolerance", "accepted"),
     [
@@ -161,7 +202,7 @@ def test_a_loss_that_fails_on_a_few_examples_is_not_compared(caplog):
     """The check does not end a run: what it cannot compute, the step itself will meet or not."""
     plan = plan_of(Pair(), lambda batch, training: 1 / 0)  # noqa: ARG005
 
-    assert checked(plan, tf.ones([4])) == []
+    assert checked(plan, tf.ones([4])) == Untrained()
     assert "The step's gradients were not compared: division by zero" in caplog.text
 
 
