@@ -7,14 +7,17 @@ example instead, with weight 0, and its `examples` field is 0.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from strategies.checks import check_count, static_shape
 
+# One component of a batch, of any dtype. None stays None in every part.
+Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None"
 # A batch in the structure of the user's data; the first dimension of every tensor counts examples.
-Batch: TypeAlias = "tf.Tensor | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
+Batch: TypeAlias = "Leaf | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
+Tree = TypeVar("Tree")
 
 
 class Share(NamedTuple):
@@ -29,7 +32,8 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
     """Returns the global batch as one share.
 
     Args:
-        batch: any structure of tensors whose first dimension counts examples.
+        batch: any structure of tensors whose first dimension counts examples. They may be ragged
+            or sparse.
         weights: shape (global_batch,), float32: the weight of each example's loss.
 
     Raises:
@@ -45,7 +49,7 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
             f"`weights` must have one dimension; got shape {tuple(shape)}. Each example has one "
             "weight. Pass for instance tf.ones([global_batch])."
         )
-    for tensor in tf.nest.flatten(batch):
+    for tensor in tensors_in(batch):
         found = static_shape(tensor)
         if not found[:1].is_compatible_with(shape):
             raise ValueError(
@@ -105,7 +109,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     start = tf.minimum(start, rows - 1)
     stop = start + tf.maximum(examples, 1)
     return Share(
-        batch=tf.nest.map_structure(lambda tensor: tensor[start:stop], share.batch),
+        batch=cut_rows(share.batch, start, stop),
         weights=tf.where(examples > 0, share.weights[start:stop], 0.0),
         examples=examples,
     )
@@ -114,13 +118,66 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
 def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
     """Returns a part whose size is static, which XLA (and so a TPU) requires."""
 
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        if not isinstance(tensor, tf.Tensor):  # for instance a tf.RaggedTensor
-            return tensor[index * size : (index + 1) * size]
+    def cut(tensor: Leaf) -> Leaf:
+        if not isinstance(tensor, tf.Tensor):
+            return cut_rows(tensor, index * size, (index + 1) * size)
         inner = tensor.shape.rank - 1  # number of dimensions that are not cut
         return tf.slice(tensor, [index * size, *[0] * inner], [size, *[-1] * inner])
 
     return Share(tf.nest.map_structure(cut, share.batch), cut(share.weights), tf.constant(size))
+
+
+def cut_rows(tree: Tree, start: int | tf.Tensor, stop: int | tf.Tensor) -> Tree:
+    """Returns the examples from `start` up to `stop` of every tensor in a structure.
+
+    Args:
+        tree: a structure of dense, ragged or sparse tensors, or None.
+        start: the first example: shape (), int32.
+        stop: the end of the examples, at most their number: shape (), int32.
+
+    Example:
+        >>> words = tf.ragged.constant([[1], [2, 3], []])
+        >>> cut_rows((words, None), 1, 3)
+        (<tf.RaggedTensor [[2, 3], []]>, None)
+    """
+
+    def cut(tensor: Leaf) -> Leaf:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, tf.SparseTensor):
+            return tensor[start:stop]
+        first = tf.one_hot(0, tensor.shape.rank, tf.cast(start, tf.int64), 0, dtype=tf.int64)
+        size = tf.concat([[tf.cast(stop - start, tf.int64)], tensor.dense_shape[1:]], axis=0)
+        part = tf.sparse.slice(tensor, first, size)
+        # The dense shape is known to tf.sparse.slice only when it runs.
+        return tf.SparseTensor(part.indices, part.values, size)
+
+    cut_tree: Tree = tf.nest.map_structure(cut, tree)
+    return cut_tree
+
+
+def tensors_in(batch: Batch) -> list[Leaf]:
+    """Returns the tensors of a batch, in the order of `tf.nest.flatten`, without None."""
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+
+
+def known_examples(batch: Batch) -> int | None:
+    """Returns the number of examples of a batch if a tensor's static shape shows it, or None."""
+    found = (static_shape(tensor)[:1].num_elements() for tensor in tensors_in(batch))
+    return next((examples for examples in found if examples is not None), None)
+
+
+def count_examples(batch: Batch) -> tf.Tensor:
+    """Returns the number of examples of a batch: shape (), int32."""
+    known = known_examples(batch)
+    if known is not None:
+        return tf.constant(known)
+    first = tensors_in(batch)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    return tf.shape(first)[0]
 
 
 def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int) -> None:

@@ -4,11 +4,13 @@ Everything else in this project uses the public APIs of Keras and TensorFlow.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
 
 
 @contextlib.contextmanager
@@ -267,3 +269,46 @@ def slot_variables(
     if isinstance(optimizer, keras.optimizers.SGD):
         return [optimizer.momentums[position].value]
     return [slots[position].value for slots in (optimizer._momentums, optimizer._velocities)]
+
+
+KERAS_MOMENTS: Callable[..., tuple[tf.Tensor, tf.Tensor]] = keras_nn._compute_moments
+
+
+class MomentsInUse:
+    """Counts the traces that need `differentiable_moments` now: each replica has a thread."""
+
+    lock = threading.Lock()
+    traces = 0
+
+
+@contextlib.contextmanager
+def differentiable_moments() -> Iterator[None]:
+    """Makes the variance that Keras's normalization layers compute differentiable more than once.
+
+    `keras.ops.moments` calls `tf.nn.moments`, which treats the mean as a constant in the variance.
+    First derivatives are right, because to first order the variance does not depend on its center.
+    Second derivatives are not: docs/keras_faults.md has measurements. For any constant c, the
+    variance is the mean of (x - c)^2 minus (mean - c)^2. So subtracting the second term, whose
+    value is 0, makes all derivatives right. Values and first derivatives keep their bits.
+
+    No public setting changes the formula, and layers differ in how they call it, so the function
+    that they all reach is replaced.
+    """
+    with MomentsInUse.lock:
+        MomentsInUse.traces += 1
+        keras_nn._compute_moments = centered_moments
+    try:
+        yield
+    finally:
+        with MomentsInUse.lock:
+            MomentsInUse.traces -= 1
+            if not MomentsInUse.traces:
+                keras_nn._compute_moments = KERAS_MOMENTS
+
+
+def centered_moments(
+    x: tf.Tensor, axes: Sequence[int], keepdims: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns Keras's mean and variance over `axes`, with the variance's higher derivatives."""
+    mean, variance = KERAS_MOMENTS(x, axes, keepdims)
+    return mean, variance - tf.square(mean - tf.stop_gradient(mean))

@@ -6,7 +6,7 @@ All replicas read the same pipeline, and each takes its share of every batch (se
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
@@ -74,7 +74,7 @@ def batches(
     first = _first(dataset, argument)
     cardinality = int(dataset.cardinality())
     if are_arrays(data):
-        cardinality = -(-len(tf.nest.flatten(data)[0]) // _examples(first, argument))
+        cardinality = -(-len(present(data)[0]) // _examples(first, argument))
     return Batches(
         dataset=dataset,
         first=first,
@@ -174,7 +174,7 @@ def _from_function(
 def _from_arrays(
     data: Arrays, argument: str, global_batch: int | None, shuffle_seed: int | None
 ) -> tf.data.Dataset:
-    leaves = tf.nest.flatten(data)
+    leaves = present(data)
     if isinstance(data, list) or (
         isinstance(data, tuple) and any(isinstance(d, list) for d in data)
     ):
@@ -188,14 +188,22 @@ def _from_arrays(
             f"or arrays; got {type(data).__name__}. Other objects cannot be batched. Pass "
             "(x, y) with global_batch=64, for example."
         )
+    if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves):
+        raise TypeError(
+            f"`{argument}` must be a dataset if it has ragged or sparse tensors; got one among "
+            "arrays. Only dense arrays are batched here. Pass "
+            "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
+        )
     if global_batch is None:
         raise ValueError(
             f"`global_batch` must be at least 1 if `{argument}` consists of arrays; got None. "
             "Arrays have no batch size of their own. Pass global_batch=64, for example."
         )
     check_count("global_batch", global_batch)
-    arrays = tf.nest.map_structure(tf.convert_to_tensor, data)
-    lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in tf.nest.flatten(arrays)]
+    arrays = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
+    )
+    lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in present(arrays)]
     if len(set(lengths)) != 1:
         raise ValueError(
             f"`{argument}` must have the same number of examples in every array; got {lengths}. "
@@ -210,7 +218,9 @@ def _from_arrays(
 
     @without_autograph
     def gather_rows(rows: tf.Tensor) -> Batch:
-        return tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays)
+        return tf.nest.map_structure(
+            lambda array: None if array is None else tf.gather(array, rows), arrays
+        )
 
     return untuned(indices.map(gather_rows))
 
@@ -268,6 +278,11 @@ def shuffled_indices(examples: int, global_batch: int, seed: int) -> tf.data.Dat
 
     endless = tf.data.Dataset.counter().flat_map(one_pass)
     return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+
+
+def present(data: Any) -> list[Any]:
+    """Returns the components of a batch or of arrays, without None."""
+    return [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
 
 
 def _first(dataset: tf.data.Dataset, argument: str) -> Batch:

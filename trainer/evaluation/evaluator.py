@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
+from strategies.division import count_examples
 from trainer.base.autograph import call_user, without_autograph
-from trainer.base.keras_private import computing_in_float32
+from trainer.base.keras_private import computing_in_float32, differentiable_moments
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
 from trainer.step.held_back import HoldBack
@@ -285,7 +286,7 @@ def replica_evaluate(
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    with without_writes(plan, source):
+    with without_writes(plan, source), differentiable_moments():
         result = call_user(compute_loss, share.batch, training=False)
     losses, aux = losses_and_aux(result, share.batch, plan.objectives)
     call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
@@ -314,8 +315,7 @@ def replica_predict(
     batch: Any, plan: StepPlan, method: Callable[[Any], Any], source: tf.Tensor
 ) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
-    rows = tf.shape(tf.nest.flatten(batch)[0])[0]
-    share = my_share(batch, tf.ones([rows]))
+    share = my_share(batch, tf.ones([count_examples(batch)]))
     with without_writes(plan, source):
         outputs = call_user(method, share.batch)
     return real_rows(outputs, share)

@@ -45,33 +45,52 @@ def run_steps(
         tf.TensorArray(spec.dtype, 0, dynamic_size=True, element_shape=spec.shape) for spec in specs
     ]
     batch_spec = iterator.element_spec if keep_overflows else ()
-    no_batch = tf.nest.map_structure(zeros_of, batch_spec)
+    batch_specs = present(batch_spec)  # a loop in a graph cannot hold None
+    no_batch = [zeros_of(batch_part) for batch_part in batch_specs]
 
     def body(
-        index: tf.Tensor, may_continue: tf.Tensor, batch: Any, fields: list[tf.TensorArray]
-    ) -> tuple[tf.Tensor, tf.Tensor, Any, list[tf.TensorArray]]:
-        del may_continue
+        index: tf.Tensor,
+        may_continue: tf.Tensor,
+        parts: list[tf.Tensor],
+        fields: list[tf.TensorArray],
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.TensorArray]]:
+        del may_continue, parts
         batch, waited = timed_next(iterator)
         report = call_user(train_step, batch)._replace(data_wait_secs=waited)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
         may_continue = ~(halted.read_value() | stop_requested())
         if keep_overflows:
             may_continue &= report.consecutive_skips != 1
-        return index + 1, may_continue, batch if keep_overflows else (), written
+        return index + 1, may_continue, present(batch) if keep_overflows else [], written
 
-    _, _, batch, fields = tf.while_loop(
+    _, _, parts, fields = tf.while_loop(
         lambda index, may_continue, *_: may_continue & (index < num_steps),
         body,
-        (tf.constant(0), ~(halted.read_value() | stop_requested()), no_batch, fields),
+        (
+            tf.constant(0),
+            ~(halted.read_value() | stop_requested()),
+            no_batch,
+            fields,
+        ),
         shape_invariants=(
             tf.TensorShape([]),
             tf.TensorShape([]),
-            tf.nest.map_structure(lambda spec: spec.shape, batch_spec),
+            [invariant_of(spec) for spec in batch_specs],
             [tf.TensorShape(None) for _ in fields],
         ),
         parallel_iterations=1,
     )
+    left = iter(parts)
+    batch = tf.nest.map_structure(
+        lambda spec: None if isinstance(spec, tf.NoneTensorSpec) else next(left), batch_spec
+    )
     return StepReport(*(field.stack() for field in fields)), batch
+
+
+def present(batch: Any) -> list[Any]:
+    """Returns the components of a batch, or of its specs, that are not None."""
+    leaves = tf.nest.flatten(batch)
+    return [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, tf.NoneTensorSpec)]
 
 
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
@@ -84,7 +103,7 @@ def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
     start = tf.timestamp()
     with tf.control_dependencies([start]):
         batch = next(iterator)
-    with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+    with tf.control_dependencies(tf.nest.flatten(present(batch), expand_composites=True)):
         return batch, tf.cast(tf.timestamp() - start, tf.float32)
 
 
@@ -102,9 +121,29 @@ def clock_allowed() -> bool:
     return True
 
 
-def zeros_of(spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns zeros that match a spec; dimensions of unknown size get size 0."""
-    return tf.zeros([dimension or 0 for dimension in spec.shape], spec.dtype)
+def zeros_of(spec: tf.TypeSpec) -> Any:
+    """Returns zeros that match a spec; dimensions of unknown size get size 0.
+
+    Args:
+        spec: of a dense, ragged or sparse tensor. The latter two have no values.
+    """
+    shape = [dimension or 0 for dimension in spec.shape]
+    if isinstance(spec, tf.SparseTensorSpec):
+        indices = tf.zeros([0, len(shape)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), tf.constant(shape, tf.int64))
+    if not isinstance(spec, tf.RaggedTensorSpec):
+        return tf.zeros(shape, spec.dtype)
+    sizes = [shape[0] + 1, *[1] * (spec.ragged_rank - 1)]
+    splits = [tf.zeros([size], spec.row_splits_dtype) for size in sizes]
+    values = tf.zeros([0, *shape[spec.ragged_rank + 1 :]], spec.dtype)
+    return tf.RaggedTensor.from_nested_row_splits(values, splits)
+
+
+def invariant_of(spec: tf.TypeSpec) -> tf.TensorShape | tf.TypeSpec:
+    """Returns what `tf.while_loop` needs to know of a batch's component; see `zeros_of`."""
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None] * spec.shape.rank, spec.dtype)
+    return spec if isinstance(spec, tf.RaggedTensorSpec) else spec.shape
 
 
 def next_stop(

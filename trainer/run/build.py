@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
+from strategies.division import cut_rows, tensors_in
 from trainer.base.keras_private import recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.contents import Contents, others_with_variables
@@ -71,6 +72,8 @@ def build(
         build_model(trainer, batch, forward)
         # Before the optimizer is built: some optimizers copy the weights when they are built.
         load_initial_weights(trainer, clean_up=training)
+        if training:
+            check_compilable(batch, trainer.jit_compile)
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
@@ -215,13 +218,26 @@ def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     return items
 
 
+def check_compilable(batch: Batch, jit_compile: bool | str) -> None:
+    """Raises ValueError if XLA is to compile passes over strings or ragged tensors."""
+    for leaf in tensors_in(batch):
+        ragged = isinstance(leaf, tf.RaggedTensor)
+        if jit_compile is True and (ragged or leaf.dtype == tf.string):
+            kind = "ragged tensors" if ragged else "strings"
+            raise ValueError(
+                f"`jit_compile` must not be True for batches with {kind}; "
+                f"got {leaf.dtype.name} of shape {leaf.shape}. XLA does not support them. Turn "
+                'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
+            )
+
+
 def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:
     """Calls the model once if it creates its variables when it is first called."""
     model = trainer.model
     if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
         # One example is enough to create the variables. The stateless scope keeps the call from
         # assigning to them.
-        one = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
+        one = cut_rows(batch, 0, 1)
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
     if isinstance(model, keras.Model) and model.trainable_variables:

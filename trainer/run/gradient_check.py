@@ -17,8 +17,9 @@ from absl import logging
 
 import scaling
 import strategies
+from strategies.division import cut_rows
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import all_layers, differentiable_moments
 from trainer.step.added_losses import added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.forward import added_losses
@@ -137,8 +138,7 @@ def first_examples(batch: Batch, plan: StepPlan) -> strategies.Share:
     if not sizes or any(sizes):  # the model may accept a single batch size
         return share
     few = min(EXAMPLES, int(share.examples))
-    first = tf.nest.map_structure(lambda tensor: tensor[:few], share.batch)
-    return strategies.Share(first, share.weights[:few], tf.constant(few))
+    return strategies.Share(cut_rows(share.batch, 0, few), share.weights[:few], tf.constant(few))
 
 
 def pass_inputs(share: strategies.Share, plan: StepPlan, scale_state: ScaleState) -> PassInputs:
@@ -209,6 +209,7 @@ def restoring(
         write_copies(variables, before, strategy)
 
 
+@differentiable_moments()  # Keras's own second derivatives are wrong: see docs/keras_faults.md
 def plain_gradients(
     group: UpdateGroup, inputs: PassInputs, plan: StepPlan, outside: list[Variable]
 ) -> tuple[list[Gradient], list[Gradient]]:
@@ -277,7 +278,10 @@ def norm_of(gradient: Gradient) -> tf.Tensor:
 
 def norm_of_difference(pair: Compared) -> tf.Tensor:
     """Returns the norm of the difference of two coalesced gradients: shape (), float32."""
-    step, plain = (tf.cast(gradient_values(each), tf.float32) for each in (pair.step, pair.plain))
+    pairs = (pair.step, pair.plain)
+    if any(isinstance(each, tf.Tensor) for each in pairs):  # the step may have made its own dense
+        pairs = tuple(tf.convert_to_tensor(each) for each in pairs)
+    step, plain = (tf.cast(gradient_values(each), tf.float32) for each in pairs)
     return tf.norm(step - plain) if step.shape == plain.shape else tf.constant(math.inf)
 
 

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+import strategies
 from trainer.log.model_table import total_size, variable_rows
 from trainer.log.summary import format_bytes
 from trainer.run.build import optimizers_by_item
 from trainer.run.protocol import RunnableTrainer
+from trainer.step.plan import ones
 from trainer.step.types import Batch
 
 # Types of operations whose outputs are not computed, only read or reshaped.
@@ -55,16 +57,15 @@ def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
     some of the operations.
     """
     shares = trainer.strategy.num_replicas_in_sync * trainer.num_microbatches
-
-    def spec_of_share(tensor: tf.Tensor) -> tf.TensorSpec:
-        rows = -(-int(tensor.shape[0]) // shares)
-        return tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype)
+    share = strategies.take(strategies.whole(batch, ones(batch)), 0, shares).batch
 
     def forward(share: Batch) -> Any:
         with keras.StatelessScope():  # keeps assignments out of the graph
             return trainer.compute_loss(share, training=True)
 
-    specs = tf.nest.map_structure(spec_of_share, batch)
+    specs = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), share
+    )
     graph = tf.function(forward).get_concrete_function(specs).graph
     tensors = [
         tensor

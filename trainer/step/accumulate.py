@@ -5,6 +5,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 import strategies
+from strategies.division import cut_rows
 from trainer.step.microbatch import (
     Contribution,
     Differentiate,
@@ -129,8 +130,7 @@ def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     """Cuts a share's tensors to its real examples: an empty share holds one placeholder row."""
     if tf.get_static_value(share.examples):  # known to be above 0: every row is real
         return tree
-    rows: Tree = tf.nest.map_structure(lambda tensor: tensor[: share.examples], tree)
-    return rows
+    return cut_rows(tree, 0, share.examples)
 
 
 def present(contribution: Contribution) -> Contribution:

@@ -64,7 +64,8 @@ def fused_call(
         mask: as in Keras; the kernel does not support masks.
     """
     images = isinstance(inputs, tf.Tensor) and inputs.shape.rank == 4 and layer.axis in (-1, 3)
-    if not (training and mask is None and images and inputs.dtype.size <= 4):
+    supported = images and inputs.dtype in (tf.float32, tf.float16, tf.bfloat16)
+    if not (training and mask is None and supported):
         return keras_call(inputs, training=training, mask=mask)
     channels = inputs.shape[-1]
     result = tf.raw_ops.FusedBatchNormV3(

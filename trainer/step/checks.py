@@ -12,6 +12,7 @@ import tensorflow as tf
 import scaling
 from scaling.rules.rule import check_rule
 from strategies.checks import check_strategy
+from strategies.division import known_examples, tensors_in
 from trainer.base.argument_checks import check_bool, check_count, check_ema_momentum
 from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
@@ -59,6 +60,7 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
         )
     if isinstance(model, keras.Model):
         check_no_synchronized_layers(model, strategy)
+        check_no_stateful_layers(model)
     check_variables(model, strategy)
 
 
@@ -141,6 +143,19 @@ def check_no_synchronized_layers(model: keras.Model, strategy: tf.distribute.Str
                 "`model` must not have synchronized layers with several replicas; got "
                 f"{layer.name!r}. Replicas communicate only after the backward pass. Leave out "
                 "synchronized=True; moving statistics are averaged over replicas without it."
+            )
+
+
+def check_no_stateful_layers(model: keras.Model) -> None:
+    """Raises ValueError for recurrent layers that keep their state from one batch to the next."""
+    for layer in all_layers(model):
+        if getattr(layer, "stateful", False) is True:
+            raise ValueError(
+                f"`model` must not have layers with stateful=True; got {layer.name!r}. Such a "
+                "layer continues each row of the batch where the last batch ended, but here a "
+                "batch is divided over replicas and microbatches, and may be skipped or computed "
+                "again. Train with stateful=False on whole sequences; for use step by step, build "
+                "the model again with stateful=True and call set_weights(model.get_weights())."
             )
 
 
@@ -316,7 +331,8 @@ def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
         ValueError: if there is not one weight per example.
     """
     weights = tf.convert_to_tensor(weights)
-    rows = first_tensor(batch).shape[0]
+    first_tensor(batch)
+    rows = known_examples(batch)
     if weights.shape.rank != 1 or (rows and weights.shape[0] not in (None, rows)):
         raise ValueError(
             f"`example_weights` must return one weight per example, shape ({rows or 'examples'},); "
@@ -334,7 +350,7 @@ def first_tensor(batch: Batch) -> tf.Tensor:
     """
     wanted = "`batch` must contain tensors whose first dimension is the example; got"
     why = "Each replica takes its share of the examples."
-    leaves = tf.nest.flatten(batch)
+    leaves = tensors_in(batch)
     if not leaves:
         raise ValueError(f"{wanted} no tensors. {why} Pass a tensor, or a structure of tensors.")
     if tf.TensorShape(getattr(leaves[0], "shape", ())).rank == 0:

@@ -9,6 +9,7 @@ gradient tape and custom gradient inside the model finds the variables that it l
 import tensorflow as tf
 
 import scaling
+from trainer.base.keras_private import differentiable_moments
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.forward import forward, recomputing, written_by
@@ -25,6 +26,7 @@ from trainer.step.microbatch import (
 from trainer.step.types import Gradient, Values
 
 
+@differentiable_moments()  # rematerialized layers run again in the backward pass
 def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     """Runs the model forward and backward on one share of the global batch.
 

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 import strategies
+from strategies.division import count_examples, known_examples
 from trainer.step.objective import ONLY, Objective
 from trainer.step.types import Aux, Batch
 
@@ -92,7 +93,7 @@ def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
             "precision a sum over the batch overflows or rounds. Cast the model's output to "
             "float32 before the loss."
         )
-    rows = tf.nest.flatten(batch)[0].shape[0]
+    rows = known_examples(batch)
     wanted = (
         f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
     )
@@ -100,11 +101,12 @@ def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
         "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
         "examples, and average over any other dimension."
     )
-    if losses.shape.rank != 1 or losses.shape[0] not in (None, rows):
+    found = losses.shape[:1].num_elements()
+    if losses.shape.rank != 1 or (rows is not None and found not in (None, rows)):
         raise ValueError(f"{wanted} {losses.shape}. {remedy}")
     if rows is not None:
         return losses
-    count = tf.shape(tf.nest.flatten(batch)[0])[:1]
+    count = count_examples(batch)[None]
     same = tf.reduce_all(tf.shape(losses) == count)
     message = [wanted, tf.shape(losses), "for", count, "examples.", remedy]
     with tf.control_dependencies([tf.debugging.Assert(same, message)]):

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from strategies.division import count_examples
 from trainer.base.argument_checks import check_nonnegative
 from trainer.base.keras_private import computing_in_float32
 from trainer.step import checks
@@ -303,7 +304,8 @@ def microbatch_plan(
 
 def ones(batch: Batch) -> tf.Tensor:
     """Returns a weight of 1 for each example of a batch."""
-    return tf.ones(tf.shape(checks.first_tensor(batch))[:1])
+    checks.first_tensor(batch)
+    return tf.ones([count_examples(batch)])
 
 
 def no_metrics(batch: Batch, aux: Aux) -> None:
