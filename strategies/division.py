@@ -7,7 +7,7 @@ example instead, with weight 0, and its `examples` field is 0.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -156,7 +156,7 @@ def cut_rows(tree: Tree, start: int | tf.Tensor, stop: int | tf.Tensor) -> Tree:
     return cut_tree
 
 
-def tensors_in(batch: Batch) -> list[Leaf]:
+def tensors_in(batch: Batch) -> list[Any]:
     """Returns the tensors of a batch, in the order of `tf.nest.flatten`, without None."""
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 

@@ -54,3 +54,26 @@ def test_a_batch_too_small_for_its_parts_is_refused():
         "`global_batch` must be at least replicas x microbatches = 2 x 3; got 5. A microbatch "
         "would be empty on every step. Use a larger batch, or fewer replicas or microbatches."
     )
+
+
+@pytest.mark.parametrize("examples", [1, 5, 6])
+def test_ragged_and_sparse_tensors_are_cut_as_dense_ones(examples):
+    """L8: each part holds the same rows of a ragged, a sparse and a dense tensor; None stays."""
+    dense = np.tril(np.ones([examples, 4], np.int32))
+    ragged = tf.RaggedTensor.from_tensor(dense, padding=0)
+    batch = {"dense": dense, "ragged": ragged, "sparse": tf.sparse.from_dense(dense), "none": None}
+    batch["dense"] = tf.constant(dense)
+
+    def cut(batch, index):
+        share = strategies.take(strategies.whole(batch, tf.ones([examples])), index, 3)
+        parts = share.batch
+        sparse = tf.sparse.to_dense(parts["sparse"])
+        return parts["dense"], parts["ragged"].to_tensor(shape=[None, 4]), sparse, parts["none"]
+
+    for function in (cut, tf.function(cut)):
+        for index in range(3):
+            wanted, ragged_part, sparse_part, none = function(batch, tf.constant(index))
+
+            assert none is None
+            np.testing.assert_array_equal(ragged_part, wanted)
+            np.testing.assert_array_equal(sparse_part, wanted)

@@ -188,12 +188,7 @@ def _from_arrays(
             f"or arrays; got {type(data).__name__}. Other objects cannot be batched. Pass "
             "(x, y) with global_batch=64, for example."
         )
-    if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves):
-        raise TypeError(
-            f"`{argument}` must be a dataset if it has ragged or sparse tensors; got one among "
-            "arrays. Only dense arrays are batched here. Pass "
-            "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
-        )
+    _check_dense(leaves, argument)
     if global_batch is None:
         raise ValueError(
             f"`global_batch` must be at least 1 if `{argument}` consists of arrays; got None. "
@@ -223,6 +218,15 @@ def _from_arrays(
         )
 
     return untuned(indices.map(gather_rows))
+
+
+def _check_dense(leaves: list[Any], argument: str) -> None:
+    if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves):
+        raise TypeError(
+            f"`{argument}` must be a dataset if it has ragged or sparse tensors; got one among "
+            "arrays. Only dense arrays are batched here. Pass "
+            "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
+        )
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -49,11 +49,8 @@ def run_steps(
     no_batch = [zeros_of(batch_part) for batch_part in batch_specs]
 
     def body(
-        index: tf.Tensor,
-        may_continue: tf.Tensor,
-        parts: list[tf.Tensor],
-        fields: list[tf.TensorArray],
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], list[tf.TensorArray]]:
+        index: tf.Tensor, may_continue: tf.Tensor, parts: list[Any], fields: list[tf.TensorArray]
+    ) -> tuple[tf.Tensor, tf.Tensor, list[Any], list[tf.TensorArray]]:
         del may_continue, parts
         batch, waited = timed_next(iterator)
         report = call_user(train_step, batch)._replace(data_wait_secs=waited)
@@ -66,12 +63,7 @@ def run_steps(
     _, _, parts, fields = tf.while_loop(
         lambda index, may_continue, *_: may_continue & (index < num_steps),
         body,
-        (
-            tf.constant(0),
-            ~(halted.read_value() | stop_requested()),
-            no_batch,
-            fields,
-        ),
+        (tf.constant(0), ~(halted.read_value() | stop_requested()), no_batch, fields),
         shape_invariants=(
             tf.TensorShape([]),
             tf.TensorShape([]),
@@ -80,17 +72,21 @@ def run_steps(
         ),
         parallel_iterations=1,
     )
-    left = iter(parts)
-    batch = tf.nest.map_structure(
-        lambda spec: None if isinstance(spec, tf.NoneTensorSpec) else next(left), batch_spec
-    )
-    return StepReport(*(field.stack() for field in fields)), batch
+    return StepReport(*(field.stack() for field in fields)), with_none(parts, batch_spec)
 
 
 def present(batch: Any) -> list[Any]:
     """Returns the components of a batch, or of its specs, that are not None."""
     leaves = tf.nest.flatten(batch)
     return [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, tf.NoneTensorSpec)]
+
+
+def with_none(parts: list[Any], batch_spec: Any) -> Any:
+    """Returns a batch from its components that are not None; the inverse of `present`."""
+    left = iter(parts)
+    return tf.nest.map_structure(
+        lambda spec: None if isinstance(spec, tf.NoneTensorSpec) else next(left), batch_spec
+    )
 
 
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:

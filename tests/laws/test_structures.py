@@ -1,0 +1,193 @@
+"""Batches of ragged and sparse tensors, strings and numbers that are not floats."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import scaling
+from trainer import Trainer
+
+LENGTHS = [1, 3, 2, 4, 0, 2, 1]
+Y = np.linspace(0.0, 1.0, 7, dtype=np.float32)[:, None]
+WORDS = tf.RaggedTensor.from_row_lengths(tf.range(13) % 5, LENGTHS)
+DENSE = np.eye(7, 4, dtype=np.float32) + np.eye(7, 4, -2, dtype=np.float32)
+IMAGES = np.arange(7 * 3 * 3 * 2).reshape(7, 3, 3, 2) % 7
+
+
+def bag_of_words(model, batch):
+    """The sum of the words' vectors, of a ragged batch."""
+    vectors = tf.cast(model(batch["x"].flat_values), tf.float32)
+    rows = tf.cast(batch["x"].nrows(), tf.int32)
+    return tf.math.unsorted_segment_sum(vectors, batch["x"].value_rowids(), rows) - batch["y"]
+
+
+def sparse_inputs(model, batch):
+    """The outputs for a sparse batch, made dense."""
+    x = tf.sparse.to_dense(batch["x"])
+    x.set_shape([None, 4])
+    return tf.cast(model(x), tf.float32) - batch["y"]
+
+
+def dense_inputs(model, batch):
+    """The outputs for a dense batch."""
+    return tf.cast(model(batch["x"]), tf.float32) - batch["y"]
+
+
+def embedding():
+    """A vector of 1 number for each of 5 words."""
+    layer = keras.layers.Embedding(5, 1, embeddings_initializer="ones")
+    return keras.Sequential([keras.Input([], dtype="int32"), layer])
+
+
+def dense():
+    """A linear model of 4 inputs."""
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
+    return keras.Sequential([keras.Input([4]), layer])
+
+
+# What a batch holds, the model and its errors.
+CASES = {
+    "ragged": ({"x": WORDS}, embedding, bag_of_words),
+    "sparse": ({"x": tf.sparse.from_dense(DENSE)}, dense, sparse_inputs),
+    "strings": ({"x": DENSE, "name": np.array(list("abcdefg"))}, dense, dense_inputs),
+    "flags": ({"x": DENSE, "flag": Y > 0, "small": Y.astype(np.uint8)}, dense, dense_inputs),
+}
+
+
+def trained(what, replicas, microbatches, mirrored, **settings):
+    """The weights after two steps of a trainer."""
+    parts, build, errors = CASES[what]
+
+    class Task(Trainer):
+        def build_model(self):
+            return build()
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1)
+
+        def compute_loss(self, batch, training):
+            del training
+            return errors(self.model, batch)[:, 0] ** 2
+
+    dataset = tf.data.Dataset.from_tensor_slices(parts | {"y": Y}).batch(7).repeat()
+    trainer = Task(
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        num_microbatches=microbatches,
+        verbose=False,
+        **({"jit_compile": False} | settings),
+    )
+    trainer.train(dataset, steps=2)
+    return trainer
+
+
+def plain(what):
+    """The weights after two steps of a plain loop over the whole batch."""
+    parts, build, errors = CASES[what]
+    model = build()
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(errors(model, parts | {"y": Y}) ** 2)
+        slopes = tape.gradient(loss, model.trainable_variables)
+        for variable, slope in zip(model.trainable_variables, slopes, strict=True):
+            variable.assign_sub(0.1 * tf.convert_to_tensor(slope))
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize(("replicas", "microbatches"), [(1, 1), (3, 2)])
+def test_batches_of_other_kinds_are_divided_right(what, replicas, microbatches, mirrored):
+    """L8: ragged, sparse and other components are divided by examples, as dense ones are."""
+    found = trained(what, replicas, microbatches, mirrored).model.get_weights()
+
+    for one, other in zip(found, plain(what), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["ragged", "sparse"])
+def test_an_overflow_is_recorded_with_such_a_batch(what, mirrored, tmp_path):
+    """A skipped step's batch leaves the loop whole, whatever its components are."""
+    rule = scaling.DynamicLossScale(initial_scale=2.0**24)
+    settings = {"precision": "mixed_float16", "loss_scale": rule, "model_dir": tmp_path}
+    settings |= {"max_overflow_records": 2}
+    trainer = trained(what, 1, 1, mirrored, **settings)
+
+    assert trainer.totals.skipped > 0
+    assert list(tmp_path.glob("overflows/step-*"))
+
+
+@pytest.mark.parametrize("what", ["ragged", "strings"])
+def test_what_xla_does_not_support_is_refused(what, mirrored):
+    """Strings and ragged tensors are refused by name if XLA is to compile the passes."""
+    kind, found = {
+        "ragged": ("ragged tensors", "int32 of shape (7, None)"),
+        "strings": ("strings", "string of shape (7,)"),
+    }[what]
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        trained(what, 1, 1, mirrored, jit_compile=True)
+
+    assert str(error.value) == (
+        f"`jit_compile` must not be True for batches with {kind}; got {found}. XLA does not "
+        "support them. Turn them into dense numbers in the dataset, or pass "
+        'jit_compile="elementwise".'
+    )
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
+def test_whole_numbers_go_straight_into_batch_norm(dtype):
+    """BatchNormalization converts images of whole numbers as Keras does, in every compile mode."""
+
+    def build():
+        norm, flatten = keras.layers.BatchNormalization(), keras.layers.Flatten()
+        last = keras.layers.Dense(1, kernel_initializer="ones")
+        return keras.Sequential([keras.Input([3, 3, 2], dtype=dtype), norm, flatten, last])
+
+    found = []
+    for mode in (False, True):
+        trainer = Trainer(
+            model=build,
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            loss_fn="mse",
+            jit_compile=mode,
+            verbose=False,
+        )
+        data = tf.data.Dataset.from_tensors((IMAGES.astype(dtype), Y)).repeat()
+        trainer.train(data, steps=2)
+        found.append(trainer.model.get_weights())
+
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_stateful_layers_are_refused():
+    """A layer that continues the last batch's rows is refused by name."""
+
+    def build():
+        layer = keras.layers.LSTM(2, stateful=True, name="memory")
+        return keras.Sequential([keras.Input(batch_shape=[7, 3, 2]), layer, keras.layers.Dense(1)])
+
+    trainer = Trainer(model=build, optimizer="sgd", loss_fn="mse", verbose=False)
+    data = tf.data.Dataset.from_tensors((np.ones([7, 3, 2], np.float32), Y))
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        trainer.train(data, steps=1)
+
+    assert str(error.value) == (
+        "`model` must not have layers with stateful=True; got 'memory'. Such a layer continues "
+        "each row of the batch where the last batch ended, but here a batch is divided over "
+        "replicas and microbatches, and may be skipped or computed again. Train with "
+        "stateful=False on whole sequences; for use step by step, build the model again with "
+        "stateful=True and call set_weights(model.get_weights())."
+    )
+
+
+def test_ragged_arrays_are_refused():
+    """Ragged tensors outside of a dataset are refused with the call that makes one."""
+    trainer = Trainer(model=embedding, optimizer="sgd", loss_fn="mse", verbose=False)
+    with pytest.raises(TypeError) as error:
+        trainer.train((WORDS, Y), steps=1, global_batch=7)
+
+    assert str(error.value) == (
+        "`train_data` must be a dataset if it has ragged or sparse tensors; got one among arrays. "
+        "Only dense arrays are batched here. Pass "
+        "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
+    )
