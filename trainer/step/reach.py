@@ -78,11 +78,13 @@ def reach(roots: Mapping[str, Any]) -> Iterator[Reached]:
         roots: objects of any type, keyed by the names with which paths begin.
 
     Example:
-        >>> counter = tf.Variable(0.0)
-        >>> def loss(batch):
-        ...     counter.assign_add(1.0)
-        ...     return batch
-        >>> [path for path, item, _ in reach({"loss": loss}) if item is counter]
+        >>> def counted(counter):
+        ...     def loss(batch):
+        ...         counter.assign_add(1.0)
+        ...         return batch
+        ...     return loss
+        >>> loss = counted(tf.Variable(0.0))
+        >>> [path for path, item, _ in reach({"loss": loss}) if isinstance(item, tf.Variable)]
         ['loss.closure.counter']
     """
     queue = collections.deque(Reached(name, root, True) for name, root in roots.items())
