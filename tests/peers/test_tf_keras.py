@@ -155,7 +155,11 @@ def test_nan_on_one_replica_only(mirrored, bad):
     needs GPUs (testNanOnOneReplicaOnly, testCustomAggregater).
     """
     stepper = Stepper(
-        [1.0, 2.0], optimizer=sgd(), strategy=mirrored(2), rule=growing_rule(interval=2)
+        [1.0, 2.0],
+        optimizer=sgd(),
+        strategy=mirrored(2),
+        rule=growing_rule(interval=2),
+        **LIKE_TF_KERAS,
     )
     factors = np.where(np.arange(2) == bad, np.nan, 1.0)
     report = stepper.step([2.0, 2.0], backward=factors)
@@ -407,7 +411,11 @@ def test_central_storage():
     """
     central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"])
     stepper = Stepper(
-        [2.0], optimizer=sgd(momentum=1.0), strategy=central, rule=growing_rule(interval=2)
+        [2.0],
+        optimizer=sgd(momentum=1.0),
+        strategy=central,
+        rule=growing_rule(interval=2),
+        **LIKE_TF_KERAS,
     )
     seen = []
     for factors in ([1.0, 1.0], [0.5, 1.5], [1.0, np.nan]):
