@@ -32,8 +32,8 @@ def test_imports_between_packages(package):
 
 
 def test_private_names_of_keras_and_tensorflow_stand_in_one_file():
-    """Only `keras_private.py` uses private attributes of other libraries, and no file imports the
-    internal modules of Keras or TensorFlow.
+    """Only `keras_private.py` uses private attributes and internal modules of Keras, and no file
+    imports an internal module of TensorFlow.
     """
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -47,7 +47,7 @@ def test_private_names_of_keras_and_tensorflow_stand_in_one_file():
                         "_fields",
                         "_exit",  # os._exit
                     }, f"{path}:{node.lineno} uses {node.attr}"
-            assert "keras.src" not in path.read_text()
+            assert path.name == "keras_private.py" or "keras.src" not in path.read_text()
             assert "tensorflow.python" not in path.read_text()
 
 
