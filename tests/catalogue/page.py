@@ -36,9 +36,10 @@ batches, and optimizers and schedules with three updates of Keras's own `apply`.
 - **not trained**: a base class, or nothing that a step could contain.
 
 There are {all} configurations: 1 or 3 replicas x 1 or 2 microbatches x plain, XLA or element-wise XLA x
-float32, mixed_float16 or mixed_bfloat16. CI runs each class in the one that its row shows; over
-all classes, every configuration is run. The nightly run takes nine for each class, in which every value
-of an axis meets every value of another, with other random models.
+float32, mixed_float16 or mixed_bfloat16. Each class is tried in the one that its row shows; over
+all classes, every configuration is. CI tries every third class, the nightly run all of them, and then in
+nine further configurations each, in which every value of an axis meets every value of another, with other
+random models.
 An optimizer sees float32 gradients in every precision, so optimizers are compared in float32 only.
 """
 
@@ -56,7 +57,7 @@ def page():
     text += count_row(FEATURES_ROOM, [each for each in listed if each.room == FEATURES_ROOM])
     for room in [*rooms, FEATURES_ROOM]:
         title = f"`{room}`" if room in rooms else room
-        text += f"\n## {title}\n\n| {'class' if room in rooms else 'feature'} | a step is | in CI | |\n|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| {'class' if room in rooms else 'feature'} | a step is | tried in | |\n|---|---|---|---|\n"
         text += "".join(row(each) for each in listed if each.room == room)
     return text
 
