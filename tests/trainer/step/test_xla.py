@@ -135,7 +135,7 @@ def test_a_layer_that_xla_cannot_compile_is_named():
 
     assert str(error.value) == (
         "`jit_compile` must not be True with layers that XLA cannot compile; got 'turn' "
-        "(RandomRotation), whose `supports_jit` is False. TensorFlow would fail at the first step. "
+        "(RandomRotation). TensorFlow would fail at the first step. "
         'Use "elementwise" or False, or apply such layers to the data, with Dataset.map.'
     )
 
