@@ -7,29 +7,20 @@ import tensorflow as tf
 from plans import Pair, keras_model, pass_inputs_of, plan_of
 
 from trainer.step.forward import forward, written_by
-from trainer.step.microbatch import MicrobatchPlan
+from trainer.step.plan import microbatch_plan
 
 BATCH = tf.constant([[1.0, 2.0], [3.0, 5.0], [-1.0, 4.0]])
 
 
-def microbatch_plan(plan):
+def constants_of(plan):
     """The constants of a pass of a plan."""
-    return MicrobatchPlan(
-        model=plan.model,
-        held_back=plan.held_back,
-        seeds=plan.seeds,
-        compute_loss=plan.compute_loss,
-        objectives=plan.objectives,
-        dense=False,
-        single_pass=True,
-        fuse_batch_norm=False,
-    )
+    return microbatch_plan(plan, plan.objectives, dense=False, fuse=False)
 
 
 def run(plan, values=None):
     """A forward pass on `BATCH`."""
     inputs = pass_inputs_of(plan, BATCH)
-    return forward(BATCH, values or inputs.values, inputs.keys, microbatch_plan(plan))
+    return forward(BATCH, values or inputs.values, inputs.keys, constants_of(plan))
 
 
 def test_a_keras_model_assigns_nothing():
@@ -78,7 +69,7 @@ def test_a_module_gives_losses_alone():
     plan = plan_of(model)
     batch = tf.constant([1.0, 2.0])
     inputs = pass_inputs_of(plan, batch)
-    passed = forward(batch, inputs.values, inputs.keys, microbatch_plan(plan))
+    passed = forward(batch, inputs.values, inputs.keys, constants_of(plan))
 
     assert passed.losses[""].numpy().tolist() == [5.0, 10.0]
     assert (passed.added, passed.after, passed.aux) == ([], {}, ())
@@ -88,7 +79,7 @@ def test_keys_decide_what_a_model_draws():
     """Dropout draws from the key that it is given: the same key gives the same mask."""
     plan = plan_of(keras_model())
     inputs = pass_inputs_of(plan, BATCH)
-    constants = microbatch_plan(plan)
+    constants = constants_of(plan)
     losses = [
         forward(BATCH, inputs.values, inputs.keys * key, constants).losses[""].numpy().tolist()
         for key in (5, 5, 6)
