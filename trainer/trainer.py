@@ -546,6 +546,7 @@ class Trainer(Task):
 
         Returns:
             NumPy arrays in the structure that `predict_batch` returns, with one row per example.
+            Ragged outputs are a `tf.RaggedTensor`.
         """
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")

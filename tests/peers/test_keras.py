@@ -687,22 +687,95 @@ def test_training_argument():
     assert set(seen) == {True, False}
 
 
-class OwnStep(keras.Model):
-    """A model with its own training step."""
-
-    def train_step(self, data):
-        """Keras's, and a number of its own."""
-        return super().train_step(data) | {"my_custom_metric": 10.0}
-
-
-def test_own_train_step_is_refused():
-    """A model's own `train_step` would bypass scaling, verdict and reduction
-    (test_fit_with_custom_train_step).
+@pytest.mark.parametrize("name", ["train_step", "test_step", "compute_loss"])
+def test_own_methods_are_refused(name):
+    """A model's own `train_step` would bypass scaling, verdict and reduction; its own `test_step` and
+    `compute_loss` would be passed over (test_fit_with_custom_train_step,
+    test_evaluate_with_custom_test_step, test_metric_update_in_compute_loss,
+    test_fwd_pass_loss_presence_in_compute_loss, test_evaluate_with_custom_compute_loss,
+    test_compute_loss_no_training_backwards_compatibility).
     """
+    inherited = getattr(keras.Model, name)
+    own = type("Own", (keras.Model,), {name: lambda self, *args, **kw: inherited(self, *args, **kw)})
     inputs = keras.Input([4])
-    model = OwnStep(inputs, keras.layers.Dense(3)(inputs))
-    with pytest.raises(ValueError, match="train_step"):
-        mean_squared(model=model).train(FIT, steps=1, global_batch=20)
+    trainer = mean_squared(model=own(inputs, keras.layers.Dense(3)(inputs)))
+    with pytest.raises(ValueError, match=f"`model` must not override {name}; got Own"):
+        trainer.train(FIT, steps=1, global_batch=20)
+    with pytest.raises(ValueError, match=f"`model` must not override {name}; got Own"):
+        trainer.evaluate(FIT, global_batch=20)
+
+
+def test_sparse_inputs():
+    """Sparse inputs train, evaluate and predict as dense ones do (test_fit_sparse,
+    test_evaluate_sparse, test_predict_sparse).
+    """
+    dense_x = np.eye(20, 4, dtype=np.float32)
+    sparse_x = tf.sparse.from_dense(dense_x)
+    results = []
+    for x in (dense_x, sparse_x):
+        labeled = tf.data.Dataset.from_tensor_slices((x, FIT[1][:20])).batch(5)
+        trainer = mean_squared()
+        trainer.train(labeled, epochs=1)
+        inputs = tf.data.Dataset.from_tensor_slices(x).batch(5)
+        results.append((trainer.evaluate(labeled), trainer.predict(inputs)))
+
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ragged_inputs(replicas, mirrored):
+    """A ragged batch goes in and comes out ragged; each of its numbers is doubled
+    (test_trainer_with_raggeds).
+    """
+
+    class Doubled(Trainer):
+        def compute_loss(self, batch, training):
+            found = self.model(batch.flat_values[:, None], training=training)
+            loss = tf.cast(found[:, 0], tf.float32) ** 2
+            return tf.math.segment_mean(loss, batch.value_rowids())
+
+        def predict_batch(self, batch):
+            found = self.model(batch.flat_values[:, None], training=False)
+            return batch.with_flat_values(found[:, 0])
+
+    layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(2.0))
+    trainer = Doubled(
+        model=lambda: keras.Sequential([keras.Input([1]), layer]),
+        optimizer=sgd(0.0),
+        verbose=False,
+        jit_compile=False,
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+    )
+    data = tf.data.Dataset.from_tensors(tf.ragged.constant([[1.0], [2.0, 3.0]]))
+    trainer.train(data, steps=1)
+
+    assert trainer.predict(data.repeat(2)).to_list() == [[2.0], [4.0, 6.0]] * 2
+
+
+def test_dropout_while_predicting():
+    """Dropout inside of a layer's call draws other masks in every batch and call of `predict`; an
+    ordinary one does nothing, even where the model was built with training=True
+    (test_rng_updated_during_predict, test_predict_dropout).
+    """
+
+    class Always(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(1)
+
+        def call(self, x):
+            return keras.random.dropout(x, rate=0.5, seed=self.seeds)
+
+    inputs, x = keras.Input([20]), np.ones([4, 20], np.float32)
+    trainer = mean_squared(model=keras.Model(inputs, Always()(inputs)), metrics=None)
+    first, second = (trainer.predict(x, global_batch=2) for _ in range(2))
+    assert len({row.tobytes() for draw in (first, second) for row in draw}) == 8
+
+    ordinary = keras.Model(inputs, keras.layers.Dropout(0.5)(inputs, training=True))
+    np.testing.assert_array_equal(ordinary.predict(x, verbose=0), x)
+    trainer = mean_squared(model=ordinary, metrics=None)
+    np.testing.assert_array_equal(trainer.predict(x, global_batch=2), x)
 
 
 class SumLoss(keras.layers.Layer):

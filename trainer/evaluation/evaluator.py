@@ -156,7 +156,7 @@ class Evaluator:
         with self._computing_in(precision):
             self._begin_draws(asked_for=True)
             outputs = [self._predict[precision](batch) for batch in dataset]
-        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+        return tf.nest.map_structure(joined, *outputs)
 
     def _begin_draws(self, *, asked_for: bool) -> None:
         """Chooses the random numbers of a call.
@@ -308,7 +308,22 @@ def predict_batch(
         batch: the global batch.
     """
     shares = plan.strategy.run(replica_predict, args=(batch, plan, method, next_source(draws)))
-    return tf.nest.map_structure(lambda share: plan.strategy.gather(share, axis=0), shares)
+    return tf.nest.map_structure(functools.partial(gathered, plan.strategy), shares)
+
+
+def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
+    """Returns the rows of all replicas' outputs, in order. Call it in cross-replica context."""
+    parts = strategy.experimental_local_results(shares)
+    if isinstance(parts[0], tf.RaggedTensor) and len(parts) == strategy.num_replicas_in_sync:
+        return tf.concat(parts, axis=0)  # `gather` takes dense tensors only
+    return strategy.gather(shares, axis=0)
+
+
+def joined(*parts: Any) -> Any:
+    """Returns the rows of the outputs for all batches: a NumPy array or a ragged tensor."""
+    if isinstance(parts[0], tf.RaggedTensor):
+        return tf.concat(parts, axis=0)
+    return np.concatenate(parts)
 
 
 def replica_predict(

@@ -45,48 +45,33 @@ def run_steps(
         tf.TensorArray(spec.dtype, 0, dynamic_size=True, element_shape=spec.shape) for spec in specs
     ]
     batch_spec = iterator.element_spec if keep_overflows else ()
-    batch_specs = present(batch_spec)  # a loop in a graph cannot hold None
-    no_batch = [zeros_of(batch_part) for batch_part in batch_specs]
+    no_batch = tf.nest.map_structure(zeros_of, batch_spec)
 
     def body(
-        index: tf.Tensor, may_continue: tf.Tensor, parts: list[Any], fields: list[tf.TensorArray]
-    ) -> tuple[tf.Tensor, tf.Tensor, list[Any], list[tf.TensorArray]]:
-        del may_continue, parts
+        index: tf.Tensor, may_continue: tf.Tensor, kept: Any, fields: list[tf.TensorArray]
+    ) -> tuple[tf.Tensor, tf.Tensor, Any, list[tf.TensorArray]]:
+        del may_continue, kept
         batch, waited = timed_next(iterator)
         report = call_user(train_step, batch)._replace(data_wait_secs=waited)
         written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
         may_continue = ~(halted.read_value() | stop_requested())
         if keep_overflows:
             may_continue &= report.consecutive_skips != 1
-        return index + 1, may_continue, present(batch) if keep_overflows else [], written
+        return index + 1, may_continue, batch if keep_overflows else (), written
 
-    _, _, parts, fields = tf.while_loop(
+    _, _, kept, fields = tf.while_loop(
         lambda index, may_continue, *_: may_continue & (index < num_steps),
         body,
         (tf.constant(0), ~(halted.read_value() | stop_requested()), no_batch, fields),
         shape_invariants=(
             tf.TensorShape([]),
             tf.TensorShape([]),
-            [invariant_of(spec) for spec in batch_specs],
+            tf.nest.map_structure(invariant_of, batch_spec),
             [tf.TensorShape(None) for _ in fields],
         ),
         parallel_iterations=1,
     )
-    return StepReport(*(field.stack() for field in fields)), with_none(parts, batch_spec)
-
-
-def present(batch: Any) -> list[Any]:
-    """Returns the components of a batch, or of its specs, that are not None."""
-    leaves = tf.nest.flatten(batch)
-    return [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, tf.NoneTensorSpec)]
-
-
-def with_none(parts: list[Any], batch_spec: Any) -> Any:
-    """Returns a batch from its components that are not None; the inverse of `present`."""
-    left = iter(parts)
-    return tf.nest.map_structure(
-        lambda spec: None if isinstance(spec, tf.NoneTensorSpec) else next(left), batch_spec
-    )
+    return StepReport(*(field.stack() for field in fields)), kept
 
 
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
@@ -99,7 +84,7 @@ def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
     start = tf.timestamp()
     with tf.control_dependencies([start]):
         batch = next(iterator)
-    with tf.control_dependencies(tf.nest.flatten(present(batch), expand_composites=True)):
+    with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
         return batch, tf.cast(tf.timestamp() - start, tf.float32)
 
 
