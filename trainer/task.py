@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
+from trainer.config.hooks import check_hooks
 from trainer.config.loss_fn import example_losses, example_weights
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.plan import ones
@@ -55,6 +56,7 @@ class Task:
         metrics: MetricsArgument = None,
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
+        check_hooks(type(self))
         if metrics is not None and not callable(metrics):
             raise TypeError(
                 f"`metrics` must be a function that returns a dict of metrics; got "
@@ -184,6 +186,30 @@ class Task:
 
     def on_loop_begin(self, step: int) -> None:
         """Called before each inner loop, after `step` steps."""
+
+    def on_log(self, step: int, values: dict[str, float]) -> None:
+        """Called after each log line of `train`.
+
+        Args:
+            step: the last step of the interval that the line is about.
+            values: the numbers of the line, keyed by name as in a "train" line of `metrics.jsonl`.
+                If no step of the interval was applied, its means are NaN.
+        """
+
+    def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
+        """Called after each evaluation of `train`; not by `evaluate`, which returns its results.
+
+        Args:
+            step: the number of steps so far.
+            results: "loss" and the metrics, keyed by name.
+        """
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called when the run has gone through the training data `epoch` times.
+
+        The run counts from its first step, over all calls of `train`, and an inner loop ends where
+        an epoch ends. The length of the data must be known.
+        """
 
     def on_loop_end(self, step: int) -> None:
         """Called after each inner loop, its logging, evaluation and actions, and before saving."""

@@ -31,6 +31,7 @@ from trainer.config.groups import (
     RunConfig,
     UpdateConfig,
 )
+from trainer.config.hooks import HOOKS
 from trainer.config.resolve import (
     LossScaleArgument,
     check_one_process,
@@ -38,7 +39,15 @@ from trainer.config.resolve import (
     dtype_policy,
 )
 from trainer.config.skip_policy import SkipPolicy
-from trainer.data.batches import Batches, are_arrays, batches, check_ends, same_data, target_step
+from trainer.data.batches import (
+    Batches,
+    are_arrays,
+    batches,
+    check_ends,
+    check_epochs_end,
+    same_data,
+    target_step,
+)
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.export import check_export, export
@@ -418,6 +427,8 @@ class Trainer(Task):
         with StopSignals(self.stop) as signals:
             data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
             target = target_step(steps, epochs, data)
+            if self.overrides("on_epoch_end"):
+                check_epochs_end(data)
             replicas = self.strategy.num_replicas_in_sync
             strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
             evaluate = self._evaluation(eval_data, eval_interval, data.global_batch)
@@ -754,10 +765,12 @@ class Trainer(Task):
 
         `train` calls it before each inner loop. Without hooks and actions it does nothing.
         """
-        hooks = ("on_train_begin", "on_loop_begin", "on_loop_end", "on_recovery")
-        own = any(getattr(type(self), name) is not getattr(Task, name) for name in hooks)
-        if own or self.actions:
+        if self.actions or any(self.overrides(hook) for hook in HOOKS):
             check_unchanged(self._parts, self._setup)
+
+    def overrides(self, hook: str) -> bool:
+        """Returns whether the trainer has a hook of its own, such as "on_log"."""
+        return getattr(getattr(self, hook), "__func__", None) is not getattr(Task, hook)
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError if the trainer has not seen any data yet."""

@@ -1,5 +1,7 @@
 """The user-defined part of a trainer: its hooks, its metrics, and what a checkpoint holds of it."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -87,3 +89,72 @@ def test_metrics_without_an_update_are_refused():
         ValueError, match=r"`update_metrics` must be overridden along with compute_loss"
     ):
         Forgetful(verbose=False).train(slopes(1.0), steps=1, global_batch=1)
+
+
+class Reported(Linear):
+    """Records what its hooks are told."""
+
+    def __init__(self, **arguments):
+        """Begins with an empty record."""
+        super().__init__(verbose=False, **arguments)
+        self.told = []
+
+    def on_log(self, step, values):
+        """Records the loss."""
+        assert {type(value) for value in values.values()} <= {float, int}
+        self.told.append(("log", step, values["loss"]))
+
+    def on_evaluate_end(self, step, results):
+        """Records the loss."""
+        self.told.append(("evaluation", step, results["loss"]))
+
+    def on_epoch_end(self, epoch):
+        """Records the call."""
+        self.told.append(("epoch", epoch))
+
+    def on_loop_end(self, step):
+        """Records the call."""
+        self.told.append(("loop", step))
+
+
+def test_hooks_get_the_numbers_of_the_log(tmp_path):
+    """Log lines and evaluations are told to hooks as `metrics.jsonl` has them, and epochs end on
+    time, in this order, in a resumed run too.
+    """
+    data = slopes(1.0, 2.0, 3.0)  # in epochs of three steps; each step lowers the weight
+
+    def run(epochs):
+        trainer = Reported(model_dir=tmp_path, log_interval=4, seed=0)
+        arguments = {"global_batch": 1, "eval_data": slopes(1.0), "eval_interval": 6}
+        trainer.train(data, epochs=epochs, **arguments)
+        return trainer.told
+
+    first, second = run(2), run(3)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    written = {(line["split"], line["step"]): line.get("loss") for line in lines}
+
+    def log(step):
+        return ("log", step, written["train", step])
+
+    def evaluation(step):
+        return ("evaluation", step, written["validation", step])
+
+    assert first == [
+        *(("epoch", 1), ("loop", 3), log(4), ("loop", 4)),
+        *(log(6), evaluation(6), ("epoch", 2), ("loop", 6)),
+    ]
+    assert second == [log(8), ("loop", 8), log(9), evaluation(9), ("epoch", 3), ("loop", 9)]
+
+
+def test_epochs_need_a_length():
+    """`on_epoch_end` with data of unknown length is an error, because nothing would call it."""
+    endless = tf.data.Dataset.from_tensors(slopes(1.0)).repeat()
+    with pytest.raises(ValueError, match="`train_data`") as error:
+        Reported().train(endless, steps=2)
+
+    assert str(error.value) == (
+        "`train_data` must have a known length if on_epoch_end is overridden; got a dataset that "
+        "repeats forever or whose length is unknown. The hook would never be called. Leave out "
+        ".repeat(), call dataset.apply(tf.data.experimental.assert_cardinality(n)) with the number "
+        "of batches, or use an Action(call, every_steps=n) instead."
+    )

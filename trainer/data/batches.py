@@ -154,6 +154,17 @@ def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
     return epochs * found.steps_per_epoch
 
 
+def check_epochs_end(found: Batches) -> None:
+    """Raises ValueError if the length of an epoch is unknown, so that `on_epoch_end` has no end."""
+    if found.steps_per_epoch is None:
+        raise ValueError(
+            "`train_data` must have a known length if on_epoch_end is overridden; got a dataset "
+            "that repeats forever or whose length is unknown. The hook would never be called. "
+            "Leave out .repeat(), call dataset.apply(tf.data.experimental.assert_cardinality(n)) "
+            "with the number of batches, or use an Action(call, every_steps=n) instead."
+        )
+
+
 def _from_function(
     data: DatasetFunction, argument: str, strategy: tf.distribute.Strategy
 ) -> tf.data.Dataset:

@@ -14,7 +14,7 @@ import scaling
 from scaling.telemetry.record import record_line
 from trainer.log.console import RunConsole
 from trainer.log.model_table import VariableRow, build_table, format_markdown, total_size
-from trainer.log.summary import Totals, TrainSummary, format_bytes, summarize
+from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
 from trainer.log.writers import RunWriters
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
@@ -136,8 +136,8 @@ class RunLog:
         """Whether there are steps that `flush` has not logged yet."""
         return any(report.step.shape[0] for report in self._reports)
 
-    def flush(self, target: int, totals: Totals, metrics: Mapping[str, float]) -> None:
-        """Logs a summary of the steps since the last call. Call `read` first.
+    def flush(self, target: int, totals: Totals, metrics: Mapping[str, float]) -> Interval:
+        """Logs and returns a summary of the steps since the last call. Call `read` first.
 
         Args:
             target: the step at which the run ends.
@@ -155,6 +155,7 @@ class RunLog:
             self._write_underflow(steps)
         self._reports, self._unread, self._untimed = [], 0, 0
         self._clock_start = time.perf_counter()
+        return interval
 
     def _log_step(self, report: StepReport, *, scale_changed: bool) -> None:
         """Logs a step that was skipped or has a different loss scale than the previous step."""

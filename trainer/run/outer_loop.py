@@ -1,9 +1,10 @@
 """Runs one call of `Trainer.train`: the inner loops, and the work between them.
 
 After each inner loop, the outer loop does the following, in this order: ends a run that is stuck,
-or rolls back a run that has diverged; writes the log; evaluates, and keeps the model if it is one
-of the best; calls the actions; calls `on_loop_end`; saves a checkpoint. Saving comes last, so that
-every checkpoint has been checked first and includes the effects of all earlier items.
+or rolls back a run that has diverged; writes the log and calls `on_log`; evaluates, keeps the model
+if it is one of the best, and calls `on_evaluate_end`; calls the actions; calls `on_epoch_end` and
+`on_loop_end`; saves a checkpoint. Saving comes last, so that every checkpoint has been checked
+first and includes the effects of all earlier items.
 """
 
 import contextlib
@@ -85,6 +86,8 @@ class OuterLoop:
             first, last = trainer.profile_steps
             self._profile = Profile((first, last), trainer.model_dir)
         self._best = BestModels(trainer, log, request)
+        # The length of an epoch, if somebody waits for its end.
+        self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
 
     def resume(self) -> None:
         """Continues from the restored checkpoint, if there is one.
@@ -210,6 +213,8 @@ class OuterLoop:
         intervals = [
             self._request.eval_interval,
             trainer.checkpoint_config.checkpoint_interval,
+            self._epoch,
+            trainer.log_interval,
             *periods,
         ]
         marks = self._profile.ends if self._profile else ()
@@ -250,6 +255,8 @@ class OuterLoop:
         with self._saved_if_it_raises():
             for action in due:
                 action(trainer)
+            if self._epoch and crossed(self._epoch, before, step):
+                trainer.on_epoch_end(step // self._epoch)
             trainer.on_loop_end(step)
         if save_now:
             self._saver.save(step)
@@ -272,6 +279,7 @@ class OuterLoop:
         with self._reporter.writing():
             self._log.log_evaluation(self._step, results)
         self._best.consider(self._step, results)
+        self._trainer.on_evaluate_end(self._step, results)
 
     def _end_early(self) -> None:
         """Logs and saves a run that was asked to stop."""

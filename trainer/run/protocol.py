@@ -135,8 +135,20 @@ class RunnableTrainer(Protocol):
     def check_unchanged(self) -> None:
         """Raises ValueError if a hook has changed what the step was traced with."""
 
+    def overrides(self, hook: str) -> bool:
+        """Returns whether the trainer has a hook of its own."""
+
     def on_loop_begin(self, step: int) -> None:
         """Called before each inner loop."""
+
+    def on_log(self, step: int, values: dict[str, float]) -> None:
+        """Called after each log line."""
+
+    def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
+        """Called after each evaluation."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called at the end of each pass over the training data."""
 
     def on_loop_end(self, step: int) -> None:
         """Called after each inner loop."""

@@ -9,7 +9,7 @@ from trainer.checkpoint import CheckpointError
 from trainer.data.errors import reason_of
 from trainer.evaluation.evaluator import numbers_of
 from trainer.log.run_log import RunLog
-from trainer.log.summary import Totals
+from trainer.log.summary import Interval, Totals
 from trainer.monitor.divergence import Detection, LossWatch
 from trainer.monitor.stuck import TrainingStuckError, check_not_stuck
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -67,21 +67,31 @@ class Reporter:
         try:
             check_not_stuck(steps, self._trainer.skip_policy, names, record, self._trainer.rule)
         except TrainingStuckError:
-            self.write()
+            self._write()
             raise
         if self._watch and not self._divergence:
             self._divergence = self._watch.detect(steps)
 
     def write(self) -> None:
-        """Writes a log line for the steps since the last log line, if there are any."""
+        """Writes a log line for the steps since the last log line, and calls `on_log`.
+
+        Does nothing if there are no such steps.
+        """
+        line = self._write()
+        if line:
+            self._trainer.on_log(line.step, line.scalars())
+
+    def _write(self) -> Interval | None:
+        """Writes a log line, and returns what it says; None if there are no steps to log."""
         if not self._log.pending:
-            return
+            return None
         metrics = self._trainer.metrics
         values = numbers_of(metrics)
         with self.writing():
-            self._log.flush(self._target, Totals.from_state(self._parts.state), values)
+            line = self._log.flush(self._target, Totals.from_state(self._parts.state), values)
         for metric in metrics.values():
             metric.reset_state()
+        return line
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

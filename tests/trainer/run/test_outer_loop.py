@@ -141,3 +141,12 @@ def test_the_best_result_of_a_call(best_is, best):
         models.consider(step, {"loss": loss})
 
     assert models.describe() == best
+
+
+def test_log_lines_are_on_time(tmp_path):
+    """A log line is written at each multiple of its interval, however long the loops are."""
+    trainer = Linear(model_dir=tmp_path, steps_per_loop=10, log_interval=5, verbose=False)
+    trainer.train(slopes(1.0), steps=17, global_batch=1)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 17]
