@@ -47,7 +47,6 @@ def test_an_unknown_hook_is_an_error(name, remedy):
 def test_a_hook_with_other_arguments_is_an_error():
     """A hook that could not be called is refused when the trainer is made."""
 
-
     def without_step(self, values):
         return self, values
 
