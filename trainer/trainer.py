@@ -44,7 +44,11 @@ from trainer.data.batches import (
     are_arrays,
     batches,
     check_ends,
+<<<<<<< HEAD
     check_epochs_end,
+=======
+    repeat_first_batch,
+>>>>>>> 01fc6bf (A step that XLA cannot compile runs without it by default, and is refused early with jit_compile=True)
     same_data,
     target_step,
 )
@@ -61,7 +65,12 @@ from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
 from trainer.run.build import Forward, build, recorded_settings
 from trainer.run.changes import Setup, adapted, check_unchanged, setup_of
-from trainer.run.compile_autotune import Choice, initial_compile_mode, settle
+from trainer.run.compile_autotune import (
+    Choice,
+    compilable_parts,
+    initial_compile_mode,
+    settle,
+)
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
@@ -436,9 +445,9 @@ class Trainer(Task):
             results = ["loss", *self._parts.metrics.eval]
             self.checkpoint_config.check_results(results if evaluate else None)
             log = self._new_log()
-            choice = self._settle_compile_mode(data, target, log)
-            request = TrainRequest(target, evaluate, eval_interval, self._export_into)
             position = self._position(train_data, data)
+            choice = self._settle_compile_mode(data, target, log, position)
+            request = TrainRequest(target, evaluate, eval_interval, self._export_into)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
             loop.resume()
             loop.check(first=not self._introduced)
@@ -455,16 +464,23 @@ class Trainer(Task):
             signals.end_process(others=asked)
         return summary
 
-    def _settle_compile_mode(self, data: Batches, target: int, log: RunLog) -> Choice | None:
+    def _settle_compile_mode(
+        self, data: Batches, target: int, log: RunLog, position: DataPosition
+    ) -> Choice | None:
         """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
-        if not self.compile_mode_open:
-            return None
-        self.compile_mode_open = False
-        with log.console.status("measuring what XLA should compile ..."):
-            steps_left = target - self.totals.attempted
-            choice = settle(self, self._parts, data, steps_left, self._use)
+        auto, self.compile_mode_open = self.compile_mode_open, False
+        steps_left, choice = target - self.totals.attempted, None
+        if auto:
+            with log.console.status("measuring what XLA should compile ..."):
+                choice = settle(self, self._parts, data, steps_left, self._use)
+        if steps_left > 0 and not self._introduced:
+            self._leave_xla_out_if_needed(position.iterator, auto=auto)
         self.jit_compile = self._parts.plan.jit_compile
         return choice
+
+    def _leave_xla_out_if_needed(self, iterator: tf.data.Iterator, *, auto: bool) -> None:
+        """Replaces the parts if XLA cannot compile the step; see `compilable_parts`."""
+        self._use(compilable_parts(self, self._parts, iterator, auto=auto))
 
     def _use(self, parts: Parts) -> None:
         """Replaces the trainer's parts."""
@@ -600,6 +616,7 @@ class Trainer(Task):
             one = dataclasses.replace(found, dataset=found.dataset.take(1))
             evaluate = functools.partial(self._evaluate, one, "float32", None, stoppable=False)
         self._start(data.first)
+        self._leave_xla_out_if_needed(iter(repeat_first_batch(data)), auto=self.compile_mode_open)
         return dry_run(self, self._parts, data, evaluate)
 
     def overfit_one_batch(
@@ -625,6 +642,7 @@ class Trainer(Task):
         check_count("steps", steps)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
         self._start(data.first)
+        self._leave_xla_out_if_needed(iter(repeat_first_batch(data)), auto=self.compile_mode_open)
         return overfit(self, self._parts, data, steps)
 
     def export(

@@ -1,9 +1,10 @@
-"""Every private name of Keras that the library uses; the tests of this file fail if one changes.
+"""Every private name of Keras and TensorFlow that the library uses.
 
-Everything else in this project uses the public APIs of Keras and TensorFlow.
+The tests of this file fail if one changes. Everything else in this project uses public APIs.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
+from tensorflow.python.framework import kernels
 
 
 @contextlib.contextmanager
@@ -312,3 +314,37 @@ def centered_moments(
     """Returns Keras's mean and variance over `axes`, with the variance's higher derivatives."""
     mean, variance = KERAS_MOMENTS(x, axes, keepdims)
     return mean, variance - tf.square(mean - tf.stop_gradient(mean))
+
+
+def traced_functions(function: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns a `FunctionDef` for each trace of a `tf.function`, with the functions it may call.
+
+    Publicly, a trace is found only by its arguments, which are known while it is made.
+
+    Returns:
+        For each trace, its definition and a dict of the definitions of other functions by name.
+    """
+    traces = function._list_all_concrete_functions()
+    libraries = [trace.graph.as_graph_def().library.function for trace in traces]
+    return [
+        (trace.function_def, {each.signature.name: each for each in library})
+        for trace, library in zip(traces, libraries, strict=True)
+    ]
+
+
+@functools.cache
+def has_xla_kernel(operation: str) -> bool:
+    """Returns whether XLA can compile operations of a type, such as "MatMul".
+
+    TensorFlow has no public list. The kernels are registered when XLA first compiles something.
+    """
+    load_xla()
+    found = kernels.get_registered_kernels_for_op(operation).kernel
+    return any(kernel.device_type == "XLA_CPU_JIT" for kernel in found)
+
+
+@functools.cache
+def load_xla() -> None:
+    """Makes TensorFlow register what XLA can compile."""
+    with tf.init_scope():
+        tf.function(lambda: tf.constant(0.0) + 1.0, jit_compile=True)()

@@ -30,7 +30,7 @@ from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
 from trainer.step.randomness import seed_states
 from trainer.step.types import Batch, MetricsByName, Model, Optimizers
-from trainer.step.xla import layers_without_xla
+from trainer.step.xla import layers_without_xla, listed_layers, warn_of_plain_step
 
 # Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
 # names are kept so that checkpoints of older versions stay readable.
@@ -252,7 +252,10 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
         again: whether its optimizers were built, and told of the moving average, by another plan.
     """
     skip_policy = trainer.skip_policy
-    if trainer.compile_mode_open and layers_without_xla(trainer.model):
+    without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
+    if without_xla:
+        if trainer.jit_compile is True:
+            warn_of_plain_step(listed_layers(without_xla), trainer.precision.compute_dtype)
         trainer.jit_compile = False
     return plan_step(
         strategy=trainer.strategy,

@@ -28,7 +28,17 @@ from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
 from trainer.step.fused import fused_rule
 from trainer.step.plan import StepPlan, compiled_as
-from trainer.step.xla import COMPILE_MODES, check_compile_mode, layers_without_xla
+from trainer.step.xla import (
+    COMPILE_MODES,
+    check_compile_mode,
+    layers_without_xla,
+    warn_of_plain_step,
+)
+from trainer.step.xla_operations import (
+    listed_operations,
+    not_compilable_error,
+    operations_without_xla,
+)
 
 CompileMode = bool | str
 
@@ -172,6 +182,37 @@ def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> 
     """Returns a trainer's parts for the same step in another compile mode."""
     plan = compiled_as(parts.plan, mode)
     return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
+
+
+def compilable_parts(
+    trainer: RunnableTrainer, parts: Parts, iterator: tf.data.Iterator, *, auto: bool
+) -> Parts:
+    """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
+
+    Traces the step. The loop uses the same trace.
+
+    Args:
+        trainer: a trainer that has started.
+        parts: the trainer's parts, from `build`.
+        iterator: the iterator over the training data.
+        auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile.
+
+    Raises:
+        ValueError: if XLA was asked to compile the step and cannot.
+    """
+    traced = hasattr(parts.run_steps, "get_concrete_function")
+    if parts.plan.jit_compile is not True or not traced or tf.config.functions_run_eagerly():
+        return parts
+    parts.run_steps.get_concrete_function(iterator, tf.constant(1))
+    names = [
+        name for group in parts.plan.groups for name in operations_without_xla(group.differentiate)
+    ]
+    if not names:
+        return parts
+    if not auto:
+        raise not_compilable_error(names)
+    warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
+    return parts_in_mode(False, trainer, parts)
 
 
 def measure(

@@ -6,11 +6,12 @@ the model, the dtype and the device; `jit_compile="auto"` measures it.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 import strategies
 from trainer.base.argument_checks import check_choice
@@ -69,12 +70,32 @@ def check_model_compiles(model: Model, jit_compile: bool | str) -> None:
     """Raises ValueError if XLA is to compile a layer that it cannot compile."""
     found = layers_without_xla(model) if jit_compile is True else []
     if found:
-        layers = ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in found)
         raise ValueError(
-            f"`jit_compile` must not be True with layers that XLA cannot compile; got {layers}. "
+            "`jit_compile` must not be True with layers that XLA cannot compile; got "
+            f"{listed_layers(found)}. "
             "TensorFlow would fail at the first step. Use "
             '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
         )
+
+
+def listed_layers(layers: Sequence[keras.Layer]) -> str:
+    """Returns names and classes of layers, for a message."""
+    return ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in layers)
+
+
+def warn_of_plain_step(what: str, dtype: str) -> None:
+    """Warns that a half-precision step is not compiled, though this CPU needs XLA to be fast.
+
+    Args:
+        what: what XLA cannot compile.
+        dtype: the compute dtype.
+    """
+    logging.warning(
+        "XLA cannot compile %s, so TensorFlow runs the step without XLA, which is slow in %s on "
+        "this CPU. To compile the step, apply such layers to the data, with Dataset.map.",
+        what,
+        dtype,
+    )
 
 
 def can_compile_update(strategy: tf.distribute.Strategy) -> bool:

@@ -13,6 +13,7 @@ from trainer.base.keras_private import (
     computing_in_float32,
     differentiable_moments,
     gradients_already_reduced,
+    has_xla_kernel,
     inner_optimizer,
     keras_mask,
     layer_that_added,
@@ -23,6 +24,7 @@ from trainer.base.keras_private import (
     regularizers_in_float32,
     replaced_calls,
     slot_variables,
+    traced_functions,
 )
 
 
@@ -367,3 +369,20 @@ def test_first_derivatives_of_moments_keep_their_bits():
         ours = computed()
     for one, other in zip(ours, computed(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_a_function_has_traced_is_found_with_the_functions_it_calls():
+    """A trace is a definition with operations, and a dict of the functions that it calls."""
+    inner = tf.function(lambda x: x * 2.0)
+    outer = tf.function(lambda x: inner(x) + 1.0)
+    outer.get_concrete_function(tf.TensorSpec([]))
+    [(definition, library)] = traced_functions(outer)
+
+    assert {"AddV2", "Mul"} & {node.op for node in definition.node_def} == {"AddV2"}
+    assert any(node.op == "Mul" for each in library.values() for node in each.node_def)
+
+
+def test_xla_has_kernels_for_products_but_not_for_strings():
+    """TensorFlow's list of kernels has XLA's."""
+    assert has_xla_kernel("MatMul")
+    assert not has_xla_kernel("StringFormat")

@@ -210,3 +210,49 @@ def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
     )
     assert fresh.jit_compile == fresh._parts.plan.jit_compile == "elementwise"
     assert replay.same
+
+
+class Augmented(SmallImages):
+    """Turns images at random with a layer that is no part of the model."""
+
+    def __init__(self, **arguments):
+        """Makes the layer."""
+        super().__init__(**arguments)
+        self.turn = keras.layers.RandomRotation(0.1, name="turn")
+
+    def compute_loss(self, batch, training):
+        """The loss of turned images."""
+        images, labels = batch
+        return super().compute_loss((self.turn(images, training=training), labels), training)
+
+
+def test_a_step_that_xla_cannot_compile_runs_without_it(caplog):
+    """By default, a layer without XLA is no error, wherever the loss uses it; one line names it."""
+    trainer = Augmented(optimizer=adam, precision="mixed_float16", verbose=False)
+    assert trainer.jit_compile is True  # where this CPU has only slow kernels
+    overfitted = trainer.overfit_one_batch((IMAGES, LABELS), 1, global_batch=8)
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    [line] = [record.getMessage() for record in caplog.records if "XLA" in record.getMessage()]
+    assert line == (
+        "XLA cannot compile 'turn_1/ImageProjectiveTransformV3', so TensorFlow runs the step "
+        "without XLA, which is slow in float16 on this CPU. To compile the step, apply such layers "
+        "to the data, with Dataset.map."
+    )
+    assert len(overfitted.losses) == 1
+    assert trainer.totals.attempted == 1
+    assert trainer.jit_compile is False
+
+
+def test_a_step_that_xla_was_asked_to_compile_and_cannot_is_refused():
+    """jit_compile=True is an error before the first step, in one line instead of dozens."""
+    trainer = Augmented(optimizer=adam, jit_compile=True, verbose=False)
+    with pytest.raises(ValueError, match="turn") as error:
+        trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    assert str(error.value) == (
+        "`jit_compile` must not be True for a step with operations that XLA cannot compile; got "
+        "'turn_1/ImageProjectiveTransformV3'. TensorFlow would fail at the first step. Use "
+        '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
+    )
+    assert trainer.totals.attempted == 0

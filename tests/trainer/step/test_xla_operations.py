@@ -1,0 +1,57 @@
+"""Which operations XLA cannot compile is read from the traced graph."""
+
+import tensorflow as tf
+
+from trainer.step.xla_operations import operations_without_xla
+
+
+def test_an_operation_without_a_kernel_is_named_wherever_it_is_called():
+    """Operations of functions inside the function count; those of unused results do not."""
+
+    @tf.function
+    def inner(x):
+        with tf.name_scope("turn"):
+            return tf.raw_ops.ImageProjectiveTransformV3(
+                images=x,
+                transforms=[[1.0] * 8],
+                output_shape=[2, 2],
+                fill_value=0.0,
+                interpolation="NEAREST",
+            )
+
+    @tf.function
+    def outer(x):
+        tf.strings.as_string(x)  # its result is not used
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: inner(x), lambda: x * 2.0)
+
+    outer.get_concrete_function(tf.TensorSpec([1, 2, 2, 1]))
+
+    assert operations_without_xla(outer) == ["turn/ImageProjectiveTransformV3"]
+
+
+def test_an_operation_with_an_effect_counts():
+    """`tf.print` has no result, but it runs."""
+
+    @tf.function
+    def printing(x):
+        tf.print(x)
+        return tf.nn.relu(x) @ x
+
+    printing.get_concrete_function(tf.TensorSpec([2, 2]))
+
+    assert "PrintV2" in operations_without_xla(printing)
+
+
+def test_what_xla_compiles_is_not_named():
+    """Products, loops, conditions and variables are compiled."""
+    weight = tf.Variable(tf.eye(2))
+
+    @tf.function(autograph=False)
+    def compiled(x):
+        weight.assign_add(x)
+        looped = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y @ weight), [0, x])[1]
+        return tf.gradients(tf.linalg.norm(looped), x)[0]
+
+    compiled.get_concrete_function(tf.TensorSpec([2, 2]))
+
+    assert operations_without_xla(compiled) == []

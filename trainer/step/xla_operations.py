@@ -1,0 +1,89 @@
+"""Which operations of a step XLA cannot compile, read from the traced graph before the first step.
+
+A layer may say that XLA cannot compile it (`supports_jit`), but `compute_loss` may use layers that
+are no part of the model, `tf.print`, lookup tables or Python functions. TensorFlow would fail at
+the first step, with an error of dozens of lines.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trainer.base.keras_private import has_xla_kernel, traced_functions
+
+# XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
+CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"})
+SHOWN = 3  # how many operations a message names
+
+
+def operations_without_xla(function: Any) -> list[str]:
+    """Returns the names of operations that a traced function uses and XLA cannot compile.
+
+    Args:
+        function: a `tf.function` that has been traced.
+
+    Returns:
+        Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA
+        can compile the function, or if it has not been traced.
+    """
+    found: dict[str, None] = {}  # as an ordered set
+    for definition, library in traced_functions(function):
+        for node in used_nodes(definition, library, seen=set()):
+            if node.op not in (*CONTROL_FLOW, *library) and not has_xla_kernel(node.op):
+                found[node.name if node.op in node.name else f"{node.name} ({node.op})"] = None
+    return list(found)
+
+
+def used_nodes(definition: Any, library: dict[str, Any], seen: set[str]) -> Iterator[Any]:
+    """Yields the operations of a function on which its results or its effects depend.
+
+    Args:
+        definition: a `FunctionDef`.
+        library: the functions that it may call, keyed by name.
+        seen: the names of functions that were visited before; modified.
+    """
+    if definition.signature.name in seen:
+        return
+    seen.add(definition.signature.name)
+    by_name = {node.name: node for node in definition.node_def}
+    waiting = [*definition.ret.values(), *definition.control_ret.values()]
+    used = set()
+    while waiting:
+        name = waiting.pop().removeprefix("^").partition(":")[0]
+        if name in by_name and name not in used:
+            used.add(name)
+            waiting += by_name[name].input
+    for name in sorted(used):
+        node = by_name[name]
+        yield node
+        for called in functions_in(node.attr.values()):
+            if called in library:
+                yield from used_nodes(library[called], library, seen)
+
+
+def functions_in(attributes: Iterable[Any]) -> Iterator[str]:
+    """Yields the names of the functions that an operation calls."""
+    for attribute in attributes:
+        if attribute.HasField("func"):
+            yield attribute.func.name
+        for function in attribute.list.func:
+            yield function.name
+
+
+def listed_operations(names: list[str]) -> str:
+    """Returns the first names of a list for a message, quoted.
+
+    Example:
+        >>> listed_operations(["print/PrintV2", "a/A", "b/B", "c/C"])
+        "'print/PrintV2', 'a/A', 'b/B' and 1 more"
+    """
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN])) + more
+
+
+def not_compilable_error(names: list[str]) -> ValueError:
+    """Returns the error for a step that XLA was asked to compile and cannot."""
+    return ValueError(
+        "`jit_compile` must not be True for a step with operations that XLA cannot compile; got "
+        f"{listed_operations(names)}. TensorFlow would fail at the first step. Use "
+        '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
+    )
