@@ -44,11 +44,8 @@ from trainer.data.batches import (
     are_arrays,
     batches,
     check_ends,
-<<<<<<< HEAD
     check_epochs_end,
-=======
     repeat_first_batch,
->>>>>>> 01fc6bf (A step that XLA cannot compile runs without it by default, and is refused early with jit_compile=True)
     same_data,
     target_step,
 )
