@@ -19,6 +19,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from trainer.data.batches import Batches, repeat_forever, untuned
+from trainer.data.fingerprint import Fingerprint, of_pipeline
 
 RESUME_MODES = ("exact", "skip", "restart")
 
@@ -43,11 +44,13 @@ class DataPosition:
         self.iterator = iter(self._dataset)
         self.taken = 0  # number of batches taken since the run began
         self.pipeline = ""  # description of the pipeline, if `check_savable` has been called
+        self.content: Fingerprint | None = None  # None if nothing is known about the values
 
     def check_savable(self) -> None:
         """Raises ValueError if the position must be exact but cannot be saved exactly."""
-        if self.resume_mode == "exact":
-            self.pipeline = check_savable(self.data.dataset)
+        if self.resume_mode == "exact" and (graph := pipeline_graph(self.data.dataset)):
+            self.pipeline = description(graph)
+            self.content = of_pipeline(graph)
 
     def write(self, folder: str) -> None:
         """Writes the position into a folder if the resume mode is "exact"."""
@@ -96,18 +99,13 @@ def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:
     return written
 
 
-def check_savable(dataset: tf.data.Dataset) -> str:
-    """Raises ValueError if a pipeline cannot be resumed exactly.
+def pipeline_graph(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef | None:
+    """Returns the graph of a pipeline; None if it is too large to serialize.
 
-    The check serializes the graph of the pipeline. This temporarily takes as much additional memory
-    as the tensors that the pipeline holds.
-
-    Returns:
-        A description of the pipeline, including seeds; "" if its graph is too large to serialize.
+    Serializing temporarily takes as much additional memory as the tensors that the pipeline holds.
 
     Raises:
-        ValueError: if an operation keeps state outside the pipeline, or draws random numbers
-            without a seed.
+        ValueError: if an operation keeps state outside the pipeline.
     """
     try:
         variant = tf.data.experimental.to_variant(dataset)
@@ -115,13 +113,22 @@ def check_savable(dataset: tf.data.Dataset) -> str:
             input_dataset=variant,
             external_state_policy=2,  # FAIL: a stateful operation is an error
         )
-        graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+        return tf.compat.v1.GraphDef.FromString(serialized.numpy())
     except tf.errors.FailedPreconditionError as error:
         found = re.search(r"(\w+) is stateful", error.message)
         name = found[1] if found else error.message
         raise not_exact(f"the stateful operation {name}", SOURCES.get(name, "")) from error
     except tf.errors.OpError:
-        return ""
+        return None
+
+
+def description(graph: tf.compat.v1.GraphDef) -> str:
+    """Returns a description of a pipeline, including seeds.
+
+    Raises:
+        ValueError: if an operation draws random numbers without a seed, or if the pipeline could
+            be resumed exactly in one pass only.
+    """
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         if name := first_unseeded(nodes):
             raise not_exact(f"{name} without a seed", "Give this operation a seed. ")

@@ -15,7 +15,7 @@ from helpers import Linear, slopes
 
 from trainer.checkpoint import folder
 from trainer.data.batches import batches
-from trainer.data.iterator_state import DataPosition, check_savable
+from trainer.data.iterator_state import DataPosition, description, pipeline_graph
 
 ROOT = pathlib.Path(__file__).parents[3]
 AUTOTUNE = tf.data.AUTOTUNE
@@ -417,7 +417,7 @@ def test_a_pipeline_that_cannot_be_resumed_exactly_is_refused(name):
     with no_global_seed():
         dataset = make()
     with pytest.raises(ValueError, match="train_data") as error:
-        check_savable(dataset)
+        description(pipeline_graph(dataset))
 
     assert str(error.value) == not_exact(what, hint)
 
