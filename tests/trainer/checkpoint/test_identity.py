@@ -47,10 +47,10 @@ class Scaled(L.Layer):
 class Subclassed(keras.Model):
     """A model of its own class."""
 
-    def __init__(self, rate=0.1, factor=1.0):
+    def __init__(self, rate=0.1, factor=1.0, kind=Scaled):
         """Keeps a number that `call` uses."""
         super().__init__()
-        self.dense, self.scaled, self.rate = L.Dense(1), Scaled(factor, np.ones(3)), rate
+        self.dense, self.scaled, self.rate = L.Dense(1), kind(factor, np.ones(3)), rate
 
     def call(self, x):
         """Uses the number."""
@@ -102,21 +102,10 @@ def test_subclassed_models():
     assert places(Subclassed(), Subclassed(factor=3.0)) == [("layers[1] (Scaled).factor", 1.0, 3.0)]
     assert places(Subclassed(), Subclassed(rate=0.5)) == [("rate", 0.1, 0.5)]
 
-    class Scaled(L.Layer):
-        """The same name with another `call`."""
-
-        def __init__(self, factor, table=None):
-            """Like that of the other class."""
-            super().__init__()
-            self.factor, self.table = factor, table
-
-        def call(self, x):
-            """Adds."""
-            return x + self.factor
-
-    other = Subclassed()
-    other.scaled = Scaled(1.0, np.ones(3))
-    assert [place for place, *_ in places(Subclassed(), other)] == ["layers[1] (Scaled).call.code"]
+    added = type("Scaled", (Scaled,), {"call": lambda self, x: x + self.factor})
+    [change, name] = places(Subclassed(), Subclassed(kind=added))
+    assert change[0] == "layers[1] (Scaled).call.function"
+    assert name[0] == "layers[1] (Scaled).call.code"
 
 
 def test_modules():
