@@ -6,6 +6,7 @@ python tests/written_run.py FOLDER [STEPS]
 """
 
 import json
+import math
 import pathlib
 import sys
 
@@ -163,6 +164,7 @@ def log_lines(step, steps, interval, applied, rng):
         "skipped": step - applied,
         "examples_per_second": None if step == LOG else 2500 + 200 * rng.random(),
         "data_wait": None if step == LOG else 0.03,
+        "learning_rate": 1e-3 * (1 + math.cos(math.pi * step / steps)),
         "accuracy": 1 - 0.4 * loss,
         METRIC: 1 - 0.2 * loss,
     }

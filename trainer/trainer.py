@@ -53,6 +53,7 @@ from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.export import check_export, export
 from trainer.log.console import resolve_style
+from trainer.log.history import History
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
 from trainer.monitor.actions import Action
@@ -282,6 +283,7 @@ class Trainer(Task):
         self.compile_mode_open = jit_compile == "auto"
         self._started = self._evaluating = self._introduced = False
         self._trained_on: tuple[Any, DataPosition] | None = None
+        self._history = History()
         self.stop_asked = False
 
     def _take_run(self, config: RunConfig) -> None:
@@ -487,7 +489,7 @@ class Trainer(Task):
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
         names = self._parts.plan.variable_names
         model_dir = self.model_dir if self.is_chief else None
-        return RunLog(model_dir, self.style, names, self.precision.name, shares)
+        return RunLog(model_dir, self.style, names, self.precision.name, shares, self._history)
 
     def _position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns the position in the data, kept from the last call if the data is the same."""

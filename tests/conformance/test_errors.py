@@ -384,6 +384,7 @@ TRAINER = {
         ("loss_fn", "Trainer(loss_fn=keras.losses.Dice())"),
         ("metrics", 'Trainer(metrics=["accuracy"])'),
         ("metrics", f"Trainer(metrics=lambda: [keras.metrics.Mean()]){GO}"),
+        ("metrics", f'Trainer(metrics=lambda: {{"loss": keras.metrics.Mean()}}){GO}'),
         ("model_dir", "Trainer(model_dir=3)"),
         ("model_dir", 'Trainer(model_dir="")'),
         ("model_dir", f'Trainer(model_dir="notes.txt"){GO}'),

@@ -65,7 +65,7 @@ class CheckpointConfig:
         check_fields(self)
 
     def check_results(self, names: Sequence[str] | None) -> None:
-        """Raises ValueError if the best models are to be kept but `best_metric` is not a result.
+        """Raises ValueError if `best_metric` is no result, or if nothing says which model is best.
 
         Args:
             names: the names of the evaluation results; None if there are no evaluations.
@@ -76,9 +76,9 @@ class CheckpointConfig:
                 f"keep_best={self.keep_best}. Evaluations say which models are best. Pass "
                 "eval_data=, or leave out keep_best."
             )
-        if self.keep_best and names is not None and self.best_metric not in names:
+        if names is not None and self.best_metric not in names:
             raise ValueError(
                 f"`best_metric` must be a result of the evaluation; got {self.best_metric!r}, but "
-                f"the results are {', '.join(names)}. This result decides which models are kept. "
+                f"the results are {', '.join(names)}. This result decides which models are best. "
                 "Choose one of these results."
             )

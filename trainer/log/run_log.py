@@ -5,6 +5,7 @@ import datetime as dt
 import math
 import pathlib
 import time
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import scaling
 from scaling.telemetry.record import record_line
 from trainer.log.console import RunConsole
+from trainer.log.history import History, read_history
 from trainer.log.model_table import VariableRow, build_table, format_markdown, total_size
 from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
 from trainer.log.writers import RunWriters
@@ -30,6 +32,7 @@ class RunLog:
         precision: the name of the run's precision, which is written with recorded gradients.
         shares: the number of backward passes per batch (replicas times microbatches), which is
             written with recorded gradients.
+        history: the numbers of the run so far, to which this log adds; None begins with none.
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class RunLog:
         variable_names: Sequence[str] = (),
         precision: str = "float32",
         shares: int = 1,
+        history: History | None = None,
     ) -> None:
         """Creates the writers and the console, and starts the clock."""
         self.writers = RunWriters(model_dir)
         self.console = RunConsole(style)
+        self.history = History() if history is None else history
         self._precision = precision
         self._shares = shares
         self._variable_names = list(variable_names)
@@ -136,19 +141,27 @@ class RunLog:
         """Whether there are steps that `flush` has not logged yet."""
         return any(report.step.shape[0] for report in self._reports)
 
-    def flush(self, target: int, totals: Totals, metrics: Mapping[str, float]) -> Interval:
+    def flush(
+        self,
+        target: int,
+        totals: Totals,
+        metrics: Mapping[str, float],
+        learning_rates: Mapping[str, float] = types.MappingProxyType({}),
+    ) -> Interval:
         """Logs and returns a summary of the steps since the last call. Call `read` first.
 
         Args:
             target: the step at which the run ends.
             totals: the totals of the whole run.
             metrics: the values of the training metrics since the last call.
+            learning_rates: the learning rates of the last update, keyed by name.
         """
         steps, timed = concatenate(self._reports), self._reports[self._untimed :]
         seconds = time.perf_counter() - self._clock_start
         timed_steps = concatenate(timed) if timed else None
-        interval = summarize(steps, totals, metrics, timed_steps, seconds)
+        interval = summarize(steps, totals, metrics, timed_steps, seconds, learning_rates)
         self.console.show_interval(interval, target, totals)
+        self.history.add("train", interval.step, interval.scalars())
         self.writers.write_scalars("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
             self.writers.write_line(record_line(steps, self._precision, self._shares))
@@ -196,6 +209,7 @@ class RunLog:
     def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Prints and writes the results of an evaluation during training."""
         self.say(f"validation at step {step}: {format_results(results)}")
+        self.history.add("validation", step, results)
         self.writers.write_scalars("validation", step, results)
         self.restart_clock()
 
@@ -203,9 +217,16 @@ class RunLog:
         """Restarts timing: the reported speed will cover only steps that begin after this call."""
         self._untimed, self._clock_start = len(self._reports), time.perf_counter()
 
-    def rewind(self, step: int) -> None:
-        """Goes back to a step: removes the lines of later steps, which the run will write again."""
-        scales = [line for line in self.writers.rewind(step) if line["split"] == "scale"]
+    def rewind(self, step: int, model_dir: pathlib.Path | None) -> None:
+        """Goes back to a step: removes the lines of later steps, which the run will write again.
+
+        Args:
+            step: the step to go back to.
+            model_dir: the folder of the run, from which workers without log files read the history.
+        """
+        lines = self.writers.rewind(step)
+        self.history.read(lines or read_history(model_dir, step))
+        scales = [line for line in lines if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 
     def log_event(self, split: str, step: int, fields: Mapping[str, object]) -> None:

@@ -1,12 +1,16 @@
 """Summaries of an interval of steps, and of a whole run, as numbers and as text."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 import scaling
+from trainer.log.history import BestResult, History, Snapshot
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
 
@@ -72,12 +76,14 @@ class Interval:
     steps_per_second: float  # NaN as for `examples_per_second`
     data_wait: float  # fraction of the time spent waiting for data; NaN as for `steps_per_second`
     metrics: dict[str, float]  # training metrics over the applied steps; NaN if none was applied
+    # The learning rate of the last update, keyed by the name under which it is logged.
+    learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Returns all numbers except the step, keyed by name."""
         fields = dataclasses.asdict(self)
-        del fields["step"], fields["metrics"]
-        return {**fields, **self.metrics}
+        del fields["step"], fields["metrics"], fields["learning_rates"]
+        return {**fields, **self.learning_rates, **self.metrics}
 
 
 def summarize(
@@ -86,6 +92,7 @@ def summarize(
     metrics: Mapping[str, float],
     timed: StepReport | None,
     seconds: float,
+    learning_rates: Mapping[str, float] = types.MappingProxyType({}),
 ) -> Interval:
     """Summarizes the reports of several steps.
 
@@ -96,6 +103,7 @@ def summarize(
         timed: the reports of the timed steps, which exclude loops that also traced and compiled;
             None if no step was timed.
         seconds: total duration of the timed steps.
+        learning_rates: the learning rates of the last update, keyed by name.
     """
     applied = np.asarray(steps.grads_finite)
 
@@ -121,7 +129,22 @@ def summarize(
         steps_per_second=per_second(timed.step.size) if timed else math.nan,
         data_wait=per_second(timed.data_wait_secs.sum()) if timed else math.nan,
         metrics={name: value if applied.any() else math.nan for name, value in metrics.items()},
+        learning_rates=dict(learning_rates),
     )
+
+
+def check_metric_names(names: Iterable[str]) -> None:
+    """Raises ValueError if a metric is named like another number of the log or the history."""
+    names = list(names)
+    own = {field.name for field in dataclasses.fields(Interval)} | {"split", "learning_rate"}
+    taken = own | {f"val_{name}" for name in (*names, "step", "loss")}
+    for name in names:
+        if name in taken:
+            raise ValueError(
+                f"`metrics` must not have the name of another number in the log; got {name!r}. One "
+                "of the two numbers would be lost. Choose another name, such as "
+                f"{f'{name}_metric'!r}."
+            )
 
 
 def power_of_two(scale: float) -> str:
@@ -146,8 +169,29 @@ class TrainSummary:
     checkpoint: str | None  # the checkpoint from which the run can be resumed
     checkpoint_bytes: int = 0  # size of that checkpoint; 0 if this call saved none
     position_bytes: int = 0  # bytes of that checkpoint that store the position in the data
-    best: str | None = None  # best evaluation result of this call, and its step
+    best: BestResult | None = None  # the run's best evaluation; None if nothing was evaluated
     schedule_lag: int = 0  # number of updates by which a learning-rate schedule lags behind steps
+    snapshot: Snapshot | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def history(self) -> dict[str, np.ndarray]:
+        """The logged and evaluated numbers of the whole run, as arrays by name.
+
+        "step" holds the steps of the log lines, and each other name of a log line an array of the
+        same length, float64. "val_step" and "val_..." hold the same for evaluations, which have
+        other steps. A number that a line does not have is NaN. The history of a resumed run begins
+        at the run's first step if it has a `model_dir`, and is that of a run without interruption;
+        see `docs/watching.md`.
+        """
+        return self.snapshot.arrays() if self.snapshot else {}
+
+    def to_pandas(self) -> Any:
+        """Returns `history` as a `pandas.DataFrame`, with the steps as its index.
+
+        Raises:
+            ModuleNotFoundError: if pandas, in the extra `pandas`, is not installed.
+        """
+        return (self.snapshot or History().snapshot()).to_pandas()
 
     def __str__(self) -> str:
         """Returns the last line that a run prints."""

@@ -99,11 +99,9 @@ class RunWriters:
         """
         if self._folder is None:
             return []
-        path, kept = self._folder / "metrics.jsonl", []
-        if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            kept = [each for each in lines if each.endswith("\n") and is_kept(each, step)]
-            write_if_changed(path, lines, kept)
+        path = self._folder / "metrics.jsonl"
+        lines, kept = read_lines(path, step)
+        write_if_changed(path, lines, kept)
         for path in self._folder.glob("*.csv"):
             header, *lines = path.read_text().splitlines(keepends=True) or [""]
             rows = [
@@ -116,6 +114,15 @@ class RunWriters:
         if split not in self._events:
             self._events[split] = tf.summary.create_file_writer(str(folder / split))
         return self._events[split]
+
+
+def read_lines(path: pathlib.Path, step: int) -> tuple[list[str], list[str]]:
+    """Returns all lines of a `metrics.jsonl`, and those that stay when the run goes back to `step`.
+
+    An incomplete last line, as after a crash, does not stay.
+    """
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return lines, [line for line in lines if line.endswith("\n") and is_kept(line, step)]
 
 
 def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) -> None:

@@ -29,8 +29,15 @@ NOT_METRICS = {
     "steps_per_second",
     "data_wait",
 }
+LEARNING_RATE = "learning_rate"  # its fields are "learning_rate" or "learning_rate/OPTIMIZER"
 HEADROOM_BITS = 4  # the default of `scaling.recommend`
 NOT_RECORDED = "not recorded"  # shown instead of a value
+
+
+def is_metric(name: str) -> bool:
+    """Returns whether a field of a "train" line is the loss or a metric of the user."""
+    own = name in NOT_METRICS - {"loss"} or name.split("/")[0] == LEARNING_RATE
+    return not own
 
 
 class Tile(NamedTuple):
@@ -166,7 +173,7 @@ def best_tile(run: Run) -> Tile:
     others = [
         f"{other} {result:.4g}"
         for other, values in results.items()
-        if other not in (NOT_METRICS - {"loss"}) | {name}
+        if is_metric(other) and other != name
         for result in values.value[(values.step == step) & ~np.isnan(values.value)]
     ]
     value = f"{curve.value[index]:.4g}"

@@ -4,6 +4,7 @@ A function returns None if the run has not recorded the data for its plot.
 """
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ from trainer.report.canvas import (
     style_panels,
     to_picture,
 )
-from trainer.report.facts import HEADROOM_BITS, NOT_METRICS, headroom, last, scale_path
+from trainer.report.facts import HEADROOM_BITS, LEARNING_RATE, headroom, is_metric, last, scale_path
 from trainer.report.heat import draw_underflow
 from trainer.report.reading import Curve, Run
 
@@ -56,6 +57,7 @@ def draw_all(run: Run) -> dict[str, Picture]:
         "headroom": draw_headroom(run),
         "underflow": draw_underflow(run.underflow, run.last_step),
         "gradient_norm": draw_norm(run),
+        "learning_rate": draw_learning_rates(run),
     }
     return {name: picture for name, picture in drawn.items() if picture is not None}
 
@@ -93,7 +95,7 @@ def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
 
 def draw_curves(run: Run) -> Picture | None:
     """Draws the loss and each metric in its own panel, with training and validation together."""
-    names = [name for name in run.train if name not in NOT_METRICS - {"loss"}]
+    names = [name for name in run.train if is_metric(name)]
     names += [name for name in run.validation if name not in names]
     if not names:
         return None
@@ -267,3 +269,30 @@ def draw_norm(run: Run) -> Picture | None:
         f"The global norm of the gradients: from {np.nanmin(norm.value):.3g} to "
         f"{np.nanmax(norm.value):.3g}, {last(norm):.3g} at the end.",
     )
+
+
+def draw_learning_rates(run: Run) -> Picture | None:
+    """Draws the learning rate of each optimizer."""
+    rates = {
+        name: curve
+        for name, curve in run.train.items()
+        if name.split("/")[0] == LEARNING_RATE and not np.isnan(curve.value).all()
+    }
+    if not rates:
+        return None
+    figure, [axes] = make_panels([2.2], top=0.38 if len(rates) > 1 else 0.15)
+    colors = itertools.cycle([BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY])
+    for (name, curve), color in zip(rates.items(), colors, strict=False):
+        label = name.removeprefix(f"{LEARNING_RATE}/")
+        plot(axes, curve, color, label=label if len(rates) > 1 else None, linewidth=1.4)
+    choose_scale(axes, list(rates.values()))
+    axes.set_ylabel("learning rate")
+    if len(rates) > 1:
+        add_legend(axes)
+    style_panels([axes], run)
+    ends = [
+        f"{name} from {np.nanmin(curve.value):.3g} to {np.nanmax(curve.value):.3g}, "
+        f"{last(curve):.3g} at the end"
+        for name, curve in rates.items()
+    ]
+    return to_picture(figure, "learning_rate", f"Learning rates: {'; '.join(ends)}.")

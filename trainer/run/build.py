@@ -18,6 +18,7 @@ from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.resolve import dtype_policy
 from trainer.evaluation.evaluator import Evaluator
+from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_steps
 from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
@@ -169,6 +170,7 @@ def build_metrics(trainer: RunnableTrainer) -> Metrics:
                 f"{type(metrics).__name__}. The names appear in the log. Return for example "
                 '{"accuracy": keras.metrics.Accuracy()}.'
             )
+        check_metric_names(metrics)
     return made
 
 

@@ -151,7 +151,8 @@ class OuterLoop:
             began: the value of `time.perf_counter()` when this call of `train` began.
         """
         totals, checkpoints = Totals.from_state(self._parts.state), self._parts.checkpoints
-        sizes = checkpoints.bytes
+        sizes, snapshot = checkpoints.bytes, self._log.history.snapshot()
+        config = self._trainer.checkpoint_config
         summary = TrainSummary(
             step=self._step,
             steps_run=self._step - self._start,
@@ -161,8 +162,9 @@ class OuterLoop:
             checkpoint=str(checkpoints.latest) if checkpoints.latest else None,
             checkpoint_bytes=sum(sizes.values()),
             position_bytes=sizes.get("data", 0) + sizes.get("counts", 0),
-            best=self._best.describe(),
+            best=snapshot.best(config.best_metric, BETTER[config.best_is]),
             schedule_lag=totals.skipped if self._parts.plan.has_schedule else 0,
+            snapshot=snapshot,
         )
         with self._reporter.writing():
             self._log.log_end(summary, self._request.target)
@@ -310,7 +312,7 @@ class OuterLoop:
 
 
 class BestModels:
-    """Keeps the best models of a run, and remembers the best result of this call of `train`.
+    """Keeps the best models of a run.
 
     Args:
         trainer: a trainer that has started.
@@ -324,7 +326,6 @@ class BestModels:
         self._log = log
         self._export = request.export
         self._model_dir = trainer.model_dir
-        self._results: dict[int, float] = {}  # the value of `best_metric`, keyed by step
         self._best = None
         keep = self._config.keep_best
         if keep and request.evaluate and trainer.model_dir and trainer.is_chief:
@@ -332,16 +333,6 @@ class BestModels:
             self._best = Best(trainer.model_dir, keep, metric, best_is)
 
     def consider(self, step: int, results: Results) -> None:
-        """Notes the result of an evaluation, and keeps the model if it is one of the best."""
-        self._results[step] = results[self._config.best_metric]
+        """Keeps the model if the result of its evaluation is one of the best."""
         if self._best and self._model_dir and self._best.consider(step, results, self._export):
             self._log.say(f"kept in {self._model_dir / 'best'}")
-
-    def describe(self) -> str | None:
-        """Returns the best result of this call and its step, in words; None without evaluations."""
-        sign = BETTER[self._config.best_is]
-        ranked = sorted((sign * value, step) for step, value in self._results.items())
-        if not ranked:
-            return None
-        value, step = ranked[0]
-        return f"{self._config.best_metric} {sign * value:.4f} at step {step}"

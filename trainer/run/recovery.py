@@ -69,6 +69,7 @@ class Recovery:
         fields = {"what": detection.what, "restored": step, "batches_left_out": batches_left_out}
         with reporter.writing():
             self._log.log_event("recovery", detection.last, fields)
+        self._log.history.rewind(step)
         self._log.say(f"diverged: {detection.what}; back to step {step}")
         self._trainer.on_recovery(detection.last, step)
         # Save now: a run that is killed later must not forget the rollback.

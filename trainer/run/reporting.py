@@ -12,6 +12,7 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import Interval, Totals
 from trainer.monitor.divergence import Detection, LossWatch
 from trainer.monitor.stuck import TrainingStuckError, check_not_stuck
+from trainer.run.learning_rates import learning_rates
 from trainer.run.protocol import Parts, RunnableTrainer
 
 
@@ -87,8 +88,9 @@ class Reporter:
             return None
         metrics = self._trainer.metrics
         values = numbers_of(metrics)
+        totals, rates = Totals.from_state(self._parts.state), learning_rates(self._parts.plan)
         with self.writing():
-            line = self._log.flush(self._target, Totals.from_state(self._parts.state), values)
+            line = self._log.flush(self._target, totals, values, rates)
         for metric in metrics.values():
             metric.reset_state()
         return line

@@ -74,7 +74,7 @@ class RunSaver:
                 action.set_state(action_state)
         checkpoints.resumed = True
         step = Totals.from_state(state).attempted
-        log.rewind(step)
+        log.rewind(step, trainer.model_dir)
         log.say(f"going on from step {step} ({checkpoints.latest})")
 
     def save(self, step: int, *, again: bool = False) -> None:

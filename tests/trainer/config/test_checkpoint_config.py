@@ -9,13 +9,13 @@ from trainer.config.checkpoint_config import CheckpointConfig
     ("config", "names"),
     [
         (CheckpointConfig(), None),
-        (CheckpointConfig(best_metric="accuracy"), ["loss"]),
+        (CheckpointConfig(best_metric="accuracy"), None),
         (CheckpointConfig(keep_best=1), ["loss"]),
         (CheckpointConfig(keep_best=1, best_metric="accuracy"), ["loss", "accuracy"]),
     ],
 )
 def test_results_are_accepted(config, names):
-    """Evaluations need the result that ranks the models only if models are kept."""
+    """The result that ranks the models is needed only if there are evaluations."""
     config.check_results(names)
 
 
@@ -38,7 +38,7 @@ def test_the_result_that_ranks_models_must_exist():
 
     assert str(error.value) == (
         "`best_metric` must be a result of the evaluation; got 'acuracy', but the results are "
-        "loss, accuracy. This result decides which models are kept. Choose one of these results."
+        "loss, accuracy. This result decides which models are best. Choose one of these results."
     )
 
 

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 import scaling
 from trainer import StepReport, Totals
-from trainer.log.summary import TrainSummary, format_bytes, power_of_two, summarize
+from trainer.log.history import BestResult
+from trainer.log.summary import (
+    TrainSummary,
+    check_metric_names,
+    format_bytes,
+    power_of_two,
+    summarize,
+)
 from trainer.step import TrainState
 
 
@@ -96,7 +103,7 @@ def test_the_last_line_of_a_run():
         *(12, 4, Totals(12, {}), 1.0, 1.25, "runs/ckpt-12"),
         checkpoint_bytes=2000,
         position_bytes=500,
-        best="loss 0.1000 at step 8",
+        best=BestResult("loss", 0.1, 8, {"loss": 0.1}),
         schedule_lag=2,
     )
 
@@ -123,3 +130,16 @@ def test_every_power_of_two_is_shown_exactly(exponent):
 def test_bytes_have_decimal_units(number, text):
     """The unit is the largest one that is not above the number."""
     assert format_bytes(number) == text
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "learning_rate", "val_loss", "val_accuracy"])
+def test_a_metric_may_not_hide_another_number(name):
+    """A metric named like a number of the log, or like another metric's evaluation, is refused."""
+    check_metric_names(["accuracy", "val", "loss_2"])
+    with pytest.raises(ValueError, match="`metrics`") as error:
+        check_metric_names(["accuracy", name])
+
+    assert str(error.value) == (
+        f"`metrics` must not have the name of another number in the log; got '{name}'. One of the "
+        f"two numbers would be lost. Choose another name, such as '{name}_metric'."
+    )

@@ -23,6 +23,7 @@ HEADINGS = [
     "Headroom",
     "Underflow",
     "Gradient norm",
+    "Learning rate",
     "Recommended scale",
     "Skipped steps",
     "Settings",
@@ -48,8 +49,9 @@ def test_the_pictures_beside_the_page_are_those_on_it(rich):
     page = (rich / "report" / "report.html").read_text()
     found = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)"', page)
     names = ["loss", "loss_scale", "headroom", "underflow", "gradient_norm"]
+    names.append("learning_rate")
 
-    assert len(found) == 5
+    assert len(found) == 6
     for name, (data, alt) in zip(names, found, strict=True):
         assert (rich / "report" / f"{name}.png").read_bytes() == base64.b64decode(data)
         assert len(alt) > 40
@@ -67,6 +69,7 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
         "This section needs the largest gradient of each step. <code>--record_gradients</code> records it.",
         "<code>--record_gradients</code> records it at every log line.",
         "This section needs the magnitudes of the gradients. <code>--record_gradients</code> records them.",
+        "No learning rate has been recorded.",
         "No step was skipped.",
         "This run recorded its scale only at log lines and skipped steps",
         "This run has not recorded its settings.",

@@ -130,6 +130,20 @@ def test_a_run_without_data_has_no_pictures(tmp_path):
     assert list(drawn) == ["loss", "loss_scale", "gradient_norm"]
 
 
+def test_learning_rates_are_drawn_by_optimizer(tmp_path, rich, monkeypatch):
+    """Each optimizer has a curve, with its name if there are several; the metrics have none."""
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(rich)).axes
+    [line] = axes.get_lines()[:1]
+    assert list(line.get_ydata()) == list(rich.train["learning_rate"].value)
+
+    rates = {"learning_rate/generator": 0.1, "learning_rate/critic": 0.001}
+    run = read_run(write_lines(tmp_path, TRAIN | rates, TRAIN | rates | {"step": 200}))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
+    assert [line.get_label() for line in axes.get_lines()[:2]] == ["generator", "critic"]
+    assert axes.get_yscale() == "log"
+    assert not facts.is_metric("learning_rate/critic")
+
+
 def test_values_over_a_wide_range_have_a_logarithmic_axis():
     """Positive values that differ by more than a factor of 20 do; zero and negative values do not."""
     for values, expected in (

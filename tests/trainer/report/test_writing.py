@@ -30,7 +30,8 @@ def test_a_real_run_has_a_report(tmp_path):
     assert run.starts[0].model[0]["shape"] == [1, 1]
     assert (run.end.step, run.end.stopped) == (12, False)
     assert [line.step for line in run.underflow] == [4, 8, 12]
-    assert set(run.train) - facts.NOT_METRICS == set()
+    assert [name for name in run.train if facts.is_metric(name)] == ["loss"]
+    assert list(run.train["learning_rate"].value) == [1.0, 1.0, 1.0]
     assert pathlib.Path(write_report(tmp_path)).read_text().count("<img ") >= 4
 
 

@@ -11,8 +11,6 @@ from helpers import STEEP, Linear, slopes
 import scaling
 from trainer import Action
 from trainer.data.batches import untuned
-from trainer.log.run_log import RunLog
-from trainer.run.outer_loop import BestModels, TrainRequest
 
 
 def data(examples=10, global_batch=4):
@@ -129,20 +127,6 @@ def test_an_error_between_steps_says_where_the_run_stands(tmp_path, saved):
     assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-4"] * saved
 
 
-@pytest.mark.parametrize(
-    ("best_is", "best"), [("lowest", "loss 0.5000 at step 4"), ("highest", "loss 2.0000 at step 2")]
-)
-def test_the_best_result_of_a_call(best_is, best):
-    """The best result and the step of its evaluation, without any folder to keep models in."""
-    request = TrainRequest(6, evaluate=dict, eval_interval=2, export=print)
-    models = BestModels(Linear(best_is=best_is, verbose=False), RunLog(None, "quiet"), request)
-    assert models.describe() is None
-    for step, loss in [(2, 2.0), (4, 0.5), (6, 1.0)]:
-        models.consider(step, {"loss": loss})
-
-    assert models.describe() == best
-
-
 def test_log_lines_are_on_time(tmp_path):
     """A log line is written at each multiple of its interval, however long the loops are."""
     trainer = Linear(model_dir=tmp_path, steps_per_loop=10, log_interval=5, verbose=False)
@@ -150,3 +134,32 @@ def test_log_lines_are_on_time(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 17]
+
+
+def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
+    """The history and the best result of a run are the same to the bit whether one process took all
+    steps or two; each call's summary ends where the call did.
+    """
+    arguments = {"global_batch": 1, "eval_data": slopes(1.0), "eval_interval": 2}
+    arrays = slopes(1.0, 2.0, 3.0)
+
+    def run(*targets, folder=None):
+        trainer = Linear(model_dir=folder, log_interval=2, seed=0, verbose=False)
+        for steps in targets:
+            yield trainer.train(arrays, steps=steps, **arguments)
+
+    def numbers(summary):
+        timed = {"examples_per_second", "steps_per_second", "data_wait"}
+        return {n: column.tolist() for n, column in summary.history.items() if n not in timed}
+
+    [whole] = run(8)
+    part, calls = run(4, 6, folder=tmp_path)
+    processes, again = run(8, 8, folder=tmp_path)
+
+    assert numbers(processes) == numbers(again) == numbers(whole)
+    assert processes.best == again.best == whole.best
+    assert whole.history["step"].tolist() == whole.history["val_step"].tolist() == [2, 4, 6, 8]
+    assert part.history["step"].tolist() == [2, 4]
+    assert calls.history["val_step"].tolist() == [2, 4, 6]
+    assert (again.steps_run, whole.best.metric, whole.best.step) == (0, "loss", 8)
+    assert whole.best.results == {"loss": whole.history["val_loss"][-1]}

@@ -73,6 +73,12 @@ def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
     saved = json.loads((tmp_path / "ckpt-8" / "run.json").read_text())
     assert (saved["batches_taken"], saved["divergence"]["recoveries"]) == (10, 1)
 
+    history = trainer._history.snapshot().arrays()
+    assert history["step"].tolist() == list(range(1, 9))
+    assert history["loss"].max() < 10
+    resumed = Noisy(model_dir=tmp_path, seed=1, verbose=False)
+    assert resumed.train(data(*slopes), steps=8).history["loss"].tolist() == list(history["loss"])
+
 
 def test_without_skip_data_the_run_meets_the_same_batch_again(tmp_path):
     """The same batch diverges each time, so after max_recoveries the run ends at the last good
