@@ -36,7 +36,7 @@ NOT_RECORDED = "not recorded"  # shown instead of a value
 
 def is_metric(name: str) -> bool:
     """Returns whether a field of a "train" line is the loss or a metric of the user."""
-    own = name in NOT_METRICS - {"loss"} or name.split("/")[0] == LEARNING_RATE
+    own = name in NOT_METRICS - {"loss"} or name.split("/", maxsplit=1)[0] == LEARNING_RATE
     return not own
 
 

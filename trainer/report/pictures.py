@@ -276,7 +276,7 @@ def draw_learning_rates(run: Run) -> Picture | None:
     rates = {
         name: curve
         for name, curve in run.train.items()
-        if name.split("/")[0] == LEARNING_RATE and not np.isnan(curve.value).all()
+        if name.split("/", maxsplit=1)[0] == LEARNING_RATE and not np.isnan(curve.value).all()
     }
     if not rates:
         return None

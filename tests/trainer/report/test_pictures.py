@@ -10,7 +10,7 @@ from written_run import GRADIENTS, SKIP, TRAIN, write_lines
 
 from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
-from trainer.report import pictures
+from trainer.report import facts, pictures
 from trainer.report.canvas import GRAY
 from trainer.report.reading import Curve, read_run
 
