@@ -134,7 +134,7 @@ def find_faults(page, seen):
     """Returns everything that is wrong with a page in a browser."""
     found = [f"requested {url}" for url in seen["requested"] if url != f"file://{page}"]
     found += [f"broken image: {alt}" for alt in seen["broken"]]
-    if seen["images"] != 5:
+    if seen["images"] != 6:
         found.append(f"{seen['images']} images")
     if seen["headings"] != [["H1", "rich"], *[["H2", heading] for heading in HEADINGS]]:
         found.append(f"headings: {seen['headings']}")
