@@ -11,6 +11,7 @@ from trainer.evaluation.evaluator import numbers_of
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Interval, Totals
 from trainer.monitor.divergence import Detection, LossWatch
+from trainer.monitor.hints import Curve, RunFacts
 from trainer.monitor.stuck import TrainingStuckError, check_not_stuck
 from trainer.run.learning_rates import learning_rates
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -42,6 +43,7 @@ class Reporter:
         self._watch = watch
         self._target = target
         self._divergence: Detection | None = None  # detected, but not handled yet
+        self._curve = Curve()
 
     @property
     def diverged(self) -> bool:
@@ -65,13 +67,30 @@ class Reporter:
             return
         record = self._parts.recorder.latest if self._parts.recorder else None
         names = self._parts.plan.variable_names
+        self._curve.add(steps)
         try:
-            check_not_stuck(steps, self._trainer.skip_policy, names, record, self._trainer.rule)
+            facts = RunFacts() if steps.grads_finite.all() else self._facts()
+            check_not_stuck(steps, self._trainer.skip_policy, names, record, facts)
         except TrainingStuckError:
             self._write()
             raise
         if self._watch and not self._divergence:
             self._divergence = self._watch.detect(steps)
+
+    def _facts(self) -> RunFacts:
+        """Returns what advice depends on, after a skipped step."""
+        plan = self._parts.plan
+        updating = [one for objective in plan.objectives for one in objective.updating]
+        rates = dict.fromkeys(
+            f"{float(tf.convert_to_tensor(each.learning_rate)):g}" for each in updating
+        )
+        return RunFacts(
+            rule=plan.rule,
+            compute_dtype=self._trainer.precision.compute_dtype,
+            xla=plan.jit_compile is True,
+            learning_rates=" and ".join(rates),
+            curve=self._curve,
+        )
 
     def write(self) -> None:
         """Writes a log line for the steps since the last log line, and calls `on_log`.

@@ -14,14 +14,8 @@ from scaling import Cause
 from trainer import StepReport, Totals, TrainingStuckError
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import untuned
-from trainer.monitor.stuck import (
-    FIXED_HINTS,
-    HINTS,
-    UNSCALED_HINTS,
-    check_not_stuck,
-    hint_for,
-    scale_path,
-)
+from trainer.monitor.hints import Curve, RunFacts, hint_for
+from trainer.monitor.stuck import check_not_stuck, scale_path
 
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
@@ -47,23 +41,16 @@ def reports(*causes, consecutive_skips=0, scales=None):
     return StepReport(**fields)
 
 
-def test_every_cause_of_a_skip_has_a_hint():
-    """An error never ends without saying what to try."""
-    assert HINTS.keys() == set(Cause) - {Cause.NONE}
-
-
-def test_no_lower_scale_is_advised_where_there_is_none():
-    """A run without a loss scale, or with a fixed one, gets other advice after an overflow."""
-    for cause in Cause:
-        if cause is Cause.NONE:
-            continue
-        fixed, none = scaling.FixedLossScale(1024.0), scaling.NoLossScale()
-        plain = HINTS[cause]
-        assert hint_for(cause, None) == hint_for(cause, scaling.DynamicLossScale()) == plain
-        assert hint_for(cause, none) == UNSCALED_HINTS.get(cause, plain)
-        assert hint_for(cause, fixed) == FIXED_HINTS.get(cause, plain).format(scale="2^10")
-        if cause is not Cause.MODEL:  # only rules whose scale moves have this cause
-            assert "allow a lower" not in hint_for(cause, none) + hint_for(cause, fixed)
+def advice(cause, trainer=None, *, last=None, skips=1):
+    """What the error says to try. `last` is the last applied step, if there is one."""
+    curve = Curve()
+    if last is not None:
+        curve.add(reports(Cause.NONE)._replace(step=np.array([last])))
+    if trainer is None:
+        return hint_for(cause, RunFacts(curve=curve), skips)
+    rates = f"{float(tf.convert_to_tensor(trainer.optimizer.learning_rate)):g}"
+    dtype = trainer.precision.compute_dtype
+    return hint_for(cause, RunFacts(trainer.rule, dtype, False, rates, curve), skips)
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
@@ -79,12 +66,10 @@ def test_an_infinite_derivative_without_a_dynamic_scale(loss_scale):
         trainer.train(slopes(1.0, 1.0), steps=9, global_batch=2)
 
     name = trainer.model.trainable_variables[0].path
-    scale = "2^10" if loss_scale else "2^0"
-    hints = FIXED_HINTS if loss_scale else UNSCALED_HINTS
+    scales = " Latest loss scales: 2^10." if loss_scale else ""
     assert str(error.value) == (
         "Training is stuck: 2 steps in a row were skipped by step 2. Cause of the last skip: backward, in "
-        f"{name} on replica 0: 0 inf, 1 NaN. Latest loss scales: {scale}. "
-        f"{hints[Cause.BACKWARD].format(scale=scale)}"
+        f"{name} on replica 0: 0 inf, 1 NaN.{scales} {advice(Cause.BACKWARD, trainer)}"
     )
 
 
@@ -147,7 +132,7 @@ def test_the_error_names_the_record_of_a_skipped_batch():
         "reduction, in the global norm of the gradients: 1 inf, 0 NaN. Latest loss scales: 2^2, "
         "2^1. A "
         "skipped batch is recorded in run/overflows/step-00000001: run it again with --mode=replay "
-        f"or Trainer.replay(). {HINTS[Cause.REDUCTION]}"
+        f"or Trainer.replay(). {advice(Cause.REDUCTION)}"
     )
 
 
@@ -167,7 +152,7 @@ def test_a_bad_loss_warns_once_per_row_of_skips(caplog, causes, before, warnings
 
     assert (
         warnings_in(caplog)
-        == [f"A step was skipped, cause forward. {HINTS[Cause.FORWARD]}"] * warnings
+        == [f"A step was skipped, cause forward. {advice(Cause.FORWARD)}"] * warnings
     )
 
 
@@ -228,7 +213,7 @@ def test_a_weight_that_is_not_finite_ends_the_run(tmp_path, mirrored, replicas, 
     assert str(error.value) == (
         "Training cannot continue: the weights were not finite at step 5. Cause of the last skip: "
         f"weights, in the weights of {name}: {counts}. Latest loss scales: 2^15. "
-        f"{HINTS[Cause.WEIGHTS]}"
+        f"{advice(Cause.WEIGHTS, trainer)}"
     )
     assert trainer.totals == Totals(4, {"weights": 1})
     assert_same_bits(before, all_copies(trainer))
@@ -287,7 +272,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
     assert str(error.value) == (
         "Training cannot continue: the loss was not finite at step 4. Cause of the last skip: "
         f"forward, in the losses on replica {replicas - 1}: 0 inf, 1 NaN. Latest loss scales: "
-        f"2^15, 2^14. {HINTS[Cause.FORWARD]}"
+        f"2^15, 2^14. {advice(Cause.FORWARD, made['raise'])}"
     )
     assert made["raise"].totals == Totals(2, {"forward": 1, "backward": 1})
     assert made["raise"].weight == 1.0 - 2 * replicas
@@ -307,7 +292,7 @@ def test_max_consecutive_skips_ends_the_run():
     assert str(error.value) == (
         "Training is stuck: 3 steps in a row were skipped by step 10. Cause of the last skip: "
         "forward, in the losses on replica 0: 1 inf, 0 NaN. Latest loss scales: 2^15. "
-        f"{HINTS[Cause.FORWARD]}"
+        f"{advice(Cause.FORWARD, trainer, last=7, skips=3)}"
     )
     assert trainer.totals == Totals(3, {"forward": 7})
     assert trainer.weight == -2.0
@@ -343,10 +328,10 @@ def test_holding_warns_and_then_ends(caplog):
     assert str(error.value) == (
         "Training is stuck: 20 steps in a row were skipped by step 20. Cause of the last skip: "
         "forward, in the losses on replica 0: 0 inf, 1 NaN. Latest loss scales: 2^15. "
-        f"{HINTS[Cause.FORWARD]}"
+        f"{advice(Cause.FORWARD, trainer)}"
     )
     assert warnings_in(caplog) == [
-        f"A step was skipped, cause forward. {HINTS[Cause.FORWARD]}",
+        f"A step was skipped, cause forward. {advice(Cause.FORWARD, trainer)}",
         *[f"{count} steps in a row were skipped; the run ends at 20." for count in (6, 12, 18)],
     ]
     assert trainer.totals == Totals(0, {"forward": 20})
@@ -377,7 +362,7 @@ def test_what_float32_cannot_take_either_ends_the_run():
     assert str(error.value) == (
         "Training is stuck: 5 steps in a row were skipped by step 5. Cause of the last skip: "
         "forward, in the losses on replica 0: 0 inf, 1 NaN. Latest loss scales: 2^0. "
-        f"{HINTS[Cause.FORWARD]}"
+        f"{advice(Cause.FORWARD, trainer)}"
     )
     assert trainer.totals == Totals(0, {"forward": 5}, float32_steps=1)
     assert trainer.weight == 1.0
@@ -408,7 +393,7 @@ def test_a_run_that_overflows_at_every_scale_ends(tmp_path):
     assert str(error.value) == (
         "Training is stuck: 40 steps in a row were skipped by step 40. Cause of the last skip: "
         f"model, in {name} on replica 0: 0 inf, 1 NaN. Latest loss scales: 2^15. "
-        f"{HINTS[Cause.MODEL]}"
+        f"{advice(Cause.MODEL, trainer)}"
     )
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     [line] = [line for line in lines if line["split"] == "train"]

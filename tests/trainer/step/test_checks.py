@@ -575,8 +575,9 @@ def test_a_label_out_of_range_is_a_forward_cause_under_xla():
         "Training is stuck: 4 steps in a row were skipped by step 4. Cause of the last skip: "
         "forward, in the losses on replica 0: 0 inf, 4 NaN. Latest loss scales: 2^15. The loss was "
         "not finite before it was scaled, so no loss scale can help. Check the data and the model "
-        "for inf or NaN in the inputs, the logarithm of 0, a division by 0, and activations above "
-        "65504 in float16. Under XLA, a label outside the model's classes gives a NaN loss where "
+        "for inf or NaN in the inputs, the logarithm of 0, and a division by 0. In float16, "
+        'activations above 65504 are inf too: compute such layers with dtype="float32". '
+        "Under XLA, a label outside the model's classes gives a NaN loss where "
         "TensorFlow would raise an error."
     )
 
