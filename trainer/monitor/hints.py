@@ -40,8 +40,7 @@ HINTS = {
         "gradients."
     ),
     scaling.Cause.MODEL: (
-        "The gradients are not finite even at the lowest loss scale allowed. {derivative}"
-        "{half} Or allow a lower loss scale."
+        "The gradients are not finite even at the lowest loss scale allowed. {derivative}{half}"
     ),
 }
 
@@ -74,7 +73,7 @@ HALF_HINTS = {
         " In {dtype}, activations above {largest} are inf too: compute such layers with "
         'dtype="float32".'
     ),
-    scaling.Cause.MODEL: ' A layer that overflows {dtype} can be computed with dtype="float32".',
+    scaling.Cause.MODEL: ' Compute that layer with dtype="float32", or allow a lower loss scale.',
     scaling.Cause.BACKWARD: (
         " In {dtype} the gradients may also overflow: compute that layer with "
         'dtype="float32", or pass loss_scale="dynamic", which can go below 1.'

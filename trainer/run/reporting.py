@@ -80,10 +80,7 @@ class Reporter:
     def _facts(self) -> RunFacts:
         """Returns what advice depends on, after a skipped step."""
         plan = self._parts.plan
-        updating = [one for objective in plan.objectives for one in objective.updating]
-        rates = dict.fromkeys(
-            f"{float(tf.convert_to_tensor(each.learning_rate)):g}" for each in updating
-        )
+        rates = dict.fromkeys(f"{rate:g}" for rate in learning_rates(plan).values())
         return RunFacts(
             rule=plan.rule,
             compute_dtype=self._trainer.precision.compute_dtype,
