@@ -2,6 +2,8 @@
 errors.
 """
 
+import collections
+import gc
 import os
 import pathlib
 
@@ -9,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as `import trainer` sets it
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import settings
@@ -65,6 +68,46 @@ ONLY_IN_FULL = dict.fromkeys(ONE_AND_THREE_REPLICAS, (2, 4)) | dict.fromkeys(
 )
 ONLY_IN_FULL |= dict.fromkeys(ONE_REPLICA, (2, 3, 4))
 ONLY_IN_FULL |= dict.fromkeys(("peers/test_keras.py", "peers/test_tf_keras.py"), (1,))
+
+
+# Files of which the default run and CI try a third of each test's cases, and only the nightly run all.
+SAMPLED = (
+    "laws/test_batch_arithmetic.py",
+    "laws/test_faults.py",
+    "laws/test_incumbent_matrix.py",
+    "laws/test_metamorphic.py",
+    "laws/test_own_loop.py",
+    "laws/test_reached.py",
+    "laws/test_retry.py",
+    "laws/test_second_derivatives.py",
+    "laws/test_structures.py",
+    "laws/test_transaction.py",
+    "scaling/layerwise/test_chain.py",
+    "trainer/checkpoint/test_compatibility.py",
+    "trainer/checkpoint/test_saver.py",
+    "trainer/config/test_loss_fn.py",
+    "trainer/config/test_skip_policy.py",
+    "trainer/data/test_iterator_state.py",
+    "trainer/evaluation/test_evaluator.py",
+    "trainer/loop/test_inner.py",
+    "trainer/monitor/test_preemption.py",
+    "trainer/monitor/test_stuck.py",
+    "trainer/run/test_changes.py",
+    "trainer/run/test_compile_autotune.py",
+    "trainer/run/test_put_back.py",
+    "trainer/step/test_accumulate.py",
+    "trainer/step/test_added_losses.py",
+    "trainer/step/test_attempt.py",
+    "trainer/step/test_attempt_in_replica.py",
+    "trainer/step/test_batch_norm.py",
+    "trainer/step/test_checks.py",
+    "trainer/step/test_fused.py",
+    "trainer/step/test_measure.py",
+    "trainer/step/test_objective.py",
+    "trainer/step/test_replica.py",
+    "trainer/step/test_writes.py",
+    "trainer/step/test_xla.py",
+)
 
 
 # Slow files start first, so that none of them runs alone at the end.
@@ -138,12 +181,31 @@ def pytest_collection_modifyitems(config, items):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if params.get("replicas") in ONLY_IN_FULL.get(path_of(item), ()):
             item.add_marker(pytest.mark.slow)
-        slow = item.get_closest_marker("slow")
+    for item in unsampled(items):
+        item.add_marker(pytest.mark.slow)
+    for item in items:
+        only_in_full = item.get_closest_marker("slow") or item.get_closest_marker("thorough")
         searches = getattr(item.obj, "is_hypothesis_test", False)
-        if slow or searches or "full" in item.fixturenames:
+        if only_in_full or searches or "full" in item.fixturenames:
             item.add_marker(pytest.mark.more_in_full)
-        if slow and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="slow: only with --full"))
+        if only_in_full and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="only with --full"))
+
+
+def unsampled(items):
+    """The cases that a sample of a third leaves out.
+
+    Counted from the last, a case is taken if the digits of its number in base 3 sum up to a multiple of
+    3. Of a matrix of cases that is a diagonal, so every value of every axis is tried.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if path_of(item) in SAMPLED and not item.get_closest_marker("slow"):
+            cases[path_of(item), item.originalname].append(item)
+    for of_one_test in cases.values():
+        for number, item in enumerate(reversed(of_one_test)):
+            if sum(map(int, np.base_repr(number, 3))) % 3:
+                yield item
 
 
 def path_of(item):
@@ -164,6 +226,18 @@ def same_start():
     assert keras.config.dtype_policy().name == "float32"
     yield
     assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_to_collect():
+    """Hides what a file leaves behind from the garbage collector.
+
+    TensorFlow keeps traced graphs for as long as the process lives. Walking through gigabytes of
+    them over and over would take up to half of the tests' time.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -158,6 +158,7 @@ def error_of(function, *args, **arguments):
     return None
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full(mount, undisturbed):
     """A checkpoint that does not fit on the disk raises a CheckpointError, whichever of its files
     fails first. The previous checkpoint is intact, and a run with more room resumes from it.
@@ -419,6 +420,7 @@ def test_data_that_fail_in_the_middle(
     assert_resumes(tmp_path, INTERVAL, undisturbed, mended(1000), trainer)
 
 
+@pytest.mark.thorough
 def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     """A model operation that raises on one replica of two ends the run with its own error and a
     note of the step and the last checkpoint. The same trainer can continue without that batch; a

@@ -202,6 +202,7 @@ def reported(record_property, relations):
         assert TRIED[name]
 
 
+@pytest.mark.thorough
 def test_relations_on_one_device(full, record_property):
     """L1, L2, L8: another loss scale, doubled weights, and a factor on the loss that the learning rate
     takes back change no bit. Another order, the removal of weightless examples, and microbatches
@@ -231,6 +232,7 @@ def on_replicas(mirrored):
     }
 
 
+@pytest.mark.thorough
 def test_relations_on_replicas(full, on_replicas, record_property):
     """L8: three replicas with two microbatches each, at another loss scale, take the steps of one device.
     Holds for random models.
@@ -248,6 +250,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.thorough
 def test_compile_modes_agree(full, record_property):
     """L15: what XLA compiles changes no more than rounding does. Holds for random models. (The random
     numbers of Dropout differ under XLA.)
@@ -294,6 +297,7 @@ def trained_to(recipe, folder, targets, **arguments):
     return [variable.numpy() for variable in variables], trainer.loss_scale
 
 
+@pytest.mark.thorough
 def test_resumed_runs_have_the_same_bits(full, tmp_path_factory, record_property):
     """L12: a run that was stopped after two of five steps and resumed has the bits of one that was not:
     in float16, with shuffled data and random numbers. Holds for random models.

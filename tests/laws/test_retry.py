@@ -190,6 +190,7 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale(
         assert differ(expected, bits) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
     """L6: a retried step has the bits of a trainer with on_overflow="skip", which contains no retry
@@ -587,6 +588,7 @@ def test_any_history_follows_the_law(linear, history, rule):
     check_history(trainer, oracle, history, 1)
 
 
+@pytest.mark.thorough
 def test_any_history_follows_the_law_on_replicas(linear, full):
     """L6: the law above also holds on two replicas."""
 
@@ -599,6 +601,7 @@ def test_any_history_follows_the_law_on_replicas(linear, full):
     search()
 
 
+@pytest.mark.thorough
 def test_hysteresis_costs_no_retries():
     """Overflows that the rule's hysteresis tolerates are not attempts: one retry is enough, however
     large the hysteresis is. With `attribute_causes=False` a bad loss counts as one of these
@@ -618,6 +621,7 @@ def test_hysteresis_costs_no_retries():
     assert (state["loss_scale"], state["overflows_left"]) == (2.0**16, 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_batch_that_no_scale_helps_costs_no_backoff(mirrored, replicas):
     """L17: a derivative that is NaN at every scale is attributed to the model at once, without a

@@ -460,6 +460,7 @@ def test_evaluate_on_replicas(mirrored):
     assert trainer.evaluate((x, y), global_batch=16)["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_replicas_draw_their_own_numbers(mirrored):
     """Dropout drops other units on each replica; in Keras all replicas drop the same ones
     (test_seed_generator).
@@ -639,6 +640,7 @@ def deep():
     return keras.Sequential([keras.Input([1]), *layers])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scaled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_loss_scaling_prevents_underflow(scaled):
     """The first of fifteen layers moves only under a loss scale (test_loss_scaling_prevents_underflow)."""
@@ -696,7 +698,9 @@ def test_own_methods_are_refused(name):
     test_compute_loss_no_training_backwards_compatibility).
     """
     inherited = getattr(keras.Model, name)
-    own = type("Own", (keras.Model,), {name: lambda self, *args, **kw: inherited(self, *args, **kw)})
+    own = type(
+        "Own", (keras.Model,), {name: lambda self, *args, **kw: inherited(self, *args, **kw)}
+    )
     inputs = keras.Input([4])
     trainer = mean_squared(model=own(inputs, keras.layers.Dense(3)(inputs)))
     with pytest.raises(ValueError, match=f"`model` must not override {name}; got Own"):

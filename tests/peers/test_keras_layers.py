@@ -53,6 +53,7 @@ SCOPES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_remat_of_activations(mirrored, replicas):
     """Layers whose activations are rematerialized learn as others (test_rematerialized_call_none and
@@ -85,6 +86,7 @@ def test_remat_scopes_fail_in_graphs(mode):
         model.fit(x, x[:, :1], verbose=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision", ["mixed_float16", pytest.param("float32", marks=pytest.mark.slow)]
 )

@@ -63,6 +63,7 @@ def test_missing_processes_are_named(monkeypatch, caplog):
     assert f"Still waiting for {absent} after 1 s." in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_waiting_process_can_be_stopped():
     """SIGTERM stops a waiting process at once, because TensorFlow has not taken over yet."""
     workers = list(job(2).values())

@@ -190,6 +190,7 @@ def test_without_test_data_nothing_is_evaluated():
         run_mode(made, slopes(*[-1.0] * 8), flag_values=values)
 
 
+@pytest.mark.thorough
 def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
     """Replay mode prints the recorded and the new verdict on the chief only, and does not train."""
     first = parse("--train_steps=1", "--batch_size=4", "--precision=mixed_float16")

@@ -1,6 +1,7 @@
 """AutoGraph rewrites user functions and none of the library's own."""
 
 import keras
+import pytest
 import tensorflow as tf
 from helpers import (
     IMAGES,
@@ -54,6 +55,7 @@ class Branching(SmallImages):
         return self.model(batch, training=False)
 
 
+@pytest.mark.thorough
 def test_user_functions_may_branch_on_tensors():
     """Python's `if` may depend on a tensor in every user function."""
     trainer = Branching(optimizer=adam, seed=1, verbose=False)
@@ -81,6 +83,7 @@ print(sorted(set(rewritten)))
 """
 
 
+@pytest.mark.thorough
 def test_our_own_functions_are_not_rewritten(tmp_path):
     """Without any user function, AutoGraph rewrites no function at all."""
     assert printed(["-c", COUNT_REWRITES], tmp_path, 120).splitlines()[-1] == "[]"

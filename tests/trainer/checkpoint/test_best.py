@@ -170,6 +170,7 @@ def results_of(model_dir):
     }
 
 
+@pytest.mark.thorough
 @KERAS_EXPORTS
 def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
     """A best model has the averaged weights and the statistics of its step: evaluating the file
@@ -203,6 +204,7 @@ def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
+@pytest.mark.thorough
 @KERAS_EXPORTS
 def test_the_best_survive_a_restart(tmp_path):
     """A resumed run keeps the same models as an uninterrupted one."""

@@ -84,6 +84,7 @@ def warnings_in(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
+@pytest.mark.thorough
 def test_the_same_run_resumes_exactly(before, model_dir, caplog):
     """If nothing differs, nothing is logged, even if changes are allowed."""
     with caplog.at_level("WARNING"):

@@ -334,6 +334,7 @@ def test_without_an_interval_one_is_written_at_the_end(tmp_path):
     assert summary.checkpoint is None
 
 
+@pytest.mark.thorough
 def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
     """A damaged newest checkpoint is skipped with an error, stays until its step is saved again, and
     does not count towards `max_to_keep`.
@@ -410,6 +411,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
 # Writing in a thread.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_checkpoint_written_in_a_thread_has_the_same_bits(
     tmp_path, mirrored, monkeypatch, replicas

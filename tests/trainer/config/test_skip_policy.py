@@ -138,6 +138,7 @@ def test_backward_names_variable_and_replica(three, replica, variable):
 PLACES = st.tuples(*(st.integers(0, size - 1) for size in (REPLICAS, VARIABLES, ELEMENTS)))
 
 
+@pytest.mark.thorough
 def test_backward_names_the_first_of_many(traced, full):
     """L17: if several gradients are bad, the report names the first bad variable on the first bad
     replica, and counts in that gradient summed over replicas, where inf plus -inf is NaN.
@@ -151,6 +152,7 @@ def test_backward_names_the_first_of_many(traced, full):
     search()
 
 
+@pytest.mark.thorough
 def test_forward_names_the_replica_and_counts_losses(three):
     """L17: the report names the first replica with an inf or NaN loss and counts its bad losses. It
     names no variable, an overflow on an earlier replica does not matter, and the loss scale stays.
@@ -425,6 +427,7 @@ class Normed(Linear):
         return keras.optimizers.SGD(2.0**-20, momentum=0.9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_float32_step_equals_that_of_a_float32_run(mirrored, replicas):
     """L11: the float32 step of a stuck run leaves the same weights, slots and statistics on every

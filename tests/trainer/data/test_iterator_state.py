@@ -485,6 +485,7 @@ def resumed(model_dir, make, data_resume, stop=4, end=12):
     return trainer.seen
 
 
+@pytest.mark.thorough
 def test_batches_that_were_taken_can_be_skipped(tmp_path):
     """With "skip", a repeatable generator continues with the same batches, also when shuffled."""
     assert resumed(tmp_path / "a", from_python, "skip") == [4, 5, 6, 0, 1, 2, 3, 4]
@@ -517,6 +518,7 @@ def test_skipping_starts_over_when_a_run_rolls_back(tmp_path):
     assert (take(position, 1), position.taken) == ([[[7]]], 8)
 
 
+@pytest.mark.thorough
 def test_a_resumed_epoch_has_every_example_once(tmp_path):
     """L12: every epoch has each example once, also the epoch in which the run was stopped."""
 
@@ -531,6 +533,7 @@ def test_a_resumed_epoch_has_every_example_once(tmp_path):
         assert seen == whole.seen[stop:], f"stopped at {stop}"
 
 
+@pytest.mark.thorough
 def test_two_calls_of_train_continue_in_the_data(tmp_path):
     """A second call of `train` with the same data continues in it; other data start over."""
     arrays = slopes(*[2.0**power for power in range(5)])

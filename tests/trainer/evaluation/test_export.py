@@ -85,6 +85,7 @@ def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
     assert {layer.compute_dtype for layer in run.model.layers[:3]} == {"float16"}
 
 
+@pytest.mark.thorough
 def test_a_mirrored_model_is_exported_with_its_average(mirrored, tmp_path):
     """A SavedModel of a mirrored model holds plain variables with the averaged weights."""
     run = trained(strategy=mirrored(2), ema_momentum=0.5)
@@ -172,6 +173,7 @@ def test_an_int8_model_is_exported_as_int8(tmp_path):
     assert not (tmp_path / "float16.keras").exists()
 
 
+@pytest.mark.thorough
 @QUANTIZING
 def test_what_keras_cannot_load_is_not_exported(tmp_path):
     """L21: Keras saves quantized attention without its weights, so nothing is written."""

@@ -105,6 +105,7 @@ def test_convolutions_run_in_half(strategy):
 
 
 # tf.data warns that it still runs as a graph.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Even though the")
 def test_graph_eager_and_xla_agree():
     """L15: the same steps give the same weights in a graph, eagerly and under XLA."""

@@ -186,6 +186,7 @@ def batches_of(*slopes_in_turn, replicas=1):
     return untuned(tf.data.Dataset.from_tensor_slices(data))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("replicas", "value", "counts"), [(1, np.nan, "0 inf, 1 NaN"), (3, -np.inf, "1 inf, 0 NaN")]
 )
@@ -245,6 +246,7 @@ def test_weights_that_an_update_ruined_end_the_run():
     assert trainer.weight == -np.inf
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
     """L11: on_nonfinite_loss="raise" ends the run at the step with the bad loss, in the middle of a

@@ -48,6 +48,7 @@ def test_a_record_holds_the_batch_the_state_and_the_report(tmp_path):
     assert [array.tolist() for array in state.values()] == [[[0.0]]]
 
 
+@pytest.mark.thorough
 def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
     """A record that would be larger than `max_overflow_bytes` is not written."""
     arguments = {"model_dir": tmp_path / "run", "verbose": False, "max_overflow_records": 9}
@@ -73,6 +74,7 @@ def test_a_record_that_is_too_large_is_reported(tmp_path, caplog):
     )
 
 
+@pytest.mark.thorough
 def test_the_oldest_records_are_removed(tmp_path):
     """All records together stay within `max_overflow_records` and `max_overflow_bytes`."""
     records = run(tmp_path / "a")
@@ -83,6 +85,7 @@ def test_the_oldest_records_are_removed(tmp_path):
     assert names(kept) == ["step-00000008"]
 
 
+@pytest.mark.thorough
 def test_the_newest_record_stays_even_if_an_older_one_has_a_later_step(tmp_path):
     """A resumed run may return to earlier steps; age decides which record is removed."""
     [*_, kept] = run(tmp_path)

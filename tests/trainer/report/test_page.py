@@ -96,6 +96,7 @@ def test_only_the_first_skips_are_listed(tmp_path):
     assert "More skipped steps, not shown: 1,012." in page
 
 
+@pytest.mark.thorough
 def test_the_foot_of_the_page_counts_unreadable_lines(tmp_path):
     """A page whose lines were all readable has no foot."""
     assert "while writing: 2.</footer>" in page_of(write_lines(tmp_path, TRAIN, "{", "3"))
@@ -170,6 +171,7 @@ def pages_with_faults(page):
     yield "order", page.replace(first, "X").replace(second, first).replace("X", second), "headings"
 
 
+@pytest.mark.thorough
 @pytest.mark.more_in_full
 def test_a_browser_shows_the_page_without_faults(rich, tmp_path):
     """The browser requests nothing else, all images load and have a description, names from the run

@@ -109,6 +109,7 @@ def piecewise(*rates):
     return keras.optimizers.schedules.PiecewiseConstantDecay(places, list(rates))
 
 
+@pytest.mark.thorough
 def test_a_new_learning_rate_is_used(tmp_path):
     """L10: a number or a schedule that is assigned to `learning_rate` between two calls is used from the
     next step on, and the run can be saved and resumed.
@@ -153,6 +154,7 @@ def test_a_schedule_in_place_of_a_number_is_refused():
     )
 
 
+@pytest.mark.thorough
 def test_settings_of_layers_and_optimizers_are_used():
     """What the traced step holds as numbers is traced again if it changes; nothing else is."""
     trainer = trainer_of(ema_momentum=0.5)

@@ -20,6 +20,7 @@ def always_measured(monkeypatch):
     monkeypatch.setattr(compilation, "TURN_SECS", 0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize(
     "make", [adam, pytest.param(keras.optimizers.Lion, marks=pytest.mark.slow)]
@@ -33,6 +34,7 @@ def test_measuring_leaves_no_trace(make):
     assert measured.totals == fixed.totals
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
     """The fastest mode is chosen; the measurements are in a file and on the console."""
@@ -115,6 +117,7 @@ def test_a_run_that_is_asked_to_stop_is_not_measured():
     assert compilation.measure(*arguments) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_a_resumed_run_keeps_its_choice(tmp_path, monkeypatch):
     """A resumed run takes its choice from the checkpoint, or from the file if it was killed before
@@ -188,6 +191,7 @@ class NeverApplied(SmallImages):
         return super().compute_loss(batch, training) / 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
     """A record stores the chosen mode, and a trainer that has not chosen yet replays in

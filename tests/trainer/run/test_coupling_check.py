@@ -150,6 +150,7 @@ def test_replicas_count(mirrored):
     assert "With 3 replicas x 1 microbatches" in text
 
 
+@pytest.mark.thorough
 def test_a_run_says_it_once(caplog):
     """L8: a run logs each sentence before its first step, and not again."""
 

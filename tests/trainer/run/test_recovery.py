@@ -57,6 +57,7 @@ def recoveries(model_dir):
     return [line for line in map(json.loads, lines) if line["split"] == "recovery"]
 
 
+@pytest.mark.thorough
 def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
     """The newest checkpoint from before the divergence is restored, and with skip_data the batches up
     to and including the bad one are skipped. The recovery is recorded in metrics.jsonl and run.json.
@@ -80,6 +81,7 @@ def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
     assert resumed.train(data(*slopes), steps=8).history["loss"].tolist() == list(history["loss"])
 
 
+@pytest.mark.thorough
 def test_without_skip_data_the_run_meets_the_same_batch_again(tmp_path):
     """The same batch diverges each time, so after max_recoveries the run ends at the last good
     checkpoint, with an error that says what happened, how often, and what was restored.
@@ -122,6 +124,7 @@ def test_each_recovery_draws_new_random_numbers(tmp_path):
     assert drawn == [2, 3]
 
 
+@pytest.mark.thorough
 def test_a_killed_run_remembers_its_recoveries(tmp_path):
     """A recovery saves its count and the skipped data at once: a run that is killed right after it and
     started again ends with the same bits as one that was not killed.

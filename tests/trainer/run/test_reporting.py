@@ -96,6 +96,7 @@ def test_metrics_are_those_of_applied_steps():
     assert trainer.seen[:3] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+@pytest.mark.thorough
 def test_metrics_start_over_at_every_log_line(tmp_path):
     """The metrics of a log line are those of the steps since the previous one; null if all of them
     were skipped.

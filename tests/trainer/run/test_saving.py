@@ -71,6 +71,7 @@ def test_without_a_time_no_checkpoint_is_late(tmp_path, monkeypatch, secs):
     assert not saver.is_late()
 
 
+@pytest.mark.thorough
 def test_a_step_is_saved_once(tmp_path):
     """Saving a step again does nothing, unless the checkpoint is to be replaced."""
     trainer, saver = trained(tmp_path)

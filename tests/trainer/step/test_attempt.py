@@ -118,6 +118,7 @@ def three(mirrored):
     return of
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(data=st.data(), replicas=st.sampled_from([2, 3, 4]))
 def test_any_value_in_any_variable_on_any_replica_stops_the_update(three, data, replicas):

@@ -246,6 +246,7 @@ def test_weights_written_in_the_forward_pass_are_refused():
     assert trainer.totals.attempted == 0
 
 
+@pytest.mark.thorough
 def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
     """Synchronized layers are refused, because a step has one reduction, after the
     backward pass.
@@ -262,6 +263,7 @@ def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
         train(make(model=synchronized, strategy=mirrored(2)))
 
 
+@pytest.mark.thorough
 def test_a_frozen_half_backbone_with_a_float32_head_is_accepted():
     """The precision of a model is that of all layers with weights, trainable or not."""
 

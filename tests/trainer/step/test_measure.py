@@ -74,6 +74,7 @@ def test_simulating_the_rule_of_a_run_repeats_the_run(name, tmp_path):
     assert causes["backward"] >= 3
 
 
+@pytest.mark.thorough
 def test_simulating_another_rule_predicts_its_run(tmp_path):
     """With weights that hardly move, simulating one rule on another's record predicts its skips."""
     for name in ("headroom", "dynamic"):
@@ -102,6 +103,7 @@ def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
     assert (record.precision, record.shares) == ("float32", replicas)
 
 
+@pytest.mark.thorough
 def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
     """At the best fixed scale a run skips only the batches that no scale can help; at twice that
     scale it overflows.
@@ -191,6 +193,7 @@ def test_a_damaged_line_is_refused_by_its_number(tmp_path):
         read_record(path)
 
 
+@pytest.mark.thorough
 def test_the_program_prints_a_table_and_draws(tmp_path):
     """`python -m scaling.simulate` prints a row for each rule and writes a picture."""
     run("dynamic", tmp_path)
@@ -219,6 +222,7 @@ def test_the_program_prints_a_table_and_draws(tmp_path):
     assert (tmp_path / "scales.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.thorough
 def test_the_program_says_what_it_cannot_read(tmp_path):
     """For a file without recorded gradients, the program prints the error and nothing else."""
     path = tmp_path / "metrics.jsonl"
