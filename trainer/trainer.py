@@ -1,11 +1,10 @@
 """`Trainer`, which holds the state of a run: it builds, trains, logs, saves and evaluates."""
 
 import contextlib
-import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -51,6 +50,14 @@ from trainer.data.batches import (
 )
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.ema_weights import evaluated_weights
+from trainer.evaluation.eval_data import (
+    EvalData,
+    check_schedule,
+    evaluate_each,
+    first_batch,
+    read_eval_data,
+    result_names,
+)
 from trainer.evaluation.export import check_export, export
 from trainer.log.console import resolve_style
 from trainer.log.history import History
@@ -396,6 +403,8 @@ class Trainer(Task):
         global_batch: int | None = None,
         eval_data: Any = None,
         eval_interval: int | None = None,
+        eval_steps: int | None = None,
+        evaluate_at_start: bool = False,
     ) -> TrainSummary:
         """Trains until the run has attempted `steps` steps, counting all calls and restarts.
 
@@ -409,8 +418,14 @@ class Trainer(Task):
                 `epochs`.
             global_batch: the batch size, if `train_data` is arrays.
             eval_data: data to evaluate on during training; None evaluates nothing. Arrays are
-                batched like the training data.
+                batched like the training data. A dict of several data sets, such as
+                {"clean": clean, "noisy": noisy}, gives results named "clean/loss", "noisy/loss"
+                and so on.
             eval_interval: number of steps between evaluations; None evaluates at the end only.
+            eval_steps: the largest number of batches to evaluate of each data set, counted from
+                its beginning. None evaluates whole data sets.
+            evaluate_at_start: whether to evaluate before the run's first step as well, as step 0.
+                A resumed run does not repeat that evaluation.
 
         Returns:
             A summary of the run.
@@ -439,14 +454,20 @@ class Trainer(Task):
                 check_epochs_end(data)
             replicas = self.strategy.num_replicas_in_sync
             strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
-            evaluate = self._evaluation(eval_data, eval_interval, data.global_batch)
+            check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
+            evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
-            results = ["loss", *self._parts.metrics.eval]
-            self.checkpoint_config.check_results(results if evaluate else None)
+            results = result_names(evaluated, ["loss", *self._parts.metrics.eval])
+            self.checkpoint_config.check_results(results if evaluated else None)
+            evaluate = None
+            if evaluated:
+                evaluate = functools.partial(self._evaluate, evaluated, stoppable=True)
             log = self._new_log()
             position = self._position(train_data, data)
             choice = self._settle_compile_mode(data, target, log, position)
-            request = TrainRequest(target, evaluate, eval_interval, self._export_into)
+            request = TrainRequest(
+                target, evaluate, eval_interval, self._export_into, evaluate_at_start
+            )
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
             loop.resume()
             loop.check(first=not self._introduced)
@@ -521,6 +542,7 @@ class Trainer(Task):
         data: Any,
         *,
         global_batch: int | None = None,
+        steps: int | None = None,
         precision: str = "float32",
         averaged: bool | None = None,
     ) -> dict[str, float]:
@@ -534,20 +556,23 @@ class Trainer(Task):
         and in every call, and are the same when the program is run again with the same seed.
 
         Args:
-            data: as for `train`; arrays are not shuffled.
+            data: as for `train`, or a dict of several data sets as for `eval_data`; arrays are not
+                shuffled.
             global_batch: the batch size, if `data` is arrays.
+            steps: the largest number of batches to evaluate of each data set, counted from its
+                beginning. None evaluates whole data sets.
             precision: "float32" runs a Keras model in float32 with the same weights; "train" runs
                 it in the training precision, which a `tf.Module` always uses.
             averaged: whether to use the moving average of the weights; None uses the average if
                 the run keeps one.
 
         Returns:
-            A dict of "loss" and all metrics, keyed by name. The loss does not include
-            `model.losses`.
+            A dict of "loss" and all metrics, keyed by name; with several data sets, by names such
+            as "clean/loss". The loss does not include `model.losses`.
         """
-        found = batches(data, "data", self.strategy, global_batch)
-        check_ends(found, "data")
-        self._start(found.first, training=False)
+        limit = "steps", steps
+        found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
+        self._start(first_batch(found), training=False)
         if self.model_dir and not self.totals.attempted:
             logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
         return self._evaluate(found, precision, averaged, stoppable=False) or {}
@@ -609,14 +634,11 @@ class Trainer(Task):
         """
         check_one_process("dry_run", self.strategy)
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
-        evaluate = None
-        if eval_data is not None:
-            found = self._read_eval_data(eval_data, data.global_batch)
-            one = dataclasses.replace(found, dataset=found.dataset.take(1))
-            evaluate = functools.partial(self._evaluate, one, "float32", None, stoppable=False)
+        found = self._read_eval_data(eval_data, data, 1)
+        evaluate = functools.partial(self._evaluate, found, stoppable=False)
         self._start(data.first)
         self._leave_xla_out_if_needed(iter(repeat_first_batch(data)), auto=self.compile_mode_open)
-        return dry_run(self, self._parts, data, evaluate)
+        return dry_run(self, self._parts, data, evaluate if found else None)
 
     def overfit_one_batch(
         self, train_data: Any, steps: int = 100, *, global_batch: int | None = None
@@ -700,27 +722,18 @@ class Trainer(Task):
         self._start(next(iter(dataset)))
         return rerun_step(record, dataset, state, self._parts.plan)
 
-    def _evaluation(
-        self, eval_data: Any, eval_interval: int | None, global_batch: int
-    ) -> Callable[[], Results | None] | None:
-        """Returns a function that evaluates during training; None if there is no `eval_data`."""
-        if eval_interval is not None:
-            check_count("eval_interval", eval_interval)
+    def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:
+        """Reads the data to evaluate on during training, if any, in batches as large as those."""
         if eval_data is None:
-            if eval_interval is not None:
-                raise ValueError(
-                    f"`eval_interval` must be None without `eval_data`; got {eval_interval}. There "
-                    "is nothing to evaluate on. Pass eval_data= as well."
-                )
-            return None
-        found = self._read_eval_data(eval_data, global_batch)
-        check_ends(found, "eval_data")
-        return functools.partial(self._evaluate, found, "float32", averaged=None, stoppable=True)
-
-    def _read_eval_data(self, eval_data: Any, global_batch: int | None) -> Batches:
-        """Reads the data to evaluate on during training; batches arrays like the training data."""
-        batch_size = global_batch if are_arrays(eval_data) else None
-        return batches(eval_data, "eval_data", self.strategy, batch_size)
+            return {}
+        return read_eval_data(
+            eval_data,
+            "eval_data",
+            self.strategy,
+            data.global_batch,
+            limit=("eval_steps", steps),
+            like=data.first,
+        )
 
     def _weights(self, averaged: bool | None) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that gives the model the weights to evaluate or export."""
@@ -740,13 +753,21 @@ class Trainer(Task):
             export_model(self.model, folder)
 
     def _evaluate(
-        self, found: Batches, precision: str, averaged: bool | None, *, stoppable: bool
+        self,
+        found: EvalData,
+        precision: str = "float32",
+        averaged: bool | None = None,
+        *,
+        stoppable: bool,
     ) -> Results | None:
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
         self._evaluating = True
         try:
             with self._weights(averaged):
-                return self._parts.evaluator.evaluate(found.dataset, precision, stoppable=stoppable)
+                evaluate = self._parts.evaluator.evaluate
+                return evaluate_each(
+                    found, lambda one: evaluate(one, precision, stoppable=stoppable)
+                )
         finally:
             self._evaluating = False
 

@@ -76,7 +76,9 @@ class CheckpointConfig:
                 f"keep_best={self.keep_best}. Evaluations say which models are best. Pass "
                 "eval_data=, or leave out keep_best."
             )
-        if names is not None and self.best_metric not in names:
+        # The default is no choice: without it, no result of several data sets is the best.
+        chosen = self.keep_best or self.best_metric != CheckpointConfig.best_metric
+        if chosen and names is not None and self.best_metric not in names:
             raise ValueError(
                 f"`best_metric` must be a result of the evaluation; got {self.best_metric!r}, but "
                 f"the results are {', '.join(names)}. This result decides which models are best. "

@@ -106,12 +106,19 @@ def same_data(before: Data, now: Data, global_batch: int, found: Batches) -> boo
     return False
 
 
-def check_ends(found: Batches, argument: str) -> None:
-    """Raises ValueError if a dataset for evaluation or prediction is infinite."""
+def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
+    """Raises ValueError if a dataset for evaluation or prediction is infinite.
+
+    Args:
+        found: the batches of the dataset.
+        argument: name of the user's argument, for the error.
+        limit: name of the argument that limits the number of batches to read; "" without one.
+    """
     if int(found.dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        remedy = f"pass {limit}=100 to read that many batches" if limit else "call .take(n)"
         raise ValueError(
             f"`{argument}` must end; got a dataset that repeats forever. Evaluation and "
-            "prediction read the whole dataset. Remove .repeat(), or call .take(n)."
+            f"prediction read the whole dataset. Remove .repeat(), or {remedy}."
         )
 
 

@@ -134,6 +134,8 @@ class Evaluator:
             if stopped:
                 return None
             raise unequal_lengths(bool(left))
+        if not (weight or self._source[1] or stopped):  # a mean of nothing would be 0, the best
+            raise nothing_to_read()
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
 
@@ -261,6 +263,15 @@ def unequal_lengths(left: bool) -> ValueError:
     return ValueError(
         f"`eval_data` must be the same on every worker; got data of different lengths: {found}. "
         "Each replica takes its own share of every batch. Do not divide the data between workers."
+    )
+
+
+def nothing_to_read() -> ValueError:
+    """Returns the error for evaluation data whose first batch was there, but nothing after it."""
+    return ValueError(
+        "`eval_data` must be data that can be read again; got a source that is used up. Every "
+        "evaluation reads it from the beginning. Pass arrays, or a dataset that opens its source "
+        "anew in each pass."
     )
 
 

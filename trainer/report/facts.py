@@ -165,6 +165,8 @@ def best_tile(run: Run) -> Tile:
     name = str(settings.get("best_metric", "loss"))
     direction = settings.get("best_is", "lowest")
     split, results = ("validation", run.validation) if run.validation else ("training", run.train)
+    named = (result for result in results if result.endswith(f"/{name}"))  # several data sets
+    name = name if name in results else next(named, name)
     curve = results.get(name)
     if curve is None or math.isnan(last(curve)):
         return Tile("best loss", NOT_RECORDED)

@@ -43,6 +43,8 @@ CAUSES = {
     "unscaling": (PURPLE, "^"),
     "model": (SKY, "o"),
 }
+# Color and marker of each data set of an evaluation.
+VALIDATION = ((VERMILLION, "D"), (GREEN, "s"), (PURPLE, "^"), (ORANGE, "v"), (SKY, "X"))
 UNKNOWN_CAUSE = (GRAY, "*")  # a cause that a later version added
 MAX_MARKED_POINTS = 60  # a curve with more points has no markers
 MAX_LARGE_MARKS = 200  # with more marks than this, marks are small and have no edge
@@ -96,7 +98,8 @@ def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
 def draw_curves(run: Run) -> Picture | None:
     """Draws the loss and each metric in its own panel, with training and validation together."""
     names = [name for name in run.train if is_metric(name)]
-    names += [name for name in run.validation if name not in names]
+    names += [name for name in map(metric_of, run.validation) if name not in names]
+    names = list(dict.fromkeys(names))
     if not names:
         return None
     figure, panels = make_panels([2.5] + [1.8] * (len(names) - 1), top=0.38)
@@ -104,12 +107,23 @@ def draw_curves(run: Run) -> Picture | None:
         draw_metric(axes, run, name)
     style_panels(panels, run)
     ends = [
-        f"{split} {name} ends at {last(results[name]):.4g}"
+        f"{split} {result} ends at {last(results[result]):.4g}"
         for name in names
         for split, results in (("training", run.train), ("validation", run.validation))
-        if name in results
+        for result in results
+        if name == (result if split == "training" else metric_of(result))
     ]
     return to_picture(figure, "loss", f"Curves over {run.last_step:,} steps: {'; '.join(ends)}.")
+
+
+def metric_of(result: str) -> str:
+    """Returns the name of a result without the name of the data set that it belongs to.
+
+    Example:
+        >>> metric_of("loss"), metric_of("clean/loss")
+        ('loss', 'loss')
+    """
+    return result.rpartition("/")[2]
 
 
 def draw_metric(axes: Axes, run: Run, name: str) -> None:
@@ -118,9 +132,12 @@ def draw_metric(axes: Axes, run: Run, name: str) -> None:
     if name in run.train:
         shown.append(run.train[name])
         plot(axes, run.train[name], BLUE, label="training")
-    if name in run.validation:
-        shown.append(run.validation[name])
-        plot(axes, run.validation[name], VERMILLION, label="validation", marker="D")
+    results = [result for result in run.validation if metric_of(result) == name]
+    for place, result in enumerate(results):
+        shown.append(run.validation[result])
+        color, marker = VALIDATION[place % len(VALIDATION)]
+        label = result.removesuffix(name).rstrip("/") or "validation"
+        plot(axes, run.validation[result], color, label=label, marker=marker)
     penalty = run.train.get("regularization_loss")
     if name == "loss" and penalty is not None and np.nansum(np.abs(penalty.value)):
         plot(axes, penalty, GRAY, label="regularization", linestyle=":", marker="")

@@ -46,6 +46,7 @@ class TrainRequest(NamedTuple):
     evaluate: Callable[[], Results | None] | None  # returns None if the evaluation was stopped
     eval_interval: int | None  # number of steps between evaluations; None: at the end only
     export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
+    evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
 
 
 class OuterLoop:
@@ -76,6 +77,7 @@ class OuterLoop:
         self._log = log
         self._request = request
         self._step = self._start = Totals.from_state(parts.state).attempted
+        self._resumed = parts.checkpoints.latest is not None
         self._saver = RunSaver(trainer, parts, position, watch)
         self._reporter = Reporter(trainer, parts, log, watch, request.target)
         self._recovery = None
@@ -131,6 +133,9 @@ class OuterLoop:
         """Runs inner loops until the target is reached or the run is asked to stop."""
         progress = self._log.progress_bar(self._start, self._request.target)
         with progress, worker_loss_explained(self._trainer.strategy, self._progress):
+            # A run that is resumed from a checkpoint of step 0 has been evaluated already.
+            if self._request.evaluate_at_start and not (self._step or self._resumed):
+                self._evaluate()
             if self._recovery and not self._parts.checkpoints.latest:
                 self._saver.save(self._step)  # so that there is a checkpoint to roll back to
             while self._step < self._request.target and not self._stop_asked():
@@ -251,9 +256,8 @@ class OuterLoop:
         if log_now:
             with self._saved_if_it_raises():
                 self._reporter.write()
-        if evaluate_now and self._request.evaluate:
-            with self._log.console.status("evaluating ..."), self._saved_if_it_raises():
-                self._keep_results(self._request.evaluate())
+        if evaluate_now:
+            self._evaluate()
         with self._saved_if_it_raises():
             for action in due:
                 action(trainer)
@@ -273,6 +277,12 @@ class OuterLoop:
 
     def _stop_asked(self) -> bool:
         return bool(strategies.any_worker(self._trainer.stop_asked, self._trainer.strategy))
+
+    def _evaluate(self) -> None:
+        """Evaluates the model, if there is anything to evaluate it on."""
+        if self._request.evaluate:
+            with self._log.console.status("evaluating ..."), self._saved_if_it_raises():
+                self._keep_results(self._request.evaluate())
 
     def _keep_results(self, results: Results | None) -> None:
         """Logs the results of an evaluation, and keeps the model if it is one of the best."""

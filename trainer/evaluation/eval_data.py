@@ -1,0 +1,158 @@
+"""Reads the data to evaluate on: one data set, or several by name.
+
+    trainer.train(data, steps=1000, eval_data={"clean": clean, "noisy": noisy})
+
+gives the results "clean/loss", "noisy/loss" and so on, under these names everywhere.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from trainer.base.argument_checks import check_bool, check_count
+from trainer.data.batches import Batches, are_arrays, batches, check_ends
+
+EvalData: TypeAlias = dict[str, Batches]  # keyed by name; a single data set has the name ""
+
+
+def read_eval_data(
+    data: Any,
+    argument: str,
+    strategy: tf.distribute.Strategy,
+    global_batch: int | None = None,
+    *,
+    limit: tuple[str, int | None] | None = None,
+    like: Any = None,
+) -> EvalData:
+    """Reads one data set to evaluate on, or a dict of several.
+
+    Args:
+        data: as for `batches`; or a dict of such data sets, keyed by name.
+        argument: name of the user's argument, for errors.
+        strategy: the strategy whose replicas will share each batch.
+        global_batch: the batch size for those data sets that are arrays.
+        limit: the name and value of the argument that limits the number of batches to evaluate; the
+            value None reads whole data sets, which must then end.
+        like: a batch of the training data, which tells a batch that is a dict from a dict of data
+            sets; None if there is none.
+
+    Raises:
+        TypeError, ValueError: if the limit is not a count, if a name is not a non-empty string, or
+            if a data set cannot be used.
+    """
+    name, steps = limit or ("", None)
+    if steps is not None:
+        check_count(name, steps)
+    named = data if is_named(data, like) else {"": data}
+    found = {}
+    for key, one in named.items():
+        check_name(key, argument, single=named is not data)
+        where = f"{argument}[{key!r}]" if named is data else argument
+        batch_size = global_batch if are_arrays(one) or named is not data else None
+        read = batches(one, where, strategy, batch_size)
+        if steps is None:
+            check_ends(read, where, limit=name)
+        else:
+            read = dataclasses.replace(read, dataset=read.dataset.take(steps))
+        found[key] = read
+    return found
+
+
+def is_named(data: Any, like: Any = None) -> bool:
+    """Returns whether data is a dict of data sets, and not one data set whose batches are dicts.
+
+    A dict that holds a dataset or a function is a dict of data sets. So is a dict of tuples, or of
+    dicts if the training data shows that these are no batches. A dict of arrays is one data set.
+
+    Args:
+        data: what a user passed.
+        like: a batch of the training data; None if there is none.
+
+    Example:
+        >>> x, y = tf.ones([4, 1]), tf.ones([4])
+        >>> is_named({"x": x, "y": y}), is_named({"clean": (x, y), "noisy": (x, y)})
+        (False, True)
+    """
+    if not isinstance(data, Mapping) or not data:
+        return False
+    if any(not are_arrays(one) for one in data.values()):
+        return True
+    if isinstance(like, Mapping) and set(like) == set(data):
+        return False
+    kinds = (tuple,) if like is None else (tuple, Mapping)
+    return all(isinstance(one, kinds) for one in data.values())
+
+
+def check_name(name: object, argument: str, *, single: bool) -> None:
+    """Raises TypeError unless the name of a data set is a string that is not empty."""
+    if not single and not (isinstance(name, str) and name):
+        raise TypeError(
+            f"`{argument}` must have names that are strings; got {name!r}. A result is named after "
+            'its data set, as in "clean/loss". Pass {"clean": clean, "noisy": noisy}, for example.'
+        )
+
+
+def evaluate_each(
+    data: EvalData, evaluate: Callable[[tf.data.Dataset], dict[str, float] | None]
+) -> dict[str, float] | None:
+    """Evaluates each data set, and returns all results under their names.
+
+    Args:
+        data: the data sets.
+        evaluate: evaluates one; returns None if it was stopped.
+
+    Returns:
+        The results; None if an evaluation was stopped.
+    """
+    results: dict[str, float] = {}
+    for name, found in data.items():
+        one = evaluate(found.dataset)
+        if one is None:
+            return None
+        results |= {result_name(name, key): value for key, value in one.items()}
+    return results
+
+
+def result_names(data: EvalData, results: Iterable[str]) -> list[str]:
+    """Returns the names under which `evaluate_each` returns the results of each data set.
+
+    Example:
+        >>> result_names({"clean": None, "noisy": None}, ["loss"])
+        ['clean/loss', 'noisy/loss']
+    """
+    results = list(results)
+    return [result_name(name, key) for name in data for key in results]
+
+
+def result_name(name: str, result: str) -> str:
+    """Returns the name of a result; `name` is "" for a single data set."""
+    return f"{name}/{result}" if name else result
+
+
+def check_schedule(
+    eval_data: Any, eval_interval: Any, eval_steps: Any, evaluate_at_start: Any
+) -> None:
+    """Raises TypeError or ValueError unless the arguments of `train` about evaluation agree."""
+    for name, count in (("eval_interval", eval_interval), ("eval_steps", eval_steps)):
+        if count is not None:
+            check_count(name, count)
+            check_any_data(name, count, None, eval_data)
+    check_bool("evaluate_at_start", evaluate_at_start)
+    if evaluate_at_start:
+        check_any_data("evaluate_at_start", True, False, eval_data)
+
+
+def check_any_data(name: str, value: object, default: object, eval_data: Any) -> None:
+    """Raises ValueError, naming the argument, if there is no data to evaluate on."""
+    if eval_data is None:
+        raise ValueError(
+            f"`{name}` must be {default} without `eval_data`; got {value}. There is nothing to "
+            "evaluate on. Pass eval_data= as well."
+        )
+
+
+def first_batch(data: EvalData) -> Any:
+    """Returns the first batch of the first data set."""
+    return next(iter(data.values())).first
