@@ -503,11 +503,18 @@ TRAINER = {
             "eval_interval",
             "Trainer().train(data, 1, global_batch=4, eval_data=data, eval_interval=0)",
         ),
+        ("eval_data", "Trainer().train(data, 1, global_batch=4, eval_data={1: data})"),
+        ("eval_steps", "Trainer().train(data, 1, global_batch=4, eval_steps=1)"),
+        (
+            "evaluate_at_start",
+            'Trainer().train(data, 1, global_batch=4, eval_data=data, evaluate_at_start="yes")',
+        ),
     ],
     "Trainer.evaluate": [
         ("data", 'started.evaluate("test")'),
         ("data", "started.evaluate(tf.data.Dataset.from_tensors(data).repeat())"),
         ("global_batch", "started.evaluate(data)"),
+        ("steps", "started.evaluate(data, global_batch=4, steps=0)"),
         ("precision", 'started.evaluate(data, global_batch=4, precision="float16")'),
         ("averaged", "started.evaluate(data, global_batch=4, averaged=True)"),
         ("averaged", 'started.evaluate(data, global_batch=4, averaged="yes")'),

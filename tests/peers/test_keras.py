@@ -862,12 +862,15 @@ def test_stop():
 
 
 def test_endless_evaluation_data_is_refused():
-    """Keras reads an endless generator for `validation_steps`. Here an evaluation is over all its
-    data, so endless data is refused (test_validation_data_infinite_generator).
+    """As in Keras, endless data is evaluated for a number of batches; without that number it is
+    refused (test_validation_data_infinite_generator).
     """
-    endless = tf.data.Dataset.from_tensor_slices(FIT).batch(20).repeat()
-    with pytest.raises(ValueError, match="take"):
-        mean_squared().evaluate(endless)
+    batches = tf.data.Dataset.from_tensor_slices(FIT).batch(20)
+    trainer = mean_squared()
+    with pytest.raises(ValueError, match="pass steps=100"):
+        trainer.evaluate(batches.repeat())
+
+    assert trainer.evaluate(batches.repeat(), steps=2) == trainer.evaluate(batches.take(2))
 
 
 def test_state_may_change_between_loops():

@@ -50,7 +50,9 @@ def read_eval_data(
     for key, one in named.items():
         check_name(key, argument, single=named is not data)
         where = f"{argument}[{key!r}]" if named is data else argument
-        batch_size = global_batch if are_arrays(one) or named is not data else None
+        # The batch size of training data is for arrays alone; one that a user passed is checked.
+        strict = named is not data and like is None
+        batch_size = global_batch if strict or are_arrays(one) else None
         read = batches(one, where, strategy, batch_size)
         if steps is None:
             check_ends(read, where, limit=name)

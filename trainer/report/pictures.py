@@ -98,7 +98,7 @@ def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
 def draw_curves(run: Run) -> Picture | None:
     """Draws the loss and each metric in its own panel, with training and validation together."""
     names = [name for name in run.train if is_metric(name)]
-    names += [name for name in map(metric_of, run.validation) if name not in names]
+    names += [metric_of(result, run) for result in run.validation]
     names = list(dict.fromkeys(names))
     if not names:
         return None
@@ -111,19 +111,15 @@ def draw_curves(run: Run) -> Picture | None:
         for name in names
         for split, results in (("training", run.train), ("validation", run.validation))
         for result in results
-        if name == (result if split == "training" else metric_of(result))
+        if name == (result if split == "training" else metric_of(result, run))
     ]
     return to_picture(figure, "loss", f"Curves over {run.last_step:,} steps: {'; '.join(ends)}.")
 
 
-def metric_of(result: str) -> str:
-    """Returns the name of a result without the name of the data set that it belongs to.
-
-    Example:
-        >>> metric_of("loss"), metric_of("clean/loss")
-        ('loss', 'loss')
-    """
-    return result.rpartition("/")[2]
+def metric_of(result: str, run: Run) -> str:
+    """Returns the name of a result of an evaluation, without its data set's name, if it has one."""
+    metric = result.partition("/")[2]
+    return metric if result not in run.train and metric in run.train else result
 
 
 def draw_metric(axes: Axes, run: Run, name: str) -> None:
@@ -132,7 +128,7 @@ def draw_metric(axes: Axes, run: Run, name: str) -> None:
     if name in run.train:
         shown.append(run.train[name])
         plot(axes, run.train[name], BLUE, label="training")
-    results = [result for result in run.validation if metric_of(result) == name]
+    results = [result for result in run.validation if metric_of(result, run) == name]
     for place, result in enumerate(results):
         shown.append(run.validation[result])
         color, marker = VALIDATION[place % len(VALIDATION)]

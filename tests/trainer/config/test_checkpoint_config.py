@@ -10,6 +10,7 @@ from trainer.config.checkpoint_config import CheckpointConfig
     [
         (CheckpointConfig(), None),
         (CheckpointConfig(best_metric="accuracy"), None),
+        (CheckpointConfig(), ["clean/loss", "noisy/loss"]),
         (CheckpointConfig(keep_best=1), ["loss"]),
         (CheckpointConfig(keep_best=1, best_metric="accuracy"), ["loss", "accuracy"]),
     ],
