@@ -16,6 +16,7 @@ The flag names are those of TensorFlow's official models (`--model_dir`, `--trai
 """
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -255,6 +256,9 @@ def make_trainer(
 ) -> TrainerType:
     """Makes the trainer that the flags describe, and writes the flags to `model_dir/flags.cfg`.
 
+    If that file exists, it is replaced when training begins: a run that is refused, or that only
+    evaluates, leaves it as it is.
+
     `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. On a machine without a GPU,
     `--distribution_strategy=mirrored` splits the CPU into `--logical_cpus` devices, so call this
     function before anything uses a device.
@@ -288,7 +292,11 @@ def make_trainer(
     if flag_values.model_dir and made.is_chief:
         model_dir = pathlib.Path(flag_values.model_dir)
         check_writable(model_dir)
-        save_flags(model_dir, flag_values)
+        write = functools.partial(write_atomically, model_dir / "flags.cfg", text_of(flag_values))
+        if (model_dir / "flags.cfg").exists():  # the run may yet be refused, or only evaluate
+            made.when_training_begins.append(write)
+        else:
+            write()
     return made
 
 
@@ -426,12 +434,12 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
     return scaling.parse_rule(text)
 
 
-def save_flags(model_dir: pathlib.Path, flag_values: flags.FlagValues) -> None:
-    """Writes the script's flags to `model_dir/flags.cfg`, one per line."""
+def text_of(flag_values: flags.FlagValues) -> str:
+    """Returns the script's flags as a flag file, one per line."""
     lines = [
         flag.serialize()
         for module in (sys.argv[0], __name__)
         for flag in flag_values.get_key_flags_for_module(module)
         if flag.value is not None
     ]
-    write_atomically(model_dir / "flags.cfg", "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"

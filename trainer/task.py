@@ -74,7 +74,8 @@ class Task:
         self._given_model = model
         self._given_optimizer = optimizer
         overridden = type(self).build_optimizer is not Task.build_optimizer
-        self.has_optimizer = optimizer is not None or overridden
+        # A subclass may have assigned `self.optimizer` before it calls this constructor.
+        self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
         self._loss_fn = resolve_loss(loss_fn)
 

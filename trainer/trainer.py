@@ -20,7 +20,9 @@ from trainer.base.argument_checks import (
     check_writable,
 )
 from trainer.base.autograph import without_autograph
+from trainer.base.scoped_seed import ScopedSeed
 from trainer.checkpoint.best import export_model
+from trainer.config.attributes import assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import take_fields
 from trainer.config.groups import (
@@ -48,6 +50,7 @@ from trainer.data.batches import (
     same_data,
     target_step,
 )
+from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
@@ -137,9 +140,9 @@ class Trainer(Task):
             measures which of these values is fastest before its first step, and keeps that value.
             The results of different values differ by rounding.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
-            2^32 - 1. Python's, NumPy's and TensorFlow's global seeds are set to it when the
-            model is built. None leaves the global seeds alone and draws a random seed for the
-            steps.
+            2^32 - 1. While the model and the optimizer are built, the global generators of Python,
+            NumPy, TensorFlow and Keras are set to it; then they are put back. With None, the model
+            draws from the global generators as they are, and a random seed is chosen for the steps.
 
     Args: Checkpoints and resuming
         checkpoint_interval: number of steps between checkpoints. None saves only at the end of
@@ -156,9 +159,11 @@ class Trainer(Task):
             position. "skip" reads and drops as many batches as were used. "restart" begins a new
             pass.
         allow_changes: settings that may differ from the run that is resumed: "precision",
-            "loss_scale", "seed", "num_replicas", "global_batch" and "data". A new loss-scale rule
-            begins at its initial scale. A change of the seed, the global batch or the data restarts
-            the data.
+            "loss_scale", "seed", "num_replicas", "global_batch", "data", "num_microbatches",
+            "model", "optimizer", "loss", "global_clipnorm", "clipnorm", "clipvalue",
+            "ema_momentum" and "alternate_optimizers". A new loss-scale rule begins at its initial
+            scale, and a new learning rate replaces the saved one. A change of the seed, the global
+            batch or the data restarts the data. docs/resume.md lists all changes.
         init_from: a checkpoint, a model_dir, or a file of Keras weights from which a new run loads
             its initial weights. Nothing but the weights is loaded. A resumed run ignores it.
 
@@ -288,10 +293,18 @@ class Trainer(Task):
         check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"
-        self._started = self._evaluating = self._introduced = False
         self._trained_on: tuple[Any, DataPosition] | None = None
+        self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self.stop_asked = False
+        self._started = self._evaluating = self._introduced = False  # from here on, see __setattr__
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, unless what it stands for is fixed; see `config/attributes.py`."""
+        check_assignment(self, name, value, Trainer)
+        super().__setattr__(name, value)
+        if name == "optimizer":
+            self.has_optimizer = True
 
     def _take_run(self, config: RunConfig) -> None:
         self.strategy = config.resolved_strategy
@@ -301,6 +314,7 @@ class Trainer(Task):
         self.model_dir = config.folder
         self.steps_per_loop = config.steps_per_loop
         self.seed = config.seed
+        self._seeded = ScopedSeed(config.seed)
 
     def _take_precision(self, config: PrecisionConfig) -> None:
         self.precision = config.resolved
@@ -340,15 +354,14 @@ class Trainer(Task):
     @functools.cached_property
     def model(self) -> Model:
         """The model, made by `build_model` on first use, under the precision's dtype policy."""
-        if self.seed is not None:
-            keras.utils.set_random_seed(self.seed)
-        with self.strategy.scope(), dtype_policy(self.precision):
+        seeded = self._seeded.in_use(from_start=True)
+        with seeded, self.strategy.scope(), dtype_policy(self.precision):
             return self.build_model()
 
     @functools.cached_property
     def optimizer(self) -> Any:
         """The optimizer or a dict of several, made by `build_optimizer` on first use."""
-        with self.strategy.scope():
+        with self._seeded.in_use(), self.strategy.scope():
             return self.build_optimizer()
 
     @property
@@ -473,6 +486,8 @@ class Trainer(Task):
             loop.check(first=not self._introduced)
             if not self._introduced:
                 loop.introduce()
+                while self.when_training_begins:
+                    self.when_training_begins.pop(0)()
                 self._introduced = True
             if choice:
                 log.say(str(choice))
@@ -488,14 +503,15 @@ class Trainer(Task):
         self, data: Batches, target: int, log: RunLog, position: DataPosition
     ) -> Choice | None:
         """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
-        auto, self.compile_mode_open = self.compile_mode_open, False
+        auto = self.compile_mode_open
+        assign(self, "compile_mode_open", value=False)
         steps_left, choice = target - self.totals.attempted, None
         if auto:
             with log.console.status("measuring what XLA should compile ..."):
                 choice = settle(self, self._parts, data, steps_left, self._use)
         if steps_left > 0 and not self._introduced:
             self._leave_xla_out_if_needed(position.iterator, auto=auto)
-        self.jit_compile = self._parts.plan.jit_compile
+        assign(self, "jit_compile", self._parts.plan.jit_compile)
         return choice
 
     def _leave_xla_out_if_needed(self, iterator: tf.data.Iterator, *, auto: bool) -> None:
@@ -524,6 +540,8 @@ class Trainer(Task):
             multi_worker = strategies.capabilities(self.strategy).multi_worker
             if (self.model_dir or multi_worker) and not are_arrays(train_data):
                 position.check_savable()
+            elif self.model_dir and position.resume_mode != "restart":
+                position.content = of_arrays(train_data)
         self._trained_on = train_data, position
         return position
 
@@ -717,7 +735,7 @@ class Trainer(Task):
         check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
         record, dataset, state = read_record(pathlib.Path(overflow))
         if self.compile_mode_open and not self._started:
-            self.jit_compile = record.setting["jit_compile"]
+            assign(self, "jit_compile", record.setting["jit_compile"])
         check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))
         return rerun_step(record, dataset, state, self._parts.plan)
@@ -793,7 +811,8 @@ class Trainer(Task):
             if self._parts is not parts:
                 self._setup = setup_of(self._parts.plan)
             return
-        self._parts = build(self, batch, forward or self.compute_loss, training=training)
+        with self._seeded.in_use():
+            self._parts = build(self, batch, forward or self.compute_loss, training=training)
         self._setup = setup_of(self._parts.plan)
         self._started = True
         self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`

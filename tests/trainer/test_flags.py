@@ -111,6 +111,33 @@ def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
     assert make_trainer(Linear, reread).rule == scaling.FixedLossScale(1024.0)
 
 
+def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
+    """`flags.cfg` is replaced when training begins: not by a run that is refused, nor by an
+    evaluation.
+    """
+    monkeypatch.setattr("sys.argv", [__name__])
+    written, data = tmp_path / "flags.cfg", slopes(2.0, 2.0, 2.0, 2.0)
+
+    def run(*arguments):
+        values = parse(
+            *arguments,
+            f"--model_dir={tmp_path}",
+            "--batch_size=4",
+            "--verbose=quiet",
+            train_steps=2,
+        )
+        return run_mode(make_trainer(Linear, values), data, data, values)
+
+    run("--seed=1")
+    first = written.read_text()
+    with pytest.raises(ValueError, match="`seed` must be the same"):
+        run("--seed=2", "--train_steps=4")
+    run("--mode=eval", "--log_steps=7")
+    assert written.read_text() == first
+    run("--seed=1", "--train_steps=4")
+    assert "--train_steps=4" in written.read_text().split("\n")
+
+
 def test_a_script_has_its_own_defaults():
     """A script's default applies unless the flag is given; an unknown name is refused."""
     assert parse(train_steps=7).train_steps == 7

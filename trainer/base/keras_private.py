@@ -5,13 +5,18 @@ The tests of this file fail if one changes. Everything else in this project uses
 
 import contextlib
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state as keras_globals
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import kernels
 
 
@@ -348,3 +353,38 @@ def load_xla() -> None:
     """Makes TensorFlow register what XLA can compile."""
     with tf.init_scope():
         tf.function(lambda: tf.constant(0.0) + 1.0, jit_compile=True)()
+
+
+class FrameworkRandomState(NamedTuple):
+    """The state of the global random generators of TensorFlow and Keras."""
+
+    tensorflow_seed: int | None
+    tensorflow_generator: random.Random | None  # gives operations without a seed theirs
+    keras_seed: int | None
+    keras_generator: keras.random.SeedGenerator | None  # for `keras.random` without a seed
+
+
+def framework_random_state() -> FrameworkRandomState:
+    """Returns the state of the global random generators of TensorFlow and Keras.
+
+    `tf.random.set_seed` and `keras.utils.set_random_seed` are public; that the state can be read,
+    and put back later, is not.
+    """
+    context = tf_context.context()
+    return FrameworkRandomState(
+        context._seed,
+        vars(context).get("_rng"),
+        keras_globals.get_global_attribute(GLOBAL_RANDOM_SEED),
+        keras_globals.get_global_attribute(GLOBAL_SEED_GENERATOR),
+    )
+
+
+def set_framework_random_state(state: FrameworkRandomState) -> None:
+    """Puts the global random generators of TensorFlow and Keras back into a state.
+
+    Unlike `tf.random.set_seed`, this keeps the counters of eager operations with their own seed.
+    """
+    context = tf_context.context()
+    context._seed, context._rng = state.tensorflow_seed, state.tensorflow_generator
+    keras_globals.set_global_attribute(GLOBAL_RANDOM_SEED, state.keras_seed)
+    keras_globals.set_global_attribute(GLOBAL_SEED_GENERATOR, state.keras_generator)

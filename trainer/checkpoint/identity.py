@@ -19,9 +19,8 @@ from trainer.base.describe import (
     plain_attributes,
 )
 from trainer.base.keras_private import all_layers
+from trainer.checkpoint.folder import Facts
 from trainer.step.types import Model
-
-Facts = dict[str, Plain]
 
 
 class Difference(NamedTuple):

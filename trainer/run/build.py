@@ -13,9 +13,11 @@ import strategies
 from strategies.division import cut_rows, tensors_in
 from trainer.base.keras_private import recompute_constants
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.compatibility import versions, warn_about_model
 from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
+from trainer.config.attributes import assign
 from trainer.config.resolve import dtype_policy
 from trainer.evaluation.evaluator import Evaluator
 from trainer.log.summary import check_metric_names
@@ -23,6 +25,7 @@ from trainer.loop.inner import run_steps
 from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
+from trainer.run.identity import identity_of
 from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
 from trainer.run.roots import roots_of
 from trainer.step import StepPlan, TrainState, plan_step
@@ -79,13 +82,24 @@ def build(
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
         checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
-        checkpoints.restore(clean_up=training)
+        identity = identity_of(trainer, optimizers_of(trainer), metrics.train)
+        path = checkpoints.restore(clean_up=training)
+        if path and not training:
+            ours = {"identity": identity, "versions": versions()}
+            warn_about_model(checkpoints.facts, ours, path)
         if isinstance(model, keras.Model):
             recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     depending = parts_of_plan(trainer, plan, state, stop)
-    return Parts(state=state, stop=stop, metrics=metrics, checkpoints=checkpoints, **depending)
+    return Parts(
+        state=state,
+        stop=stop,
+        metrics=metrics,
+        checkpoints=checkpoints,
+        identity=identity,
+        **depending,
+    )
 
 
 def can_train(trainer: RunnableTrainer) -> bool:
@@ -258,7 +272,7 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
     if without_xla:
         if trainer.jit_compile is True:
             warn_of_plain_step(listed_layers(without_xla), trainer.precision.compute_dtype)
-        trainer.jit_compile = False
+        assign(trainer, "jit_compile", value=False)
     return plan_step(
         strategy=trainer.strategy,
         model=trainer.model,

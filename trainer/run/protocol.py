@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import scaling
 from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.identity import Facts
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.skip_policy import SkipPolicy
 from trainer.evaluation.evaluator import Evaluator
@@ -58,6 +59,7 @@ class Parts(NamedTuple):
     evaluator: Evaluator
     checkpoints: Checkpoints
     recorder: FlightRecorder | None
+    identity: Facts  # what makes the run the same: see `identity.py`
 
 
 class RunnableTrainer(Protocol):

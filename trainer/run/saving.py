@@ -1,14 +1,19 @@
 """Saves a run with everything that is needed to resume it, and resumes it."""
 
+import pathlib
 import time
+from collections.abc import Collection
 from typing import Any
 
 import strategies
 from trainer.checkpoint.compatibility import check_same, versions
+from trainer.checkpoint.identity import Facts
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
 from trainer.monitor.divergence import LossWatch
+from trainer.run.build import optimizers_of
+from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
 
 
@@ -55,16 +60,9 @@ class RunSaver:
             state.consecutive_skips.assign(0)
         if checkpoints.resumed or not checkpoints.latest:
             return
-        saved, ours = dict(checkpoints.facts), self.facts()
-        # Compare the descriptions of the pipelines only if both runs have the same `data_resume`:
-        # not every value of it makes a run describe its pipeline.
-        if saved["data_resume"] == ours["data_resume"]:
-            for facts in (saved, ours):
-                facts["data"] += facts["pipeline"]
-        allowed = trainer.checkpoint_config.allow_changes
-        changed = check_same(saved, ours, allowed, checkpoints.latest)
-        if "seed" in changed and trainer.seed is not None:
-            state.random_seed.assign(trainer.seed)
+        saved = dict(checkpoints.facts)
+        changed = self._changes(saved, checkpoints.latest)
+        self._take_changes(saved, changed)
         if not {"seed", "global_batch", "data"} & {*changed}:
             self._position.read(checkpoints.latest, saved["batches_taken"])
         if self._watch and saved["divergence"]:
@@ -86,14 +84,57 @@ class RunSaver:
         """
         if self._saved_step == step and not again:
             return
-        facts = self.facts() | {
-            "batches_taken": self._position.taken,
-            "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
-            "actions": [action.state() for action in self._trainer.actions],
-            "divergence": self._watch.state() if self._watch else None,
-        }
+        facts = (
+            self.facts()
+            | self.identity()
+            | {
+                "batches_taken": self._position.taken,
+                "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
+                "actions": [action.state() for action in self._trainer.actions],
+                "divergence": self._watch.state() if self._watch else None,
+            }
+        )
         self._parts.checkpoints.save(step, facts, self._position)
         self._saved_step, self._saved_time = step, time.monotonic()
+
+    def _changes(self, saved: Facts, path: pathlib.Path) -> list[str]:
+        """Returns the names of what has changed since a checkpoint; raises if one may not change.
+
+        Args:
+            saved: contents of the checkpoint's `run.json`.
+            path: path of the checkpoint.
+        """
+        ours = self.facts() | self.identity()
+        # Compare the descriptions of the pipelines only if both runs have the same `data_resume`:
+        # not every value of it makes a run describe its pipeline.
+        if saved["data_resume"] == ours["data_resume"]:
+            for facts in (saved, ours):
+                facts["data"] += facts["pipeline"]
+        return check_same(saved, ours, self._trainer.checkpoint_config.allow_changes, path)
+
+    def _take_changes(self, saved: Facts, changed: Collection[str]) -> None:
+        """Puts changes into effect where the restored values would hide them."""
+        trainer, state = self._trainer, self._parts.state
+        if "optimizer" in changed:
+            self._take_learning_rates(saved["identity"]["optimizer"])
+        if "metrics" in changed:
+            for metric in self._parts.metrics.train.values():
+                metric.reset_state()
+        if "seed" in changed and trainer.seed is not None:
+            state.random_seed.assign(trainer.seed)
+
+    def _take_learning_rates(self, saved: Facts) -> None:
+        """Sets the learning rates that the program has changed; others stay as they were saved.
+
+        Args:
+            saved: the description of the optimizers in the checkpoint.
+        """
+        ours = self._parts.identity["optimizer"]
+        for name, optimizer in all_optimizers(optimizers_of(self._trainer)).items():
+            rate = ours[name].get("learning_rate")
+            if isinstance(rate, float) and rate != saved.get(name, {}).get("learning_rate"):
+                with self._trainer.strategy.scope():
+                    optimizer.learning_rate = rate
 
     def is_late(self) -> bool:
         """Returns whether `checkpoint_secs` have passed on any worker since the last checkpoint."""
@@ -101,8 +142,14 @@ class RunSaver:
         late = secs is not None and time.monotonic() - self._saved_time >= secs
         return secs is not None and strategies.any_worker(late, self._trainer.strategy)
 
+    def identity(self) -> dict[str, Any]:
+        """Returns the longer entries of `run.json`, which say what makes the run the same."""
+        content = self._position.content
+        known = {} if content is None else {"content": content}
+        return {"identity": self._parts.identity, **known}
+
     def facts(self) -> dict[str, Any]:
-        """Returns the entries of `run.json` that do not change during training."""
+        """Returns the short entries of `run.json` that do not change during training."""
         trainer, data = self._trainer, self._position.data
         return {
             "versions": versions(),

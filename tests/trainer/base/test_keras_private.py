@@ -12,6 +12,7 @@ from trainer.base.keras_private import (
     average_overwrites_on_replicas,
     computing_in_float32,
     differentiable_moments,
+    framework_random_state,
     gradients_already_reduced,
     has_xla_kernel,
     inner_optimizer,
@@ -23,6 +24,7 @@ from trainer.base.keras_private import (
     recompute_constants,
     regularizers_in_float32,
     replaced_calls,
+    set_framework_random_state,
     slot_variables,
     traced_functions,
 )
@@ -386,3 +388,31 @@ def test_xla_has_kernels_for_products_but_not_for_strings():
     """TensorFlow's list of kernels has XLA's."""
     assert has_xla_kernel("MatMul")
     assert not has_xla_kernel("StringFormat")
+
+
+def test_the_global_generators_of_tensorflow_and_keras_can_be_put_back():
+    """They then draw the same again, also if TensorFlow had no seed; `tf.data` takes the seed, too."""
+
+    def draws():
+        shuffled = tf.data.Dataset.range(9).shuffle(9)
+        numbers = [int(number) for number in shuffled] if tf_seed is not None else []
+        return [float(keras.random.uniform([])), *numbers]
+
+    for tf_seed in (None, 3):
+        keras.utils.set_random_seed(1)
+        keras.random.uniform([])  # makes Keras's global generator
+        tf.random.set_seed(tf_seed)
+        before = framework_random_state()
+        assert before.tensorflow_seed == tf_seed
+        assert before.keras_seed == 1
+        keras.utils.set_random_seed(2)
+        other = framework_random_state()
+        assert other != before
+        set_framework_random_state(before)
+        assert framework_random_state() == before
+        first = draws()
+        set_framework_random_state(other)
+        set_framework_random_state(before)
+        assert draws() != first  # the generators themselves have moved on
+        assert tf_seed is None or not np.array_equal(draws(), first)
+    keras.utils.set_random_seed(0)

@@ -32,9 +32,15 @@ class Traced(Linear):
         """A count of the examples."""
         return {"seen": keras.metrics.Sum()}
 
+    def compute_loss(self, batch, training):
+        """The same for slopes of any dtype."""
+        return super().compute_loss(
+            batch | {"slope": tf.cast(batch["slope"], tf.float32)}, training
+        )
+
     def update_metrics(self, batch, aux):
         """Counts the examples."""
-        self.metrics["seen"].update_state(tf.ones_like(batch["slope"]))
+        self.metrics["seen"].update_state(tf.ones_like(batch["x"][:, 0]))
 
     def on_train_begin(self):
         """Records the restored values."""
@@ -135,28 +141,14 @@ def as_doubles():
     return data | {"slope": data["slope"].astype(np.float64)}
 
 
-class InDoubles(Traced):
-    """Reads slopes in float64."""
-
-    def compute_loss(self, batch, training):
-        """The same as in the base class."""
-        return super().compute_loss(
-            batch | {"slope": tf.cast(batch["slope"], tf.float32)}, training
-        )
-
-    def update_metrics(self, batch, aux):
-        """The same as in the base class."""
-        super().update_metrics(batch | {"slope": tf.cast(batch["slope"], tf.float32)}, aux)
-
-
-@pytest.mark.parametrize("name", list(ARGUMENTS))
+@pytest.mark.parametrize("name", list(WORDS))
 def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirrored, caplog, name):
     """The error gives the path, both values and a remedy. If the change is allowed, a warning gives
     them and the run resumes: weights and counts continue, a new rule starts at its initial scale,
     the data start over if they, their batches or the seed have changed, metrics start over with
     another number of replicas, and everything else continues.
     """
-    kind, changes = Traced, {}
+    changes = {}
     if name == "precision":
         changes = {"precision": "mixed_bfloat16"}
     elif name == "loss_scale":
@@ -167,12 +159,12 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
         changes = {"strategy": mirrored(2)}
     train = {"data": slopes(*SLOPES), "global_batch": 4 if name == "global_batch" else 2}
     if name == "data":
-        kind, train["data"] = InDoubles, as_doubles()
+        train["data"] = as_doubles()
 
     def go(path, **arguments):
         keras.utils.set_random_seed(0)  # TensorFlow's shuffles also depend on its global seed
         caplog.clear()
-        trainer = kind(model_dir=path, **changes, **arguments)
+        trainer = Traced(model_dir=path, **changes, **arguments)
         trainer.train(train["data"], steps=END, global_batch=train["global_batch"])
         return trainer
 
@@ -214,7 +206,7 @@ def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirr
     }
     if name in ("seed", "global_batch", "data"):
         keras.utils.set_random_seed(0)
-        fresh = kind(**changes)
+        fresh = Traced(**changes)
         fresh.train(train["data"], steps=END - SAVED_AT, global_batch=train["global_batch"])
         assert trainer.moves == fresh.moves
         # The new checkpoint counts the batches of the new data.
@@ -247,7 +239,9 @@ def test_allow_changes_is_a_sequence_of_names():
         check_allow_changes(("seeds",))
     assert str(error.value) == (
         "`allow_changes` must be one of 'precision', 'loss_scale', 'seed', 'num_replicas', "
-        "'global_batch', 'data'; got 'seeds'. There are no other choices. Did you mean 'seed'?"
+        "'global_batch', 'data', 'num_microbatches', 'model', 'optimizer', 'loss', "
+        "'global_clipnorm', 'clipnorm', 'clipvalue', 'ema_momentum', 'alternate_optimizers'; got "
+        "'seeds'. There are no other choices. Did you mean 'seed'?"
     )
 
 
@@ -267,6 +261,97 @@ def test_other_versions_only_warn(before, model_dir, caplog):
     ]
     assert trainer.moves == before[1].moves[SAVED_AT:]
     assert len({*trainer.moves}) > 4
+
+
+def rewritten(path, change):
+    """Changes the facts of a checkpoint, which stays intact."""
+    facts = folder.read_manifest(path)
+    change(facts)
+    (path / "run.json").write_text(folder.sealed(facts))
+
+
+def test_older_checkpoints_resume(before, model_dir, caplog):
+    """What a checkpoint has not recorded is named in a warning, and nothing else is compared less."""
+    path = model_dir / "ckpt-4"
+
+    def forget(facts):
+        del facts["identity"], facts["content"]
+
+    rewritten(path, forget)
+    with pytest.raises(ValueError, match="`seed` must be the same"):
+        run(model_dir, seed=2)
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        trainer = run(model_dir)
+
+    assert warnings_in(caplog) == [
+        f"{path} was written by an older version of halfstep, which did not record model, "
+        "optimizer, loss, global_clipnorm, clipnorm, clipvalue, ema_momentum, "
+        "alternate_optimizers, metrics, on_overflow, max_retries, on_nonfinite_loss, "
+        "max_consecutive_skips, on_stuck, attribute_causes, content of the data. The run resumes "
+        "without comparing them."
+    ]
+    assert trainer.moves == before[1].moves[SAVED_AT:]
+
+
+def test_other_versions_describe_less_or_more(model_dir):
+    """Bytecode is compared within a version of Python, and settings that only one version of Keras
+    knows are not compared with another.
+    """
+    path = model_dir / "ckpt-4"
+
+    def change(facts):
+        facts["versions"] |= {"keras": "3.0.0", "python": "3.10.0"}
+        facts["identity"]["loss"]["compute_loss"]["code"] = "another"
+        facts["identity"]["optimizer"]["optimizer"]["lookahead"] = 2.0
+
+    rewritten(path, change)
+    run(model_dir, steps=5)
+    rewritten(model_dir / "ckpt-5", lambda facts: facts["versions"].update(keras="3.0.0"))
+    with pytest.raises(ValueError, match=r"got global_clipnorm 1\.0, and the checkpoint has None"):
+        run(model_dir, global_clipnorm=1.0)
+
+
+def test_other_values_in_the_data_are_refused(model_dir):
+    """Arrays of the same shape with other values are other data."""
+    with pytest.raises(ValueError, match="`train_data` must be the same") as error:
+        run(model_dir, data=slopes(*SLOPES[:-1], 3.0))
+    assert "got data component 0 'float32 (8,), norm " in str(error.value)
+    trainer = run(model_dir, data=slopes(*SLOPES[:-1], 3.0), allow_changes=("data",))
+    assert 3.0 in [2 * move - other for move in trainer.moves for other in SLOPES]
+
+
+def test_another_metric_begins_at_zero(model_dir, caplog):
+    """Values of one metric do not continue in another."""
+    rewritten(
+        model_dir / "ckpt-4",
+        lambda facts: facts["identity"]["metrics"].update(seen={"class": "Other"}),
+    )
+    with caplog.at_level("WARNING"):
+        trainer = run(model_dir)
+    assert trainer.began_with["seen"] == 0.0
+    assert warnings_in(caplog) == [
+        f"metrics seen was 'Other' in {model_dir / 'ckpt-4'} and is 'Sum' now. The training "
+        "metrics begin at zero."
+    ]
+
+
+def test_evaluation_warns_of_another_model(model_dir, caplog):
+    """An evaluation of other layers with the same weights is announced."""
+
+    class Activated(Traced):
+        def build_model(self):
+            layer = keras.layers.Dense(1, "relu", use_bias=False)
+            return keras.Sequential([keras.Input([1]), layer])
+
+    for kind, words in ((Traced, []), (Activated, ["'relu' now and was 'linear'"])):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            kind(model_dir=model_dir, precision="mixed_bfloat16", seed=None).evaluate(
+                slopes(*SLOPES), global_batch=8
+            )
+        assert len(warnings_in(caplog)) == len(words)
+        assert all(word in text for word, text in zip(words, warnings_in(caplog), strict=True))
 
 
 class Models(Traced):

@@ -1,0 +1,93 @@
+"""Seeds the global random generators for a block of code, and puts them back afterwards.
+
+Keras draws initial weights from Python's generator, and a user's `build_model` may draw from
+NumPy's or TensorFlow's. All of these are global: a trainer that seeded them for good would change
+what the rest of the program draws, and the seeds of every dataset that is made later.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from trainer.base.keras_private import (
+    FrameworkRandomState,
+    framework_random_state,
+    set_framework_random_state,
+)
+
+
+class RandomState(NamedTuple):
+    """The state of all global random generators."""
+
+    python: Any
+    numpy: Any
+    frameworks: FrameworkRandomState
+
+
+def random_state() -> RandomState:
+    """Returns the state of the global generators of Python, NumPy, TensorFlow and Keras."""
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002  # the global one is meant
+    return RandomState(random.getstate(), numpy_state, framework_random_state())
+
+
+def set_random_state(state: RandomState) -> None:
+    """Puts the global generators of Python, NumPy, TensorFlow and Keras into a state."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)  # noqa: NPY002  # the global one is meant
+    set_framework_random_state(state.frameworks)
+
+
+class ScopedSeed:
+    """The random numbers that one trainer draws from global generators.
+
+    They continue from one block to the next, as if nothing else drew any.
+
+    Args:
+        seed: the seed; None leaves the global generators alone.
+
+    Example:
+        >>> seeded = ScopedSeed(1)
+        >>> with seeded.in_use():
+        ...     first = random.random()
+        >>> with seeded.in_use():
+        ...     second = random.random()
+        >>> expected = random.Random(1)
+        >>> [first, second] == [expected.random(), expected.random()]
+        True
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        """Stores the seed."""
+        self._seed = seed
+        self._state: RandomState | None = None  # None before the first block
+        self._in_use = False
+
+    @contextlib.contextmanager
+    def in_use(self, *, from_start: bool = False) -> Iterator[None]:
+        """Context manager: the global generators are this trainer's, and then as they were found.
+
+        TensorFlow restarts the counters of eager operations with a seed of their own
+        (`tf.random.uniform([], seed=1)`) whenever its seed is set, which cannot be undone.
+
+        Args:
+            from_start: whether to begin again with the seed.
+        """
+        if self._seed is None or self._in_use:
+            yield
+            return
+        before = random_state()
+        if from_start or self._state is None:
+            keras.utils.set_random_seed(self._seed)
+        else:
+            set_random_state(self._state)
+        self._in_use = True
+        try:
+            yield
+            self._state = random_state()
+        finally:
+            self._in_use = False
+            set_random_state(before)

@@ -1,0 +1,81 @@
+"""Gathers what makes a trainer's run the same, for `run.json` and for the log."""
+
+from typing import Any
+
+import keras
+
+from trainer.base.describe import describe
+from trainer.checkpoint.identity import Facts, loss_facts, model_facts, optimizer_facts
+from trainer.run.protocol import RunnableTrainer
+from trainer.step.objective import single_optimizers
+from trainer.step.types import MetricsByName
+
+# Raised by one when descriptions change, so that older ones are not compared with newer ones.
+VERSION = 1
+
+# The methods of a trainer that compute a loss or an update.
+METHODS = ("compute_loss", "example_weights", "train_step")
+
+
+def identity_of(
+    trainer: RunnableTrainer,
+    optimizers: dict[str, keras.optimizers.Optimizer],
+    metrics: MetricsByName,
+) -> Facts:
+    """Returns what makes a run the same, keyed by the names that `allow_changes` accepts.
+
+    Call it before a checkpoint is restored. Settings that `run.json` has held for longer, such as
+    the precision and the seed, are not included.
+
+    Args:
+        trainer: the trainer, whose model is built.
+        optimizers: its optimizers, keyed by their names in a checkpoint.
+        metrics: its training metrics.
+    """
+    facts = optimizer_facts(all_optimizers(optimizers))
+    if trainer.ema_momentum is not None:  # recorded apart; the trainer sets it in the optimizers
+        for each in facts.values():
+            each.pop("ema_momentum", None)
+    return {
+        "version": VERSION,
+        "model": model_facts(trainer.model, trainer.precision.name),
+        "optimizer": facts,
+        "loss": loss_of(trainer),
+        "global_clipnorm": trainer.clip.global_clipnorm,
+        "clipnorm": trainer.clip.clipnorm,
+        "clipvalue": trainer.clip.clipvalue,
+        "ema_momentum": trainer.ema_momentum,
+        "alternate_optimizers": trainer.alternate_optimizers,
+        "metrics": describe(metrics),
+        **settings_for_skips(trainer),
+    }
+
+
+def all_optimizers(
+    optimizers: dict[str, keras.optimizers.Optimizer],
+) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns the optimizers, with those inside a `MultiOptimizer` in place of it."""
+    return {
+        (f"{name}.{place}" if one is not optimizer else name): one
+        for name, optimizer in optimizers.items()
+        for place, one in enumerate(single_optimizers(optimizer))
+    }
+
+
+def loss_of(trainer: RunnableTrainer) -> Facts:
+    """Returns what a trainer's loss is computed from."""
+    methods = {name: getattr(trainer, name) for name in METHODS}
+    return loss_facts(getattr(trainer, "_loss_fn", None), methods)
+
+
+def settings_for_skips(trainer: RunnableTrainer) -> dict[str, Any]:
+    """Returns the settings that only matter for steps that are skipped."""
+    policy = trainer.skip_policy
+    return {
+        "on_overflow": policy.on_overflow,
+        "max_retries": policy.max_retries,
+        "on_nonfinite_loss": policy.on_nonfinite_loss,
+        "max_consecutive_skips": policy.max_consecutive_skips,
+        "on_stuck": policy.on_stuck,
+        "attribute_causes": policy.attribute_causes,
+    }
