@@ -129,7 +129,8 @@ def remedy_for(trainer: Any, name: str, value: object, base: type) -> str | None
     if name in COMPUTED:
         return f"{COMPUTED[name]} {RENAME}" if inherited else None
     if name in ARGUMENTS_ONLY and name not in known and inherited:
-        return f"Pass {name}= to a new trainer." if kind.__init__ is base.__init__ else None
+        constructors = [getattr(each, "__init__") for each in (kind, base)]  # noqa: B009  # for mypy
+        return f"Pass {name}= to a new trainer." if len({*constructors}) == 1 else None
     return None
 
 

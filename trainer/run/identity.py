@@ -5,7 +5,8 @@ from typing import Any
 import keras
 
 from trainer.base.describe import describe
-from trainer.checkpoint.identity import Facts, loss_facts, model_facts, optimizer_facts
+from trainer.checkpoint.folder import Facts
+from trainer.checkpoint.identity import loss_facts, model_facts, optimizer_facts
 from trainer.run.protocol import RunnableTrainer
 from trainer.step.objective import single_optimizers
 from trainer.step.types import MetricsByName

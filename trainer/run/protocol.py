@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import scaling
 from trainer.checkpoint import Checkpoints
-from trainer.checkpoint.identity import Facts
+from trainer.checkpoint.folder import Facts
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.skip_policy import SkipPolicy
 from trainer.evaluation.evaluator import Evaluator

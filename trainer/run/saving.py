@@ -7,7 +7,7 @@ from typing import Any
 
 import strategies
 from trainer.checkpoint.compatibility import check_same, versions
-from trainer.checkpoint.identity import Facts
+from trainer.checkpoint.folder import Facts
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
