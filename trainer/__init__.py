@@ -18,6 +18,8 @@ if typing.TYPE_CHECKING:
     from trainer.checkpoint import CheckpointError
     from trainer.data.errors import DataError
     from trainer.log.summary import Totals, TrainSummary
+    from trainer.log.tracker_services import AimTracker, MLflowTracker, WandbTracker
+    from trainer.log.trackers import TrackedRun, Tracker
     from trainer.monitor.actions import Action
     from trainer.monitor.divergence import DivergedError, Divergence
     from trainer.monitor.lost_worker import WorkerLostError
@@ -28,34 +30,44 @@ if typing.TYPE_CHECKING:
 
 _HOMES = {
     "Action": "trainer.monitor.actions",
+    "AimTracker": "trainer.log.tracker_services",
     "CheckpointError": "trainer.checkpoint",
     "DataError": "trainer.data.errors",
     "DivergedError": "trainer.monitor.divergence",
     "Divergence": "trainer.monitor.divergence",
     "DryRun": "trainer.run.dry_run",
+    "MLflowTracker": "trainer.log.tracker_services",
     "Overfit": "trainer.run.dry_run",
     "StepReport": "trainer.step.report",
     "Totals": "trainer.log.summary",
+    "TrackedRun": "trainer.log.trackers",
+    "Tracker": "trainer.log.trackers",
     "TrainSummary": "trainer.log.summary",
     "Trainer": "trainer.trainer",
     "TrainingStuckError": "trainer.monitor.stuck",
+    "WandbTracker": "trainer.log.tracker_services",
     "WorkerLostError": "trainer.monitor.lost_worker",
     "find_batch_size": "trainer.run.dry_run",
 }
 
 __all__ = [
     "Action",
+    "AimTracker",
     "CheckpointError",
     "DataError",
     "DivergedError",
     "Divergence",
     "DryRun",
+    "MLflowTracker",
     "Overfit",
     "StepReport",
     "Totals",
+    "TrackedRun",
+    "Tracker",
     "TrainSummary",
     "Trainer",
     "TrainingStuckError",
+    "WandbTracker",
     "WorkerLostError",
     "find_batch_size",
 ]

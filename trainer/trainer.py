@@ -66,6 +66,8 @@ from trainer.log.console import resolve_style
 from trainer.log.history import History
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
+from trainer.log.tracker_services import make_tracker
+from trainer.log.trackers import Tracker, Trackers
 from trainer.monitor.actions import Action
 from trainer.monitor.divergence import Divergence, LossWatch
 from trainer.monitor.preemption import StopSignals
@@ -204,6 +206,8 @@ class Trainer(Task):
             rolled back. None disables rollbacks.
         actions: a sequence of `trainer.Action`, each a function to call every given number of
             steps or seconds.
+        trackers: where to record settings, log lines and evaluations besides `model_dir`: "mlflow",
+            "wandb", "aim", or objects with the methods of `trainer.Tracker`.
 
     Raises:
         TypeError, ValueError: for an argument that is not allowed. An argument that depends
@@ -277,6 +281,7 @@ class Trainer(Task):
         check_gradients: bool = MonitorConfig.check_gradients,
         divergence: Divergence | None = MonitorConfig.divergence,
         actions: Sequence[Action] = MonitorConfig.actions,
+        trackers: Sequence[str | Tracker] = MonitorConfig.trackers,
         **unknown: object,
     ) -> None:
         """Checks and stores the arguments. The model is built when it is first used."""
@@ -345,6 +350,7 @@ class Trainer(Task):
         self.record_gradients = config.record_gradients
         self.check_gradients = config.check_gradients
         self.actions = list(config.actions)
+        self.trackers = [make_tracker(each) for each in config.trackers]
         self.divergence = config.divergence
         self._watch = LossWatch(config.divergence) if config.divergence else None
 
@@ -526,7 +532,9 @@ class Trainer(Task):
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
         names = self._parts.plan.variable_names
         model_dir = self.model_dir if self.is_chief else None
-        return RunLog(model_dir, self.style, names, self.precision.name, shares, self._history)
+        trackers = Trackers(self.trackers if self.is_chief else (), model_dir)
+        precision = self.precision.name
+        return RunLog(model_dir, self.style, names, precision, shares, self._history, trackers)
 
     def _position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns the position in the data, kept from the last call if the data is the same."""

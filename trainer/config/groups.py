@@ -19,6 +19,7 @@ from trainer.base.argument_checks import check_ema_momentum, check_path, check_s
 from trainer.config.fields import check_fields, checked, choice, count, switch
 from trainer.config.resolve import resolve_rule, resolve_strategy, warn_of_conflicts
 from trainer.log.console import resolve_style
+from trainer.log.trackers import Tracker, check_trackers
 from trainer.monitor.actions import Action, check_actions
 from trainer.monitor.divergence import Divergence, check_divergence
 from trainer.monitor.profiling import check_profile
@@ -128,6 +129,7 @@ class MonitorConfig:
     check_gradients: bool = switch(default=True)
     divergence: Divergence | None = None
     actions: Sequence[Action] = ()
+    trackers: Sequence[str | Tracker] = checked((), check_trackers)
 
     def __post_init__(self) -> None:
         """Checks the fields that do not depend on `model_dir`; see `check_model_dir`."""

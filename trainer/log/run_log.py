@@ -17,6 +17,7 @@ from trainer.log.console import RunConsole
 from trainer.log.history import History, read_history
 from trainer.log.model_table import VariableRow, build_table, format_markdown, total_size
 from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
+from trainer.log.trackers import Trackers
 from trainer.log.writers import RunWriters
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
@@ -33,6 +34,7 @@ class RunLog:
         shares: the number of backward passes per batch (replicas times microbatches), which is
             written with recorded gradients.
         history: the numbers of the run so far, to which this log adds; None begins with none.
+        trackers: where the numbers go besides; None for nowhere.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class RunLog:
         precision: str = "float32",
         shares: int = 1,
         history: History | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """Creates the writers and the console, and starts the clock."""
         self.writers = RunWriters(model_dir)
         self.console = RunConsole(style)
         self.history = History() if history is None else history
+        self.trackers = trackers or Trackers()
         self._precision = precision
         self._shares = shares
         self._variable_names = list(variable_names)
@@ -161,8 +165,7 @@ class RunLog:
         timed_steps = concatenate(timed) if timed else None
         interval = summarize(steps, totals, metrics, timed_steps, seconds, learning_rates)
         self.console.show_interval(interval, target, totals)
-        self.history.add("train", interval.step, interval.scalars())
-        self.writers.write_scalars("train", interval.step, interval.scalars())
+        self._write_scalars("train", interval.step, interval.scalars())
         if steps.magnitude_counts.size:
             self.writers.write_line(record_line(steps, self._precision, self._shares))
             self._write_underflow(steps)
@@ -209,9 +212,14 @@ class RunLog:
     def log_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Prints and writes the results of an evaluation during training."""
         self.say(f"validation at step {step}: {format_results(results)}")
-        self.history.add("validation", step, results)
-        self.writers.write_scalars("validation", step, results)
+        self._write_scalars("validation", step, results)
         self.restart_clock()
+
+    def _write_scalars(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes numbers to the history, the files and the trackers."""
+        self.history.add(split, step, scalars)
+        self.writers.write_scalars(split, step, scalars)
+        self.trackers.write_scalars(split, step, scalars)
 
     def restart_clock(self) -> None:
         """Restarts timing: the reported speed will cover only steps that begin after this call."""

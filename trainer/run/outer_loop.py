@@ -11,7 +11,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -23,6 +23,7 @@ from trainer.data.iterator_state import DataPosition
 from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals, TrainSummary
+from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
 from trainer.monitor.divergence import LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
@@ -123,16 +124,31 @@ class OuterLoop:
 
     def introduce(self) -> None:
         """Logs the model and the settings on the console and in `metrics.jsonl`."""
-        config = self._trainer.checkpoint_config
-        best = {"best_metric": config.best_metric, "best_is": config.best_is}
-        settings, rows = self._saver.facts() | best, variable_rows(self._trainer.model)
+        settings, rows = self._settings(), variable_rows(self._trainer.model)
         with self._reporter.writing():
             self._log.log_start(type(self._trainer).__name__, self._start, settings, rows)
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns the settings of the run, for the log and the trackers, as JSON types."""
+        config = self._trainer.checkpoint_config
+        best = {"best_metric": config.best_metric, "best_is": config.best_is}
+        return self._saver.facts() | best
+
+    def _tracked(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that records the run with its trackers, if there are any."""
+        folder, name = self._trainer.model_dir, type(self._trainer).__name__
+        if not self._trainer.trackers:
+            return contextlib.nullcontext()
+        settings = {key: value for key, value in self._settings().items() if key != "pipeline"}
+        name = folder.resolve().name if folder else name
+        run = TrackedRun(name, settings, self._start, folder, run_id=None)
+        return self._log.trackers.recording(run, self._request.target, lambda: self._step)
 
     def run(self) -> None:
         """Runs inner loops until the target is reached or the run is asked to stop."""
         progress = self._log.progress_bar(self._start, self._request.target)
-        with progress, worker_loss_explained(self._trainer.strategy, self._progress):
+        explained = worker_loss_explained(self._trainer.strategy, self._progress)
+        with self._tracked(), progress, explained:
             # A run that is resumed from a checkpoint of step 0 has been evaluated already.
             if self._request.evaluate_at_start and not (self._step or self._resumed):
                 self._evaluate()

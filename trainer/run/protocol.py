@@ -16,6 +16,7 @@ from trainer.checkpoint.folder import Facts
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.skip_policy import SkipPolicy
 from trainer.evaluation.evaluator import Evaluator
+from trainer.log.trackers import Tracker
 from trainer.monitor.actions import Action
 from trainer.monitor.divergence import Divergence
 from trainer.replay.recorder import FlightRecorder
@@ -91,6 +92,7 @@ class RunnableTrainer(Protocol):
     profile_steps: Sequence[int] | None
     divergence: Divergence | None
     actions: list[Action]
+    trackers: list[Tracker]
     is_chief: bool
     stop_asked: bool  # whether the run has been asked to stop
 

@@ -1,0 +1,147 @@
+"""What a run tells its trackers, and what it does when one of them fails."""
+
+import json
+import logging
+import math
+
+import pytest
+from helpers import Linear, slopes
+
+from trainer import TrackedRun, Tracker
+from trainer.log.trackers import check_installed
+
+
+class Notes:
+    """A tracker that notes its calls."""
+
+    def __init__(self, *, broken=()):
+        """Raises an error at the steps in `broken`."""
+        self.calls = []
+        self.broken = broken
+
+    def begin(self, run):
+        """Notes the call; the id of a new run is its number of calls."""
+        self.run = run
+        self.calls.append(("begin", run.step, run.run_id))
+        return run.run_id or "run 1"
+
+    def write_scalars(self, split, step, scalars):
+        """Notes the call, or raises an error."""
+        if step in self.broken:
+            raise ConnectionError("no route to host")
+        self.calls.append((split, step, scalars["loss"]))
+
+    def end(self, status):
+        """Notes the call."""
+        self.calls.append(("end", status))
+
+
+def tracked(notes, folder=None, **arguments):
+    """A trainer with a log line after every two steps."""
+    settings = {"log_interval": 2, "verbose": False, "seed": 0} | arguments
+    return Linear(model_dir=folder, trackers=[notes], **settings)
+
+
+def test_trackers_get_the_numbers_of_the_log(tmp_path):
+    """A tracker is told the settings, log lines and evaluations of each call of `train`, and how it
+    ended; a process that resumes the run gives it the id of the earlier one.
+    """
+    first, second, other = Notes(), Notes(), Notes()
+    arrays, folder = slopes(1.0), tmp_path / "digits"
+    trainer = tracked(first, folder)
+    trainer.train(arrays, steps=2, global_batch=1, eval_data=arrays)
+    trainer.train(arrays, steps=4, global_batch=1)
+    history = tracked(second, folder).train(arrays, steps=6, global_batch=1).history
+    Linear(trackers=[other], log_interval=2, verbose=False).train(arrays, steps=2, global_batch=1)
+
+    loss = history["loss"].tolist()
+    assert first.calls == [
+        *(("begin", 0, None), ("train", 2, loss[0])),
+        *(("validation", 2, history["val_loss"][0]), ("end", "finished")),
+        *(("begin", 2, "run 1"), ("train", 4, loss[1]), ("end", "finished")),
+    ]
+    assert second.calls == [("begin", 4, "run 1"), ("train", 6, loss[2]), ("end", "finished")]
+    assert isinstance(first.run, TrackedRun)
+    assert isinstance(first, Tracker)
+    assert (first.run.name, first.run.model_dir, other.run.name) == ("digits", folder, "Linear")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert first.run.settings == next(line for line in lines if line["split"] == "run")["settings"]
+
+
+def test_a_broken_tracker_does_not_end_the_run(tmp_path, caplog):
+    """A tracker that fails is named once until it works again, and everything else goes on."""
+    notes = Notes(broken=(4, 6, 10))
+    with caplog.at_level(logging.WARNING):
+        tracked(notes, tmp_path).train(slopes(1.0), steps=12, global_batch=1)
+    warnings = [record.getMessage() for record in caplog.records if "Notes" in record.getMessage()]
+
+    assert [step for split, step, *_ in notes.calls if split == "train"] == [2, 8, 12]
+    assert warnings == [
+        f"Notes could not record step {step}: ConnectionError: no route to host. The run goes on, and "
+        "its own files are complete. Further numbers are tried again, without another warning."
+        for step in (4, 10)
+    ]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_tracker_is_told_how_a_run_ended(stops):
+    """A run that was asked to stop has stopped; one that an error ended has failed."""
+
+    class Ending(Linear):
+        def on_loop_end(self, step):
+            if stops:
+                self.stop()
+            else:
+                raise RuntimeError("broken")
+
+    notes = Notes()
+    trainer = Ending(trackers=[notes], steps_per_loop=1, verbose=False)
+    if stops:
+        trainer.train(slopes(1.0), steps=3, global_batch=1)
+    else:
+        with pytest.raises(RuntimeError, match="broken"):
+            trainer.train(slopes(1.0), steps=3, global_batch=1)
+
+    assert notes.calls[-1] == ("end", "stopped" if stops else "failed")
+    assert not any(math.isnan(call[2]) for call in notes.calls if call[0] == "train")
+
+
+@pytest.mark.parametrize(
+    ("trackers", "kind", "message"),
+    [
+        (
+            ["mlfow"],
+            ValueError,
+            "`trackers` must name 'mlflow', 'wandb', 'aim' or hold objects with the methods of "
+            "trainer.Tracker; got 'mlfow'. No other tracker has a name. Did you mean 'mlflow'?",
+        ),
+        (
+            "mlflow",
+            TypeError,
+            "`trackers` must be a list of trackers or their names; got 'mlflow'. A tracker has the "
+            'methods begin, write_scalars and end. Pass ["mlflow"], for example.',
+        ),
+        (
+            [print],
+            TypeError,
+            "`trackers` must be a list of trackers or their names; got <built-in function print>. A "
+            'tracker has the methods begin, write_scalars and end. Pass ["mlflow"], for example.',
+        ),
+    ],
+)
+def test_trackers_are_checked(trackers, kind, message):
+    """Only a list of trackers and known names is accepted."""
+    with pytest.raises(kind) as error:
+        Linear(trackers=trackers, verbose=False)
+
+    assert str(error.value) == message
+
+
+def test_a_missing_package_is_an_error():
+    """The error names the extra, before anything is trained."""
+    with pytest.raises(ModuleNotFoundError) as error:
+        check_installed("AimTracker", "no_such_package", "aim")
+
+    assert str(error.value) == (
+        "AimTracker needs no_such_package, which is not installed. Run pip install 'halfstep[aim]'."
+    )

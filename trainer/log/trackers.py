@@ -1,0 +1,181 @@
+"""Experiment trackers: where a run's numbers go besides its own files.
+
+A tracker is any object with the methods of `Tracker`. Three are in `tracker_services.py`. Trackers
+get what `metrics.jsonl` has in its "run", "train" and "validation" lines. They never change a run:
+if one fails in the middle, the run warns and goes on, and its own files are complete.
+"""
+
+import contextlib
+import importlib.util
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from absl import logging
+
+from scaling.base.argument_checks import did_you_mean
+from trainer.base.atomic_files import write_atomically
+
+FILE = "trackers.json"  # in `model_dir`: each tracker's id of the run
+SERVICES = ("mlflow", "wandb", "aim")  # names of the trackers in `tracker_services.py`
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told about a run when a call of `train` begins."""
+
+    name: str  # the name of `model_dir`, or of the trainer's class
+    settings: Mapping[str, Any]  # the settings in `metrics.jsonl`, as JSON types
+    step: int  # the step that the run has reached
+    model_dir: pathlib.Path | None
+    run_id: str | None  # what `begin` returned in an earlier process of the same run
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Records the numbers of runs elsewhere. The chief worker calls it, between inner loops."""
+
+    def begin(self, run: TrackedRun) -> str:
+        """Begins to record a run, or goes on with it.
+
+        Returns:
+            An id with which another process can go on recording the same run.
+        """
+
+    def write_scalars(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Records numbers.
+
+        Args:
+            split: "train" for a log line, "validation" for an evaluation.
+            step: the step that the numbers belong to.
+            scalars: the numbers, keyed by name.
+        """
+
+    def end(self, status: str) -> None:
+        """Ends a call of `train`. Another call of `begin` may follow.
+
+        Args:
+            status: "finished", "stopped" (before the target, as asked) or "failed".
+        """
+
+
+class Trackers:
+    """The trackers of a run.
+
+    Args:
+        trackers: the trackers.
+        model_dir: the folder that keeps their ids of the run; None keeps none.
+    """
+
+    def __init__(
+        self, trackers: Sequence[Tracker] = (), model_dir: pathlib.Path | None = None
+    ) -> None:
+        """Stores the arguments."""
+        self._trackers = {name_of(tracker, trackers): tracker for tracker in trackers}
+        self._path = model_dir / FILE if model_dir else None
+        self._failing: set[str] = set()
+
+    @contextlib.contextmanager
+    def recording(self, run: TrackedRun, target: int, reached: Any) -> Iterator[None]:
+        """Context manager: begins to record a run, and ends it with its status.
+
+        Args:
+            run: the run.
+            target: the step at which the run ends.
+            reached: a function that returns the step that the run has reached.
+        """
+        self._begin(run)
+        status = "failed"
+        try:
+            yield
+            status = "finished" if reached() >= target else "stopped"
+        finally:
+            for name, tracker in self._trackers.items():
+                with self._going_on(name, "end the run"):
+                    tracker.end(status)
+
+    def write_scalars(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Passes numbers to all trackers; one that fails is named in a warning."""
+        for name, tracker in self._trackers.items():
+            with self._going_on(name, f"record step {step}"):
+                tracker.write_scalars(split, step, scalars)
+
+    def _begin(self, run: TrackedRun) -> None:
+        """Begins to record, with the ids of the earlier process if this one has resumed the run."""
+        known = {}
+        if run.step and self._path and self._path.exists():
+            known = json.loads(self._path.read_text())
+        ids = {}
+        for name, tracker in self._trackers.items():
+            ids[name] = tracker.begin(run._replace(run_id=known.get(name)))
+        if ids and self._path:
+            write_atomically(self._path, json.dumps(ids))
+
+    @contextlib.contextmanager
+    def _going_on(self, name: str, what: str) -> Iterator[None]:
+        """Context manager: turns an exception into a warning, once until the tracker works."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # the run is worth more than its tracker
+            if name not in self._failing:
+                logging.warning(
+                    "%s could not %s: %s: %s. The run goes on, and its own files are complete. "
+                    "Further numbers are tried again, without another warning.",
+                    *(name, what, type(error).__name__, error),
+                )
+            self._failing.add(name)
+        else:
+            self._failing.discard(name)
+
+
+def name_of(tracker: Tracker, trackers: Sequence[Tracker]) -> str:
+    """Returns the class of a tracker, with its number if several have the same class."""
+    alike = [each for each in trackers if type(each) is type(tracker)]
+    number = next(index for index, each in enumerate(alike) if each is tracker)
+    return type(tracker).__name__ + (f" {number + 1}" if number else "")
+
+
+def check_trackers(name: str, trackers: object) -> None:
+    """Raises TypeError or ValueError unless `trackers` is a list of trackers or their names."""
+    found = trackers if isinstance(trackers, (list, tuple)) else [trackers]
+    for tracker in found:
+        if isinstance(tracker, str) and found is trackers:
+            if tracker not in SERVICES:
+                remedy = did_you_mean(tracker, SERVICES, "Pass one of these names.")
+                raise ValueError(
+                    f"`{name}` must name {', '.join(map(repr, SERVICES))} or hold objects with the "
+                    f"methods of trainer.Tracker; got {tracker!r}. No other tracker has a name. "
+                    f"{remedy}"
+                )
+        elif found is not trackers or isinstance(tracker, type) or not isinstance(tracker, Tracker):
+            raise TypeError(
+                f"`{name}` must be a list of trackers or their names; got {tracker!r}. A tracker "
+                'has the methods begin, write_scalars and end. Pass ["mlflow"], for example.'
+            )
+
+
+def check_installed(tracker: str, package: str, extra: str) -> None:
+    """Raises ModuleNotFoundError, naming the extra, unless a tracker's package is installed."""
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a specification, as a test may put in its place
+        found = False
+    if not found:
+        raise ModuleNotFoundError(
+            f"{tracker} needs {package}, which is not installed. "
+            f"Run pip install 'halfstep[{extra}]'."
+        )
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings as one dict.
+
+    Example:
+        >>> flattened({"seed": 1, "optimizer": {"class": "SGD", "learning_rate": 0.5}})
+        {'seed': 1, 'optimizer.class': 'SGD', 'optimizer.learning_rate': 0.5}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
