@@ -6,6 +6,7 @@ if one fails in the middle, the run warns and goes on, and its own files are com
 """
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import pathlib
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from absl import logging
 
-from scaling.base.argument_checks import did_you_mean
 from trainer.base.atomic_files import write_atomically
 
 FILE = "trackers.json"  # in `model_dir`: each tracker's id of the run
@@ -141,7 +141,8 @@ def check_trackers(name: str, trackers: object) -> None:
     for tracker in found:
         if isinstance(tracker, str) and found is trackers:
             if tracker not in SERVICES:
-                remedy = did_you_mean(tracker, SERVICES, "Pass one of these names.")
+                near = difflib.get_close_matches(tracker, SERVICES, n=1)
+                remedy = f"The nearest is {near[0]!r}." if near else "Leave it out."
                 raise ValueError(
                     f"`{name}` must name {', '.join(map(repr, SERVICES))} or hold objects with the "
                     f"methods of trainer.Tracker; got {tracker!r}. No other tracker has a name. "
@@ -150,7 +151,7 @@ def check_trackers(name: str, trackers: object) -> None:
         elif found is not trackers or isinstance(tracker, type) or not isinstance(tracker, Tracker):
             raise TypeError(
                 f"`{name}` must be a list of trackers or their names; got {tracker!r}. A tracker "
-                'has the methods begin, write_scalars and end. Pass ["mlflow"], for example.'
+                'has the methods begin, write_scalars and end. Write trackers=["mlflow"], say.'
             )
 
 

@@ -113,19 +113,19 @@ def test_a_tracker_is_told_how_a_run_ended(stops):
             ["mlfow"],
             ValueError,
             "`trackers` must name 'mlflow', 'wandb', 'aim' or hold objects with the methods of "
-            "trainer.Tracker; got 'mlfow'. No other tracker has a name. Did you mean 'mlflow'?",
+            "trainer.Tracker; got 'mlfow'. No other tracker has a name. The nearest is 'mlflow'.",
         ),
         (
             "mlflow",
             TypeError,
             "`trackers` must be a list of trackers or their names; got 'mlflow'. A tracker has the "
-            'methods begin, write_scalars and end. Pass ["mlflow"], for example.',
+            'methods begin, write_scalars and end. Write trackers=["mlflow"], say.',
         ),
         (
             [print],
             TypeError,
             "`trackers` must be a list of trackers or their names; got <built-in function print>. A "
-            'tracker has the methods begin, write_scalars and end. Pass ["mlflow"], for example.',
+            'tracker has the methods begin, write_scalars and end. Write trackers=["mlflow"], say.',
         ),
     ],
 )
