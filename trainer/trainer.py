@@ -467,12 +467,8 @@ class Trainer(Task):
         if self._started:
             self._parts.stop.assign(value=False)
         with StopSignals(self.stop) as signals:
-            data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+            data = self._read_train_data(train_data, global_batch)
             target = target_step(steps, epochs, data)
-            if self.overrides("on_epoch_end"):
-                check_epochs_end(data)
-            replicas = self.strategy.num_replicas_in_sync
-            strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
@@ -504,6 +500,15 @@ class Trainer(Task):
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)
         return summary
+
+    def _read_train_data(self, train_data: Any, global_batch: int | None) -> Batches:
+        """Reads the data to train on, and checks that it fits the replicas and the hooks."""
+        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        replicas = self.strategy.num_replicas_in_sync
+        strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+        if self.overrides("on_epoch_end"):
+            check_epochs_end(data)
+        return data
 
     def _settle_compile_mode(
         self, data: Batches, target: int, log: RunLog, position: DataPosition
