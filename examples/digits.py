@@ -2,7 +2,7 @@
 
     python examples/digits.py
     python examples/digits.py --precision=float32
-    python examples/digits.py --distribution_strategy=mirrored
+    python examples/digits.py --distribution_strategy=mirrored --logical_cpus=2
 
 The data are scikit-learn's 1,797 real scans of 8 x 8 pixels; nothing is downloaded. The loss
 scale starts at 2^24, far too high for this network, so the first steps overflow and are skipped.

@@ -2,7 +2,7 @@
 
     python examples/gan.py
     python examples/gan.py --alternate
-    python examples/gan.py --distribution_strategy=mirrored --precision=float32
+    python examples/gan.py --distribution_strategy=mirrored --logical_cpus=2 --precision=float32
 
 The generator turns noise into points in the plane, and the discriminator distinguishes them from
 a ring of eight Gaussians. A step updates both networks or neither, so that an overflow in one

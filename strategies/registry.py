@@ -28,7 +28,7 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
         name: one of `names()`.
         devices: names of the devices to use, for instance `["GPU:0", "GPU:1"]`, or a list with
             the address of a TPU. With None, "mirrored" uses all GPUs or, if there are none, all
-            logical CPU devices.
+            logical CPU devices. That is one replica unless `split_cpu` has divided the CPU.
 
     Returns:
         A new `tf.distribute.Strategy`; for "default", TensorFlow's current strategy.

@@ -216,8 +216,9 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
     count = {"lower_bound": 1, **where}
     flags.DEFINE_integer(
         "logical_cpus",
-        2,
-        "Number of replicas of --distribution_strategy=mirrored on a machine without a GPU.",
+        None,
+        "Number of devices to divide the CPU into on a machine without a GPU: mirrored then has "
+        "as many replicas. If not set, the CPU is one device, and mirrored has one replica.",
         **count,
     )
     flags.DEFINE_float(
@@ -260,8 +261,8 @@ def make_trainer(
     evaluates, leaves it as it is.
 
     `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. On a machine without a GPU,
-    `--distribution_strategy=mirrored` splits the CPU into `--logical_cpus` devices, so call this
-    function before anything uses a device.
+    `--logical_cpus` divides the CPU for `--distribution_strategy=mirrored`, so call this function
+    before anything uses a device.
 
     Args:
         trainer_class: `Trainer` or a subclass that takes the same arguments.
@@ -278,8 +279,9 @@ def make_trainer(
             "is called with arguments from the flags. Pass the class itself."
         )
     no_gpu = not tf.config.list_physical_devices("GPU")
-    if flag_values.distribution_strategy == "mirrored" and no_gpu:
-        strategies.split_cpu(flag_values.logical_cpus)
+    count = flag_values.logical_cpus
+    if flag_values.distribution_strategy == "mirrored" and no_gpu and count:
+        strategies.split_cpu(count)
     from_flags = {name: flag_values[name].value for name in (*COMMON, *RARE, "verbose", "seed")} | {
         "strategy": parse_strategy(flag_values),
         "loss_scale": parse_loss_scale(flag_values),

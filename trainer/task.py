@@ -1,6 +1,6 @@
 """The part of a trainer that users define: model, optimizer, loss and metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -9,6 +9,7 @@ import tensorflow as tf
 from trainer.base.autograph import call_user, without_autograph
 from trainer.config.hooks import check_hooks
 from trainer.config.loss_fn import example_losses, example_weights
+from trainer.config.metrics import check_metrics, make_metrics
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
@@ -16,7 +17,12 @@ from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
 ModelArgument: TypeAlias = Model | Callable[[], Model] | None
 OptimizerArgument: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Optimizers] | None
 LossArgument: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tensor] | None
-MetricsArgument: TypeAlias = Callable[[], MetricsByName] | None
+MetricsArgument: TypeAlias = (
+    Callable[[], MetricsByName]
+    | Sequence[str | keras.metrics.Metric]
+    | Mapping[str, str | keras.metrics.Metric]
+    | None
+)
 
 
 # Maps an argument to the method that a subclass can override instead of passing it.
@@ -57,13 +63,6 @@ class Task:
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
-        if metrics is not None and not callable(metrics):
-            raise TypeError(
-                f"`metrics` must be a function that returns a dict of metrics; got "
-                f"{type(metrics).__name__}. The function is called in the strategy's scope, once "
-                "for training and once for evaluation. Pass for example "
-                'lambda: {"accuracy": keras.metrics.Accuracy()}.'
-            )
         check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
         check_given(
             "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"
@@ -78,6 +77,7 @@ class Task:
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
         self._loss_fn = resolve_loss(loss_fn)
+        check_metrics(metrics, self._loss_fn)
 
     def build_model(self) -> Model:
         """Returns a new `keras.Model` or `tf.Module`.
@@ -156,7 +156,7 @@ class Task:
 
         Called twice: once for the metrics of training, and once for those of evaluation.
         """
-        return self._given_metrics() if self._given_metrics else {}
+        return make_metrics(self._given_metrics, self._loss_fn, self.model)
 
     @without_autograph
     def update_metrics(self, batch: Batch, aux: Aux) -> None:

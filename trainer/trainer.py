@@ -107,7 +107,10 @@ class Trainer(Task):
             one loss per example; further dimensions are averaged. A Keras loss means what it
             means in `compile`, or is refused: it must give each example its own loss, and its
             reduction must be a mean.
-        metrics: a function that returns a dict of new Keras metrics, keyed by name.
+        metrics: names and Keras metrics, in a list or by name in a dict, as in `compile`; or a
+            function that returns a dict of new metrics, keyed by name. "accuracy" and
+            "crossentropy" stand for the class that fits the cross entropy in `loss_fn`. A metric
+            is an example: training and evaluation each make their own from its configuration.
 
     Args: Precision and loss scale
         precision: the Keras dtype policy under which the model is built. One of "float32",

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -59,10 +60,20 @@ def test_every_flag_reaches_the_trainer():
 
 
 def test_mirrored_runs_on_the_logical_cpus():
-    """Without a GPU, mirrored uses logical CPU devices; the tests have split the CPU into four."""
-    values = parse("--distribution_strategy=mirrored", "--logical_cpus=4")
+    """Without a GPU, mirrored uses logical CPU devices; the tests have split the CPU into four.
+    It means the same from flags and from Python, and divides nothing by itself.
+    """
+    divided = parse("--distribution_strategy=mirrored", "--logical_cpus=4")
+    plain = parse("--distribution_strategy=mirrored")
+    strategies = [make_trainer(Linear, values).strategy for values in (divided, plain)]
+    strategies.append(Linear(strategy="mirrored").strategy)
 
-    assert make_trainer(Linear, values).strategy.num_replicas_in_sync == 4
+    assert [strategy.num_replicas_in_sync for strategy in strategies] == [4, 4, 4]
+    for values, expected in ((divided, [mock.call(4)]), (plain, [])):
+        with mock.patch("strategies.split_cpu") as split:
+            make_trainer(Linear, values)
+
+        assert split.call_args_list == expected
 
 
 @pytest.mark.parametrize(

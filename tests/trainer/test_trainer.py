@@ -75,10 +75,11 @@ def test_state_is_unavailable_before_any_data(name, ask):
             "'yes'. There are no other choices. Pass one of these values.",
         ),
         (
-            {"metrics": ["accuracy"]},
-            "`metrics` must be a function that returns a dict of metrics; got list. The function "
-            "is called in the strategy's scope, once for training and once for evaluation. Pass "
-            'for example lambda: {"accuracy": keras.metrics.Accuracy()}.',
+            {"metrics": 1},
+            "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "
+            "int. Training and evaluation each make their own metrics from it. Pass names and "
+            'metrics as in Keras\'s compile, such as ["accuracy"], or a function that returns a '
+            'dict, such as lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.',
         ),
         (
             {"num_microbatches": 0},

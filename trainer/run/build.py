@@ -182,7 +182,7 @@ def build_metrics(trainer: RunnableTrainer) -> Metrics:
             raise TypeError(
                 "`metrics` must return a dict of metrics keyed by name; got "
                 f"{type(metrics).__name__}. The names appear in the log. Return for example "
-                '{"accuracy": keras.metrics.Accuracy()}.'
+                '{"accuracy": keras.metrics.SparseCategoricalAccuracy()}.'
             )
         check_metric_names(metrics)
     return made

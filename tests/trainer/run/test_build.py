@@ -85,7 +85,7 @@ def test_metrics_must_be_a_dict():
 
     assert str(error.value) == (
         "`metrics` must return a dict of metrics keyed by name; got list. The names appear in "
-        'the log. Return for example {"accuracy": keras.metrics.Accuracy()}.'
+        'the log. Return for example {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.'
     )
 
 

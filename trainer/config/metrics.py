@@ -1,0 +1,163 @@
+"""What `metrics` means: a function of a dict, or names and metrics as in Keras's `compile`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from scaling.base.argument_checks import did_you_mean
+from trainer.config.loss_fn import name_of
+
+# "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
+ACCURACY = {
+    "binary": keras.metrics.BinaryAccuracy,
+    "categorical": keras.metrics.CategoricalAccuracy,
+    "sparse": keras.metrics.SparseCategoricalAccuracy,
+}
+CROSSENTROPY = {
+    "binary": keras.metrics.BinaryCrossentropy,
+    "categorical": keras.metrics.CategoricalCrossentropy,
+    "sparse": keras.metrics.SparseCategoricalCrossentropy,
+}
+BY_LABELS = {
+    "accuracy": ACCURACY,
+    "acc": ACCURACY,
+    "crossentropy": CROSSENTROPY,
+    "ce": CROSSENTROPY,
+}
+LABELS_OF_LOSS = {
+    "BinaryCrossentropy": "binary",
+    "BinaryFocalCrossentropy": "binary",
+    "binary_crossentropy": "binary",
+    "binary_focal_crossentropy": "binary",
+    "CategoricalCrossentropy": "categorical",
+    "CategoricalFocalCrossentropy": "categorical",
+    "categorical_crossentropy": "categorical",
+    "categorical_focal_crossentropy": "categorical",
+    "SparseCategoricalCrossentropy": "sparse",
+    "sparse_categorical_crossentropy": "sparse",
+}
+FORM = (
+    'Pass names and metrics as in Keras\'s compile, such as ["accuracy"], or a function that '
+    'returns a dict, such as lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.'
+)
+
+
+def check_metrics(metrics: Any, loss_fn: Any) -> None:
+    """Raises TypeError or ValueError unless `metrics` has a form that `make_metrics` accepts.
+
+    Args:
+        metrics: the argument of `Trainer`; None is no metrics.
+        loss_fn: the resolved loss, or None.
+    """
+    if metrics is None or (callable(metrics) and not isinstance(metrics, keras.metrics.Metric)):
+        return
+    if not isinstance(metrics, (list, tuple, Mapping)):
+        raise TypeError(
+            "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "
+            f"{type(metrics).__name__}. Training and evaluation each make their own metrics from "
+            f"it. {FORM}"
+        )
+    values = metrics.values() if isinstance(metrics, Mapping) else metrics
+    for each in values:
+        if isinstance(each, str):
+            class_named(each, loss_fn)
+        elif not isinstance(each, keras.metrics.Metric):
+            found = getattr(each, "__name__", type(each).__name__)
+            raise TypeError(
+                "`metrics` must hold names and objects of keras.metrics; got "
+                f"{found}. Anything else cannot be made anew for training and for evaluation. "
+                f"{FORM}"
+            )
+
+
+def make_metrics(metrics: Any, loss_fn: Any, model: Any) -> dict[str, keras.metrics.Metric]:
+    """Returns new metrics, keyed by name; what `metrics` returns if it is a function.
+
+    Args:
+        metrics: an argument that `check_metrics` has accepted.
+        loss_fn: the resolved loss, or None.
+        model: the model, which is built.
+
+    Raises:
+        ValueError: if the model's output does not fit the class that a name stands for.
+    """
+    if metrics is None:
+        return {}
+    if callable(metrics):
+        return metrics()  # type: ignore[no-any-return]  # checked by `build_metrics`
+    named = metrics.items() if isinstance(metrics, Mapping) else [(key_of(m), m) for m in metrics]
+    return {name: made(each, name, loss_fn, model) for name, each in named}
+
+
+def key_of(metric: str | keras.metrics.Metric) -> str:
+    """Returns the name under which a metric in a list is logged, as in Keras."""
+    return metric if isinstance(metric, str) else str(metric.name)
+
+
+def made(metric: Any, name: str, loss_fn: Any, model: Any) -> keras.metrics.Metric:
+    """Returns a new metric of the kind that a name or an object stands for."""
+    if isinstance(metric, keras.metrics.Metric):
+        return type(metric).from_config(metric.get_config())
+    make = class_named(metric, loss_fn)
+    arguments: dict[str, Any] = {"name": name}
+    if metric in BY_LABELS:
+        check_output(metric, make, model)
+        from_logits = is_from_logits(loss_fn)
+        if make is keras.metrics.BinaryAccuracy and from_logits:
+            arguments["threshold"] = 0.0  # a logit of 0 is a probability of one half
+        elif make in CROSSENTROPY.values():
+            arguments["from_logits"] = from_logits
+    return make(**arguments)
+
+
+def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
+    """Returns the class of `keras.metrics` that a name stands for, given the loss.
+
+    Raises:
+        ValueError: if there is none, or if the loss does not tell which one.
+    """
+    if name in BY_LABELS:
+        labels = LABELS_OF_LOSS.get(name_of(loss_fn)) if loss_fn is not None else None
+        if labels is not None:
+            return BY_LABELS[name][labels]
+        classes = [f"keras.metrics.{each.__name__}()" for each in BY_LABELS[name].values()]
+        found = "no loss_fn" if loss_fn is None else f"loss_fn={name_of(loss_fn)}"
+        raise ValueError(
+            f"`metrics` must name a class instead of {name!r} unless loss_fn is a cross entropy of "
+            f"Keras; got {found}. Which class fits depends on the labels, and a cross entropy "
+            f"tells what they are. Pass [{classes[0]}] for labels of 0 or 1, [{classes[1]}] for "
+            f"one-hot labels, or [{classes[2]}] for class numbers."
+        )
+    try:
+        found = keras.metrics.get(name)
+    except (TypeError, ValueError):
+        found = None
+    if isinstance(found, keras.metrics.Metric):
+        return type(found)
+    known = [*BY_LABELS, *vars(keras.metrics)]
+    raise ValueError(
+        "`metrics` must hold names of classes of keras.metrics that need no arguments; got "
+        f"{name!r}. keras.metrics makes no such metric. "
+        f"{did_you_mean(name, known, 'Pass an object instead.')}"
+    )
+
+
+def check_output(name: str, make: Any, model: Any) -> None:
+    """Raises ValueError if a model's output does not fit the class for "accuracy"."""
+    shape = getattr(model, "output_shape", None) if isinstance(model, keras.Model) else None
+    if not (isinstance(shape, tuple) and shape and shape[-1] is not None):
+        return
+    binary = make in (ACCURACY["binary"], CROSSENTROPY["binary"])
+    if binary != (shape[-1] == 1):
+        raise ValueError(
+            f"`metrics` must name a class instead of {name!r} for this model; got an output of "
+            f"shape {shape} with a loss for {make.__name__}. Keras would choose another class by "
+            f"the shape. Pass an object, such as [keras.metrics.{make.__name__}()]."
+        )
+
+
+def is_from_logits(loss_fn: Any) -> bool:
+    """Returns whether a loss takes logits and not probabilities."""
+    config = loss_fn.get_config() if isinstance(loss_fn, keras.losses.Loss) else {}
+    return bool(config.get("from_logits", False))
