@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
+from trainer.config.elsewhere import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
 from trainer.config.loss_fn import example_losses, example_weights
 from trainer.config.metrics import check_metrics, make_metrics
@@ -63,6 +64,7 @@ class Task:
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
+        check_no_foreign_methods(type(self))
         check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
         check_given(
             "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"

@@ -24,6 +24,13 @@ from trainer.base.scoped_seed import ScopedSeed
 from trainer.checkpoint.best import export_model
 from trainer.config.attributes import assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
+from trainer.config.elsewhere import (
+    ARGUMENTS,
+    METHODS,
+    TRAIN_ARGUMENTS,
+    check_not_inputs_and_labels,
+    no_such_method,
+)
 from trainer.config.fields import take_fields
 from trainer.config.groups import (
     MonitorConfig,
@@ -289,7 +296,7 @@ class Trainer(Task):
     ) -> None:
         """Checks and stores the arguments. The model is built when it is first used."""
         arguments = dict(locals())
-        check_no_unknown_arguments(unknown, Trainer.__init__)
+        check_no_unknown_arguments(unknown, Trainer.__init__, ARGUMENTS)
         super().__init__(model, optimizer, loss_fn, metrics)
         self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
         self.checkpoint_config: CheckpointConfig = take_fields(CheckpointConfig, arguments)
@@ -373,6 +380,12 @@ class Trainer(Task):
         with self._seeded.in_use(), self.strategy.scope():
             return self.build_optimizer()
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError; for methods of other libraries, it says what to call instead."""
+        if name in METHODS:
+            raise no_such_method(type(self), name)
+        return super().__getattribute__(name)  # an error in a property is raised again
+
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics in use: those of evaluation while it runs, otherwise those of training."""
@@ -427,6 +440,7 @@ class Trainer(Task):
         eval_interval: int | None = None,
         eval_steps: int | None = None,
         evaluate_at_start: bool = False,
+        **unknown: object,
     ) -> TrainSummary:
         """Trains until the run has attempted `steps` steps, counting all calls and restarts.
 
@@ -465,35 +479,33 @@ class Trainer(Task):
                 saved.
         """
         began = time.perf_counter()
+        check_no_unknown_arguments(unknown, Trainer.train, TRAIN_ARGUMENTS, "train")
+        check_not_inputs_and_labels(steps)
         check_writable(self.model_dir if self.is_chief else None)
-        self.stop_asked = False
-        if self._started:
-            self._parts.stop.assign(value=False)
+        self._withdraw_stop()
         with StopSignals(self.stop) as signals:
-            data = self._read_train_data(train_data, global_batch)
-            target = target_step(steps, epochs, data)
+            data, target = self._read_train_data(train_data, steps, epochs, global_batch)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
             results = result_names(evaluated, ["loss", *self._parts.metrics.eval])
             self.checkpoint_config.check_results(results if evaluated else None)
-            evaluate = None
-            if evaluated:
-                evaluate = functools.partial(self._evaluate, evaluated, stoppable=True)
+            evaluate = functools.partial(self._evaluate, evaluated, stoppable=True)
             log = self._new_log()
             position = self._position(train_data, data)
             choice = self._settle_compile_mode(data, target, log, position)
             request = TrainRequest(
-                target, evaluate, eval_interval, self._export_into, evaluate_at_start
+                target,
+                evaluate if evaluated else None,
+                eval_interval,
+                self._export_into,
+                evaluate_at_start,
             )
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
             loop.resume()
             loop.check(first=not self._introduced)
             if not self._introduced:
-                loop.introduce()
-                while self.when_training_begins:
-                    self.when_training_begins.pop(0)()
-                self._introduced = True
+                self._introduce(loop)
             if choice:
                 log.say(str(choice))
             self.on_train_begin()
@@ -504,14 +516,30 @@ class Trainer(Task):
             signals.end_process(others=asked)
         return summary
 
-    def _read_train_data(self, train_data: Any, global_batch: int | None) -> Batches:
-        """Reads the data to train on, and checks that it fits the replicas and the hooks."""
+    def _introduce(self, loop: OuterLoop) -> None:
+        """Logs the model and the settings, once, and calls what has waited for that."""
+        loop.introduce()
+        while self.when_training_begins:
+            self.when_training_begins.pop(0)()
+        self._introduced = True
+
+    def _withdraw_stop(self) -> None:
+        """Forgets that an earlier call of `train` was asked to stop."""
+        self.stop_asked = False
+        if self._started:
+            self._parts.stop.assign(value=False)
+
+    def _read_train_data(
+        self, train_data: Any, steps: int | None, epochs: int | None, global_batch: int | None
+    ) -> tuple[Batches, int]:
+        """Returns the batches to train on and the step to reach, both checked."""
         data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
-        replicas = self.strategy.num_replicas_in_sync
-        strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+        target = target_step(steps, epochs, data)
         if self.overrides("on_epoch_end"):
             check_epochs_end(data)
-        return data
+        replicas = self.strategy.num_replicas_in_sync
+        strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+        return data, target
 
     def _settle_compile_mode(
         self, data: Batches, target: int, log: RunLog, position: DataPosition

@@ -393,7 +393,7 @@ TRAINER = {
         ("loss_fn", "Trainer(loss_fn=keras.losses.Dice())"),
         ("metrics", 'Trainer(metrics="accuracy")'),
         ("metrics", 'Trainer(metrics=["accuracy"], loss_fn="mse")'),
-        ("metrics", 'Trainer(metrics=["acuracy"])'),
+        ("metrics", 'Trainer(metrics=["acuracy"], loss_fn="binary_crossentropy")'),
         ("metrics", "Trainer(metrics=[keras.metrics.AUC])"),
         ("metrics", f"Trainer(metrics=lambda: [keras.metrics.Mean()]){GO}"),
         ("metrics", f'Trainer(metrics=lambda: {{"loss": keras.metrics.Mean()}}){GO}'),
@@ -480,6 +480,8 @@ TRAINER = {
         ("train_data", "Trainer().train((batch, batch[:2]), 1, global_batch=4)"),
         ("train_data", "Trainer().train((batch[:0], batch[:0]), 1, global_batch=4)"),
         ("train_data", "Trainer().train(tf.data.Dataset.range(4), 1)"),
+        ("train_data", "Trainer().train(np.ones([4, 1]), np.ones([4]))"),
+        ("unknown", "Trainer().train(data, 1, batch_size=4)", "batch_size"),
         ("train_data", "Trainer().train(lambda context: data, 1)"),
         (
             "train_data",

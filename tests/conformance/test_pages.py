@@ -13,6 +13,7 @@ PAGES = [
     *CARDS,
     "docs/from-gradscaler.md",
     "docs/from-keras.md",
+    "docs/from-lightning.md",
     "docs/keras_faults.md",
     "docs/from-orbit.md",
     "docs/hooks.md",

@@ -4,7 +4,8 @@ import inspect
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number
@@ -64,18 +65,27 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
         )
 
 
-def check_no_unknown_arguments(unknown: dict[str, Any], function: Callable[..., Any]) -> None:
-    """Raises TypeError for arguments that a trainer does not have, and suggests the nearest one.
+def check_no_unknown_arguments(
+    unknown: dict[str, Any],
+    function: Callable[..., Any],
+    answers: Mapping[str, str] = types.MappingProxyType({}),
+    where: str = "Trainer",
+) -> None:
+    """Raises TypeError for arguments that a function does not have, and says what to do instead.
 
     Args:
         unknown: the arguments that `function` collected in its `**unknown`.
-        function: the constructor whose signature lists the known arguments.
+        function: the constructor or method whose signature lists the known arguments.
+        answers: what to do instead, keyed by names of other libraries. For any other name, the
+            nearest known one is suggested.
+        where: the function's name, for the error.
     """
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     for name in unknown:
+        remedy = answers.get(name) or did_you_mean(name, known, "Remove it.")
         raise TypeError(
-            f"`{name}` must be an argument of Trainer; got an unknown name. The argument would "
-            f"have no effect. {did_you_mean(name, known, 'Remove it.')}"
+            f"`{name}` must be an argument of {where}; got an unknown name. The argument would "
+            f"have no effect. {remedy}"
         )
 
 
