@@ -88,6 +88,7 @@ from trainer.run.compile_autotune import (
     initial_compile_mode,
     settle,
 )
+from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
@@ -379,6 +380,10 @@ class Trainer(Task):
         """The optimizer or a dict of several, made by `build_optimizer` on first use."""
         with self._seeded.in_use(), self.strategy.scope():
             return self.build_optimizer()
+
+    def __repr__(self) -> str:
+        """Returns one line that says where the run stands. Waits for the device."""
+        return describe_trainer(self, started=vars(self).get("_started", False))
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError; for methods of other libraries, it says what to call instead."""

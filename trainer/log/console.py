@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from trainer.log.digits import format_number
 from trainer.log.summary import Interval, Totals, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
@@ -165,7 +166,7 @@ def format_values(interval: Interval, totals: Totals) -> str:
     """
     means = {"loss": interval.loss, **interval.metrics}
     values = [
-        f"{name} -     " if math.isnan(value) else f"{name} {value:.4f}"
+        f"{name} -     " if math.isnan(value) else f"{name} {format_number(value)}"
         for name, value in means.items()
     ]
     speed = (

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.log.digits import format_number
 from trainer.log.writers import read_lines
 
 PREFIXES = {"train": "", "validation": "val_"}  # of the names in a history, as in Keras
@@ -37,7 +38,7 @@ class BestResult:
 
     def __str__(self) -> str:
         """Returns, for instance, "loss 0.5000 at step 4"."""
-        return f"{self.metric} {self.value:.4f} at step {self.step}"
+        return f"{self.metric} {format_number(self.value)} at step {self.step}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ class VariableRow(NamedTuple):
     compute_dtype: str  # compute dtype of the layer
     parameters: int
     bytes: int
+    frozen: bool = False  # whether the layer has trainable=False
 
 
 def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
@@ -43,7 +44,9 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
     # Outer layers come first, so the innermost layer that holds a variable overwrites the others.
     owners = {id(each): layer for layer in all_layers(model) for each in layer.variables}
     return [
-        variable_row(each, each.path, layer.name, type(layer).__name__, layer.compute_dtype)
+        variable_row(
+            each, each.path, layer.name, type(layer).__name__, layer.compute_dtype
+        )._replace(frozen=not layer.trainable)
         for each in variables
         if (layer := owners.get(id(each), model))
     ]
@@ -72,24 +75,48 @@ def build_table(rows: Sequence[VariableRow], *, detailed: bool) -> Table:
         table.add_column(heading)
     for heading in ("parameters", "bytes"):
         table.add_column(heading, justify="right")
+    if any(row.frozen for row in rows):
+        table.add_column("")
     if detailed:
         for row in rows:
             shape = " x ".join(map(str, row.shape))
             sizes = (f"{row.parameters:,}", format_bytes(row.bytes))
-            table.add_row(row.name, shape, row.dtype, row.compute_dtype, *sizes)
+            table.add_row(row.name, shape, row.dtype, row.compute_dtype, *sizes, *frozen_cell(row))
         return table
-    layers: dict[str, list[VariableRow]] = {}
-    for row in rows:
-        layers.setdefault(row.layer or row.name, []).append(row)
+    layers = by_layer(rows)
     for name, of_layer in list(layers.items())[:MAX_LAYERS]:
         dtypes = ", ".join(sorted({row.dtype for row in of_layer}))
         first = of_layer[0]
-        table.add_row(name, first.kind, dtypes, first.compute_dtype, *size_cells(of_layer))
+        cells = (*size_cells(of_layer), *frozen_cell(first))
+        table.add_row(name, first.kind, dtypes, first.compute_dtype, *cells)
     if len(layers) > MAX_LAYERS:
         omitted = [row for of_layer in list(layers.values())[MAX_LAYERS:] for row in of_layer]
         more = f"... {len(layers) - MAX_LAYERS} more"
         table.add_row(more, "", "", "", *size_cells(omitted))
     return table
+
+
+def frozen_cell(row: VariableRow) -> tuple[str, ...]:
+    """Returns the cell that marks a frozen layer, if it is one."""
+    return ("frozen",) if row.frozen else ()
+
+
+def by_layer(rows: Sequence[VariableRow]) -> dict[str, list[VariableRow]]:
+    """Returns the rows of each layer, keyed by its name, or its place if others have that name."""
+    places: dict[str, dict[str, list[VariableRow]]] = {}
+    for row in rows:
+        place = row.name.rpartition("/")[0] if row.layer else row.name
+        places.setdefault(row.layer or row.name, {}).setdefault(place, []).append(row)
+    return {
+        name if len(of_name) == 1 else place: of_layer
+        for name, of_name in places.items()
+        for place, of_layer in of_name.items()
+    }
+
+
+def frozen_parameters(rows: Sequence[VariableRow]) -> int:
+    """Returns the number of parameters in frozen layers."""
+    return sum(row.parameters for row in rows if row.frozen)
 
 
 def size_cells(rows: Sequence[VariableRow]) -> tuple[str, str]:

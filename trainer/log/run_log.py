@@ -14,8 +14,15 @@ import numpy as np
 import scaling
 from scaling.telemetry.record import record_line
 from trainer.log.console import RunConsole
+from trainer.log.digits import format_number
 from trainer.log.history import History, read_history
-from trainer.log.model_table import VariableRow, build_table, format_markdown, total_size
+from trainer.log.model_table import (
+    VariableRow,
+    build_table,
+    format_markdown,
+    frozen_parameters,
+    total_size,
+)
 from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
 from trainer.log.trackers import Trackers
 from trainer.log.writers import RunWriters
@@ -83,8 +90,11 @@ class RunLog:
         """
         self.console.print_table(build_table(rows, detailed=self.console.detailed))
         parameters, size = total_size(rows)
+        frozen = frozen_parameters(rows)
+        apart = f" ({frozen:,} frozen)" if frozen else ""
         self.say(
-            f"{name}: {parameters:,} parameters, {format_bytes(size)}; {format_settings(settings)}"
+            f"{name}: {parameters:,} parameters{apart}, {format_bytes(size)}; "
+            f"{format_settings(settings)}"
         )
         written = {key: value for key, value in settings.items() if key != "pipeline"}
         self.writers.write_line(
@@ -265,4 +275,4 @@ def format_results(results: Mapping[str, float]) -> str:
         >>> format_results({"loss": 0.05, "accuracy": 0.98765})
         'loss 0.0500  accuracy 0.9877'
     """
-    return "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    return "  ".join(f"{name} {format_number(value)}" for name, value in results.items())

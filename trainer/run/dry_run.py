@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever, untuned
+from trainer.log.digits import format_number
+from trainer.log.model_table import frozen_parameters, total_size, variable_rows
 from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.run.build import make_checkpoints
@@ -38,6 +40,8 @@ class DryRun(NamedTuple):
     memory: Memory
     seconds: float  # duration of the dry run
     untrained: Untrained = Untrained()  # trainable variables that training does not change
+    parameters: int = 0
+    frozen: int = 0  # number of parameters in layers with trainable=False
 
     @property
     def ok(self) -> bool:
@@ -55,6 +59,7 @@ class DryRun(NamedTuple):
         untrained = f"; none for {listed(without)}" if without else ""
         untrained += f"; no optimizer updates {listed(outside)}" if outside else ""
         lines = {
+            "parameters": f"{self.parameters:,}, {self.frozen:,} of them frozen",
             "train step": self.step,
             "eval step": evaluation,
             "checkpoint": f"saved and restored {restored}, {format_bytes(self.checkpoint_bytes)}",
@@ -76,7 +81,11 @@ class Overfit(NamedTuple):
     def __str__(self) -> str:
         """Returns for example "one batch, 100 steps: loss 2.3021 -> 0.0004, 8 skipped"."""
         finite = self.losses[np.isfinite(self.losses)]
-        path = f"{finite[0]:.4f} -> {finite[-1]:.4f}" if len(finite) else "never finite"
+        path = (
+            f"{format_number(finite[0])} -> {format_number(finite[-1])}"
+            if len(finite)
+            else "never finite"
+        )
         return f"one batch, {len(self.losses)} steps: loss {path}, {self.skipped} skipped"
 
 
@@ -108,6 +117,7 @@ def dry_run(
         with tempfile.TemporaryDirectory() as scratch:
             size, restored = save_and_restore(trainer, parts, pathlib.Path(scratch))
         untrained = check_gradients(parts.plan, data.first, parts.state.loss_scaler.state)
+        rows = variable_rows(trainer.model)
         return DryRun(
             step=describe_step(first, parts.plan.variable_names),
             loss=float(first.loss),
@@ -120,6 +130,8 @@ def dry_run(
             memory=memory_of(trainer, data.first),
             seconds=time.perf_counter() - began,
             untrained=untrained,
+            parameters=total_size(rows)[0],
+            frozen=frozen_parameters(rows),
         )
 
 
@@ -231,6 +243,6 @@ def describe_step(report: StepReport, variable_names: list[str]) -> str:
     """Returns how a step ended, in words."""
     scale = f"at loss_scale {power_of_two(float(report.loss_scale))}"
     if report.grads_finite:
-        return f"applied, loss {float(report.loss):.4f}, {scale}"
+        return f"applied, loss {format_number(float(report.loss))}, {scale}"
     cause = describe_skip(report, variable_names)
-    return f"skipped, loss {float(report.loss):.4f}, {scale}: {cause}"
+    return f"skipped, loss {format_number(float(report.loss))}, {scale}: {cause}"

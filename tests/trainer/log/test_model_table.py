@@ -7,7 +7,13 @@ import pytest
 import tensorflow as tf
 from rich.console import Console
 
-from trainer.log.model_table import build_table, format_markdown, total_size, variable_rows
+from trainer.log.model_table import (
+    build_table,
+    format_markdown,
+    frozen_parameters,
+    total_size,
+    variable_rows,
+)
 
 
 def lines_of(rows, *, detailed):
@@ -61,6 +67,25 @@ def test_a_variable_belongs_to_the_innermost_layer():
     model = keras.Sequential([keras.Input([2]), inner], name="outer")
 
     assert [(row.layer, row.kind) for row in variable_rows(model)] == [("inner", "Dense")] * 2
+
+
+def test_frozen_layers_and_sublayers_stand_apart():
+    """A frozen block is marked, and layers of the same name in two blocks have rows of their own."""
+    blocks = [
+        keras.Sequential([keras.Input([2]), keras.layers.Dense(2, name="same")], name=name)
+        for name in ("first", "second")
+    ]
+    blocks[0].trainable = False
+    rows = variable_rows(keras.Sequential([keras.Input([2]), *blocks], name="outer"))
+    lines = lines_of(rows, detailed=False)
+
+    assert [line[0].split("/")[-2:] for line in lines[1:]] == [
+        ["first", "same"],
+        ["second", "same"],
+    ]
+    assert [line[-1] for line in lines[1:]] == ["frozen", "B"]
+    assert [line[-1] for line in lines_of(rows, detailed=True)[1:]] == ["frozen"] * 2 + ["B"] * 2
+    assert (frozen_parameters(rows), total_size(rows)[0]) == (6, 12)
 
 
 def test_a_module_has_no_layers():
