@@ -120,12 +120,13 @@ def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
     if name in BY_LABELS:
         labels = LABELS_OF_LOSS.get(name_of(loss_fn)) if loss_fn is not None else None
         if labels is not None:
-            return BY_LABELS[name][labels]
+            fitting: Callable[..., keras.metrics.Metric] = BY_LABELS[name][labels]
+            return fitting
         classes = [f"keras.metrics.{each.__name__}()" for each in BY_LABELS[name].values()]
-        found = "no loss_fn" if loss_fn is None else f"loss_fn={name_of(loss_fn)}"
+        given = "no loss_fn" if loss_fn is None else f"loss_fn={name_of(loss_fn)}"
         raise ValueError(
             f"`metrics` must name a class instead of {name!r} unless loss_fn is a cross entropy of "
-            f"Keras; got {found}. Which class fits depends on the labels, and a cross entropy "
+            f"Keras; got {given}. Which class fits depends on the labels, and a cross entropy "
             f"tells what they are. Pass [{classes[0]}] for labels of 0 or 1, [{classes[1]}] for "
             f"one-hot labels, or [{classes[2]}] for class numbers."
         )
