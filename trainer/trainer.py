@@ -495,17 +495,12 @@ class Trainer(Task):
             self._start(data.first)
             results = result_names(evaluated, ["loss", *self._parts.metrics.eval])
             self.checkpoint_config.check_results(results if evaluated else None)
-            evaluate = functools.partial(self._evaluate, evaluated, stoppable=True)
             log = self._new_log()
             position = self._position(train_data, data)
             choice = self._settle_compile_mode(data, target, log, position)
-            request = TrainRequest(
-                target,
-                evaluate if evaluated else None,
-                eval_interval,
-                self._export_into,
-                evaluate_at_start,
-            )
+            evaluate = functools.partial(self._evaluate, evaluated, stoppable=True)
+            ask, export = evaluate if evaluated else None, self._export_into
+            request = TrainRequest(target, ask, eval_interval, export, evaluate_at_start)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
             loop.resume()
             loop.check(first=not self._introduced)
