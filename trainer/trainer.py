@@ -81,7 +81,7 @@ from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
 from trainer.run.build import Forward, build, recorded_settings
-from trainer.run.changes import Setup, adapted, check_unchanged, setup_of
+from trainer.run.changes import Setup, adapted, check_unchanged, followed, setup_of
 from trainer.run.compile_autotune import (
     Choice,
     compilable_parts,
@@ -847,13 +847,10 @@ class Trainer(Task):
             training: whether to train, and not only to evaluate.
         """
         if self._started and not self._introduced:
-            with self.strategy.scope():  # another process may be training this run
-                self._parts.checkpoints.follow(clean_up=training)
+            # Another process may be training this run.
+            self._parts = followed(self, self._parts, clean_up=training)
         if self._started and (self._parts.plan.groups or not training):
-            before, parts = self._setup, self._parts
-            self._parts = adapted(self, parts, before, training=training)
-            if self._parts is not parts:
-                self._setup = setup_of(self._parts.plan)
+            self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)
             return
         with self._seeded.in_use():
             self._parts = build(self, batch, forward or self.compute_loss, training=training)

@@ -16,6 +16,7 @@ from keras.src.backend.common import global_state as keras_globals
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+from keras.src.utils.tracking import Tracker
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import kernels
 
@@ -38,16 +39,22 @@ def gradients_already_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator
 
 @contextlib.contextmanager
 def average_overwrites_on_replicas(
-    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+    optimizer: keras.optimizers.Optimizer,
+    trained: Sequence[keras.Variable],
+    strategy: tf.distribute.Strategy,
 ) -> Iterator[None]:
-    """Makes `optimizer.apply` overwrite weights by their average without a branch.
+    """Makes `optimizer.apply` overwrite the trained weights by their average, without a branch.
 
     With `ema_overwrite_frequency`, Keras assigns the averages inside a `cond`, through a
-    `merge_call`, which raises in a graph with several replicas. Here every update assigns either
-    the average or the weight itself. On one replica nothing changes.
+    `merge_call`, which raises in a graph with several replicas, and assigns those of frozen weights
+    too. Here every update assigns either the average or the weight itself. On one replica, if no
+    weight is frozen, nothing changes.
     """
     frequency = optimizer.ema_overwrite_frequency
-    if not (optimizer.use_ema and frequency) or strategy.num_replicas_in_sync == 1:
+    known = {id(variable) for variable in trained}
+    frozen = any(id(variable) not in known for variable in optimizer._trainable_variables)
+    alone = strategy.num_replicas_in_sync == 1 and not frozen
+    if not (optimizer.use_ema and frequency) or alone:
         yield
         return
     update_averages = optimizer._update_model_variables_moving_average
@@ -57,7 +64,7 @@ def average_overwrites_on_replicas(
         due = (optimizer.iterations + 1) % frequency == 0
         averages = optimizer._model_variables_moving_average
         for variable, average in zip(variables, averages, strict=True):
-            if average is not None:
+            if average is not None and id(variable) in known:
                 args = (average.value, due)
                 strategy.extended.update(variable.value, _assign_if, args=args)
 
@@ -107,6 +114,150 @@ def learning_rate_setting(optimizer: keras.optimizers.Optimizer) -> Any:
     The public `learning_rate` is a new tensor at each call if there is a schedule.
     """
     return optimizer._learning_rate
+
+
+def built_for(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns the variables that an optimizer has slots for, in the order of the slots."""
+    return list(optimizer._trainable_variables) if optimizer.built else []
+
+
+def build_again(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Builds an optimizer for other variables, with new slots. Call it in the strategy's scope.
+
+    Keras builds an optimizer once. An optimizer keeps its slots in attributes: lists with one entry
+    for each variable. A `MultiOptimizer` builds its inner optimizers itself.
+
+    Returns:
+        Pairs (variable, slot): each new slot gets the value of that variable, which is the slot it
+        replaces, or, for the moving average of a weight that had none, the weight. And the old
+        variables of the optimizer that no new one replaces.
+    """
+    inner = getattr(optimizer, "optimizers", [])
+    every = [optimizer, *(one for one in inner if one.built)]
+    before = [(built_for(one), dict(vars(one))) for one in every]
+    for one in every:
+        forget_slots(one)
+    optimizer.build(list(variables))
+    pairs: list[tuple[Any, Any]] = []
+    for one, (owners, attributes) in zip(every, before, strict=True):
+        pairs += replaced_slots(one, owners, attributes)
+        for weight, average in zip(built_for(one), getattr(one, AVERAGES, ()), strict=False):
+            if average is not None and not any(average is new for _, new in pairs):
+                pairs.append((weight, average))
+    kept = {id(old) for old, _ in pairs} | {id(one) for own in every for one in own._variables}
+    left = [old for _, each in before for old in each["_variables"] if id(old) not in kept]
+    return pairs, left
+
+
+AVERAGES = "_model_variables_moving_average"
+
+
+def forget_slots(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer what it was before `build`: one that counts updates and has a rate."""
+    count, *others = optimizer._variables
+    rate = [one for one in others[:1] if one.name == "learning_rate"]
+    track_anew(optimizer, [count, *rate])
+    optimizer._trainable_variables_indices = {}
+    optimizer.built = False
+
+
+def track_anew(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Makes an optimizer track these variables as its own. TensorFlow then saves them."""
+    del optimizer._tracker  # or Keras would wrap the list, and TensorFlow save none that follow
+    optimizer._variables = list(variables)
+    tracker = Tracker(
+        {"variables": (lambda one: isinstance(one, keras.Variable), optimizer._variables)}
+    )
+    tracker.stored_ids["variables"].update(map(id, variables))
+    optimizer._tracker = tracker
+
+
+def replaced_slots(
+    optimizer: keras.optimizers.Optimizer, owners: Sequence[Any], before: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
+    """Returns pairs (old, new) of the slots of an optimizer that was built again.
+
+    Args:
+        optimizer: the optimizer.
+        owners: the variables that it was built for before.
+        before: its attributes then.
+    """
+    places = {id(variable): place for place, variable in enumerate(built_for(optimizer))}
+    pairs = []
+    for name, old in before.items():
+        new: Any = getattr(optimizer, name, None)
+        if isinstance(old, keras.Variable) and isinstance(new, keras.Variable) and old is not new:
+            pairs.append((old, new))
+        is_list = isinstance(old, (list, tuple)) and isinstance(new, (list, tuple))
+        if name in ("_variables", "_trainable_variables") or not is_list:
+            continue
+        if (len(old), len(new)) == (len(owners), len(places)):
+            found = [(slot, new[places[id(own)]]) for own, slot in zip(owners, old, strict=True)]
+            pairs += [pair for pair in found if isinstance(pair[0], keras.Variable)]
+    return pairs
+
+
+def keep_rate_tracked(
+    optimizer: keras.optimizers.Optimizer, rate: keras.Variable | None = None
+) -> None:
+    """Lets TensorFlow save an optimizer whose rate was a number, and was set to a schedule.
+
+    Keras then removes the number from the list of the optimizer's variables, and TensorFlow refuses
+    to save a list that has lost an item. With the number back in its place, checkpoints from before
+    and after the change hold the same variables.
+
+    Args:
+        optimizer: any optimizer.
+        rate: the number, or None if the optimizer has not been saved with it.
+    """
+    if getattr(optimizer._variables, "_non_append_mutation", False):
+        first, *others = optimizer._variables
+        track_anew(optimizer, [first, *([] if rate is None else [rate]), *others])
+
+
+@contextlib.contextmanager
+def own_update_counts(
+    optimizer: keras.optimizers.Optimizer, missed: Sequence[tuple[Any, int]]
+) -> Iterator[None]:
+    """Makes an optimizer's rule see, for some variables, only the updates that they had.
+
+    Adam and others divide by 1 - beta^count, which corrects for slots that began at 0. A variable
+    that was frozen for some updates has slots that began later. With the optimizer's own count, its
+    first updates would be up to 6 times too large.
+
+    Args:
+        optimizer: an optimizer, but no `MultiOptimizer`.
+        missed: pairs of a variable and the number of updates that it missed.
+    """
+    counts = {optimizer._var_key(variable): count for variable, count in missed}
+    if not counts:
+        yield
+        return
+    rule = optimizer.update_step
+    counter = optimizer._iterations
+    own: dict[int, tf.Tensor] = {}  # the counts, keyed by the number of missed updates
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        late = counts.get(optimizer._var_key(variable), 0)
+        if late and late not in own:
+            own[late] = tf.convert_to_tensor(counter) - late
+        # Not through setattr, which would make TensorFlow save the tensor.
+        vars(optimizer)["_iterations"] = own[late] if late else counter
+        try:
+            rule(gradient, variable, learning_rate)
+        finally:
+            vars(optimizer)["_iterations"] = counter
+
+    own_rule = vars(optimizer).get("update_step")
+    optimizer.update_step = update_step
+    try:
+        yield
+    finally:
+        del optimizer.update_step
+        if own_rule is not None:
+            optimizer.update_step = own_rule
 
 
 def all_layers(model: keras.Model) -> list[keras.Layer]:

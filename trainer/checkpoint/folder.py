@@ -81,6 +81,15 @@ def read_manifest(path: pathlib.Path) -> Facts:
     return facts
 
 
+def read_unchecked(path: pathlib.Path) -> Facts:
+    """Returns the contents of a folder's manifest; {} if it cannot be read."""
+    try:
+        facts: Facts = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
 def check_file(file: pathlib.Path, expected: dict[str, Any]) -> None:
     """Raises DamagedError unless a file has the size and checksum that the manifest records."""
     if not file.is_file():

@@ -185,6 +185,25 @@ class Checkpoints:
                 if self._newest_step() == newest:
                     raise
 
+    def facts_of_newest(self) -> Facts:
+        """Returns `run.json` of the checkpoint that `follow` would restore; {} if there is none.
+
+        The files are not checked: `restore` does that.
+        """
+        step = self._newest_step()
+        if self._model_dir is None or step < 0 or step == self.facts.get("step"):
+            return {}
+        return folder.read_unchecked(self._model_dir / f"{PREFIX}-{step}")
+
+    def holds_other_variables(self) -> bool:
+        """Returns whether the newest checkpoint holds other variables than the next one will."""
+        saved = self.facts.get("variables", {})
+        owners = {*saved, *self._variables}
+        return any(
+            first_difference(self._variables.get(owner, ()), saved.get(owner, ()))
+            for owner in owners
+        )
+
     def _newest_step(self) -> int:
         """Returns the step of the newest checkpoint that the chief sees, or -1."""
         found = folder.committed(self._model_dir, PREFIX) if self._model_dir else {}

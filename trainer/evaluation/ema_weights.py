@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.base.keras_private import built_for
 from trainer.step.plan import StepPlan
 from trainer.step.rollback import read_copies, write_copies
 
@@ -22,15 +23,18 @@ def averaged_weights(plan: StepPlan) -> Iterator[None]:
     Before the first update there are no averages, and the weights stay as they are. On exit the
     weights are restored bit for bit, even after an exception.
     """
-    variables: list[Any] = list(plan.model.trainable_variables)
+    variables: list[Any] = [
+        variable for objective in plan.objectives for variable in built_for(objective.optimizer)
+    ]
     weights = read_copies(variables, plan.strategy)
     try:
         with plan.strategy.scope():
             for objective in plan.objectives:
-                # Overwrites the weights with their averages. Keras does this at the end of `fit`.
+                # Overwrites the weights with their averages, those of frozen weights too. Keras
+                # does this at the end of `fit`.
                 if objective.optimizer.iterations.numpy():
-                    moved = [variables[position] for position in objective.positions]
-                    objective.optimizer.finalize_variable_values(moved)
+                    averaged = built_for(objective.optimizer)
+                    objective.optimizer.finalize_variable_values(averaged)
         yield
     finally:
         write_copies(variables, weights, plan.strategy)

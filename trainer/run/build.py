@@ -26,14 +26,21 @@ from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.run.identity import identity_of
-from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps
+from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps, Slots
 from trainer.run.roots import roots_of
+from trainer.run.slots import (
+    make_slots,
+    missed_by_trained,
+    optimizers_of,
+    slots_from,
+    slots_now,
+)
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
 from trainer.step.randomness import seed_states
-from trainer.step.types import Batch, MetricsByName, Model, Optimizers
+from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.xla import layers_without_xla, listed_layers, warn_of_plain_step
 
 # Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
@@ -83,10 +90,16 @@ def build(
         metrics = build_metrics(trainer)
         checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
         identity = identity_of(trainer, optimizers_of(trainer), metrics.train)
+        again = give_saved_slots(trainer, checkpoints)
+        if again:
+            checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
         path = checkpoints.restore(clean_up=training)
         if path and not training:
             ours = {"identity": identity, "versions": versions()}
             warn_about_model(checkpoints.facts, ours, path)
+        slots = slots_now(trainer, slots_from(checkpoints.facts, trainer))
+        if again or missed_by_trained(slots):
+            plan = make_plan(trainer, slots)
         if isinstance(model, keras.Model):
             recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
@@ -98,8 +111,22 @@ def build(
         metrics=metrics,
         checkpoints=checkpoints,
         identity=identity,
+        slots=slots,
         **depending,
     )
+
+
+def give_saved_slots(trainer: RunnableTrainer, checkpoints: Checkpoints) -> bool:
+    """Gives the optimizers slots for all variables for which the newest checkpoint has some.
+
+    A run whose layers were unfrozen between two calls begins frozen when its program is started
+    again, and finds a checkpoint from after the change.
+
+    Returns:
+        Whether an optimizer was built again.
+    """
+    wanted = slots_from(checkpoints.facts_of_newest(), trainer)
+    return wanted is not None and make_slots(trainer, wanted)
 
 
 def can_train(trainer: RunnableTrainer) -> bool:
@@ -260,12 +287,13 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         check_dtype_policies(model, trainer.precision)
 
 
-def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
+def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     """Returns the step's plan for a trainer's settings.
 
     Args:
         trainer: the trainer.
-        again: whether its optimizers were built, and told of the moving average, by another plan.
+        slots: the slots of its optimizers, which were built, and told of the moving average, by
+            another plan; None if this is the first one.
     """
     skip_policy = trainer.skip_policy
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
@@ -284,7 +312,7 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
         alternate=trainer.alternate_optimizers,
         num_microbatches=trainer.num_microbatches,
         clip=trainer.clip,
-        ema_momentum=None if again else trainer.ema_momentum,
+        ema_momentum=trainer.ema_momentum if slots is None else None,
         jit_compile=trainer.jit_compile,
         record_gradients=trainer.record_gradients,
         max_retries=skip_policy.retries,
@@ -293,6 +321,7 @@ def make_plan(trainer: RunnableTrainer, *, again: bool = False) -> StepPlan:
         max_skips=skip_policy.max_skips,
         float32_after=skip_policy.float32_after,
         others=list(roots_of(trainer).values()),
+        missed=missed_by_trained(slots or {}),
     )
 
 
@@ -321,18 +350,6 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
         held_back=tuple(held_back_variables(trainer.model, others)),
         undo=(),
     )
-
-
-def optimizers_of(trainer: RunnableTrainer) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns a trainer's optimizers, keyed by their names in a checkpoint; {} if it has none."""
-    return optimizers_by_item(trainer.optimizer) if trainer.has_optimizer else {}
-
-
-def optimizers_by_item(optimizer: Optimizers) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns the optimizers, keyed by their names in a checkpoint."""
-    if isinstance(optimizer, dict):
-        return {f"optimizer_{name}": one for name, one in optimizer.items()}
-    return {"optimizer": optimizer}
 
 
 def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -> FlightRecorder:

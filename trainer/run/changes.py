@@ -2,8 +2,8 @@
 
 A step is planned and traced once. What Python reads while tracing (which variables are trained,
 dtype policies, a dropout rate, a schedule, `clipnorm`) is fixed from then on. If it changes between
-two calls of a trainer's methods, the step is planned and traced again. A change of the trained
-variables is an error, since the slots of an optimizer belong to the variables it was built for.
+two calls of a trainer's methods, the step is planned and traced again: see `slots` for variables
+that are frozen or unfrozen.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,20 @@ from typing import Any, NamedTuple
 
 import keras
 
-from trainer.base.keras_private import all_layers, learning_rate_setting
-from trainer.evaluation.ema_weights import keeps_average
-from trainer.run.build import make_checkpoints, make_plan, parts_of_plan, plan_evaluation
+from trainer.base.keras_private import all_layers, keep_rate_tracked, learning_rate_setting
+from trainer.checkpoint.warm_start import weights_of
+from trainer.evaluation.evaluator import Evaluator
+from trainer.run.build import (
+    give_saved_slots,
+    make_checkpoints,
+    make_plan,
+    parts_of_plan,
+    plan_evaluation,
+)
 from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.slots import make_slots, missed_by_trained, slots_from, slots_now, trained_places
 from trainer.step import StepPlan
+from trainer.step.checks import check_built_model
 from trainer.step.types import Variable
 
 
@@ -69,33 +78,11 @@ def numbers(owner: object, *, whole: bool = False) -> dict[str, Any]:
     }
 
 
-def check_same_variables(before: Setup, now: Setup) -> None:
-    """Raises ValueError if the model trains other variables than when its optimizer was built."""
-    if before.same_variables(now):
-        return
-    raise ValueError(
-        "`model` must train the variables for which its optimizer was built; got "
-        f"{difference(before.trained, now.trained)}. The optimizer has slots for those variables "
-        "only. Continue with a new trainer and a new optimizer: "
-        "Trainer(model=lambda: trainer.model, strategy=trainer.strategy, optimizer=..., ...)."
-    )
-
-
-def check_rates(before: Setup, now: Setup) -> None:
-    """Raises ValueError if a schedule or a function has replaced a learning rate that was a number.
-
-    Keras then removes the number from the optimizer's variables, and TensorFlow refuses to save an
-    object that has lost a variable.
-    """
-    for (old, *_), (new, *_) in zip(before.optimizers, now.optimizers, strict=True):
-        if isinstance(old, keras.Variable) and not isinstance(new, keras.Variable):
-            raise ValueError(
-                "`optimizer` must keep a number as its learning rate if it was made with one; got "
-                f"{type(new).__name__}. TensorFlow can no longer save this optimizer. Assign a "
-                "number, or make the optimizer with the schedule. To change over now, continue "
-                "with a new trainer and a new optimizer: Trainer(model=lambda: trainer.model, "
-                "strategy=trainer.strategy, optimizer=..., ...)."
-            )
+def keep_rates_tracked(before: Setup, plan: StepPlan) -> None:
+    """Lets optimizers be saved in which a schedule or a function has replaced a number."""
+    optimizers = [one for objective in plan.objectives for one in objective.updating]
+    for (rate, *_), optimizer in zip(before.optimizers, optimizers, strict=True):
+        keep_rate_tracked(optimizer, rate if isinstance(rate, keras.Variable) else None)
 
 
 def difference(before: Sequence[Variable], now: Sequence[Variable]) -> str:
@@ -104,7 +91,7 @@ def difference(before: Sequence[Variable], now: Sequence[Variable]) -> str:
     added = [name_of(variable) for key, variable in new.items() if key not in old]
     removed = [name_of(variable) for key, variable in old.items() if key not in new]
     if added:
-        return f"{added[0]!r}, which was not trainable then"
+        return f"{added[0]!r}, which was not trainable before"
     if removed:
         return f"{removed[0]!r}, which is no longer trainable"
     return "the same variables in another order"
@@ -115,45 +102,111 @@ def name_of(variable: Variable) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
-def adapted(trainer: RunnableTrainer, parts: Parts, before: Setup, *, training: bool) -> Parts:
+def adapted(
+    trainer: RunnableTrainer, parts: Parts, before: Setup, *, training: bool
+) -> tuple[Parts, Setup]:
     """Returns a trainer's parts for its model and optimizers as they are now.
 
     Args:
         trainer: a trainer that has started.
         parts: its parts.
         before: what they were made for.
-        training: whether to train. Evaluation does not need the optimizer's slots, except for the
-            averages of the weights.
+        training: whether to train. Evaluation needs no slots for variables that were unfrozen.
+
+    Returns:
+        The parts, and what they were made for.
 
     Raises:
-        ValueError: if the model trains other variables.
+        ValueError: if an optimizer cannot train the variables that the model has now.
     """
+    keep_rates_tracked(before, parts.plan)
     now = setup_of(parts.plan)
-    check_rates(before, now)
-    if training or keeps_average(parts.plan):
-        check_same_variables(before, now)
-    if now.same_settings(before) or not before.same_variables(now):
-        return parts
+    same = before.same_variables(now)
+    if same and now.same_settings(before):
+        return parts, before
+    if not (same or training):
+        task = trainer, parts.plan, trainer.eval_step, parts.state, parts.stop
+        return parts._replace(evaluator=Evaluator(*task)), before
+    slots, checkpoints = parts.slots, parts.checkpoints
     with trainer.strategy.scope():
-        trained = bool(parts.plan.groups)
-        plan = make_plan(trainer, again=True) if trained else plan_evaluation(trainer)
-        checkpoints = make_checkpoints(trainer, parts.state, parts.metrics.train, trainer.model_dir)
-        checkpoints.continue_from(parts.checkpoints)
+        if not same:
+            check_built_model(trainer.model, trainer.strategy)
+            make_slots(trainer)
+            slots = slots_now(trainer, slots)
+        plan = make_plan(trainer, slots) if parts.plan.groups else plan_evaluation(trainer)
+        new = make_checkpoints(trainer, parts.state, parts.metrics.train, trainer.model_dir)
+        new.continue_from(checkpoints)
+        if not same:
+            new.facts = new.facts | {"trained": trained_places(trainer)}
     depending = parts_of_plan(trainer, plan, parts.state, parts.stop)
-    return parts._replace(checkpoints=checkpoints, **depending)
+    parts = parts._replace(checkpoints=new, slots=slots, **depending)
+    return parts, setup_of(plan)
+
+
+def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts:
+    """Restores the newest checkpoint, if it is not the one that was restored last.
+
+    Args:
+        trainer: a trainer that has started, and has not trained itself.
+        parts: its parts.
+        clean_up: as for `Checkpoints.restore`.
+
+    Returns:
+        The parts: new ones if the checkpoint holds slots of variables that were unfrozen.
+    """
+    with trainer.strategy.scope():
+        again = bool(parts.plan.groups) and give_saved_slots(trainer, parts.checkpoints)
+        if again:
+            metrics = parts.metrics.train
+            new = make_checkpoints(trainer, parts.state, metrics, trainer.model_dir)
+            new.continue_from(parts.checkpoints)
+            parts = parts._replace(checkpoints=new)
+        restored = parts.checkpoints.follow(clean_up=clean_up)
+        if not restored and not again:
+            return parts
+        slots = slots_now(trainer, slots_from(parts.checkpoints.facts, trainer))
+        late = missed_by_trained(slots) or missed_by_trained(parts.slots)
+        parts = parts._replace(slots=slots)
+        if not (again or late):
+            return parts
+        plan = make_plan(trainer, slots)
+    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
+
+
+def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:
+    """Raises ValueError if a resumed run would train other variables than its checkpoint did.
+
+    A change in this process, after the checkpoint was restored, is meant.
+    """
+    saved, now = parts.checkpoints.facts.get("trained"), trained_places(trainer)
+    if saved in (None, now):
+        return
+    weights = weights_of(trainer.model)
+    before = [weights[place] for place in saved if 0 <= place < len(weights)]
+    path, step = parts.checkpoints.latest, parts.checkpoints.facts["step"]
+    raise ValueError(
+        f"`model` must train the same variables as in {path} to resume from it; got "
+        f"{difference(before, trainer.model.trainable_variables)}. The run would go on as another "
+        "one. Set `trainable` as in that run; or, to train other variables from here on, change it "
+        f"after the checkpoint has been restored, which train(..., steps={step}) does."
+    )
 
 
 def check_unchanged(parts: Parts, before: Setup) -> None:
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
+    keep_rates_tracked(before, parts.plan)
     now = setup_of(parts.plan)
-    check_rates(before, now)
-    check_same_variables(before, now)
-    if not now.same_settings(before):
-        raise ValueError(
-            "`train` must not meet a change of a layer's or an optimizer's settings while it runs; "
-            f"got a change of {changed_settings(before, now)} in a hook or an action. The step was "
-            "traced before and would not notice. Change it between two calls of train()."
-        )
+    if not before.same_variables(now):
+        found = difference(before.trained, now.trained)
+    elif not now.same_settings(before):
+        found = f"a change of {changed_settings(before, now)}"
+    else:
+        return
+    raise ValueError(
+        "`train` must not meet a change of what is trained, or of a layer's or an optimizer's "
+        f"settings, while it runs; got {found}, in a hook or an action. The step was traced before "
+        "and would not notice. Change it between two calls of train(): it is then traced again."
+    )
 
 
 def changed_settings(before: Setup, now: Setup) -> str:

@@ -9,8 +9,8 @@ import tensorflow as tf
 import strategies
 from trainer.log.model_table import total_size, variable_rows
 from trainer.log.summary import format_bytes
-from trainer.run.build import optimizers_by_item
 from trainer.run.protocol import RunnableTrainer
+from trainer.run.slots import optimizers_by_item
 from trainer.step.plan import ones
 from trainer.step.types import Batch
 

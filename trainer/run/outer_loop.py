@@ -29,6 +29,7 @@ from trainer.monitor.divergence import LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
 from trainer.replay.recorder import keep_overflow
+from trainer.run.changes import check_trained_as_saved
 from trainer.run.coupling_check import what_couples
 from trainer.run.gradient_check import check_gradients
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -110,11 +111,12 @@ class OuterLoop:
                 compared with those of a plain loop.
 
         Raises:
-            ValueError: if a resumed run could not repeat an operation of the step exactly, or if
-                the step computes other gradients than a plain loop.
+            ValueError: if a resumed run could not repeat an operation of the step exactly or trains
+                other variables, or if the step computes other gradients than a plain loop.
         """
         if self._step >= self._request.target:
             return
+        check_trained_as_saved(self._trainer, self._parts)
         self._check_graph()
         if first and self._trainer.check_gradients:
             batch, state = self._position.data.first, self._parts.state.loss_scaler.state
@@ -152,8 +154,9 @@ class OuterLoop:
             # A run that is resumed from a checkpoint of step 0 has been evaluated already.
             if self._request.evaluate_at_start and not (self._step or self._resumed):
                 self._evaluate()
-            if self._recovery and not self._parts.checkpoints.latest:
-                self._saver.save(self._step)  # so that there is a checkpoint to roll back to
+            if self._recovery and self._parts.checkpoints.holds_other_variables():
+                # So that there is a checkpoint to roll back to, which fits the optimizers.
+                self._saver.save(self._step, again=True)
             while self._step < self._request.target and not self._stop_asked():
                 with self._saved_if_it_raises():
                     self._trainer.on_loop_begin(self._step)

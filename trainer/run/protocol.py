@@ -6,7 +6,7 @@
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import tensorflow as tf
 
@@ -21,7 +21,7 @@ from trainer.monitor.actions import Action
 from trainer.monitor.divergence import Divergence
 from trainer.replay.recorder import FlightRecorder
 from trainer.step import Clip, StepPlan, StepReport, TrainState
-from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
+from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers, Variable
 
 
 class RunSteps(Protocol):
@@ -49,6 +49,18 @@ class Metrics(NamedTuple):
     eval: MetricsByName
 
 
+class Slot(NamedTuple):
+    """A variable for which an optimizer has slots; see `slots`."""
+
+    variable: Variable
+    missed: int  # updates of the optimizer that the variable was not part of, up to `since`
+    since: int | None  # updates of the optimizer when the variable was frozen; None: it is trained
+
+
+# The slots of each optimizer, keyed by its name in a checkpoint.
+Slots: TypeAlias = dict[str, list[Slot]]
+
+
 class Parts(NamedTuple):
     """The objects that `build` makes for a trainer."""
 
@@ -61,6 +73,7 @@ class Parts(NamedTuple):
     checkpoints: Checkpoints
     recorder: FlightRecorder | None
     identity: Facts  # what makes the run the same: see `identity.py`
+    slots: Slots
 
 
 class RunnableTrainer(Protocol):

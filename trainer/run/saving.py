@@ -12,9 +12,9 @@ from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
 from trainer.monitor.divergence import LossWatch
-from trainer.run.build import optimizers_of
 from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.run.slots import facts_of, optimizers_of
 
 
 class RunSaver:
@@ -92,6 +92,7 @@ class RunSaver:
                 "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
                 "actions": [action.state() for action in self._trainer.actions],
                 "divergence": self._watch.state() if self._watch else None,
+                **facts_of(self._parts.slots, self._trainer),
             }
         )
         self._parts.checkpoints.save(step, facts, self._position)

@@ -11,8 +11,10 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import (
     atomic_update_count,
     average_overwrites_on_replicas,
+    built_for,
     gradients_already_reduced,
     inner_optimizer,
+    own_update_counts,
 )
 from trainer.step.fused import fused_updates
 from trainer.step.plan import StepPlan, UpdateGroup
@@ -61,10 +63,16 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for objective in group.objectives:
             optimizers = {id(one): one for one in (objective.optimizer, *objective.updating)}
+            trained = [plan.model.trainable_variables[at] for at in objective.positions]
             for optimizer in optimizers.values():
+                own = {id(variable) for variable in built_for(optimizer)}
+                missed = [pair for pair in plan.missed if id(pair[0]) in own]
                 stack.enter_context(gradients_already_reduced(optimizer))
-                stack.enter_context(average_overwrites_on_replicas(optimizer, plan.strategy))
+                stack.enter_context(
+                    average_overwrites_on_replicas(optimizer, trained, plan.strategy)
+                )
                 stack.enter_context(update(optimizer))
+                stack.enter_context(own_update_counts(optimizer, missed))
         yield
 
 

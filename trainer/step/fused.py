@@ -80,14 +80,18 @@ def adam(optimizer: keras.optimizers.Adam) -> UpdateRule:
         Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, in the order of
         operations given in the last paragraph of section 2.
     """
-    powers: list[tf.Tensor] = []  # beta_1^step, beta_2^step: the same for all variables
+    # beta_1^step and beta_2^step, keyed by the count of updates that they were computed from. It is
+    # the same for all variables but those that `own_update_counts` was given.
+    known: dict[int, tuple[tf.Tensor, ...]] = {}
 
     def rule(gradient: tf.Tensor, variable: tf.Variable, learning_rate: tf.Tensor) -> None:
-        if not powers:
-            step = tf.cast(optimizer.iterations + 1, tf.float32)
-            powers.extend(
+        count = optimizer.iterations
+        if id(count) not in known:
+            step = tf.cast(count + 1, tf.float32)
+            known[id(count)] = tuple(
                 tf.pow(float(beta), step) for beta in (optimizer.beta_1, optimizer.beta_2)
             )
+        powers = known[id(count)]
         first_moment, second_moment = slot_variables(optimizer, variable)
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,

@@ -38,7 +38,8 @@ def objectives_of(
     """Returns one objective for each optimizer.
 
     A single optimizer trains all variables. Each of several optimizers trains one part of the
-    model: the attribute that has the optimizer's name.
+    model: the attribute that has the optimizer's name. A part that was trained before and is frozen
+    now has no objective.
 
     Args:
         model: a built `keras.Model` or `tf.Module`. Its parts are models, layers or modules.
@@ -54,9 +55,16 @@ def objectives_of(
     objectives = [
         Objective(name, optimizer, positions_of_part(name, model))
         for name, optimizer in optimizers.items()
+        if not (optimizer.built and is_frozen(getattr(model, name, None)))
     ]
     check_each_variable_has_one_optimizer(objectives, variables)
     return objectives
+
+
+def is_frozen(part: object) -> bool:
+    """Returns whether a part of a model has variables, and none to train."""
+    has_variables = bool(getattr(part, "variables", ()))
+    return has_variables and not getattr(part, "trainable_variables", ())
 
 
 def positions_of_part(name: str, model: Model) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import scaling
 import strategies
 from strategies.division import count_examples
 from trainer.base.argument_checks import check_nonnegative
-from trainer.base.keras_private import computing_in_float32
+from trainer.base.keras_private import computing_in_float32, keep_rate_tracked
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
@@ -68,6 +68,8 @@ class StepPlan:
     seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
     held_back: tuple[keras.Variable, ...]  # variables a Keras model reads or assigns; weights first
     undo: tuple[Variable, ...]  # variables to restore if the step is skipped
+    # Variables that were frozen for a while, and the number of updates that each one missed.
+    missed: tuple[tuple[Variable, int], ...] = ()
 
     @property
     def single_pass(self) -> bool:
@@ -118,6 +120,7 @@ def plan_step(
     max_skips: int = 100,
     float32_after: int | None = None,
     others: Sequence[Any] = (),
+    missed: Sequence[tuple[Variable, int]] = (),
 ) -> StepPlan:
     """Checks the arguments, builds the optimizers, and returns the step's constants.
 
@@ -155,6 +158,8 @@ def plan_step(
             for never.
         others: objects other than the model whose variables the loss may assign. What the given
             functions hold (closures, default arguments, the owners of methods) need not be listed.
+        missed: pairs of a trained variable and the number of its optimizer's updates that it was
+            not part of, for variables that were frozen at first. Adam's bias correction needs it.
 
     Raises:
         TypeError, ValueError: if the step cannot use an argument.
@@ -227,6 +232,7 @@ def plan_step(
         seeds=tuple(seeds),
         held_back=tuple(held_back),
         undo=tuple(undo),
+        missed=tuple(missed),
     )
     return with_groups(plan, partition, jit_compile)
 
@@ -242,6 +248,8 @@ def build_optimizers(
                 optimizer.ema_momentum = ema_momentum
         if objective.optimizer.built:
             continue
+        for optimizer in single_optimizers(objective.optimizer):
+            keep_rate_tracked(optimizer)  # the rate may have been set since it was created
         objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
 
 

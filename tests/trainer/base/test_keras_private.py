@@ -64,7 +64,7 @@ def test_averages_overwrite_weights_on_replicas(mirrored):
 
     @tf.function
     def step():
-        overwriting = average_overwrites_on_replicas(optimizer, strategy)
+        overwriting = average_overwrites_on_replicas(optimizer, [weight], strategy)
         with gradients_already_reduced(optimizer), overwriting:
             strategy.run(apply)
 

@@ -573,6 +573,8 @@ def test_a_manifest_describes_the_run(tmp_path):
         "scale": 8.0,
         "actions": [],
         "divergence": None,
+        "slots": {"optimizer": [[0, 0]]},
+        "trained": [0],
         "step": 3,
         "copies": [],
     }

@@ -6,7 +6,8 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 from trainer.replay.recorder import FlightRecorder
-from trainer.run.build import check_items, optimizers_by_item, recorded_settings
+from trainer.run.build import check_items, recorded_settings
+from trainer.run.slots import optimizers_by_item
 
 
 class Late(keras.Model):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer import Action, Trainer
+from trainer import Action, Divergence, Trainer
+from trainer.evaluation.ema_weights import evaluated_weights
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=[12, 3]).astype(np.float32)
@@ -48,48 +49,195 @@ def train(trainer, steps):
     return [float(np.abs(new - old).max()) for new, old in zip(after, before, strict=True)]
 
 
-WAY_OUT = (
-    "The optimizer has slots for those variables only. Continue with a new trainer and a new optimizer: "
-    "Trainer(model=lambda: trainer.model, strategy=trainer.strategy, optimizer=..., ...)."
-)
+def toggle(trainer, hidden, out):
+    """Freezes or unfreezes both layers."""
+    trainer.model.get_layer("hidden").trainable = hidden
+    trainer.model.get_layer("out").trainable = out
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_other_trained_variables_are_refused(mirrored, replicas):
-    """L19: a layer that is frozen or unfrozen between two calls is neither trained by mistake nor left
-    out in silence. The error names the variable, and what it suggests trains the right ones.
+# Which of (hidden, out) are trained, for two steps each.
+PHASES = [(False, True), (True, True), (True, False), (True, True)]
+
+
+def adam():
+    """Adam with moving averages of the weights."""
+    return keras.optimizers.Adam(2.0**-7, use_ema=True, ema_momentum=0.5)
+
+
+def plain_adam(weights):
+    """Two steps of Adam in NumPy for each of `PHASES`; each weight counts its own updates.
+
+    Returns the weights and their averages.
     """
-    first = trainer_of(strategy=mirrored(replicas) if replicas > 1 else "default")
-    assert all(train(first, 1))
-    first.model.get_layer("hidden").trainable = False
-    for use in (lambda: train(first, 2), lambda: first.dry_run((X, Y), global_batch=12)):
-        with pytest.raises(ValueError, match="`model`") as error:
-            use()
-        assert str(error.value) == (
-            "`model` must train the variables for which its optimizer was built; got "
-            f"'net/hidden/kernel', which is no longer trainable. {WAY_OUT}"
-        )
-    second = trainer_of(model=lambda: first.model, strategy=first.strategy)
-    moved = train(second, 1)
-    assert moved[:2] == [0.0, 0.0]
-    assert min(moved[2:]) > 0.0
-    first.model.get_layer("hidden").trainable = True
+    plain = model()
+    plain.set_weights(weights)
+    count, first, second = [0] * 4, [0.0] * 4, [0.0] * 4
+    averages = [None] * 4
+    for hidden, out in np.repeat(PHASES, 2, axis=0):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((plain(X) - Y) ** 2)
+        gradients = tape.gradient(loss, plain.trainable_variables)
+        for at, (weight, gradient) in enumerate(
+            zip(plain.trainable_variables, gradients, strict=True)
+        ):
+            if [hidden, hidden, out, out][at]:
+                count[at] += 1
+                first[at] = 0.9 * first[at] + 0.1 * gradient.numpy().astype(np.float64)
+                second[at] = 0.999 * second[at] + 0.001 * gradient.numpy().astype(np.float64) ** 2
+                size = np.sqrt(second[at] / (1 - 0.999 ** count[at])) + 1e-7
+                weight.assign_sub(2.0**-7 * first[at] / (1 - 0.9 ** count[at]) / size)
+            new = weight.numpy()
+            mean = averages[at]
+            averages[at] = new if mean is None else 0.5 * mean + 0.5 * new
+    return plain.get_weights(), averages
+
+
+def test_layers_are_frozen_and_unfrozen(mirrored):
+    """L19: a layer that is frozen between two calls keeps its weights; one that is unfrozen is trained
+    as by an optimizer that counts each variable's own updates. The averages belong to their weights.
+    """
+    trainer = trainer_of(strategy=mirrored(3), optimizer=adam)
+    weights, averages = plain_adam(trainer.model.get_weights())
+    for phase, trained in enumerate(PHASES):
+        toggle(trainer, *trained)
+        moved = train(trainer, 2 * phase + 2)
+        assert [move > 0.0 for move in moved] == list(np.repeat(trained, 2))
+
+    for one, other in zip(trainer.model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    with evaluated_weights(trainer._parts.plan, averaged=True):
+        for one, other in zip(trainer.model.get_weights(), averages, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def phases(folder, last, steps, **arguments):
+    """Runs the first phases, each up to a multiple of two steps, and the last one up to a step."""
+    trainer = trainer_of(**{"model_dir": folder, "optimizer": adam} | arguments)
+    for phase, trained in enumerate(PHASES[:last]):
+        toggle(trainer, *trained)
+        train(trainer, min(2 * phase + 2, steps))
+    return trainer
+
+
+def assert_same_state(one, other):
+    """Raises unless two trainers have the same bits in weights and slots."""
+    for trainers in zip(
+        [*one.model.variables, *one.optimizer.variables],
+        [*other.model.variables, *other.optimizer.variables],
+        strict=True,
+    ):
+        values = [variable.numpy() for variable in trainers]
+        assert values[0].tobytes() == values[1].tobytes(), trainers[0].path
+
+
+def test_a_run_of_phases_resumes(tmp_path, full):
+    """L12: the same program, started again in any phase, ends with the bits of a run never stopped."""
+    whole = phases(None, 4, 8)
+    for stopped in range(1, 8) if full else [3]:
+        folder = tmp_path / str(stopped)
+        phases(folder, (stopped + 1) // 2, stopped)
+        assert_same_state(phases(folder, 4, 8), whole)
+
+
+def test_other_trained_variables_are_not_resumed(tmp_path):
+    """L12: a resumed run does not train other variables than its checkpoint did, unless they were
+    changed after it was restored.
+    """
+    phases(tmp_path, 2, 3)
+    trainer = trainer_of(model_dir=tmp_path, optimizer=adam)
+    toggle(trainer, hidden=False, out=True)
     with pytest.raises(ValueError, match="`model`") as error:
-        train(second, 2)
+        train(trainer, 8)
     assert str(error.value) == (
-        "`model` must train the variables for which its optimizer was built; got 'net/hidden/kernel', which "
-        f"was not trainable then. {WAY_OUT}"
+        f"`model` must train the same variables as in {tmp_path / 'ckpt-3'} to resume from it; got "
+        "'net/hidden/kernel', which is no longer trainable. The run would go on as another one. Set "
+        "`trainable` as in that run; or, to train other variables from here on, change it after the "
+        "checkpoint has been restored, which train(..., steps=3) does."
     )
-    assert min(train(trainer_of(model=lambda: first.model, strategy=first.strategy), 1)) > 0.0
+    train(trainer, 3)
+    toggle(trainer, hidden=True, out=False)
+    assert [move > 0.0 for move in train(trainer, 4)] == [True, True, False, False]
 
 
-def test_lora_is_refused():
-    """L19: variables that appear between two calls are named."""
-    trainer = trainer_of()
+def test_lora():
+    """L19: variables that appear between two calls are trained, and the kernel that they replace is not."""
+    trainer = trainer_of(optimizer=adam)
     train(trainer, 1)
-    trainer.model.get_layer("out").enable_lora(2)
-    with pytest.raises(ValueError, match=r"lora_kernel_a', which was not trainable then\. The"):
-        train(trainer, 2)
+    layer = trainer.model.get_layer("out")
+    layer.enable_lora(2)
+    kernel, before = (
+        layer._kernel.numpy(),
+        [layer.lora_kernel_a.numpy(), layer.lora_kernel_b.numpy()],
+    )
+    trainer.train((X, Y), steps=3, global_batch=12)
+
+    assert np.all(layer._kernel.numpy() == kernel)
+    assert np.all(layer.lora_kernel_a.numpy() != before[0])
+    assert np.all(layer.lora_kernel_b.numpy() != before[1])
+
+
+def test_a_part_is_frozen_for_a_while(tmp_path):
+    """Of two optimizers, that of a frozen part makes no updates; both go on when it is unfrozen."""
+
+    class Two(Trainer):
+        def build_model(self):
+            layers = keras.layers
+            inputs = keras.Input([3])
+            two = keras.Model(
+                inputs, layers.Dense(1, name="out")(layers.Dense(2, name="hidden")(inputs))
+            )
+            two.hidden, two.out = two.get_layer("hidden"), two.get_layer("out")
+            return two
+
+        def build_optimizer(self):
+            return {name: keras.optimizers.Adam(0.125) for name in ("hidden", "out")}
+
+        def compute_loss(self, batch, training):
+            losses = (
+                tf.cast(self.model(batch[0], training=training) - batch[1], tf.float32)[:, 0] ** 2
+            )
+            return {"hidden": losses, "out": losses}
+
+    two = Two(verbose=False, jit_compile=False, seed=1, model_dir=tmp_path)
+    train(two, 1)
+    two.model.hidden.trainable = False
+    moved = train(two, 3)
+    assert [move > 0.0 for move in moved] == [False, False, True, True]
+    two.model.hidden.trainable = True
+    assert min(train(two, 4)) > 0.0
+    assert [int(one.iterations.numpy()) for one in two.optimizer.values()] == [2, 4]
+
+
+def test_a_rollback_after_unfreezing(tmp_path):
+    """A run that diverges right after a layer was unfrozen goes back to where it was unfrozen."""
+    losses = np.float32([1, 1, 1, 1, 1e6, 1, 1])
+
+    class Line(Trainer):
+        def compute_loss(self, batch, training):
+            return batch[1][:, 0] + 1e-6 * tf.reduce_sum(self.model(batch[0], training=training), 1)
+
+        def on_recovery(self, step, restored):
+            self.seen = (step, restored)
+
+    data = tf.data.Dataset.from_tensor_slices(
+        (np.ones([7, 1, 3], np.float32), losses[:, None, None])
+    )
+    line = Line(
+        model=model,
+        optimizer=adam,
+        model_dir=tmp_path,
+        divergence=Divergence(loss_above=100.0, skip_data=True),
+        log_interval=1,
+        jit_compile=False,
+        verbose=False,
+    )
+    toggle(line, hidden=False, out=True)
+    line.train(data, steps=4)
+    toggle(line, hidden=True, out=True)
+    line.train(data, steps=6)
+
+    assert line.seen == (5, 4)
+    assert int(line.optimizer.iterations.numpy()) == 6
 
 
 def test_what_is_evaluated_may_be_frozen():
@@ -138,20 +286,40 @@ def test_a_new_learning_rate_is_used(tmp_path):
         assert one.tobytes() == other.tobytes()
 
 
-def test_a_schedule_in_place_of_a_number_is_refused():
-    """Keras removes the number from the optimizer's variables, which TensorFlow cannot save then."""
-    trainer = trainer_of()
-    train(trainer, 1)
-    trainer.optimizer.learning_rate = piecewise(0.125, 0.0)
-    with pytest.raises(ValueError, match="`optimizer`") as error:
-        train(trainer, 2)
+def test_a_schedule_in_place_of_a_number(tmp_path):
+    """L12: a schedule that is assigned in place of a number is used from the next step on, and the run can
+    be saved; the same program, started again, ends with the same bits.
+    """
 
-    assert str(error.value) == (
-        "`optimizer` must keep a number as its learning rate if it was made with one; got "
-        "PiecewiseConstantDecay. TensorFlow can no longer save this optimizer. Assign a number, or make "
-        "the optimizer with the schedule. To change over now, continue with a new trainer and a new "
-        "optimizer: Trainer(model=lambda: trainer.model, strategy=trainer.strategy, optimizer=..., ...)."
-    )
+    def run(folder, steps):
+        trainer = trainer_of(model_dir=folder, optimizer=lambda: keras.optimizers.SGD(0.125, 0.5))
+        train(trainer, 1)
+        trainer.optimizer.learning_rate = piecewise(0.125, 0.0, 0.125)
+        if steps > 1:
+            train(trainer, steps)
+        return trainer
+
+    whole = run(None, 5)
+    run(tmp_path, 3)
+    assert_same_state(run(tmp_path, 5), whole)
+    whole.optimizer.learning_rate = piecewise(0.0, 0.0)
+    whole.optimizer.momentum = 0.0
+    assert max(train(whole, 6)) == 0.0
+
+
+def test_a_schedule_that_was_assigned_before_the_first_step(tmp_path):
+    """An optimizer whose number was replaced before it was built can be saved."""
+
+    def make():
+        made = keras.optimizers.SGD(0.125)
+        made.learning_rate = piecewise(0.125, 0.0)
+        return made
+
+    train(trainer_of(model_dir=tmp_path, optimizer=make), 3)
+    trainer = trainer_of(model_dir=tmp_path, optimizer=make)
+    train(trainer, 3)
+
+    assert max(train(trainer, 4)) == 0.0
 
 
 @pytest.mark.thorough
@@ -210,13 +378,14 @@ def test_a_change_during_training_is_refused():
     def scale(trainer):
         trainer.model.get_layer("factor").scale = 0.5
 
-    with pytest.raises(ValueError, match="`model`") as error:
-        train(trainer_of(actions=[Action(freeze, every_steps=1)]), 3)
-    assert "'net/hidden/kernel', which is no longer trainable" in str(error.value)
-    with pytest.raises(ValueError, match="`train`") as error:
-        train(trainer_of(actions=[Action(scale, every_steps=1)]), 3)
-    assert str(error.value) == (
-        "`train` must not meet a change of a layer's or an optimizer's settings while it runs; got a "
-        "change of layer 'factor' in a hook or an action. The step was traced before and would not notice. "
-        "Change it between two calls of train()."
-    )
+    for change, found in [
+        (freeze, "'net/hidden/kernel', which is no longer trainable"),
+        (scale, "a change of layer 'factor'"),
+    ]:
+        with pytest.raises(ValueError, match="`train`") as error:
+            train(trainer_of(actions=[Action(change, every_steps=1)]), 3)
+        assert str(error.value) == (
+            "`train` must not meet a change of what is trained, or of a layer's or an optimizer's "
+            f"settings, while it runs; got {found}, in a hook or an action. The step was traced before "
+            "and would not notice. Change it between two calls of train(): it is then traced again."
+        )

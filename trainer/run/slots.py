@@ -1,0 +1,172 @@
+"""The slots of a trainer's optimizers, when layers are frozen and unfrozen between calls.
+
+An optimizer keeps the slots of every variable that it has ever trained. A frozen variable keeps its
+value, its slots and its moving average, which goes on towards the value. A variable that is
+unfrozen for the first time gets new slots. Rules such as Adam's correct for slots that began at 0,
+so for each variable the updates are counted that it has missed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from trainer.base.keras_private import build_again, built_for, inner_optimizer
+from trainer.checkpoint.warm_start import weights_of
+from trainer.run.protocol import RunnableTrainer, Slot, Slots
+from trainer.step.rollback import read_copies, write_copies
+from trainer.step.types import Optimizers, Variable
+
+
+def slots_now(trainer: RunnableTrainer, before: Slots | None) -> Slots:
+    """Returns the slots of a trainer's optimizers, for the variables that are trained now.
+
+    Args:
+        trainer: the trainer.
+        before: the slots until now; None if the optimizers are new or were just restored.
+    """
+    trained = {id(variable) for variable in trainer.model.trainable_variables}
+    found: Slots = {}
+    for name, optimizer in optimizers_of(trainer).items():
+        known = {id(slot.variable): slot for slot in (before or {}).get(name, ())}
+        found[name] = []
+        for variable in built_for(optimizer):
+            updates = updates_of(optimizer, variable, trainer)
+            slot = known.get(id(variable)) or Slot(variable, 0 if before is None else updates, None)
+            missed = missed_until(slot, updates)
+            since = None if id(variable) in trained else updates
+            found[name].append(Slot(variable, missed, since))
+    return found
+
+
+def missed_until(slot: Slot, updates: int) -> int:
+    """Returns how many of an optimizer's first `updates` updates a variable was not part of."""
+    return slot.missed + (0 if slot.since is None else updates - slot.since)
+
+
+def missed_by_trained(slots: Slots) -> list[tuple[Variable, int]]:
+    """Returns the trained variables that have missed updates, with the number of these."""
+    every = [slot for own in slots.values() for slot in own]
+    return [(slot.variable, slot.missed) for slot in every if slot.since is None and slot.missed]
+
+
+def updates_of(
+    optimizer: keras.optimizers.Optimizer, variable: Variable, trainer: RunnableTrainer
+) -> int:
+    """Returns how many updates the optimizer of a variable has made. Waits for the device."""
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        optimizer = inner_optimizer(optimizer, variable)
+    return int(read_copies([optimizer.iterations], trainer.strategy)[0][0].numpy())
+
+
+def facts_of(slots: Slots, trainer: RunnableTrainer) -> dict[str, Any]:
+    """Returns the entries of `run.json` about frozen and unfrozen variables.
+
+    "slots": for each optimizer, the position in the model's weights of each variable that it has
+    slots for, and the number of updates that this variable has missed. "trained": the positions of
+    the variables that are trained.
+    """
+    places = {id(variable): place for place, variable in enumerate(weights_of(trainer.model))}
+    saved, trained = {}, []
+    for name, optimizer in optimizers_of(trainer).items():
+        saved[name] = [
+            [
+                places[id(slot.variable)],
+                missed_until(slot, updates_of(optimizer, slot.variable, trainer)),
+            ]
+            for slot in slots.get(name, ())
+        ]
+        trained += [places[id(slot.variable)] for slot in slots.get(name, ()) if slot.since is None]
+    return {"slots": saved, "trained": sorted(trained)}
+
+
+def trained_places(trainer: RunnableTrainer) -> list[int]:
+    """Returns the positions of the trained variables in the model's weights."""
+    places = {id(variable): place for place, variable in enumerate(weights_of(trainer.model))}
+    return sorted(places[id(variable)] for variable in trainer.model.trainable_variables)
+
+
+def slots_from(saved: dict[str, Any], trainer: RunnableTrainer) -> Slots | None:
+    """Returns the slots that a checkpoint describes, as of its step; None if it says nothing."""
+    if not saved.get("slots"):
+        return None
+    weights = weights_of(trainer.model)
+    return {
+        name: [
+            Slot(weights[place], missed, None)
+            for place, missed in lines
+            if 0 <= place < len(weights)
+        ]
+        for name, lines in saved["slots"].items()
+    }
+
+
+def make_slots(trainer: RunnableTrainer, wanted: Slots | None = None) -> bool:
+    """Gives a trainer's optimizers slots for more variables. Call it in the strategy's scope.
+
+    Args:
+        trainer: the trainer. Its optimizers are built.
+        wanted: the variables, in this order; None for those that are trained now.
+
+    Returns:
+        Whether an optimizer was built again.
+
+    Raises:
+        ValueError: if an optimizer keeps its slots where they are not found.
+    """
+    changed = False
+    for name, optimizer in optimizers_of(trainer).items():
+        held = built_for(optimizer)
+        ids = {id(variable) for variable in held}
+        if wanted is None:
+            owners = trained_by(name, trainer)
+            order = [*held, *(variable for variable in owners if id(variable) not in ids)]
+        else:
+            order = [slot.variable for slot in wanted.get(name, ())]
+        more = len(order) > len(held) and ids <= {id(variable) for variable in order}
+        if optimizer.built and more:
+            add_slots(optimizer, order, trainer)
+            changed = True
+    return changed
+
+
+def trained_by(name: str, trainer: RunnableTrainer) -> list[Variable]:
+    """Returns the variables that an optimizer trains now, given its name in a checkpoint."""
+    part = trainer.model
+    if isinstance(trainer.optimizer, dict):
+        part = getattr(part, name.removeprefix("optimizer_"))
+    held = {id(variable) for variable in part.trainable_variables}
+    return [one for one in trainer.model.trainable_variables if id(one) in held]
+
+
+def add_slots(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable], trainer: RunnableTrainer
+) -> None:
+    """Builds an optimizer for more variables; the slots that it had keep their values.
+
+    Raises:
+        ValueError: if an optimizer keeps its slots where they are not found.
+    """
+    pairs, left = build_again(optimizer, variables)
+    if left:
+        raise ValueError(
+            "`optimizer` must keep its slots in lists, one entry for each variable, to train more "
+            f"variables than it was built for; got {type(optimizer).__name__}, whose variable "
+            f"{left[0].path!r} was not found in one. Its value would be lost. Continue with a new "
+            "trainer and a new optimizer: Trainer(model=lambda: trainer.model, "
+            "strategy=trainer.strategy, optimizer=..., ...)."
+        )
+    values = read_copies([before for before, _ in pairs], trainer.strategy)
+    write_copies([after for _, after in pairs], values, trainer.strategy)
+
+
+def optimizers_of(trainer: RunnableTrainer) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns a trainer's optimizers, keyed by their names in a checkpoint; {} if it has none."""
+    return optimizers_by_item(trainer.optimizer) if trainer.has_optimizer else {}
+
+
+def optimizers_by_item(optimizer: Optimizers) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns the optimizers, keyed by their names in a checkpoint."""
+    if isinstance(optimizer, dict):
+        return {f"optimizer_{name}": one for name, one in optimizer.items()}
+    return {"optimizer": optimizer}
