@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -33,6 +34,9 @@ class RunConsole:
         self._console = PipeSafeConsole(quiet=style == "quiet", highlight=False)
         if not self._console.is_terminal:
             self._console.width = WIDTH
+        # In a notebook, Rich draws the bar with ipywidgets; without it, log lines are printed.
+        widgets = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        self._draws = self._console.is_terminal or widgets
         columns = (
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
             BarColumn(),
@@ -55,15 +59,15 @@ class RunConsole:
 
     @contextlib.contextmanager
     def progress_bar(self, step: int, target: int) -> Iterator[None]:
-        """Context manager: shows a progress bar at the bottom of a terminal.
+        """Context manager: shows a progress bar at the bottom of a terminal, or in a notebook.
 
-        The last state of the bar stays on the terminal.
+        The last state of the bar stays there.
 
         Args:
             step: the step to start from.
             target: the step at which the run ends.
         """
-        if self._console.quiet or not self._console.is_terminal:
+        if self._console.quiet or not self._draws:
             yield
             return
         for previous in self._bar.task_ids:

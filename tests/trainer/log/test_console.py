@@ -1,13 +1,16 @@
 """The console output of a run: a progress bar on a terminal, log lines anywhere else."""
 
 import contextlib
+import importlib.machinery
 import io
 import re
+import sys
+import types
 
 import pytest
 from helpers import STEEP, Linear, overflowing, slopes
 
-from trainer.log.console import format_log_line, format_values, resolve_style
+from trainer.log.console import RunConsole, format_log_line, format_values, resolve_style
 from trainer.log.summary import Interval, Totals
 
 
@@ -128,3 +131,20 @@ def test_other_values_of_verbose_are_refused(verbose):
     """The error names the argument and the value."""
     with pytest.raises(ValueError, match=f"^`verbose` must be .*; got {verbose!r}"):
         resolve_style(verbose)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_notebook_has_a_live_bar_if_it_has_widgets(monkeypatch, capsys, installed):
+    """With ipywidgets the bar is drawn; without them, log lines are printed and nothing warns."""
+    module = types.ModuleType("ipywidgets")
+    module.__spec__ = importlib.machinery.ModuleSpec("ipywidgets", None)
+    monkeypatch.setitem(sys.modules, "ipywidgets", module if installed else None)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    drawn = []
+    monkeypatch.setattr("rich.live.Live.refresh", lambda live: drawn.append(live.console))
+    console = RunConsole("normal")
+    with console.progress_bar(0, 10):
+        console.advance(5)
+
+    assert bool(drawn) == installed
+    assert "install" not in capsys.readouterr().err
