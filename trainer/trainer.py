@@ -22,7 +22,7 @@ from trainer.base.argument_checks import (
 from trainer.base.autograph import without_autograph
 from trainer.base.scoped_seed import ScopedSeed
 from trainer.checkpoint.best import export_model
-from trainer.config.attributes import assign, check_assignment
+from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.elsewhere import (
     ARGUMENTS,
@@ -296,7 +296,7 @@ class Trainer(Task):
         **unknown: object,
     ) -> None:
         """Checks and stores the arguments. The model is built when it is first used."""
-        arguments = dict(locals())
+        arguments, before = dict(locals()), {*vars(self)}
         check_no_unknown_arguments(unknown, Trainer.__init__, ARGUMENTS)
         super().__init__(model, optimizer, loss_fn, metrics)
         self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
@@ -313,6 +313,7 @@ class Trainer(Task):
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self.stop_asked = False
+        self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
         self._started = self._evaluating = self._introduced = False  # from here on, see __setattr__
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -35,7 +35,8 @@ FIELDS = {field.name: field for group in GROUPS for field in dataclasses.fields(
 # Read anew in every call of `train`.
 CHANGEABLE = ("steps_per_loop", "log_interval", "check_gradients", "profile_steps", "actions")
 
-# Attributes that the constructor makes from arguments, with the names of these.
+# Attributes that the constructor makes from arguments, with the names of these. Other arguments
+# that it keeps under their own names, `_settings`, are fixed too.
 FIXED = {
     "precision": "precision",
     "rule": "loss_scale",
@@ -123,8 +124,8 @@ def remedy_for(trainer: Any, name: str, value: object, base: type) -> str | None
     if name in REPLACEABLE:
         replaced = known["_started"] and known.get(name) is not value
         return REPLACEABLE[name] if replaced else None
-    if name in FIXED:
-        remedy = f"Pass {FIXED[name]}= to a new trainer. {RENAME}"
+    if name in FIXED or name in known["_settings"]:
+        remedy = f"Pass {FIXED.get(name, name)}= to a new trainer. {RENAME}"
         return None if is_equal(known.get(name), value) else remedy
     if name in COMPUTED:
         return f"{COMPUTED[name]} {RENAME}" if inherited else None
