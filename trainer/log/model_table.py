@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -128,7 +128,7 @@ def size_cells(rows: Sequence[VariableRow]) -> tuple[str, str]:
 def format_markdown(settings: Mapping[str, object], rows: Sequence[VariableRow]) -> str:
     """Returns the settings and the model as Markdown tables, which TensorBoard displays."""
     lines = ["| setting | value |", "|---|---|"]
-    lines += [f"| {name} | `{value}` |" for name, value in settings.items()]
+    lines += [f"| {name} | `{value}` |" for name, value in flattened(settings).items()]
     lines += [
         "",
         "| variable | shape | dtype | computes in | parameters |",
@@ -138,6 +138,20 @@ def format_markdown(settings: Mapping[str, object], rows: Sequence[VariableRow])
         cells = (f"`{row.name}`", row.shape, row.dtype, row.compute_dtype, f"{row.parameters:,}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings as one dict.
+
+    Example:
+        >>> flattened({"seed": 1, "optimizer": {"class": "SGD", "learning_rate": 0.5}})
+        {'seed': 1, 'optimizer.class': 'SGD', 'optimizer.learning_rate': 0.5}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
 
 
 def total_size(rows: Sequence[VariableRow]) -> tuple[int, int]:

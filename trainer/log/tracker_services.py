@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.log.history import PREFIXES
-from trainer.log.trackers import TrackedRun, Tracker, check_installed, flattened
+from trainer.log.model_table import flattened
+from trainer.log.trackers import TrackedRun, Tracker, check_installed
 
 MAX_PARAMETER = 500  # characters of a parameter that every MLflow server stores
 MAX_PARAMETERS = 100  # parameters in one request

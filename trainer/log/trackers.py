@@ -166,17 +166,3 @@ def check_installed(tracker: str, package: str, extra: str) -> None:
             f"{tracker} needs {package}, which is not installed. "
             f"Run pip install 'halfstep[{extra}]'."
         )
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings as one dict.
-
-    Example:
-        >>> flattened({"seed": 1, "optimizer": {"class": "SGD", "learning_rate": 0.5}})
-        {'seed': 1, 'optimizer.class': 'SGD', 'optimizer.learning_rate': 0.5}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat

@@ -14,6 +14,7 @@ from scaling.telemetry.play import best_fixed_scale
 from scaling.telemetry.recommend import describe_share
 from scaling.telemetry.record import Record
 from scaling.telemetry.stats import GradientStats
+from trainer.log.model_table import flattened
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.report.reading import Curve, Run
 
@@ -292,7 +293,7 @@ def settings_rows(run: Run) -> list[tuple[str, str, str]]:
     """
     if not run.starts:
         return []
-    first, latest = run.starts[0].settings, run.starts[-1].settings
+    first, latest = (flattened(run.starts[place].settings) for place in (0, -1))
     return [
         (name, str(value), "" if first.get(name, value) == value else str(first[name]))
         for name, value in latest.items()

@@ -40,6 +40,9 @@ from trainer.step.randomness import check_no_stateful_ops
 
 Results = dict[str, float]
 
+# What the log and the trackers record of what makes a run the same; `run.json` has all of it.
+RECORDED = ("optimizer", "loss", "global_clipnorm", "clipnorm", "clipvalue", "ema_momentum")
+
 
 class TrainRequest(NamedTuple):
     """The arguments of one call of `train`, checked and resolved."""
@@ -134,7 +137,12 @@ class OuterLoop:
         """Returns the settings of the run, for the log and the trackers, as JSON types."""
         config = self._trainer.checkpoint_config
         best = {"best_metric": config.best_metric, "best_is": config.best_is}
-        return self._saver.facts() | best
+        identity = self._saver.identity()
+        made_of = {name: identity["identity"][name] for name in RECORDED}
+        if [*made_of["optimizer"]] == ["optimizer"]:  # a single one
+            made_of["optimizer"] = made_of["optimizer"]["optimizer"]
+        content = {"data_content": identity["content"]} if "content" in identity else {}
+        return self._saver.facts() | best | made_of | content
 
     def _tracked(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records the run with its trackers, if there are any."""

@@ -11,6 +11,8 @@ from helpers import STEEP, Linear, slopes
 import scaling
 from trainer import Action
 from trainer.data.batches import untuned
+from trainer.report.facts import settings_rows
+from trainer.report.reading import read_run
 
 
 def data(examples=10, global_batch=4):
@@ -163,3 +165,27 @@ def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
     assert calls.history["val_step"].tolist() == [2, 4, 6]
     assert (again.steps_run, whole.best.metric, whole.best.step) == (0, "loss", 8)
     assert whole.best.results == {"loss": whole.history["val_loss"][-1]}
+
+
+def test_the_log_says_what_was_trained(tmp_path):
+    """The first line of `metrics.jsonl` has the optimizer with its constants, the loss, the clipping,
+    the data and the versions; the report shows each constant in a row of its own.
+    """
+    rate = keras.optimizers.schedules.CosineDecay(0.5, 100)
+
+    class Scheduled(Linear):
+        def build_optimizer(self):
+            return keras.optimizers.SGD(rate, momentum=0.75)
+
+    trainer = Scheduled(model_dir=tmp_path, global_clipnorm=2.0, verbose=False)
+    trainer.train(slopes(1.0), steps=1, global_batch=1)
+    settings = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["settings"]
+
+    assert settings["optimizer"]["class"] == "SGD"
+    assert settings["optimizer"]["momentum"] == 0.75
+    assert settings["optimizer"]["learning_rate"]["class"] == "CosineDecay"
+    assert "compute_loss" in settings["loss"]
+    assert settings["global_clipnorm"] == 2.0
+    assert {"data", "versions"} <= {*settings}
+    rows = {name: value for name, value, _ in settings_rows(read_run(tmp_path))}
+    assert rows["optimizer.learning_rate.initial_learning_rate"] == "0.5"
