@@ -16,7 +16,7 @@ from trainer.base.keras_private import computing_in_float32, differentiable_mome
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
 from trainer.step.held_back import HoldBack
-from trainer.step.losses import losses_and_aux, weighted_sum
+from trainer.step.losses import distinct, losses_and_aux, weighted_sum
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
 from trainer.step.replica import my_share
@@ -301,7 +301,7 @@ def replica_evaluate(
         result = call_user(compute_loss, share.batch, training=False)
     losses, aux = losses_and_aux(result, share.batch, plan.objectives)
     call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
-    return weighted_sum(tf.add_n(list(losses.values())), share)
+    return weighted_sum(tf.add_n(distinct(losses.values())), share)
 
 
 def predict_batch(

@@ -15,7 +15,7 @@ from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.forward import forward, recomputing, written_by
 from trainer.step.gradients import count_nonfinite
 from trainer.step.held_back import tensorflow_variable
-from trainer.step.losses import mask_weightless, weighted_mean
+from trainer.step.losses import distinct, mask_weightless, weighted_mean
 from trainer.step.microbatch import (
     Contribution,
     Microbatch,
@@ -42,10 +42,11 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         with fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
         warn_of_losses_per_example(plan.model, passed.added, share.weights)
-        losses = {
-            objective.name: weighted_mean(passed.losses[objective.name], share, size.weight)
-            for objective in plan.objectives
+        means = {
+            id(loss): weighted_mean(loss, share, size.weight)
+            for loss in distinct(passed.losses.values())
         }
+        losses = {name: means[id(loss)] for name, loss in passed.losses.items()}
         regularization_loss = added_loss(passed.added, share, size)
         scaled = {
             name: scaling.scale_loss(loss + regularization_loss, inputs.scale_state)
@@ -61,10 +62,12 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         check_some_gradient(each)
         found |= dict(zip(objective.positions, each, strict=True))
     gradients, replaced = split_replaced(found, plan)
-    contribution = Contribution(gradients, tf.add_n(list(losses.values())), regularization_loss)
-    examples = [passed.losses[objective.name] for objective in plan.objectives]
-    seen = [mask_weightless(losses, share) for losses in examples]
+    contribution = Contribution(gradients, tf.add_n(distinct(losses.values())), regularization_loss)
+    seen = [mask_weightless(loss, share) for loss in passed.losses.values()]
     nonfinite = find_nonfinite(contribution, seen, single_pass=plan.single_pass)
+    if passed.reported:  # another group of this step reports these losses
+        own = [loss for name, loss in losses.items() if name not in passed.reported]
+        contribution = contribution._replace(loss=tf.add_n([*distinct(own), tf.constant(0.0)]))
     fraction = tf.cast(share.examples / size.examples, tf.float32)
     written = parts_of_mean(written_by(plan.model, inputs.values, passed.after), fraction)
     return Microbatch(contribution, nonfinite, written, replaced, passed.aux)

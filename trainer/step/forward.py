@@ -11,7 +11,7 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import regularizers_in_float32
 from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
-from trainer.step.losses import losses_and_aux
+from trainer.step.losses import losses_and_aux, shared_with
 from trainer.step.microbatch import MicrobatchPlan
 from trainer.step.types import Aux, Batch, Model, Values
 
@@ -27,6 +27,7 @@ class ForwardPass(NamedTuple):
     draws: list[
         int
     ]  # how often each generator in `plan.seeds` was drawn from; [] for a `tf.Module`
+    reported: set[str]  # names of objectives whose loss an earlier update group has reported
 
 
 def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan) -> ForwardPass:
@@ -47,7 +48,8 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
             seed.assign(key)
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
-        return ForwardPass(losses, aux, [], {}, [])
+        reported = shared_with(result, plan.earlier, plan.objectives)
+        return ForwardPass(losses, aux, [], {}, [], reported)
     with regularizers_in_float32(plan.model), scope_of(values, keys, plan) as scope:
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives)
@@ -55,7 +57,9 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     scope.check_no_unknown_variables()
     found = [scope.held_value(variable) for variable in plan.held_back]
     after = {str(position): value for position, value in enumerate(found) if value is not None}
-    return ForwardPass(losses, aux, added, after, [scope.draws_from(seed) for seed in plan.seeds])
+    draws = [scope.draws_from(seed) for seed in plan.seeds]
+    reported = shared_with(result, plan.earlier, plan.objectives)
+    return ForwardPass(losses, aux, added, after, draws, reported)
 
 
 def scope_of(values: Values, keys: Sequence[tf.Tensor], plan: MicrobatchPlan) -> HoldBack:

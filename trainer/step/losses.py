@@ -1,6 +1,6 @@
 """Checks, names and weights the losses that `compute_loss` returned."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -62,7 +62,29 @@ def losses_and_aux(
                 f"got {leaf!r}. Aux is cut to each replica's real examples before the metrics see "
                 "it. Return one value per example."
             )
-    return {name: check_losses(loss, batch) for name, loss in losses.items()}, aux
+    # Objectives that share a loss share the checked one, by which `distinct` recognizes it.
+    checked = {id(loss): check_losses(loss, batch) for loss in losses.values()}
+    return {name: checked[id(loss)] for name, loss in losses.items()}, aux
+
+
+def distinct(losses: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the losses of several objectives, each once, to report their sum."""
+    return list({id(loss): loss for loss in losses}.values())
+
+
+def shared_with(result: Any, earlier: Collection[str], objectives: Sequence[Objective]) -> set[str]:
+    """Returns the names of the objectives whose loss is that of an earlier objective, too.
+
+    Args:
+        result: what `compute_loss` returned.
+        earlier: names of the objectives of earlier update groups, which report such a loss.
+        objectives: the objectives.
+    """
+    losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+    if not isinstance(losses, dict):
+        return set()
+    reported = {id(losses[name]) for name in earlier if name in losses}
+    return {each.name for each in objectives if id(losses.get(each.name)) in reported}
 
 
 def by_objective(

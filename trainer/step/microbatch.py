@@ -76,6 +76,7 @@ class MicrobatchPlan:
     # others, and `diagnose` checks them after a skip, so the pass itself does not check them.
     single_pass: bool
     fuse_batch_norm: bool  # whether to use TensorFlow's fused kernel: see `batch_norm`
+    earlier: tuple[str, ...] = ()  # names of the objectives whose optimizers had their turn before
 
 
 class Differentiate(Protocol):

@@ -269,8 +269,9 @@ def with_groups(
     # compiles the pass.
     fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
 
-    def group_of(objectives: Sequence[Objective]) -> UpdateGroup:
+    def group_of(objectives: Sequence[Objective], earlier: Sequence[str]) -> UpdateGroup:
         microbatch = microbatch_plan(plan, objectives, dense=dense, fuse=fuse)
+        microbatch = dataclasses.replace(microbatch, earlier=tuple(earlier))
 
         def run(inputs: PassInputs) -> Microbatch:
             with undoable(plan.undo, plan.strategy):
@@ -283,7 +284,11 @@ def with_groups(
         passes = (compiled_differentiation(each, jit_compile) for each in (run, run_in_float32))
         return UpdateGroup(tuple(objectives), *passes)
 
-    groups = tuple(group_of(objectives) for objectives in partition)
+    names = [[objective.name for objective in objectives] for objectives in partition]
+    groups = tuple(
+        group_of(objectives, [name for before in names[:at] for name in before])
+        for at, objectives in enumerate(partition)
+    )
     return dataclasses.replace(plan, groups=groups, jit_compile=jit_compile)
 
 

@@ -554,3 +554,48 @@ def test_a_part_may_be_called_loss(alternate):
     assert report.grads_finite
     assert trainer.model.loss.weight.numpy() == pytest.approx(0.0, abs=1e-6)
     assert trainer.model.other.weight.numpy() == pytest.approx(-2.0)
+
+
+class Rates(Trainer):
+    """Two layers with a learning rate each, and one loss for both."""
+
+    def build_model(self):
+        """Two dense layers with one weight each."""
+        dense = keras.layers.Dense
+        kernel = keras.initializers.Constant(2.0)
+        made = keras.Sequential(
+            [
+                keras.Input([1]),
+                dense(1, use_bias=False, name="base", kernel_initializer=kernel),
+                dense(1, use_bias=False, name="head", kernel_initializer=kernel),
+            ]
+        )
+        made.base, made.head = made.layers
+        return made
+
+    def build_optimizer(self):
+        """A low rate for the first layer and a high one for the second."""
+        return {"base": keras.optimizers.SGD(0.125), "head": keras.optimizers.SGD(0.5)}
+
+    def compute_loss(self, batch, training):
+        """Returns the same losses under both names."""
+        losses = tf.cast(self.model(batch["x"], training=training)[:, 0], tf.float32)
+        return {"base": losses, "head": losses}
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_a_shared_loss_is_reported_once(mirrored, alternate):
+    """One loss under the names of two optimizers (discriminative learning rates) moves both parts, and
+    is reported and evaluated as it is, not twice as large.
+    """
+    rates = Rates(strategy=mirrored(3), alternate_optimizers=alternate, verbose=False)
+    batch = {"x": np.ones([4, 1], np.float32)}
+    assert rates.evaluate(batch, global_batch=4)["loss"] == 4.0
+    [report] = attempt(rates, [batch])
+
+    assert report.loss == 4.0
+    base = 2.0 - 0.125 * 2.0
+    head = 2.0 - 0.5 * (base if alternate else 2.0)
+    assert [weight.numpy().item() for weight in rates.model.trainable_variables] == [base, head]
+    [report] = attempt(rates, [{"x": np.full([4, 1], np.nan, np.float32)}])
+    assert not report.grads_finite
