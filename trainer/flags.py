@@ -42,6 +42,7 @@ from trainer.config.groups import (
 from trainer.config.resolve import LossScaleArgument
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import are_arrays
+from trainer.evaluation.eval_data import is_named
 from trainer.monitor.divergence import Divergence
 from trainer.trainer import Trainer
 
@@ -50,7 +51,8 @@ from trainer.trainer import Trainer
 flags.disclaim_key_flags()
 
 FLAGS = flags.FLAGS
-MODES = ["train_and_eval", "train", "eval", "dry_run", "overfit", "replay"]
+TRAINING_MODES = ["train_and_eval", "train"]
+MODES = [*TRAINING_MODES, "eval", "dry_run", "overfit", "replay"]
 
 # Maps each value of the flag --jit_compile to a value of the argument `jit_compile`.
 JIT_COMPILE = {mode: mode for mode in ("auto", "update", "elementwise")} | {
@@ -236,6 +238,32 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
         "The record that --mode=replay runs again: a folder MODEL_DIR/overflows/step-STEP.",
         **where,
     )
+    flags.DEFINE_integer(
+        "eval_steps",
+        None,
+        "The largest number of batches to evaluate. If not set, all are evaluated.",
+        **count,
+    )
+    flags.DEFINE_boolean(
+        "evaluate_at_start",
+        False,
+        "Whether to evaluate before the first step, too, if there are evaluations during training.",
+        **where,
+    )
+    flags.DEFINE_boolean(
+        "continuous",
+        False,
+        "Whether --mode=eval evaluates each checkpoint that another process writes to --model_dir, "
+        "up to --train_steps, and not only the newest one.",
+        **where,
+    )
+    flags.DEFINE_float(
+        "eval_timeout_secs",
+        None,
+        "Number of seconds without a new checkpoint after which --continuous ends. If not set, it "
+        "waits without limit.",
+        **where,
+    )
     flags.DEFINE_list("profile_steps", None, TEXTS["profile_steps"], **where)
     flags.DEFINE_float(
         "loss_upper_bound",
@@ -258,7 +286,7 @@ def make_trainer(
     """Makes the trainer that the flags describe, and writes the flags to `model_dir/flags.cfg`.
 
     If that file exists, it is replaced when training begins: a run that is refused, or that only
-    evaluates, leaves it as it is.
+    evaluates, leaves it as it is. A `--mode` that does not train the run never writes it.
 
     `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. On a machine without a GPU,
     `--logical_cpus` divides the CPU for `--distribution_strategy=mirrored`, so call this function
@@ -289,9 +317,10 @@ def make_trainer(
         "profile_steps": parse_profile(flag_values),
         "divergence": parse_divergence(flag_values),
         "jit_compile": JIT_COMPILE[flag_values.jit_compile],
+        "max_to_keep": flag_values.max_to_keep or None,
     }
     made = trainer_class(**from_flags | arguments)
-    if flag_values.model_dir and made.is_chief:
+    if flag_values.model_dir and made.is_chief and flag_values.mode in TRAINING_MODES:
         model_dir = pathlib.Path(flag_values.model_dir)
         check_writable(model_dir)
         write = functools.partial(write_atomically, model_dir / "flags.cfg", text_of(flag_values))
@@ -311,10 +340,12 @@ def run_mode(
     """Runs the mode that `--mode` selects.
 
     "train" trains up to `--train_steps`, and evaluates every `--validation_interval` steps. With
-    `--keep_best` but no `--validation_interval`, it evaluates once, at the end. "eval" evaluates.
-    "train_and_eval" does both. "dry_run" tries everything that a run does, "overfit" trains on one
-    batch for `--train_steps` steps, and "replay" repeats the skipped step in the record
-    `--overflow`. The last three print their findings.
+    `--keep_best` but no `--validation_interval`, it evaluates once, at the end. "eval" evaluates
+    the newest checkpoint; with `--continuous`, each checkpoint while another process trains the
+    run (see `Trainer.evaluate_continuously`). "train_and_eval" does both. "dry_run" tries
+    everything that a run does, "overfit" trains on one batch for `--train_steps` steps, and
+    "replay" repeats the skipped step in the record `--overflow`. The last three print their
+    findings.
 
     Args:
         trainer: the trainer that `make_trainer` returned.
@@ -324,7 +355,8 @@ def run_mode(
         flag_values: the parsed flags.
 
     Returns:
-        The results of the final evaluation, on every worker; None if there was no evaluation.
+        The results of the final evaluation, on every worker; None if there was no evaluation. With
+        `--continuous`, the results of the last checkpoint.
 
     Raises:
         TypeError: if `trainer` is not a trainer.
@@ -348,6 +380,7 @@ def run_mode(
             f"`trainer` must be a Trainer; got {type(trainer).__name__}. Each mode calls one "
             "of its methods. Pass the trainer that make_trainer returned."
         )
+    check_continuous(test_data, flag_values)
     batch_size = flag_values.batch_size if are_arrays(train_data) else None
     finds: dict[str, Callable[[], object]] = {
         "dry_run": lambda: trainer.dry_run(
@@ -364,18 +397,60 @@ def run_mode(
             print(found)  # noqa: T201  # the purpose of these modes
         return None
     if flag_values.mode != "eval":
-        interval = flag_values.validation_interval
-        trainer.train(
-            train_data,
-            flag_values.train_steps,
-            global_batch=batch_size,
-            eval_data=test_data if interval or flag_values.keep_best else None,
-            eval_interval=interval,
-        )
+        train(trainer, train_data, test_data, flag_values)
     if flag_values.mode == "train" or test_data is None:
         return None
-    test_batch_size = flag_values.batch_size if are_arrays(test_data) else None
-    return trainer.evaluate(test_data, global_batch=test_batch_size)
+    batched = not is_named(test_data) and not are_arrays(test_data)
+    return evaluate(trainer, test_data, None if batched else flag_values.batch_size, flag_values)
+
+
+def train(trainer: Trainer, train_data: Any, test_data: Any, flag_values: flags.FlagValues) -> None:
+    """Trains as the flags say."""
+    interval, at_start = flag_values.validation_interval, flag_values.evaluate_at_start
+    evaluated = test_data if interval or at_start or flag_values.keep_best else None
+    trainer.train(
+        train_data,
+        flag_values.train_steps,
+        global_batch=flag_values.batch_size if are_arrays(train_data) else None,
+        eval_data=evaluated,
+        eval_interval=interval,
+        eval_steps=None if evaluated is None else flag_values.eval_steps,
+        evaluate_at_start=at_start,
+    )
+
+
+def evaluate(
+    trainer: Trainer, test_data: Any, batch_size: int | None, flag_values: flags.FlagValues
+) -> dict[str, float] | None:
+    """Evaluates the newest checkpoint or, with `--continuous`, all of them as they are written.
+
+    Raises:
+        ValueError: if --continuous is given with a mode that trains.
+    """
+    amount = {"global_batch": batch_size, "steps": flag_values.eval_steps}
+    if not flag_values.continuous:
+        return trainer.evaluate(test_data, **amount)
+    results = trainer.evaluate_continuously(
+        test_data,
+        **amount,
+        last_step=flag_values.train_steps,
+        timeout_secs=flag_values.eval_timeout_secs,
+    )
+    return results[max(results)] if results else None
+
+
+def check_continuous(test_data: Any, flag_values: flags.FlagValues) -> None:
+    """Raises ValueError if --continuous is given without --mode=eval, or without data."""
+    if flag_values.continuous and flag_values.mode != "eval":
+        raise ValueError(
+            "`--continuous` must be left out unless --mode is eval; got it with --mode="
+            f"{flag_values.mode}. It follows a run that another process trains. Pass --mode=eval."
+        )
+    if flag_values.continuous and test_data is None:
+        raise ValueError(
+            "`test_data` must be given with --continuous; got None. There is nothing to evaluate "
+            "on. Pass it to run_mode."
+        )
 
 
 def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:

@@ -59,6 +59,7 @@ from trainer.data.batches import (
 )
 from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
+from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
     EvalData,
@@ -90,6 +91,7 @@ from trainer.run.compile_autotune import (
 )
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
+from trainer.run.follow import calls_of
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
 from trainer.step import StepReport, attempt_step
@@ -162,7 +164,8 @@ class Trainer(Task):
             the run and when it is stopped.
         checkpoint_secs: number of seconds since the last checkpoint after which the next one is
             written; may be combined with checkpoint_interval. None ignores the time.
-        max_to_keep: number of checkpoints to keep.
+        max_to_keep: number of checkpoints to keep. None keeps all; the flag
+            takes 0 for None.
         async_checkpoint: whether checkpoints are written in a background thread, from a copy of
             the variables.
         keep_best: number of models to keep in `model_dir/best`, those with the best evaluations.
@@ -266,7 +269,7 @@ class Trainer(Task):
         # Checkpoints and resuming.
         checkpoint_interval: int | None = CheckpointConfig.checkpoint_interval,
         checkpoint_secs: float | None = CheckpointConfig.checkpoint_secs,
-        max_to_keep: int = CheckpointConfig.max_to_keep,
+        max_to_keep: int | None = CheckpointConfig.max_to_keep,
         async_checkpoint: bool = CheckpointConfig.async_checkpoint,
         keep_best: int = CheckpointConfig.keep_best,
         best_metric: str = CheckpointConfig.best_metric,
@@ -640,6 +643,62 @@ class Trainer(Task):
             logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
         return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
+    def evaluate_continuously(
+        self,
+        data: Any,
+        *,
+        global_batch: int | None = None,
+        steps: int | None = None,
+        last_step: int | None = None,
+        timeout_secs: float | None = None,
+    ) -> dict[int, dict[str, float]]:
+        """Evaluates each checkpoint of the run in `model_dir` while another process trains it.
+
+        Checkpoints are evaluated once each, in the order of their steps, with the same results as
+        the run's own evaluations, to the bit. The results are written to `model_dir/eval`, and with
+        keep_best the best models too; nothing else in `model_dir` is touched. `on_evaluate_end` is
+        called after each evaluation. The call ends when the run has reached its target and all
+        checkpoints are evaluated. Called again, it goes on after the last one. No optimizer is
+        needed, unless it keeps the moving average of the weights.
+
+        Args:
+            data: as for `evaluate`.
+            global_batch: as for `evaluate`.
+            steps: as for `evaluate`.
+            last_step: the step of the last checkpoint to wait for. None: the step at which the
+                run's log says that `train` has reached its target; pass a number if the run calls
+                `train` several times.
+            timeout_secs: number of seconds without a new checkpoint after which to end. None waits
+                without limit.
+
+        Returns:
+            The results of `evaluate` for each checkpoint of this call, keyed by step.
+
+        Raises:
+            TypeError, ValueError: if there is no `model_dir`, if the trainer has trained itself, if
+                it has several workers, or for the same reasons as `evaluate`.
+            SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT.
+        """
+        model_dir = check_follower(
+            self.model_dir, last_step, timeout_secs, self.strategy, trained=self._introduced
+        )
+        limit = "steps", steps
+        found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
+        self._withdraw_stop()
+        with StopSignals(self.stop) as signals:
+            calls = calls_of(
+                self,
+                model_dir,
+                lambda parts: result_names(found, ["loss", *parts.metrics.eval]),
+                start=lambda: self._start(first_batch(found), training=False),
+                evaluate=functools.partial(self._evaluate, found, stoppable=True),
+                export=self._export_into,
+            )
+            evaluation = ContinuousEvaluation(model_dir, identity_of(found, steps), calls)
+            results = evaluation.run(last_step, timeout_secs)
+            signals.end_process()
+        return results
+
     def predict(
         self,
         data: Any,
@@ -836,7 +895,7 @@ class Trainer(Task):
 
     def _start(
         self, batch: Batch, forward: Forward | None = None, *, training: bool = True
-    ) -> None:
+    ) -> Parts:
         """On the first call, builds and checks the parts, and restores the newest checkpoint.
 
         On later calls, adapts the parts to what has changed about the model or the optimizer.
@@ -846,18 +905,22 @@ class Trainer(Task):
             forward: a function of (batch, training) that calls the model, for models that create
                 their variables when they are first called; None for `compute_loss`.
             training: whether to train, and not only to evaluate.
+
+        Returns:
+            The trainer's parts.
         """
         if self._started and not self._introduced:
             # Another process may be training this run.
             self._parts = followed(self, self._parts, clean_up=training)
         if self._started and (self._parts.plan.groups or not training):
             self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)
-            return
+            return self._parts
         with self._seeded.in_use():
             self._parts = build(self, batch, forward or self.compute_loss, training=training)
         self._setup = setup_of(self._parts.plan)
         self._started = True
         self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`
+        return self._parts
 
     def check_unchanged(self) -> None:
         """Raises ValueError if a hook or an action has changed what the step was traced with.

@@ -535,6 +535,20 @@ TRAINER = {
         ("averaged", "started.evaluate(data, global_batch=4, averaged=True)"),
         ("averaged", 'started.evaluate(data, global_batch=4, averaged="yes")'),
     ],
+    "Trainer.evaluate_continuously": [
+        ("data", 'Trainer(model_dir="runs/new").evaluate_continuously("test")'),
+        ("global_batch", 'Trainer(model_dir="runs/new").evaluate_continuously(data)'),
+        (
+            "steps",
+            'Trainer(model_dir="runs/new").evaluate_continuously(data, global_batch=4, steps=0)',
+        ),
+        ("last_step", 'Trainer(model_dir="runs/new").evaluate_continuously(data, last_step=0)'),
+        (
+            "timeout_secs",
+            'Trainer(model_dir="runs/new").evaluate_continuously(data, timeout_secs=-1)',
+        ),
+        ("model_dir", "Trainer().evaluate_continuously(data)", "model_dir"),
+    ],
     "Trainer.predict": [
         ("data", "started.predict(tf.data.Dataset.from_tensors(batch).repeat())"),
         ("global_batch", "started.predict(batch, global_batch=0)"),
@@ -679,7 +693,11 @@ FLAGS = [
     ("validation_interval", "--validation_interval=0"),
     ("checkpoint_interval", "--checkpoint_interval=0"),
     ("checkpoint_secs", "--checkpoint_secs=0"),
-    ("max_to_keep", "--max_to_keep=0"),
+    ("max_to_keep", "--max_to_keep=-1"),
+    ("eval_steps", "--eval_steps=0"),
+    ("evaluate_at_start", "--evaluate_at_start=maybe"),
+    ("continuous", "--continuous", "--continuous"),
+    ("eval_timeout_secs", "--eval_timeout_secs=long"),
     ("async_checkpoint", "--async_checkpoint=maybe"),
     ("tpu", "--tpu=local", "--tpu"),
     ("keep_best", "--keep_best=-1"),

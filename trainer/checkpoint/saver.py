@@ -31,7 +31,7 @@ class Checkpoints:
 
     Args:
         model_dir: the directory that contains the checkpoints, or None.
-        max_to_keep: number of checkpoints to keep; older ones are removed.
+        max_to_keep: number of checkpoints to keep; older ones are removed. None keeps all.
         contents: the variables of the run.
         variables: the variables of the model and of each optimizer, keyed by "model",
             "optimizer" and so on. Their names, dtypes and shapes are saved, and compared when the
@@ -45,7 +45,7 @@ class Checkpoints:
     def __init__(
         self,
         model_dir: pathlib.Path | None,
-        max_to_keep: int,
+        max_to_keep: int | None,
         contents: Contents,
         variables: Mapping[str, Sequence[Variable]],
         rule: scaling.LossScaleRule,
@@ -106,6 +106,40 @@ class Checkpoints:
         if self._keeps_files:
             for late in later:
                 shutil.rmtree(late)
+        self._read(path, facts)
+        return path
+
+    def restore_live(self, path: pathlib.Path) -> bool:
+        """Restores a checkpoint of a run that another process trains. Writes nothing.
+
+        That process may remove or replace the checkpoint while it is read. Call this function in
+        the strategy's scope.
+
+        Args:
+            path: the checkpoint.
+
+        Returns:
+            Whether it was restored; False if it has been removed.
+
+        Raises:
+            DamagedError: if it is damaged.
+            ValueError: if it belongs to a different model or optimizer.
+        """
+        while True:
+            before = manifest_text(path)
+            if before is None:
+                return False
+            try:
+                self._read(path, folder.read_manifest(path))
+                if manifest_text(path) in (before, None):  # the files that were open stay readable
+                    return True
+            except (ValueError, OSError, tf.errors.OpError):
+                self.latest, self.facts = None, {}  # part of it may have been read
+                if manifest_text(path) == before:
+                    raise
+
+    def _read(self, path: pathlib.Path, facts: Facts) -> None:
+        """Reads a checkpoint, whose `run.json` is given."""
         saved = facts["variables"]
         if set(self._variables) == {"model"}:  # a run that only evaluates
             saved = {"model": saved["model"]}
@@ -117,7 +151,6 @@ class Checkpoints:
             scale=facts["loss_scale"] == repr(self._rule),
         )
         self.latest, self.facts = path, facts
-        return path
 
     def save(self, step: int, facts: Facts, position: DataPosition | None) -> pathlib.Path | None:
         """Saves a checkpoint. Returns when it is on disk, or at once if a thread writes it.
@@ -248,8 +281,9 @@ class Checkpoints:
         # would have resumed from one of them.
         found = folder.committed(path.parent, PREFIX)
         kept = [earlier for step, earlier in found.items() if step <= facts["step"]]
-        for old in kept[: -self._max_to_keep]:
-            shutil.rmtree(old)
+        if self._max_to_keep is not None:
+            for old in kept[: -self._max_to_keep]:
+                shutil.rmtree(old)
 
     def _discard(self, path: pathlib.Path) -> None:
         """Removes the files of a checkpoint that could not be completed."""
@@ -296,6 +330,14 @@ def has_checkpoints(
         clean_up_folders(model_dir, PREFIX)
     found = bool(folder.committed(model_dir, PREFIX))
     return strategies.from_chief(int(found), strategy) > 0
+
+
+def manifest_text(path: pathlib.Path) -> str | None:
+    """Returns the text of a checkpoint's `run.json`; None if there is none."""
+    try:
+        return (path / folder.MANIFEST).read_text()
+    except FileNotFoundError:
+        return None
 
 
 def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:

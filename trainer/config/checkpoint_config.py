@@ -15,6 +15,7 @@ from trainer.config.fields import (
     checked,
     choice,
     count,
+    count_or_none,
     switch,
 )
 from trainer.data.iterator_state import RESUME_MODES
@@ -49,7 +50,7 @@ class CheckpointConfig:
 
     checkpoint_interval: int | None = count(None)
     checkpoint_secs: float | None = checked(None, check_seconds)
-    max_to_keep: int = count(5)
+    max_to_keep: int | None = count_or_none(5)
     async_checkpoint: bool = switch(default=False)
     keep_best: int = count(0, or_zero=True)
     best_metric: str = checked("loss", check_metric_name)

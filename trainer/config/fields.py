@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_integer, is_number
 from trainer.base.argument_checks import check_bool, check_choice, check_count, check_nonnegative
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
@@ -35,6 +35,22 @@ def count(default: int | None, *, or_zero: bool = False) -> Any:
         check = optional(check)
     metadata = {CHECK: check, LOWER_BOUND: 0 if or_zero else 1}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def count_or_none(default: int) -> Any:
+    """Returns a field for an int of at least 1, or None for no limit, which is not the default.
+
+    Its flag takes 0 for None.
+    """
+
+    def check(name: str, value: Any) -> None:
+        if value is not None and not (is_integer(value) and value >= 1):
+            raise ValueError(
+                f"`{name}` must be an int of at least 1, or None; got {value!r}. None sets no "
+                "limit. Pass a count or None."
+            )
+
+    return dataclasses.field(default=default, metadata={CHECK: check, LOWER_BOUND: 0})
 
 
 def choice(default: Any, choices: Sequence[Any]) -> Any:

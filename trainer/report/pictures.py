@@ -118,8 +118,9 @@ def draw_curves(run: Run) -> Picture | None:
 
 def metric_of(result: str, run: Run) -> str:
     """Returns the name of a result of an evaluation, without its data set's name, if it has one."""
-    metric = result.partition("/")[2]
-    return metric if result not in run.train and metric in run.train else result
+    parts = result.split("/")
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((end for end in ends if end in run.train), result)
 
 
 def draw_metric(axes: Axes, run: Run, name: str) -> None:

@@ -149,7 +149,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         name=path.resolve().parent.name,
         last_step=lines.last_step,
         train=to_curves(lines.by_split["train"]),
-        validation=to_curves(lines.by_split["validation"]),
+        validation=to_curves(lines.by_split["validation"]) | read_followed(path.parent),
         scale=to_curve({change.step: change.loss_scale for change in scales}),
         skips=by_step(lines.read("skip", parse_skip)),
         underflow=by_step(lines.read("underflow", parse_underflow)),
@@ -159,6 +159,13 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         recoveries=lines.read("recovery", Recovery),
         unreadable=lines.unreadable,
     )
+
+
+def read_followed(run_dir: pathlib.Path) -> dict[str, Curve]:
+    """Returns the results of an evaluator process, with "eval/" before their names; {} without."""
+    path = run_dir / "eval" / "metrics.jsonl"
+    curves = to_curves(Lines(path).by_split["validation"]) if path.is_file() else {}
+    return {f"eval/{name}": curve for name, curve in curves.items()}
 
 
 class Lines:

@@ -93,10 +93,12 @@ def build(
         again = give_saved_slots(trainer, checkpoints)
         if again:
             checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
-        path = checkpoints.restore(clean_up=training)
-        if path and not training:
+        if training:
+            checkpoints.restore()
+        elif checkpoints.follow(clean_up=False) and checkpoints.latest:
+            # Another process may be training this run.
             ours = {"identity": identity, "versions": versions()}
-            warn_about_model(checkpoints.facts, ours, path)
+            warn_about_model(checkpoints.facts, ours, checkpoints.latest)
         slots = slots_now(trainer, slots_from(checkpoints.facts, trainer))
         if again or missed_by_trained(slots):
             plan = make_plan(trainer, slots)

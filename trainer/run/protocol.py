@@ -102,6 +102,7 @@ class RunnableTrainer(Protocol):
     record_gradients: bool
     check_gradients: bool
     log_interval: int
+    style: str  # of the console output; see `RunConsole`
     profile_steps: Sequence[int] | None
     divergence: Divergence | None
     actions: list[Action]

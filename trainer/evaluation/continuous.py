@@ -1,0 +1,266 @@
+"""Evaluates the checkpoints of a run that another process trains; see `evaluate_continuously`.
+
+Results are written to `model_dir/eval`, which has the format of a run's own files. Everything else
+in `model_dir` is only read.
+
+A checkpoint is known by the checksums of its variables, not by its step alone: a run that is rolled
+back, or started anew, writes other checkpoints of the same steps. Its results replace the old ones.
+"""
+
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from absl import logging
+
+import strategies
+from scaling.base.argument_checks import is_number
+from trainer.base.argument_checks import check_count
+from trainer.checkpoint import folder
+from trainer.checkpoint.saver import PREFIX, manifest_text
+from trainer.evaluation.eval_data import EvalData
+from trainer.log.run_log import format_results
+from trainer.log.writers import RunWriters
+
+FOLDER = "eval"  # in `model_dir`
+EVALUATED = "evaluated"  # the "split" of the lines that say which checkpoints were evaluated
+POLL_SECS = 1.0  # between two looks for new checkpoints
+TAIL_BYTES = 2**16  # the last line of `metrics.jsonl` is looked for in so many bytes at its end
+
+Results = dict[str, float]
+
+
+class Calls(NamedTuple):
+    """What a trainer does for its `ContinuousEvaluation`."""
+
+    restore: Callable[[pathlib.Path], bool]  # see `Checkpoints.restore_live`
+    evaluate: Callable[[], Results | None]  # returns None if the evaluation was stopped
+    stopped: Callable[[], bool]
+    done: Callable[[int, Results], None]  # called with the step and results of each evaluation
+    say: Callable[[str], None]  # prints a line
+
+
+class ContinuousEvaluation:
+    """Evaluates each checkpoint of a run once, in the order of their steps, while it is trained.
+
+    Args:
+        model_dir: the run's folder; it may not exist yet.
+        identity: what is evaluated. Results for another identity are not taken over.
+        calls: what the trainer does.
+    """
+
+    def __init__(self, model_dir: pathlib.Path, identity: str, calls: Calls) -> None:
+        """Reads what an earlier process has evaluated."""
+        self._model_dir = model_dir
+        self._identity = identity
+        self._calls = calls
+        self._writers = RunWriters(model_dir / FOLDER)
+        self._evaluated = read_evaluated(model_dir / FOLDER / "metrics.jsonl", identity)
+        self._damaged: dict[str, bool] = {}  # fingerprint: whether it failed twice
+        self._fingerprints: dict[tuple[object, ...], str] = {}
+        self._results: dict[int, Results] = {}
+
+    def run(self, last_step: int | None, timeout_secs: float | None) -> dict[int, Results]:
+        """Evaluates checkpoints until the run has ended, time is up, or a stop was asked for.
+
+        Args:
+            last_step: the step of the last checkpoint; None goes by the run's own log.
+            timeout_secs: number of seconds without a new checkpoint after which to end; None
+                waits without limit.
+
+        Returns:
+            The results of this call, keyed by step.
+        """
+        since = time.monotonic()
+        while not self._calls.stopped():
+            ended = self._has_ended(last_step)  # before looking, so that no checkpoint is missed
+            waiting = self._next()
+            if waiting and self._evaluate(*waiting):
+                since = time.monotonic()
+                continue
+            if ended and not waiting:
+                self._calls.say(f"the run in {self._model_dir} has ended")
+                break
+            if timeout_secs is not None and time.monotonic() - since > timeout_secs:
+                self._calls.say(f"no new checkpoint in {self._model_dir} for {timeout_secs:g} s")
+                break
+            self._pause(POLL_SECS)
+        return self._results
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, but not longer than it takes to notice that a stop was asked for."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._calls.stopped():
+            time.sleep(0.05)
+
+    def _has_ended(self, last_step: int | None) -> bool:
+        """Returns whether the run writes no more checkpoints."""
+        if last_step is not None:
+            return max(folder.committed(self._model_dir, PREFIX), default=-1) >= last_step
+        line = last_line(self._model_dir / "metrics.jsonl")
+        return line.get("split") == "end" and not line.get("stopped")
+
+    def _next(self) -> tuple[int, pathlib.Path, str] | None:
+        """Returns step, path and fingerprint of the first checkpoint that was not evaluated."""
+        for step, path in folder.committed(self._model_dir, PREFIX).items():
+            found = self._fingerprint(path)
+            if found and self._evaluated.get(step) != found and not self._damaged.get(found):
+                return step, path, found
+        return None
+
+    def _fingerprint(self, path: pathlib.Path) -> str | None:
+        """Returns what tells a checkpoint from others of its step; None if it cannot be read."""
+        try:
+            status = (path / folder.MANIFEST).stat()
+        except OSError:
+            return None
+        key = path, status.st_mtime_ns, status.st_ino, status.st_size
+        if key not in self._fingerprints:
+            text = manifest_text(path)
+            if text is None:
+                return None
+            self._fingerprints[key] = fingerprint(text)
+        return self._fingerprints[key]
+
+    def _evaluate(self, step: int, path: pathlib.Path, found: str) -> bool:
+        """Evaluates a checkpoint, and returns whether it could be read."""
+        try:
+            if not self._calls.restore(path):
+                return False  # the run has removed it
+        except (folder.DamagedError, OSError, tf.errors.OpError) as error:
+            # It may be about to be removed, file by file. If so, it is gone at the next attempt.
+            self._damaged[found] = found in self._damaged
+            if self._damaged[found]:
+                logging.error("%s is not evaluated: %s.", path, error)
+            return False
+        results = self._calls.evaluate()
+        if results is None:
+            return False
+        if any(other >= step for other in self._evaluated):
+            self._writers.rewind(step - 1)
+            for later in [other for other in self._evaluated if other >= step]:
+                del self._evaluated[later]
+        self._writers.write_scalars("validation", step, results)
+        line = {"step": step, "split": EVALUATED, "checkpoint": found, "data": self._identity}
+        self._writers.write_line(line)
+        self._evaluated[step] = found
+        self._results[step] = results
+        self._calls.say(f"checkpoint of step {step}: {format_results(results)}")
+        self._calls.done(step, results)
+        return True
+
+
+def identity_of(data: EvalData, steps: int | None) -> str:
+    """Returns what distinguishes data to evaluate on, without reading it."""
+    return "; ".join(
+        f"{name} {found.dataset.element_spec}, {found.steps_per_epoch} steps, up to {steps}"
+        for name, found in data.items()
+    )
+
+
+def fingerprint(manifest: str) -> str:
+    """Returns a checksum of the checksums of a checkpoint's variables.
+
+    Example:
+        >>> files = {"variables.index": {"sha256": "ab"}, "data.index": {"sha256": "cd"}}
+        >>> fingerprint(json.dumps({"files": files}))[:8]
+        '4ce76a7d'
+    """
+    try:
+        files: dict[str, Any] = json.loads(manifest)["files"]
+    except (ValueError, KeyError, TypeError):
+        files = {}
+    sums = [f"{name} {file['sha256']}" for name, file in files.items() if "variables" in name]
+    return hashlib.sha256("\n".join(sums or [manifest]).encode()).hexdigest()[:16]
+
+
+def read_evaluated(path: pathlib.Path, identity: str) -> dict[int, str]:
+    """Returns the fingerprints of the checkpoints that were evaluated, keyed by step.
+
+    Args:
+        path: the evaluations' `metrics.jsonl`.
+        identity: what is evaluated. A checkpoint that was evaluated on something else has no
+            fingerprint, "".
+    """
+    evaluated: dict[int, str] = {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        line = parsed(text)
+        if line.get("split") == EVALUATED:
+            same = line.get("data") == identity
+            evaluated[line["step"]] = str(line["checkpoint"]) if same else ""
+        elif "step" in line:  # a process that was killed may have written no more than this line
+            evaluated.setdefault(line["step"], "")
+    return evaluated
+
+
+def last_line(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the last line of a `metrics.jsonl`; {} if it is incomplete or there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            *_, last, rest = [b"", *file.read().split(b"\n")]
+    except OSError:
+        return {}
+    return {} if rest else parsed(last.decode(errors="replace"))
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Returns a line of `metrics.jsonl`, or {} if it cannot be read."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return {}
+    return line if isinstance(line, dict) else {}
+
+
+def check_follower(
+    model_dir: pathlib.Path | None,
+    last_step: object,
+    timeout_secs: object,
+    strategy: tf.distribute.Strategy,
+    *,
+    trained: bool,
+) -> pathlib.Path:
+    """Raises ValueError unless a trainer can evaluate the checkpoints of another process.
+
+    Args:
+        model_dir: the trainer's folder, or None.
+        last_step: an argument of `evaluate_continuously`.
+        timeout_secs: an argument of `evaluate_continuously`.
+        strategy: the trainer's strategy.
+        trained: whether the trainer has trained itself.
+
+    Returns:
+        `model_dir`.
+    """
+    if model_dir is None:
+        raise ValueError(
+            "`model_dir` must be given for evaluate_continuously; got None. The checkpoints are "
+            "looked for there. Pass the model_dir of the run."
+        )
+    if last_step is not None:
+        check_count("last_step", last_step)
+    if timeout_secs is not None and not (is_number(timeout_secs) and timeout_secs > 0):
+        raise ValueError(
+            f"`timeout_secs` must be positive, or None; got {timeout_secs!r}. Evaluations end if "
+            "there is no new checkpoint for so many seconds. Pass 3600 for an hour."
+        )
+    if trained:
+        raise ValueError(
+            "`evaluate_continuously` must be called on a trainer that has not trained; got one "
+            "that has. The checkpoints would replace its weights. Call it in a process of its own, "
+            "or pass eval_data= to train."
+        )
+    found = strategies.capabilities(strategy)
+    if found.multi_worker or found.asynchronous:
+        raise ValueError(
+            "`strategy` must run in a single process for evaluate_continuously; got "
+            f"{type(strategy).__name__}. Workers could see different checkpoints. Use "
+            'strategy="default" or "mirrored" in the process that evaluates.'
+        )
+    return model_dir

@@ -1,0 +1,76 @@
+"""Follows a run that another process trains: what a trainer does to evaluate its checkpoints."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+
+import keras
+
+from trainer.base.argument_checks import check_writable
+from trainer.checkpoint.best import Best
+from trainer.checkpoint.folder import committed
+from trainer.checkpoint.saver import PREFIX, manifest_text
+from trainer.evaluation.continuous import FOLDER, Calls, Results
+from trainer.log.console import RunConsole
+from trainer.run.protocol import Parts, RunnableTrainer
+
+
+def calls_of(
+    trainer: RunnableTrainer,
+    model_dir: pathlib.Path,
+    names: Callable[[Parts], Sequence[str]],
+    *,
+    start: Callable[[], Parts],
+    evaluate: Callable[[], Results | None],
+    export: Callable[[pathlib.Path], None],
+) -> Calls:
+    """Returns what a trainer does for a `ContinuousEvaluation`. Begins when there is a checkpoint.
+
+    Args:
+        trainer: the trainer.
+        model_dir: its folder.
+        names: returns the names of the evaluation's results.
+        start: builds the trainer if needed, and returns its parts.
+        evaluate: evaluates the model; returns None if it was stopped.
+        export: writes the evaluated model into a folder.
+    """
+    check_writable(model_dir / FOLDER)
+    console = RunConsole(trainer.style)
+    config = trainer.checkpoint_config
+    best = None
+    if config.keep_best:
+        best = Best(model_dir / FOLDER, config.keep_best, config.best_metric, config.best_is)
+
+    @functools.cache
+    def started() -> Parts:
+        adopt_compile_mode(trainer, model_dir)
+        parts = start()
+        config.check_results(names(parts))
+        return parts
+
+    def restore(path: pathlib.Path) -> bool:
+        parts = started()
+        with trainer.strategy.scope():
+            return parts.checkpoints.restore_live(path)
+
+    def done(step: int, results: Results) -> None:
+        if best and best.consider(step, results, export):
+            console.say(f"kept in {model_dir / FOLDER / 'best'}")
+        trainer.on_evaluate_end(step, results)
+
+    return Calls(restore, evaluate, lambda: trainer.stop_asked, done, console.say)
+
+
+def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> None:
+    """Makes a `tf.Module` compute as in the run, if the trainer leaves open what XLA compiles.
+
+    A Keras model is evaluated in float32 without XLA, whatever the run's mode.
+    """
+    if not trainer.compile_mode_open or isinstance(trainer.model, keras.Model):
+        return
+    for path in reversed(committed(model_dir, PREFIX).values()):
+        text = manifest_text(path)
+        if text is not None:
+            trainer.jit_compile = json.loads(text)["jit_compile"]
+            return
