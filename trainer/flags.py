@@ -238,11 +238,32 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
         "The record that --mode=replay runs again: a folder MODEL_DIR/overflows/step-STEP.",
         **where,
     )
+    flags.DEFINE_list("profile_steps", None, TEXTS["profile_steps"], **where)
+    flags.DEFINE_float(
+        "loss_upper_bound",
+        None,
+        "A loss above this counts as divergence and rolls the run back to its last good "
+        "checkpoint. If not set, no loss counts as divergence.",
+        **where,
+    )
+    flags.DEFINE_integer(
+        "recovery_max_trials",
+        Divergence.max_recoveries,
+        "Maximum number of rollbacks with --loss_upper_bound. The next divergence ends the run.",
+        **count,
+    )
+    define_evaluation_flags(flag_values)
+
+
+def define_evaluation_flags(flag_values: flags.FlagValues) -> None:
+    """Defines the rarely needed flags for evaluations."""
+    where = {"flag_values": flag_values, "module_name": __name__}
     flags.DEFINE_integer(
         "eval_steps",
         None,
         "The largest number of batches to evaluate. If not set, all are evaluated.",
-        **count,
+        lower_bound=1,
+        **where,
     )
     flags.DEFINE_boolean(
         "evaluate_at_start",
@@ -263,20 +284,6 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
         "Number of seconds without a new checkpoint after which --continuous ends. If not set, it "
         "waits without limit.",
         **where,
-    )
-    flags.DEFINE_list("profile_steps", None, TEXTS["profile_steps"], **where)
-    flags.DEFINE_float(
-        "loss_upper_bound",
-        None,
-        "A loss above this counts as divergence and rolls the run back to its last good "
-        "checkpoint. If not set, no loss counts as divergence.",
-        **where,
-    )
-    flags.DEFINE_integer(
-        "recovery_max_trials",
-        Divergence.max_recoveries,
-        "Maximum number of rollbacks with --loss_upper_bound. The next divergence ends the run.",
-        **count,
     )
 
 

@@ -497,14 +497,12 @@ class Trainer(Task):
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
-            results = result_names(evaluated, ["loss", *self._parts.metrics.eval])
-            self.checkpoint_config.check_results(results if evaluated else None)
+            evaluate = self._evaluation(evaluated)
             log = self._new_log()
             position = self._position(train_data, data)
             choice = self._settle_compile_mode(data, target, log, position)
-            evaluate = functools.partial(self._evaluate, evaluated, stoppable=True)
-            ask, export = evaluate if evaluated else None, self._export_into
-            request = TrainRequest(target, ask, eval_interval, export, evaluate_at_start)
+            export = self._export_into
+            request = TrainRequest(target, evaluate, eval_interval, export, evaluate_at_start)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
             loop.resume()
             loop.check(first=not self._introduced)
@@ -689,9 +687,8 @@ class Trainer(Task):
             calls = calls_of(
                 self,
                 model_dir,
-                lambda parts: result_names(found, ["loss", *parts.metrics.eval]),
                 start=lambda: self._start(first_batch(found), training=False),
-                evaluate=functools.partial(self._evaluate, found, stoppable=True),
+                evaluation=lambda: self._evaluation(found),
                 export=self._export_into,
             )
             evaluation = ContinuousEvaluation(model_dir, identity_of(found, steps), calls)
@@ -843,6 +840,16 @@ class Trainer(Task):
         check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))
         return rerun_step(record, dataset, state, self._parts.plan)
+
+    def _evaluation(self, found: EvalData) -> Callable[[], Results | None] | None:
+        """Returns a function that evaluates a run while it is trained; None without data.
+
+        Raises:
+            ValueError: if the evaluation has no result named `best_metric`.
+        """
+        names = result_names(found, ["loss", *self._parts.metrics.eval])
+        self.checkpoint_config.check_results(names if found else None)
+        return functools.partial(self._evaluate, found, stoppable=True) if found else None
 
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:
         """Reads the data to evaluate on during training, if any, in batches as large as those."""

@@ -547,7 +547,6 @@ TRAINER = {
             "timeout_secs",
             'Trainer(model_dir="runs/new").evaluate_continuously(data, timeout_secs=-1)',
         ),
-        ("model_dir", "Trainer().evaluate_continuously(data)", "model_dir"),
     ],
     "Trainer.predict": [
         ("data", "started.predict(tf.data.Dataset.from_tensors(batch).repeat())"),

@@ -3,7 +3,7 @@
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 
@@ -19,10 +19,9 @@ from trainer.run.protocol import Parts, RunnableTrainer
 def calls_of(
     trainer: RunnableTrainer,
     model_dir: pathlib.Path,
-    names: Callable[[Parts], Sequence[str]],
     *,
     start: Callable[[], Parts],
-    evaluate: Callable[[], Results | None],
+    evaluation: Callable[[], Callable[[], Results | None] | None],
     export: Callable[[pathlib.Path], None],
 ) -> Calls:
     """Returns what a trainer does for a `ContinuousEvaluation`. Begins when there is a checkpoint.
@@ -30,9 +29,9 @@ def calls_of(
     Args:
         trainer: the trainer.
         model_dir: its folder.
-        names: returns the names of the evaluation's results.
         start: builds the trainer if needed, and returns its parts.
-        evaluate: evaluates the model; returns None if it was stopped.
+        evaluation: called once the trainer is built; returns a function that evaluates the model,
+            which returns None if it was stopped.
         export: writes the evaluated model into a folder.
     """
     check_writable(model_dir / FOLDER)
@@ -45,12 +44,15 @@ def calls_of(
     @functools.cache
     def started() -> Parts:
         adopt_compile_mode(trainer, model_dir)
-        parts = start()
-        config.check_results(names(parts))
-        return parts
+        return start()
+
+    @functools.cache
+    def evaluator() -> Callable[[], Results | None]:
+        return evaluation() or (lambda: None)
 
     def restore(path: pathlib.Path) -> bool:
         parts = started()
+        evaluator()  # checks the names of its results
         with trainer.strategy.scope():
             return parts.checkpoints.restore_live(path)
 
@@ -59,7 +61,7 @@ def calls_of(
             console.say(f"kept in {model_dir / FOLDER / 'best'}")
         trainer.on_evaluate_end(step, results)
 
-    return Calls(restore, evaluate, lambda: trainer.stop_asked, done, console.say)
+    return Calls(restore, lambda: evaluator()(), lambda: trainer.stop_asked, done, console.say)
 
 
 def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> None:
