@@ -8,6 +8,7 @@ from collections.abc import Callable
 import keras
 
 from trainer.base.argument_checks import check_writable
+from trainer.base.argument_checks import assign
 from trainer.checkpoint.best import Best
 from trainer.checkpoint.folder import committed
 from trainer.checkpoint.saver import PREFIX, manifest_text
@@ -56,12 +57,15 @@ def calls_of(
         with trainer.strategy.scope():
             return parts.checkpoints.restore_live(path)
 
+    def evaluate() -> Results | None:
+        return evaluator()()
+
     def done(step: int, results: Results) -> None:
         if best and best.consider(step, results, export):
             console.say(f"kept in {model_dir / FOLDER / 'best'}")
         trainer.on_evaluate_end(step, results)
 
-    return Calls(restore, lambda: evaluator()(), lambda: trainer.stop_asked, done, console.say)
+    return Calls(restore, evaluate, lambda: trainer.stop_asked, done, console.say)
 
 
 def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> None:
@@ -74,5 +78,5 @@ def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> Non
     for path in reversed(committed(model_dir, PREFIX).values()):
         text = manifest_text(path)
         if text is not None:
-            trainer.jit_compile = json.loads(text)["jit_compile"]
+            assign(trainer, "jit_compile", value=json.loads(text)["jit_compile"])
             return
