@@ -8,10 +8,10 @@ from collections.abc import Callable
 import keras
 
 from trainer.base.argument_checks import check_writable
-from trainer.base.argument_checks import assign
 from trainer.checkpoint.best import Best
 from trainer.checkpoint.folder import committed
 from trainer.checkpoint.saver import PREFIX, manifest_text
+from trainer.config.attributes import assign
 from trainer.evaluation.continuous import FOLDER, Calls, Results
 from trainer.log.console import RunConsole
 from trainer.run.protocol import Parts, RunnableTrainer
