@@ -94,6 +94,7 @@ SAMPLED = (
     "trainer/monitor/test_stuck.py",
     "trainer/run/test_changes.py",
     "trainer/run/test_compile_autotune.py",
+    "trainer/run/test_identity.py",
     "trainer/run/test_put_back.py",
     "trainer/step/test_accumulate.py",
     "trainer/step/test_added_losses.py",

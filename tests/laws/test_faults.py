@@ -223,7 +223,7 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
                 log.rename(path / "aside")
                 log.symlink_to("/dev/full")
 
-    trainer = Filling(path, log_interval=1)
+    trainer = Filling(path, log_interval=2)
     with pytest.raises(CheckpointError) as raised:
         finish(trainer)
     error = raised.value

@@ -92,6 +92,7 @@ def plain_adam(weights):
     return plain.get_weights(), averages
 
 
+@pytest.mark.thorough
 def test_layers_are_frozen_and_unfrozen(mirrored):
     """L19: a layer that is frozen between two calls keeps its weights; one that is unfrozen is trained
     as by an optimizer that counts each variable's own updates. The averages belong to their weights.
@@ -159,6 +160,7 @@ def test_other_trained_variables_are_not_resumed(tmp_path):
     assert [move > 0.0 for move in train(trainer, 4)] == [True, True, False, False]
 
 
+@pytest.mark.thorough
 def test_lora():
     """L19: variables that appear between two calls are trained, and the kernel that they replace is not."""
     trainer = trainer_of(optimizer=adam)
@@ -208,6 +210,7 @@ def test_a_part_is_frozen_for_a_while(tmp_path):
     assert [int(one.iterations.numpy()) for one in two.optimizer.values()] == [2, 4]
 
 
+@pytest.mark.thorough
 def test_a_rollback_after_unfreezing(tmp_path):
     """A run that diverges right after a layer was unfrozen goes back to where it was unfrozen."""
     losses = np.float32([1, 1, 1, 1, 1e6, 1, 1])
@@ -286,6 +289,7 @@ def test_a_new_learning_rate_is_used(tmp_path):
         assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.thorough
 def test_a_schedule_in_place_of_a_number(tmp_path):
     """L12: a schedule that is assigned in place of a number is used from the next step on, and the run can
     be saved; the same program, started again, ends with the same bits.
