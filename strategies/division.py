@@ -24,7 +24,7 @@ class Share(NamedTuple):
     """One part of a batch."""
 
     batch: Batch  # same structure as the whole batch; first dimension: max(examples, 1)
-    weights: tf.Tensor  # shape=(max(examples, 1),), float32: [0.0] in an empty share
+    weights: tf.Tensor  # shape=(max(examples, 1), ...), float32: zeros in an empty share
     examples: tf.Tensor  # shape=(), int32: number of real examples; 0 in an empty share
 
 
@@ -34,7 +34,8 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
     Args:
         batch: any structure of tensors whose first dimension counts examples. They may be ragged
             or sparse.
-        weights: shape (global_batch,), float32: the weight of each example's loss.
+        weights: shape (global_batch,), float32: the weight of each example's loss; or shape
+            (global_batch, ...) if an example has several losses, such as one per token.
 
     Raises:
         ValueError: if the static shapes show that the numbers of examples and weights differ.
@@ -44,14 +45,14 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         5
     """
     shape = static_shape(weights)
-    if shape.rank not in (1, None):
+    if shape.rank == 0:
         raise ValueError(
-            f"`weights` must have one dimension; got shape {tuple(shape)}. Each example has one "
-            "weight. Pass for instance tf.ones([global_batch])."
+            f"`weights` must have a dimension of examples; got shape {tuple(shape)}. Each example "
+            "has its own weight. Pass for instance tf.ones([global_batch])."
         )
     for tensor in tensors_in(batch):
         found = static_shape(tensor)
-        if not found[:1].is_compatible_with(shape):
+        if not found[:1].is_compatible_with(shape[:1]):
             raise ValueError(
                 "`batch` must have as many examples as there are weights; got shapes "
                 f"{tuple(found)} and {tuple(shape)}. The first dimension counts examples. Make the "
@@ -102,7 +103,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     if known and known % parts == 0:
         return _equal_part(share, index, int(known) // parts)
     size, larger = share.examples // parts, share.examples % parts
-    start = index * size + tf.minimum(index, larger)
+    start = first_row(share.examples, index, parts)
     examples = size + tf.cast(index < larger, tf.int32)
     # An empty part repeats a real example, because a row of zeros could give NaN gradients.
     rows = tf.shape(share.weights)[0]
@@ -113,6 +114,11 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         weights=tf.where(examples > 0, share.weights[start:stop], 0.0),
         examples=examples,
     )
+
+
+def first_row(examples: tf.Tensor, index: int | tf.Tensor, parts: int) -> tf.Tensor:
+    """Returns where part `index` of `parts` begins among the examples: shape (), int32."""
+    return index * (examples // parts) + tf.minimum(index, examples % parts)
 
 
 def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:

@@ -9,9 +9,11 @@ import tensorflow as tf
 from trainer.base.autograph import call_user, without_autograph
 from trainer.config.elsewhere import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
-from trainer.config.loss_fn import example_losses, example_weights
+from trainer.config.loss_fn import example_losses, example_weights, global_loss, mask_of
 from trainer.config.metrics import check_metrics, make_metrics
+from trainer.config.output_mask import check_mask_is_known, mask_of_outputs
 from trainer.config.resolve import check_optimizer_name, resolve_loss
+from trainer.step.gather import all_gather
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
 
@@ -61,6 +63,7 @@ class Task:
         optimizer: OptimizerArgument = None,
         loss_fn: LossArgument = None,
         metrics: MetricsArgument = None,
+        loss_reduction: str = "mean",
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
@@ -78,8 +81,10 @@ class Task:
         # A subclass may have assigned `self.optimizer` before it calls this constructor.
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
-        self._loss_fn = resolve_loss(loss_fn)
+        self._loss_fn = resolve_loss(loss_fn, loss_reduction)
         check_metrics(metrics, self._loss_fn)
+        self.loss_reduction = loss_reduction
+        self.weights_overridden = type(self).example_weights is not Task.example_weights
 
     def build_model(self) -> Model:
         """Returns a new `keras.Model` or `tf.Module`.
@@ -113,6 +118,9 @@ class Task:
     def compute_loss(self, batch: Batch, training: bool) -> Any:
         """Returns one loss per example. Called in replica context, on this replica's examples.
 
+        With `loss_reduction="global"` it returns one number, a function of the whole global batch:
+        pass what the loss compares through `self.all_gather(x)`.
+
         Leave out `model.losses` (regularizers, `add_loss`): the trainer adds them.
 
         Args:
@@ -120,16 +128,42 @@ class Task:
             training: whether to run the model in training mode.
 
         Returns:
-            losses: shape (examples,), float32, not reduced and not scaled; with several
-            optimizers, a dict of such tensors. Or (losses, aux), where aux is any structure of
-            tensors with one row per example; aux is passed to `update_metrics`.
+            losses: shape (examples,), float32, not reduced and not scaled; or the shape of what
+            `example_weights` returns, such as (examples, tokens); with `loss_reduction="global"`
+            shape (). With several optimizers, a dict of such tensors. Or (losses, aux), where aux
+            is any structure of tensors with one row per example; aux is passed to
+            `update_metrics`.
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
         x, y, sample_weight = _unpack(batch)
         outputs = self._call_model(x, training)
-        losses = example_losses(self._loss_fn, y, outputs, sample_weight)
+        check_mask_is_known(self.model, outputs)
+        if self.loss_reduction == "global":
+            parts = y, outputs, sample_weight, mask_of(self._loss_fn, outputs)
+            losses = global_loss(self._loss_fn, *(self.all_gather(each) for each in parts))
+        else:
+            losses = example_losses(self._loss_fn, y, outputs, sample_weight)
         return losses, tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+
+    def all_gather(self, x: Any) -> Any:
+        """Returns the rows of the whole global batch, inside `compute_loss`.
+
+        On several replicas, each passes one row per example of its own, and all get the rows of
+        all replicas in the order of the batch. Gradients flow back to the replica that computed a
+        row, and are those of one device with the whole batch. Needs `loss_reduction="global"`.
+        Call it in `compute_loss` itself, not inside `tf.cond`, a loop or a `tf.function`.
+
+        Args:
+            x: a tensor, or a structure of tensors: shape (examples, ...).
+
+        Returns:
+            The same structure and dtypes: shape (global_batch, ...).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see `trainer.step.all_gather`.
+        """
+        return all_gather(x)
 
     @without_autograph
     def example_weights(self, batch: Batch) -> tf.Tensor:
@@ -138,19 +172,24 @@ class Task:
         Called on the global batch. The default returns ones, or the third item of
         (x, y, sample_weight), summed over all dimensions but the first: with weights of shape
         (examples, tokens) an example weighs as much as its tokens do together, and its loss is
-        their weighted mean. With `ignore_class` it counts the labels of other classes.
+        their weighted mean. With `ignore_class` it counts the labels of other classes, and with a
+        Keras mask on the model's outputs the elements that are not masked.
+        An overriding method may return shape (examples, tokens), if `compute_loss` returns losses
+        of that shape.
         A language model returns token counts; padding has weight 0.
         An example whose weight is 0 still runs through the model, so padding should repeat a real
         example. If a loss is inf or NaN, its derivative is NaN whatever the weight.
 
         Returns:
-            The weights: shape (examples,), float32. They should not be negative, but this is not
-            checked.
+            The weights: shape (examples,) or (examples, ...), float32. They should not be
+            negative, but this is not checked.
         """
         weights = None
-        if self._loss_fn is not None and isinstance(batch, tuple) and len(batch) in (2, 3):
-            _, y, sample_weight = _unpack(batch)
-            weights = example_weights(self._loss_fn, y, sample_weight)
+        given = isinstance(batch, tuple) and len(batch) in (2, 3)
+        if self._loss_fn is not None and given and self.loss_reduction == "mean":
+            x, y, sample_weight = _unpack(batch)
+            mask = mask_of_outputs(self.model, x)
+            weights = example_weights(self._loss_fn, y, sample_weight, mask)
         return ones(batch) if weights is None else weights
 
     def build_metrics(self) -> MetricsByName:

@@ -130,6 +130,11 @@ class Trainer(Task):
             `scaling.parse_rule` accepts.
 
     Args: Update
+        loss_reduction: what `compute_loss` returns. "mean": one loss per example, of which the
+            trainer takes the weighted mean over the global batch. "global": one number, a function
+            of the whole global batch, for losses that compare examples with each other. On several
+            replicas `compute_loss` then gets the other replicas' rows from `self.all_gather(x)`.
+            With a `loss_fn`, the trainer gathers labels, outputs and weights itself.
         num_microbatches: number of parts to split each replica's share of a batch into. More parts
             need less memory.
         global_clipnorm: upper bound on the global norm of all gradients. None sets no bound.
@@ -254,6 +259,7 @@ class Trainer(Task):
         precision: str = PrecisionConfig.precision,
         loss_scale: LossScaleArgument = PrecisionConfig.loss_scale,
         # Update.
+        loss_reduction: str = UpdateConfig.loss_reduction,
         num_microbatches: int = UpdateConfig.num_microbatches,
         global_clipnorm: float | None = UpdateConfig.global_clipnorm,
         clipnorm: float | None = UpdateConfig.clipnorm,
@@ -301,7 +307,7 @@ class Trainer(Task):
         """Checks and stores the arguments. The model is built when it is first used."""
         arguments, before = dict(locals()), {*vars(self)}
         check_no_unknown_arguments(unknown, Trainer.__init__, ARGUMENTS)
-        super().__init__(model, optimizer, loss_fn, metrics)
+        super().__init__(model, optimizer, loss_fn, metrics, loss_reduction)
         self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
         self.checkpoint_config: CheckpointConfig = take_fields(CheckpointConfig, arguments)
         self._take_run(take_fields(RunConfig, arguments))

@@ -410,6 +410,8 @@ TRAINER = {
         ("loss_scale", 'Trainer(loss_scale="fixed:loss_scale=1024:growth_interval=5")'),
         ("loss_scale", "Trainer(loss_scale=[1024])"),
         ("loss_scale", "Trainer(loss_scale=scaling.DynamicLossScale)"),
+        ("loss_reduction", 'Trainer(loss_reduction="sum")'),
+        ("num_microbatches", 'Trainer(loss_reduction="global", num_microbatches=2)'),
         ("num_microbatches", "Trainer(num_microbatches=0)"),
         ("num_microbatches", f"Trainer(num_microbatches=8){GO}", "global_batch"),
         ("global_clipnorm", "Trainer(global_clipnorm=0.0)"),
@@ -526,6 +528,7 @@ TRAINER = {
             'Trainer().train(data, 1, global_batch=4, eval_data=data, evaluate_at_start="yes")',
         ),
     ],
+    "Trainer.all_gather": [("x", "started.all_gather(tf.ragged.constant([[1], [2, 3]]))")],
     "Trainer.evaluate": [
         ("data", 'started.evaluate("test")'),
         ("data", "started.evaluate(tf.data.Dataset.from_tensors(data).repeat())"),
@@ -614,6 +617,7 @@ STEP = {
         ("run", "attempt_step(batch, plan, scaler)"),
         ("run", "attempt_step(batch, plan, TrainState(scaling.NoLossScale()))"),
     ],
+    "all_gather": [("x", "all_gather(tf.ragged.constant([[1], [2, 3]]))")],
     "plan_step": [
         ("strategy", 'plan_step(strategy="mirrored")'),
         ("model", "plan_step(model=tf.nn.relu)"),
@@ -630,6 +634,7 @@ STEP = {
         ("update_metrics", 'plan_step(update_metrics=["accuracy"])'),
         ("alternate", 'plan_step(alternate="yes")'),
         ("num_microbatches", "plan_step(num_microbatches=0)"),
+        ("loss_reduction", 'plan_step(loss_reduction="sum")'),
         ("clip", "plan_step(clip=1.0)"),
         ("ema_momentum", "plan_step(ema_momentum=1.0)"),
         ("ema_momentum", 'plan_step(ema_momentum="0.99")'),

@@ -294,6 +294,21 @@ def layer_that_added(model: keras.Model, loss: tf.Tensor) -> keras.Layer | None:
 
 
 @contextlib.contextmanager
+def added_losses_kept(model: Any) -> Iterator[None]:
+    """Context manager: other replicas may call the model in the block, and trace their own graphs.
+
+    Replicas of one process share the layers. Each call of a model makes it forget which losses its
+    layers have added, which would lose those of the replica that waits. `model.losses` is public;
+    where it remembers them is not.
+    """
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    before = [set(layer._loss_ids) for layer in layers]
+    yield
+    for layer, ids in zip(layers, before, strict=True):
+        layer._loss_ids = ids
+
+
+@contextlib.contextmanager
 def replaced_calls(
     layers: Sequence[keras.Layer], make: Callable[[keras.Layer], Callable[..., Any]]
 ) -> Iterator[None]:
@@ -322,18 +337,38 @@ def regularizers_in_float32(model: keras.Model) -> Iterator[None]:
     layer's `activity_regularizer` is public; finding all layers is not.
     """
     layers = [layer for layer in all_layers(model) if layer.activity_regularizer is not None]
-    regularizers = [layer.activity_regularizer for layer in layers]
-
-    def in_float32(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda activation: regularizer(tf.cast(activation, tf.float32))
-
-    for layer, regularizer in zip(layers, regularizers, strict=True):
-        layer.activity_regularizer = in_float32(regularizer)
+    with InFloat32.lock:
+        for layer in layers:
+            if not isinstance(layer.activity_regularizer, InFloat32):
+                layer.activity_regularizer = InFloat32(layer.activity_regularizer)
+            layer.activity_regularizer.users += 1
     try:
         yield
     finally:
-        for layer, regularizer in zip(layers, regularizers, strict=True):
-            layer.activity_regularizer = regularizer
+        with InFloat32.lock:
+            for layer in layers:
+                layer.activity_regularizer.users -= 1
+                if not layer.activity_regularizer.users:
+                    layer.activity_regularizer = layer.activity_regularizer.regularizer
+
+
+class InFloat32:
+    """An activity regularizer that gets the activations in float32.
+
+    Replicas of one process share the layers, and may enter and leave `regularizers_in_float32` in
+    any order, so the last one to leave restores the layer's own regularizer.
+    """
+
+    lock = threading.Lock()
+
+    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
+        """Keeps the layer's own regularizer."""
+        self.regularizer = regularizer
+        self.users = 0
+
+    def __call__(self, activation: Any) -> Any:
+        """Returns the regularizer's loss of the activations."""
+        return self.regularizer(tf.cast(activation, tf.float32))
 
 
 def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:

@@ -41,6 +41,7 @@ FIXED = {
     "precision": "precision",
     "rule": "loss_scale",
     "loss_scale_argument": "loss_scale",
+    "loss_reduction": "loss_reduction",
     "num_microbatches": "num_microbatches",
     "clip": "global_clipnorm",
     "ema_momentum": "ema_momentum",

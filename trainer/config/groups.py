@@ -24,6 +24,7 @@ from trainer.monitor.actions import Action, check_actions
 from trainer.monitor.divergence import Divergence, check_divergence
 from trainer.monitor.profiling import check_profile
 from trainer.step.clip import Clip
+from trainer.step.gather_checks import LOSS_REDUCTIONS, check_loss_reduction
 from trainer.step.xla import COMPILE_MODES
 
 
@@ -55,6 +56,7 @@ class PrecisionConfig:
 class UpdateConfig:
     """How gradients are turned into an update."""
 
+    loss_reduction: str = choice("mean", LOSS_REDUCTIONS)
     num_microbatches: int = count(1)
     global_clipnorm: float | None = Clip.global_clipnorm
     clipnorm: float | None = Clip.clipnorm
@@ -65,6 +67,7 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_fields(self)
+        check_loss_reduction(self.loss_reduction, self.num_microbatches)
         self.clip  # noqa: B018  # checks the bounds
 
     @functools.cached_property

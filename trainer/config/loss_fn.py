@@ -25,18 +25,22 @@ COUPLED = (
 )
 
 
-def check_loss_fn(loss_fn: LossFunction) -> None:
+def check_loss_fn(loss_fn: LossFunction, loss_reduction: str = "mean") -> None:
     """Raises ValueError for a loss that cannot be split into examples; warns about `None`.
 
     Args:
         loss_fn: a Keras loss or a function.
+        loss_reduction: "mean", or "global" for a loss that need not be split.
     """
+    if loss_reduction == "global":
+        if isinstance(loss_fn, keras.losses.Loss):
+            check_reduction(loss_fn)
+        return
     name = name_of(loss_fn)
     if isinstance(loss_fn, keras.losses.Circle) or loss_fn is keras.losses.circle:
         raise ValueError(
             f"{PER_EXAMPLE} {name}, which compares the examples of a batch with each other. "
-            f"{COUPLED} Override compute_loss(batch, training), and gather the embeddings of all "
-            "replicas there."
+            f'{COUPLED} Pass loss_reduction="global", which computes the loss on the whole batch.'
         )
     check_axis(loss_fn)
     if isinstance(loss_fn, keras.losses.Loss):
@@ -60,7 +64,8 @@ def check_axis(loss_fn: LossFunction, rank: int | None = None) -> None:
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)} with axis={axis!r}, which includes the examples. "
             f"{COUPLED} Pass a loss with the other dimensions as its axis, for example "
-            "keras.losses.Dice(axis=(1, 2, 3)) for images."
+            'keras.losses.Dice(axis=(1, 2, 3)) for images; or loss_reduction="global", which '
+            "computes the loss on the whole batch."
         )
 
 
@@ -98,7 +103,8 @@ def example_losses(
     Args:
         loss_fn: a loss that `check_loss_fn` has accepted.
         y: the labels.
-        outputs: the model's outputs.
+        outputs: the model's outputs. If they have a Keras mask, elements where it is False weigh
+            nothing.
         sample_weight: shape (examples, ...), or None. With more than one dimension it weights
             the elements of an example, such as tokens.
 
@@ -106,19 +112,26 @@ def example_losses(
         The losses: shape (examples,); float32, unless a function returns another dtype.
 
     Raises:
-        ValueError: if there is no loss per example, the model has several outputs or a Keras mask,
-            or the shapes do not match.
+        ValueError: if there is no loss per example, the model has several outputs, or the shapes
+            do not match.
     """
     if isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn):
         check_single_output(loss_fn, outputs)
-    if tf.is_tensor(outputs):
-        check_mask(outputs, sample_weight)
+    mask = mask_of(loss_fn, outputs)
     predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
     if needs_alignment(y, predictions):
         check_examples_apart(loss_fn, y, predictions)
     elements = element_losses(loss_fn, y, predictions)
-    weights = element_weights(loss_fn, y, sample_weight)
+    weights = element_weights(loss_fn, y, sample_weight, mask)
     rank = elements.shape.rank
+    if mask is not None and mask.shape.rank > rank:
+        raise ValueError(
+            f"`loss_fn` must return one loss for each element of the Keras mask; got losses of "
+            f"shape {elements.shape}, and the model's outputs have a mask of shape {mask.shape}. "
+            "The mask says which elements count, and their losses are already averaged. Return "
+            "losses of the mask's shape, or remove the mask before the dimensions that it masks "
+            "are averaged."
+        )
     if weights is None or weights.shape.rank == 1:
         return elements if rank == 1 else tf.reduce_mean(elements, axis=list(range(1, rank)))
     if weights.shape.rank > rank:
@@ -134,8 +147,45 @@ def example_losses(
     return tf.math.divide_no_nan(total, tf.reduce_sum(weights, axis=inner))
 
 
+def global_loss(
+    loss_fn: LossFunction, y: Any, outputs: Any, sample_weight: tf.Tensor | None, mask: Any
+) -> tf.Tensor:
+    """Returns the loss of a whole batch: shape (), float32.
+
+    If the loss gives each element a number, this is their weighted mean.
+
+    Args:
+        loss_fn: a Keras loss or a function.
+        y: the labels.
+        outputs: the model's outputs.
+        sample_weight: shape (examples, ...), or None.
+        mask: the Keras mask of the outputs, or None.
+    """
+    if isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn):
+        check_single_output(loss_fn, outputs)
+    predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+    elements, own_mask = losses_and_mask(loss_fn, y, predictions)
+    elements = tf.cast(elements, tf.float32)
+    weights = element_weights(loss_fn, y, sample_weight, mask)
+    if own_mask is not None and ignore_class_of(loss_fn) is None:
+        weights = product(weights, tf.cast(own_mask, tf.float32))
+    if weights is None:
+        return tf.reduce_mean(elements)
+    if weights.shape.rank > elements.shape.rank:
+        raise ValueError(
+            f"`loss_fn` must return one loss for each weight; got losses of shape {elements.shape} "
+            f"from {name_of(loss_fn)}, and weights of shape {weights.shape}. What is already "
+            "averaged cannot be weighted. Leave out the weights, or override compute_loss and use "
+            "them there."
+        )
+    elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, elements.shape.rank)))
+    weights = tf.broadcast_to(weights, tf.shape(elements))
+    total = tf.reduce_sum(tf.math.multiply_no_nan(elements, weights))
+    return tf.math.divide_no_nan(total, tf.reduce_sum(weights))
+
+
 def example_weights(
-    loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None
+    loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None, mask: Any = None
 ) -> tf.Tensor | None:
     """Returns the sum of each example's weights, or None if every example weighs the same.
 
@@ -143,18 +193,19 @@ def example_weights(
         loss_fn: the loss. With `ignore_class`, elements of that class weigh nothing.
         y: the labels of the global batch.
         sample_weight: shape (global_batch, ...), or None.
+        mask: the Keras mask of the model's outputs, or None.
 
     Returns:
         The weights: shape (global_batch,), float32.
     """
-    weights = element_weights(loss_fn, y, sample_weight)
+    weights = element_weights(loss_fn, y, sample_weight, mask)
     if weights is None or weights.shape.rank == 1:
         return weights
     return tf.reduce_sum(weights, axis=list(range(1, weights.shape.rank)))
 
 
 def element_weights(
-    loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None
+    loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None, mask: Any = None
 ) -> tf.Tensor | None:
     """Returns the weights of the elements of all examples, or None if all are 1.
 
@@ -171,39 +222,37 @@ def element_weights(
     weights = None
     if sample_weight is not None:
         weights = without_last_ones(tf.cast(sample_weight, tf.float32))
-    if ignored is None:
-        return weights
-    kept = without_last_ones(tf.cast(tf.cast(y, tf.float32) != float(ignored), tf.float32))
+    if ignored is not None:
+        weights = product(weights, tf.cast(tf.cast(y, tf.float32) != float(ignored), tf.float32))
+    if mask is not None:
+        weights = product(weights, tf.cast(mask, tf.float32))
+    return weights
+
+
+def product(weights: tf.Tensor | None, others: tf.Tensor) -> tf.Tensor:
+    """Returns the product of weights of examples and of their elements, in either order."""
+    others = without_last_ones(others)
     if weights is None:
-        return kept
-    missing = kept.shape.rank - weights.shape.rank
-    shape = tf.concat([tf.shape(weights), tf.ones([max(missing, 0)], tf.int32)], axis=0)
-    return kept * tf.reshape(weights, shape)
+        return others
+    rank = max(weights.shape.rank, others.shape.rank)
+    aligned = []
+    for each in (weights, others):
+        shape = tf.concat([tf.shape(each), tf.ones([rank - each.shape.rank], tf.int32)], axis=0)
+        aligned.append(tf.reshape(each, shape) if each.shape.rank < rank else each)
+    return aligned[0] * aligned[1]
 
 
 def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor:
     """Returns the losses before any reduction: shape (examples, ...)."""
     if isinstance(loss_fn, keras.losses.Loss):
-        # Loss.__call__ casts; `call` does not. `__call__` itself would reduce over the share.
-        y, predictions = (
-            tf.nest.map_structure(
-                lambda each: keras.ops.convert_to_tensor(each, dtype=loss_fn.dtype), tree
-            )
-            for tree in (y, predictions)
-        )
         check_axis(loss_fn, tf.nest.flatten(predictions)[0].shape.rank)
-        losses = call_user(loss_fn.call, y, predictions)
-    elif is_keras_function(loss_fn):
-        losses = call_user(loss_fn, *aligned(tf.cast(y, tf.float32), predictions))
-    else:
-        losses = call_user(loss_fn, tf.nest.map_structure(floats_in_float32, y), predictions)
-    mask = keras_mask(losses)
-    losses = tf.convert_to_tensor(losses)
+    losses, mask = losses_and_mask(loss_fn, y, predictions)
     if losses.shape.rank in (0, None):
         raise ValueError(
             f"{PER_EXAMPLE} {name_of(loss_fn)}, which returned shape {losses.shape}. A mean over "
             "this replica's share would not add up to the mean over the global batch. Leave out "
-            "the mean or sum over the first dimension."
+            'the mean or sum over the first dimension; or pass loss_reduction="global" if the loss '
+            "compares the examples with each other."
         )
     if mask is not None and ignore_class_of(loss_fn) is None:
         raise ValueError(
@@ -212,8 +261,36 @@ def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor
             "replica's share does not tell. Pass keras.losses.SparseCategoricalCrossentropy("
             "ignore_class=), or weights as the third element of the data, with 0 where masked."
         )
+    return losses
+
+
+def losses_and_mask(
+    loss_fn: LossFunction, y: Any, predictions: Any
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Returns what a loss computes before any reduction, and the Keras mask that it puts on it.
+
+    Args:
+        loss_fn: a Keras loss or a function.
+        y: the labels.
+        predictions: the outputs, in float32.
+    """
+    if isinstance(loss_fn, keras.losses.Loss):
+        # Loss.__call__ casts; `call` does not. `__call__` itself would reduce over the share.
+        y, predictions = (
+            tf.nest.map_structure(
+                lambda each: keras.ops.convert_to_tensor(each, dtype=loss_fn.dtype), tree
+            )
+            for tree in (y, predictions)
+        )
+        losses = call_user(loss_fn.call, y, predictions)
+    elif is_keras_function(loss_fn):
+        losses = call_user(loss_fn, *aligned(tf.cast(y, tf.float32), predictions))
+    else:
+        losses = call_user(loss_fn, tf.nest.map_structure(floats_in_float32, y), predictions)
+    mask = keras_mask(losses)
+    losses = tf.convert_to_tensor(losses)
     is_loss = isinstance(loss_fn, keras.losses.Loss)
-    return tf.cast(losses, tf.float32) if is_loss else losses
+    return (tf.cast(losses, tf.float32) if is_loss else losses), mask
 
 
 def aligned(y: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -278,27 +355,24 @@ def check_single_output(loss_fn: LossFunction, outputs: Any) -> None:
         )
 
 
-def check_mask(outputs: tf.Tensor, sample_weight: tf.Tensor | None) -> None:
-    """Raises ValueError if the outputs have a Keras mask and the data has no weights in its place.
+def mask_of(loss_fn: LossFunction, outputs: Any) -> tf.Tensor | None:
+    """Returns the Keras mask of a model's output, or None.
 
-    Keras divides by the number of unmasked elements in the batch, which is known only after the
-    forward pass. Weights in the data are known before.
+    Raises:
+        ValueError: if one of several outputs has a mask.
     """
-    mask = keras_mask(outputs)
-    if mask is None:
-        return
-    if getattr(getattr(sample_weight, "shape", None), "rank", 0) < mask.shape.rank:
-        raise ValueError(
-            f"`loss_fn` cannot use the Keras mask of shape {mask.shape} that the model's outputs "
-            "have. Keras takes the mean over the unmasked elements of the whole batch, and their "
-            "number is not known before the forward pass. Yield (x, y, weight) from train_data, "
-            "with weights of the mask's shape that are 0 where it is False, or override "
-            "compute_loss and example_weights."
-        )
-    warn_once(
-        "The model's outputs have a Keras mask, and the data has a weight for each element. Only "
-        "the weights count: they must be 0 where the mask is False. Keras's fit uses both."
-    )
+    if tf.is_tensor(outputs):
+        return keras_mask(outputs)
+    for output in tf.nest.flatten(outputs):
+        mask = keras_mask(output)
+        if mask is not None:
+            raise ValueError(
+                "`loss_fn` cannot use the Keras mask of one of several outputs; got "
+                f"{name_of(loss_fn)}, and a mask of shape {mask.shape}. A function of all outputs "
+                "cannot tell which of its losses the mask belongs to. Override compute_loss and "
+                "example_weights, and multiply the losses by the weights there."
+            )
+    return None
 
 
 def ignore_class_of(loss_fn: LossFunction) -> int | None:

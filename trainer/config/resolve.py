@@ -60,7 +60,7 @@ def resolve_rule(
     return cast("scaling.LossScaleRule", loss_scale)
 
 
-def resolve_loss(loss_fn: Any) -> Any:
+def resolve_loss(loss_fn: Any, loss_reduction: str = "mean") -> Any:
     """Returns the Keras loss with the given name; returns a loss object or function unchanged.
 
     Raises:
@@ -82,7 +82,7 @@ def resolve_loss(loss_fn: Any) -> Any:
             f"loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
         ) from error
     if found is not None:
-        check_loss_fn(found)
+        check_loss_fn(found, loss_reduction)
     return found
 
 

@@ -15,8 +15,10 @@ from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32, differentiable_moments
 from trainer.step.accumulate import real_rows
 from trainer.step.checks import check_weights
+from trainer.step.gather import gathering, part_of_mean
 from trainer.step.held_back import HoldBack
 from trainer.step.losses import distinct, losses_and_aux, weighted_sum
+from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
 from trainer.step.replica import my_share
@@ -38,7 +40,7 @@ class EvaluationTask(Protocol):
         """The evaluation metrics, keyed by name."""
 
     def compute_loss(self, batch: Any, training: bool) -> Any:
-        """Returns one loss per example, or (losses, aux)."""
+        """Returns one loss per example, or a global loss; or (losses, aux)."""
 
     def example_weights(self, batch: Any) -> tf.Tensor:
         """Returns the weight of each example of a global batch: shape (examples,)."""
@@ -297,11 +299,16 @@ def replica_evaluate(
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    with without_writes(plan, source), differentiable_moments():
+    size = GlobalBatchSize(tf.reduce_sum(weights), tf.shape(weights)[0])
+    gathers = gathering(share, size, plan.model, global_loss=plan.global_loss)
+    with without_writes(plan, source), differentiable_moments(), gathers:
         result = call_user(compute_loss, share.batch, training=False)
-    losses, aux = losses_and_aux(result, share.batch, plan.objectives)
+    losses, aux = losses_and_aux(result, share.batch, plan.objectives, global_loss=plan.global_loss)
     call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
-    return weighted_sum(tf.add_n(distinct(losses.values())), share)
+    total = tf.add_n(distinct(losses.values()))
+    if plan.global_loss:  # the mean over batches weights each by its number of examples
+        return part_of_mean(total, share, size) * size.weight
+    return weighted_sum(total, share)
 
 
 def predict_batch(

@@ -155,7 +155,7 @@ class ProbedPass:
     def run(self, inputs: PassInputs) -> tf.Tensor:
         """Returns whether the tensor at each of `places` is finite: shape (places,), bool."""
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, inputs)
-        weights = tf.TensorSpec([None], tf.float32)
+        weights = any_batch_size(specs.share.weights)
         share = specs.share._replace(batch=self._spec, weights=weights)
         traced = self._probed.get_concrete_function(specs._replace(share=share))
         finite: tf.Tensor = traced(inputs)

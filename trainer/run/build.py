@@ -37,6 +37,7 @@ from trainer.run.slots import (
 )
 from trainer.step import StepPlan, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
+from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
 from trainer.step.randomness import seed_states
@@ -299,9 +300,9 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     """
     skip_policy = trainer.skip_policy
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
-    if without_xla:
-        if trainer.jit_compile is True:
-            warn_of_plain_step(listed_layers(without_xla), trainer.precision.compute_dtype)
+    if without_xla and trainer.jit_compile is True:
+        warn_of_plain_step(listed_layers(without_xla), trainer.precision.compute_dtype)
+    if without_xla or (trainer.compile_mode_open and gathers(trainer)):
         assign(trainer, "jit_compile", value=False)
     return plan_step(
         strategy=trainer.strategy,
@@ -309,7 +310,7 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
         optimizer=trainer.optimizer,
         compute_loss=trainer.compute_loss,
         rule=trainer.rule,
-        example_weights=trainer.example_weights,
+        example_weights=weights_function(trainer),
         update_metrics=trainer.update_metrics,
         alternate=trainer.alternate_optimizers,
         num_microbatches=trainer.num_microbatches,
@@ -324,13 +325,32 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
         float32_after=skip_policy.float32_after,
         others=list(roots_of(trainer).values()),
         missed=missed_by_trained(slots or {}),
+        loss_reduction=trainer.loss_reduction,
     )
+
+
+def gathers(trainer: RunnableTrainer) -> bool:
+    """Returns whether replicas exchange rows in a trainer's loss."""
+    return trainer.loss_reduction == "global" and trainer.strategy.num_replicas_in_sync > 1
+
+
+def weights_function(trainer: RunnableTrainer) -> Callable[[Batch], tf.Tensor] | None:
+    """Returns a trainer's `example_weights`; None if it is the default one, for a global loss."""
+    unused = trainer.loss_reduction == "global" and not trainer.weights_overridden
+    return None if unused else trainer.example_weights
 
 
 def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
     """Returns the plan of a trainer that only evaluates: one without objectives."""
     methods = trainer.compute_loss, trainer.example_weights, trainer.update_metrics
     others = [*roots_of(trainer).values(), *methods]
+    jit_compile = trainer.jit_compile
+    if layers_without_xla(trainer.model) or (trainer.compile_mode_open and gathers(trainer)):
+        jit_compile = False
+    if trainer.loss_reduction == "global":
+        check_no_weights(weights_function(trainer))
+    if gathers(trainer):
+        check_gathers(trainer.strategy, jit_compile, float32_after=None)
     return StepPlan(
         strategy=trainer.strategy,
         model=trainer.model,
@@ -341,7 +361,7 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
         update_metrics=trainer.update_metrics,
         num_microbatches=1,
         clip=trainer.clip,
-        jit_compile=False if layers_without_xla(trainer.model) else trainer.jit_compile,
+        jit_compile=jit_compile,
         record_gradients=False,
         max_retries=0,
         attribute_causes=True,
@@ -351,6 +371,7 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
         seeds=tuple(seed_states(trainer.model, others)),
         held_back=tuple(held_back_variables(trainer.model, others)),
         undo=(),
+        loss_reduction=trainer.loss_reduction,
     )
 
 

@@ -128,7 +128,8 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
     """
     found = strategies.capabilities(trainer.strategy)
     several_processes = found.asynchronous or found.multi_worker
-    if several_processes or found.decides_in_replica or plan.jit_compile is True:
+    fixed = plan.jit_compile is True or plan.gathers
+    if several_processes or found.decides_in_replica or fixed:
         return [plan.jit_compile]
     unfused = any(
         fused_rule(one) is None for objective in plan.objectives for one in objective.updating

@@ -15,8 +15,15 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
+from strategies.division import cut_rows
 from trainer.base.keras_private import all_layers, layer_that_added
-from trainer.run.gradient_check import computes_in_float32, first_examples, listed, restoring
+from trainer.run.gradient_check import (
+    EXAMPLES,
+    computes_in_float32,
+    first_examples,
+    listed,
+    restoring,
+)
 from trainer.run.gradient_check import pass_inputs as inputs_of
 from trainer.step.added_losses import (
     describe_added_loss,
@@ -24,10 +31,14 @@ from trainer.step.added_losses import (
     may_be_per_example,
 )
 from trainer.step.checks import owner_of
+from trainer.step.differentiate import gathers, part_of_loss
 from trainer.step.forward import forward, written_by
+from trainer.step.gather import RowsError
+from trainer.step.held_back import read_values
 from trainer.step.microbatch import MicrobatchPlan, PassInputs
-from trainer.step.plan import StepPlan, microbatch_plan
-from trainer.step.types import Batch, ScaleState, Values
+from trainer.step.plan import StepPlan, microbatch_plan, ones
+from trainer.step.replica import given_positions, my_share, pass_inputs
+from trainer.step.types import Batch, ScaleState, StepInputs, Values
 
 # The largest accepted difference between two losses, as a fraction of the largest loss.
 IN_FLOAT32, IN_HALF = 1e-4, 0.05
@@ -36,10 +47,12 @@ IN_FLOAT32, IN_HALF = 1e-4, 0.05
 class Outputs(NamedTuple):
     """What a forward pass returned for some examples."""
 
-    losses: tf.Tensor  # shape=(examples,), float32: the sum of all objectives' losses
+    # The sum of all objectives' losses: float32, shape (examples, ...); () if the loss is global.
+    losses: tf.Tensor
     written: Values  # what the forward pass would have assigned
     added: list[tf.Tensor]  # the scalars in `model.losses`
     adders: list[keras.Layer | None]  # the layers that added them; None if not known
+    draws: list[int]  # how often each generator in `plan.seeds` was drawn from
 
 
 def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
@@ -54,6 +67,9 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
         scale_state: the loss-scale rule's state.
     """
     found = strategies.capabilities(plan.strategy)
+    if plan.gathers:
+        check_global_loss(plan, batch, scale_state)
+        return []
     if plan.single_pass or found.asynchronous or found.decides_in_replica:
         return []
     whole = inputs_of(first_examples(batch, plan), plan, scale_state)
@@ -76,7 +92,8 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
         texts.append(
             "The loss of an example depends on the other examples in `compute_loss`. With "
             f"{shares}, each share of a batch is coupled by itself, which is another loss than on "
-            "the whole batch. Use one replica and num_microbatches=1 to couple whole batches."
+            'the whole batch. Pass loss_reduction="global" to couple whole batches: on several '
+            "replicas by self.all_gather, on one without microbatches."
         )
     texts += added
     if layers:
@@ -92,6 +109,78 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
             "value of the first share. So count or sum nothing over examples in the forward pass."
         )
     return texts
+
+
+def check_global_loss(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> None:
+    """Checks that a global loss is the same on several replicas as on one device.
+
+    All variables are restored. Nothing is compared if the loss draws random numbers, which differ
+    between replicas.
+
+    Args:
+        plan: the run's constants; replicas exchange rows.
+        batch: the first global batch.
+        scale_state: the loss-scale rule's state.
+
+    Raises:
+        ValueError: if the losses differ.
+    """
+    replicas = plan.strategy.num_replicas_in_sync
+    share = strategies.whole(batch, ones(batch))
+    if not any(tensor.shape[0] for tensor in getattr(plan.model, "inputs", None) or []):
+        few = min(EXAMPLES * replicas, int(share.examples))
+        share = strategies.whole(cut_rows(batch, 0, few), tf.ones([few]))
+    try:
+        whole = inputs_of(share, plan, scale_state)
+        outputs = outputs_of(whole, plan, training=False)
+        if any(outputs.draws):
+            return
+        divided = restoring(
+            [*plan.undo, *plan.seeds],
+            plan.strategy,
+            tf.function(lambda: global_loss_of(share, plan, scale_state), autograph=False),
+        )
+    except RowsError:  # in the step the number of rows may not be static
+        raise
+    except Exception as error:  # noqa: BLE001  # a check must not end a run
+        logging.warning("The loss on replicas was not compared with one device's: %s", error)
+        return
+    one, several = float(outputs.losses), float(divided)
+    tolerance = IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF
+    if abs(one - several) > tolerance * max(abs(one), abs(several)):  # False for NaN
+        raise ValueError(
+            "`compute_loss` must return the same loss on several replicas as on one with "
+            f'loss_reduction="global"; got {several:.6g} on {replicas} replicas, and {one:.6g} on '
+            "one. A replica sees only its share of the batch, and Keras's loss objects divide by "
+            "the number of replicas. Gather all that the loss compares or counts (embeddings, "
+            "labels, weights) with self.all_gather, and call functions of keras.losses; or pass "
+            "check_gradients=False if you want this loss."
+        )
+
+
+def global_loss_of(share: strategies.Share, plan: StepPlan, scale_state: ScaleState) -> tf.Tensor:
+    """Returns the loss of some examples, computed by all replicas: shape (), float32.
+
+    Args:
+        share: the examples, as if they were a global batch.
+        plan: the run's constants.
+        scale_state: the loss-scale rule's state.
+    """
+    constants = constants_of(plan, training=False)
+    random = tf.constant([0, 0], tf.int64)
+    inputs = StepInputs(share.batch, share.weights, scale_state, random, None)
+
+    def replica() -> tf.Tensor:
+        values = read_values(plan.held_back, given_positions(plan))
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        all_keys = pass_inputs(inputs, my_share(*inputs[:2]), values, index, plan)
+        own = all_keys._replace(keys=all_keys.keys[0])
+        with gathers(own, constants):
+            passed = forward(own.share.batch, values, own.keys, constants)
+        losses = [part_of_loss(loss, own, constants) for loss in passed.losses.values()]
+        return tf.add_n(losses)
+
+    return plan.strategy.reduce(tf.distribute.ReduceOp.SUM, plan.strategy.run(replica), axis=None)
 
 
 def differs(whole: PassInputs, half: PassInputs, plan: StepPlan, *, training: bool) -> bool:
@@ -113,14 +202,7 @@ def differs(whole: PassInputs, half: PassInputs, plan: StepPlan, *, training: bo
 
 def outputs_of(inputs: PassInputs, plan: StepPlan, *, training: bool) -> Outputs:
     """Returns the results of a forward pass, and restores what it assigned."""
-
-    def compute_loss(batch: Batch, training: bool) -> Any:  # noqa: ARG001  # as asked for here
-        return plan.compute_loss(batch, training=mode)
-
-    mode = training
-    constants: MicrobatchPlan = dataclasses.replace(
-        microbatch_plan(plan, plan.objectives, dense=True, fuse=False), compute_loss=compute_loss
-    )
+    constants = constants_of(plan, training=training)
     passed = restoring(
         [*plan.undo, *plan.seeds],
         plan.strategy,
@@ -132,7 +214,18 @@ def outputs_of(inputs: PassInputs, plan: StepPlan, *, training: bool) -> Outputs
     ]
     adders = [layer_that_added(plan.model, entry) for entry in scalars]
     written = written_by(plan.model, inputs.values, passed.after)
-    return Outputs(losses, written, scalars, adders)
+    return Outputs(losses, written, scalars, adders, passed.draws)
+
+
+def constants_of(plan: StepPlan, *, training: bool) -> MicrobatchPlan:
+    """Returns the constants of a pass in which layers run in training mode, or not."""
+
+    def compute_loss(batch: Batch, training: bool) -> Any:  # noqa: ARG001  # as asked for here
+        return plan.compute_loss(batch, training=mode)
+
+    mode = training
+    constants = microbatch_plan(plan, plan.objectives, dense=True, fuse=False)
+    return dataclasses.replace(constants, compute_loss=compute_loss)
 
 
 def kinds_of_scalars(whole: PassInputs, plan: StepPlan) -> list[str]:

@@ -229,12 +229,15 @@ def plain_gradients(
     share, size = inputs.share, inputs.global_batch
     with tf.GradientTape(persistent=True) as tape:
         result = call_user(plan.compute_loss, share.batch, training=True)
-        losses, _ = losses_and_aux(result, share.batch, group.objectives)
+        losses, _ = losses_and_aux(
+            result, share.batch, group.objectives, global_loss=plan.global_loss
+        )
         entries = added_losses(plan.model) if isinstance(plan.model, keras.Model) else []
         added = added_loss(entries, share, size)
         scaled = {
             name: scaling.scale_loss(
-                weighted_mean(each, share, size.weight) + added, inputs.scale_state
+                (each if plan.global_loss else weighted_mean(each, share, size.weight)) + added,
+                inputs.scale_state,
             )
             for name, each in losses.items()
         }
@@ -252,6 +255,7 @@ def plain_gradients(
 def check_same(pairs: list[Compared], tolerance: Tolerance) -> None:
     """Raises ValueError if the step's gradient of a variable is missing or different."""
     norms = [norm_of(pair.plain) for pair in pairs if pair.plain is not None]
+    norms = [norm for norm in norms if tf.math.is_finite(norm)]  # others may have overflowed
     smallest = tolerance.floor * tf.norm(tf.stack([0.0, *norms]))
     for pair in pairs:
         if pair.plain is None:

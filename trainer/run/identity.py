@@ -66,7 +66,10 @@ def all_optimizers(
 def loss_of(trainer: RunnableTrainer) -> Facts:
     """Returns what a trainer's loss is computed from."""
     methods = {name: getattr(trainer, name) for name in METHODS}
-    return loss_facts(getattr(trainer, "_loss_fn", None), methods)
+    facts = loss_facts(getattr(trainer, "_loss_fn", None), methods)
+    if trainer.loss_reduction != "mean":  # older records do not have it
+        facts = facts | {"reduction": trainer.loss_reduction}
+    return facts
 
 
 def settings_for_skips(trainer: RunnableTrainer) -> dict[str, Any]:

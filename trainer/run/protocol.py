@@ -86,10 +86,12 @@ class RunnableTrainer(Protocol):
     precision: scaling.Precision
     rule: scaling.LossScaleRule
     loss_scale_argument: str | float | None
+    loss_reduction: str
     num_microbatches: int
     clip: Clip
     ema_momentum: float | None
     alternate_optimizers: bool
+    weights_overridden: bool  # whether `example_weights` is overridden
     has_optimizer: bool  # whether an optimizer was given, or `build_optimizer` is overridden
     steps_per_loop: int
     jit_compile: bool | str

@@ -2,8 +2,17 @@
 
 from trainer.step.attempt import attempt_step
 from trainer.step.clip import Clip
+from trainer.step.gather import all_gather
 from trainer.step.plan import StepPlan, plan_step
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
 
-__all__ = ["Clip", "StepPlan", "StepReport", "TrainState", "attempt_step", "plan_step"]
+__all__ = [
+    "Clip",
+    "StepPlan",
+    "StepReport",
+    "TrainState",
+    "all_gather",
+    "attempt_step",
+    "plan_step",
+]

@@ -59,7 +59,7 @@ def may_be_per_example(entry: tf.Tensor, weights: tf.Tensor) -> bool:
 
     Args:
         entry: an entry of `model.losses`.
-        weights: the weights of the share's examples: shape (max(examples, 1),).
+        weights: the weights of the share's examples: shape (max(examples, 1), ...).
     """
     if not entry.shape.rank:
         return False
@@ -78,7 +78,8 @@ def weights_of_rows(
         fraction: the share's fraction of the examples: shape (), float32. It multiplies the rows
             if they turn out not to be examples.
     """
-    weights = tf.math.divide_no_nan(share.weights, size.weight)
+    inner = list(range(1, share.weights.shape.rank))  # of weights of tokens, for example
+    weights = tf.math.divide_no_nan(tf.reduce_sum(share.weights, axis=inner), size.weight)
     if rows.shape[0] is not None:
         return weights
     count = tf.shape(rows)[0]

@@ -308,9 +308,6 @@ def confirmed(
     lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))
     count = functools.partial(count_nonfinite_gradients, group=group, plan=plan)
 
-    # Not inlined: TensorFlow prepares the function when it is first called, so that runs in which
-    # no step is tested do not pay for it. It holds no collectives, which fail in such a function.
-    @functools.partial(tf.function, autograph=False, experimental_attributes={"_noinline": True})
     def at_min_scale() -> Outcome:
         counts = plan.strategy.run(count, args=(inputs._replace(scale_state=lowest),))
         found = tf.add_n(plan.strategy.experimental_local_results(counts))
@@ -318,6 +315,11 @@ def confirmed(
         return outcome._replace(cause=cause)
 
     overflowed = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
+    # Not inlined: TensorFlow prepares the function when it is first called, so that runs in which
+    # no step is tested do not pay for it. Collectives fail in such a function.
+    attributes = {"_noinline": True}
+    apart = tf.function(at_min_scale, autograph=False, experimental_attributes=attributes)
+    test = at_min_scale if plan.gathers else apart
     infs = count_by_variable(evidence.summed)[:, 0]
-    tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), at_min_scale, lambda: outcome)
+    tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), test, lambda: outcome)
     return tested

@@ -325,19 +325,19 @@ def check_counts(**counts: object) -> None:
 
 
 def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
-    """Returns example weights as float32: shape (global_batch,).
+    """Returns example weights as float32: shape (global_batch, ...).
 
     Raises:
-        ValueError: if there is not one weight per example.
+        ValueError: if the first dimension is not the example.
     """
     weights = tf.convert_to_tensor(weights)
     first_tensor(batch)
     rows = known_examples(batch)
-    if weights.shape.rank != 1 or (rows and weights.shape[0] not in (None, rows)):
+    if weights.shape.rank == 0 or (rows and weights.shape[0] not in (None, rows)):
         raise ValueError(
             f"`example_weights` must return one weight per example, shape ({rows or 'examples'},); "
-            f"got shape {weights.shape}. Each weight multiplies the loss of one example. Sum or "
-            "average over any other dimension."
+            f"got shape {weights.shape}. Each weight multiplies the loss of one example, or of one "
+            "element of it. Let the first dimension be the example."
         )
     return tf.cast(weights, tf.float32)
 

@@ -6,6 +6,8 @@ verdict is known. It reads its weights as variables, as in a loop without such a
 gradient tape and custom gradient inside the model finds the variables that it looks for.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 import scaling
@@ -13,6 +15,7 @@ from trainer.base.keras_private import differentiable_moments
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.forward import forward, recomputing, written_by
+from trainer.step.gather import gathering, part_of_mean
 from trainer.step.gradients import count_nonfinite
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.losses import distinct, mask_weightless, weighted_mean
@@ -39,12 +42,11 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
         # A layer may have been created frozen, so watch its weights explicitly.
         tape.watch([*weights, *weights_among(inputs.values, len(weights))])
-        with fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm):
+        with fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
         warn_of_losses_per_example(plan.model, passed.added, share.weights)
         means = {
-            id(loss): weighted_mean(loss, share, size.weight)
-            for loss in distinct(passed.losses.values())
+            id(loss): part_of_loss(loss, inputs, plan) for loss in distinct(passed.losses.values())
         }
         losses = {name: means[id(loss)] for name, loss in passed.losses.items()}
         regularization_loss = added_loss(passed.added, share, size)
@@ -63,7 +65,9 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         found |= dict(zip(objective.positions, each, strict=True))
     gradients, replaced = split_replaced(found, plan)
     contribution = Contribution(gradients, tf.add_n(distinct(losses.values())), regularization_loss)
-    seen = [mask_weightless(loss, share) for loss in passed.losses.values()]
+    seen = list(passed.losses.values())
+    if not plan.global_loss:
+        seen = [mask_weightless(loss, share) for loss in seen]
     nonfinite = find_nonfinite(contribution, seen, single_pass=plan.single_pass)
     if passed.reported:  # another group of this step reports these losses
         own = [loss for name, loss in losses.items() if name not in passed.reported]
@@ -71,6 +75,24 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     fraction = tf.cast(share.examples / size.examples, tf.float32)
     written = parts_of_mean(written_by(plan.model, inputs.values, passed.after), fraction)
     return Microbatch(contribution, nonfinite, written, replaced, passed.aux)
+
+
+def gathers(inputs: PassInputs, plan: MicrobatchPlan) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which `all_gather` gathers the rows of all replicas."""
+    return gathering(
+        inputs.share,
+        inputs.global_batch,
+        plan.model,
+        global_loss=plan.global_loss,
+        num_microbatches=plan.num_microbatches,
+    )
+
+
+def part_of_loss(losses: tf.Tensor, inputs: PassInputs, plan: MicrobatchPlan) -> tf.Tensor:
+    """Returns what a share contributes to a loss of the global batch: shape (), float32."""
+    if plan.global_loss:
+        return part_of_mean(losses, inputs.share, inputs.global_batch)
+    return weighted_mean(losses, inputs.share, inputs.global_batch.weight)
 
 
 def parts_of_mean(written: Values, fraction: tf.Tensor) -> Values:

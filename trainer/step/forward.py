@@ -19,7 +19,8 @@ from trainer.step.types import Aux, Batch, Model, Values
 class ForwardPass(NamedTuple):
     """The results of a forward pass."""
 
-    losses: dict[str, tf.Tensor]  # keyed by objective name; shape=(examples,), float32, each
+    # Keyed by objective name; each float32, in the shape of the weights; shape=() if it is global.
+    losses: dict[str, tf.Tensor]
     aux: Aux  # what `compute_loss` returned along with the losses; () if nothing
     added: list[tf.Tensor]  # `model.losses`: regularizers, and what the layers added
     after: Values  # values of the given and the assigned variables when the pass ended; empty for a
@@ -47,12 +48,12 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         for seed, key in zip(plan.seeds, keys, strict=True):
             seed.assign(key)
         result = call_user(plan.compute_loss, batch, training=True)
-        losses, aux = losses_and_aux(result, batch, plan.objectives)
+        losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         reported = shared_with(result, plan.earlier, plan.objectives)
         return ForwardPass(losses, aux, [], {}, [], reported)
     with regularizers_in_float32(plan.model), scope_of(values, keys, plan) as scope:
         result = call_user(plan.compute_loss, batch, training=True)
-        losses, aux = losses_and_aux(result, batch, plan.objectives)
+        losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         added = added_losses(plan.model)
     scope.check_no_unknown_variables()
     found = [scope.held_value(variable) for variable in plan.held_back]

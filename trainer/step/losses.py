@@ -7,15 +7,25 @@ import tensorflow as tf
 
 import strategies
 from strategies.division import count_examples, known_examples
+from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
 from trainer.step.types import Aux, Batch
+
+REMEDY = (
+    "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
+    "examples, and average over any other dimension."
+)
+REMEDY_OF_SCALAR = (
+    "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
+    'examples, or pass loss_reduction="global" if the loss compares the examples with each other.'
+)
 
 
 def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor) -> tf.Tensor:
     """Returns a share's contribution to the global batch's weighted mean: shape (), float32.
 
     Args:
-        losses: losses of the share's examples: shape (examples,), float32.
+        losses: losses of the share's examples: float32, in the shape of the share's weights.
         share: the examples and their weights.
         weight: sum of the weights of the global batch: shape (), float32.
     """
@@ -26,17 +36,45 @@ def weighted_sum(losses: tf.Tensor, share: strategies.Share) -> tf.Tensor:
     """Returns the sum of a share's losses times their weights: shape (), float32.
 
     An example whose weight is 0 adds nothing to the sum, even if its loss is inf or NaN.
+
+    Raises:
+        ValueError: if the losses and the weights have different shapes.
     """
+    losses = of_same_shape(losses, share.weights)
     return tf.reduce_sum(tf.math.multiply_no_nan(losses, share.weights))
 
 
 def mask_weightless(losses: tf.Tensor, share: strategies.Share) -> tf.Tensor:
-    """Returns the losses, with 0 for every example whose weight is 0."""
+    """Returns the losses, with 0 for every example, or element, whose weight is 0."""
     return tf.where(share.weights == 0, 0.0, losses)
 
 
+def of_same_shape(losses: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """Returns the losses; raises ValueError unless they have the shape of the weights."""
+    inner, wanted = losses.shape[1:], weights.shape[1:]
+    message = (
+        f"`compute_loss` must return losses of the shape of the weights; got shape {losses.shape}, "
+        f"and example_weights returned shape {weights.shape}. Each weight multiplies one loss. "
+        "Leave out the mean over examples and elements, or sum the weights over the elements."
+    )
+    if inner.rank == wanted.rank and inner.is_compatible_with(wanted):
+        if inner.is_fully_defined() and wanted.is_fully_defined():
+            return losses
+        # Broadcasting would count one weight for several losses.
+        same = tf.reduce_all(tf.shape(losses)[1:] == tf.shape(weights)[1:])
+        with tf.control_dependencies([tf.debugging.Assert(same, [message])]):
+            return tf.identity(losses)
+    if weights.shape.rank == 1:
+        raise ValueError(
+            "`compute_loss` must return one loss per example, shape "
+            f"({weights.shape[0] or 'examples'},); got shape {losses.shape}. {REMEDY} Or return "
+            "weights of that shape from example_weights, one for each element."
+        )
+    raise ValueError(message)
+
+
 def losses_and_aux(
-    result: Any, batch: Batch, objectives: Sequence[Objective]
+    result: Any, batch: Batch, objectives: Sequence[Objective], *, global_loss: bool = False
 ) -> tuple[dict[str, tf.Tensor], Aux]:
     """Splits and checks what `compute_loss` returned.
 
@@ -44,9 +82,11 @@ def losses_and_aux(
         result: losses, or (losses, aux); see `Task.compute_loss`.
         batch: the examples that the losses were computed from.
         objectives: the objectives, each of which needs a loss.
+        global_loss: whether a loss is one number, a function of the whole global batch.
 
     Returns:
-        losses: a dict of losses, keyed by objective name: shape (examples,), float32, each.
+        losses: a dict of losses, keyed by objective name: float32, shape (examples, ...) each;
+            shape () if it is global.
         aux: what was returned along with the losses; () if nothing was.
 
     Raises:
@@ -63,7 +103,10 @@ def losses_and_aux(
                 "it. Return one value per example."
             )
     # Objectives that share a loss share the checked one, by which `distinct` recognizes it.
-    checked = {id(loss): check_losses(loss, batch) for loss in losses.values()}
+    checked = {
+        id(loss): scalar_loss(loss) if global_loss else check_losses(loss, batch)
+        for loss in losses.values()
+    }
     return {name: checked[id(loss)] for name, loss in losses.items()}, aux
 
 
@@ -119,17 +162,14 @@ def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     wanted = (
         f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
     )
-    remedy = (
-        "The trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-        "examples, and average over any other dimension."
-    )
     found = losses.shape[:1].num_elements()
-    if losses.shape.rank != 1 or (rows is not None and found not in (None, rows)):
+    if losses.shape.rank == 0 or (rows is not None and found not in (None, rows)):
+        remedy = REMEDY_OF_SCALAR if losses.shape.rank == 0 else REMEDY
         raise ValueError(f"{wanted} {losses.shape}. {remedy}")
     if rows is not None:
         return losses
     count = count_examples(batch)[None]
-    same = tf.reduce_all(tf.shape(losses) == count)
-    message = [wanted, tf.shape(losses), "for", count, "examples.", remedy]
+    same = tf.reduce_all(tf.shape(losses)[:1] == count)
+    message = [wanted, tf.shape(losses), "for", count, "examples.", REMEDY]
     with tf.control_dependencies([tf.debugging.Assert(same, message)]):
         return tf.identity(losses)

@@ -77,6 +77,9 @@ class MicrobatchPlan:
     single_pass: bool
     fuse_batch_norm: bool  # whether to use TensorFlow's fused kernel: see `batch_norm`
     earlier: tuple[str, ...] = ()  # names of the objectives whose optimizers had their turn before
+    # Whether a loss is one number, a function of the whole global batch: see `gather`.
+    global_loss: bool = False
+    num_microbatches: int = 1  # number of parts that each replica's share is cut into
 
 
 class Differentiate(Protocol):

@@ -15,6 +15,12 @@ from trainer.base.keras_private import computing_in_float32, keep_rate_tracked
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
+from trainer.step.gather_checks import (
+    Inlined,
+    check_gathers,
+    check_loss_reduction,
+    check_no_weights,
+)
 from trainer.step.held_back import held_back_variables
 from trainer.step.microbatch import (
     ComputeLoss,
@@ -70,11 +76,22 @@ class StepPlan:
     undo: tuple[Variable, ...]  # variables to restore if the step is skipped
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
+    loss_reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
 
     @property
     def single_pass(self) -> bool:
         """Whether a step is one microbatch on one replica, so that no gradients are summed."""
         return self.strategy.num_replicas_in_sync == 1 and self.num_microbatches == 1
+
+    @property
+    def global_loss(self) -> bool:
+        """Whether a loss is one number, a function of the whole global batch."""
+        return self.loss_reduction == "global"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether replicas exchange rows in the forward and backward pass."""
+        return self.global_loss and self.strategy.num_replicas_in_sync > 1
 
     @property
     def objectives(self) -> list[Objective]:
@@ -121,6 +138,7 @@ def plan_step(
     float32_after: int | None = None,
     others: Sequence[Any] = (),
     missed: Sequence[tuple[Variable, int]] = (),
+    loss_reduction: str = "mean",
 ) -> StepPlan:
     """Checks the arguments, builds the optimizers, and returns the step's constants.
 
@@ -160,6 +178,9 @@ def plan_step(
             functions hold (closures, default arguments, the owners of methods) need not be listed.
         missed: pairs of a trained variable and the number of its optimizer's updates that it was
             not part of, for variables that were frozen at first. Adam's bias correction needs it.
+        loss_reduction: "mean": `compute_loss` returns one loss per example. "global": it returns
+            one number, a function of the whole global batch, which it gets from `all_gather`;
+            `example_weights` must then be None.
 
     Raises:
         TypeError, ValueError: if the step cannot use an argument.
@@ -179,6 +200,8 @@ def plan_step(
         >>> scaling.Cause(int(report.cause)).name, int(report.bad_replica), int(run.step)
         ('FORWARD', 0, 2)
     """
+    if loss_reduction == "global":
+        check_no_weights(example_weights)
     example_weights = ones if example_weights is None else example_weights
     update_metrics = no_metrics if update_metrics is None else update_metrics
     checks.check_strategy_rule_and_clip(strategy, rule, clip)
@@ -197,6 +220,7 @@ def plan_step(
         max_skips=max_skips,
         float32_after=1 if float32_after is None else float32_after,
     )
+    check_loss_reduction(loss_reduction, num_microbatches)
     check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
     check_model_compiles(model, jit_compile)
@@ -233,7 +257,10 @@ def plan_step(
         held_back=tuple(held_back),
         undo=tuple(undo),
         missed=tuple(missed),
+        loss_reduction=loss_reduction,
     )
+    if plan.gathers:
+        check_gathers(strategy, jit_compile, float32_after)
     return with_groups(plan, partition, jit_compile)
 
 
@@ -266,8 +293,9 @@ def with_groups(
     dense = jit_compile in (True, "update") or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
     # Use TensorFlow's BatchNorm kernel on CPUs, where it was measured to be faster, unless XLA
-    # compiles the pass.
-    fuse = jit_compile is not True and strategies.capabilities(plan.strategy).on_cpu
+    # compiles the pass, or replicas pause in it: they share the layers in which it is put.
+    fuse = jit_compile is not True and not plan.gathers
+    fuse = fuse and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective], earlier: Sequence[str]) -> UpdateGroup:
         microbatch = microbatch_plan(plan, objectives, dense=dense, fuse=fuse)
@@ -281,7 +309,10 @@ def with_groups(
             with computing_in_float32(plan.model):
                 return run(inputs)
 
-        passes = (compiled_differentiation(each, jit_compile) for each in (run, run_in_float32))
+        passes = (
+            Inlined(each) if plan.gathers else compiled_differentiation(each, jit_compile)
+            for each in (run, run_in_float32)
+        )
         return UpdateGroup(tuple(objectives), *passes)
 
     names = [[objective.name for objective in objectives] for objectives in partition]
@@ -312,6 +343,8 @@ def microbatch_plan(
         dense=dense,
         single_pass=plan.single_pass,
         fuse_batch_norm=fuse,
+        global_loss=plan.global_loss,
+        num_microbatches=plan.num_microbatches,
     )
 
 

@@ -45,7 +45,8 @@ class StepInputs(NamedTuple):
     """The inputs of one attempt at an update; the same on every replica."""
 
     batch: Batch  # the global batch
-    weights: tf.Tensor  # shape=(global_batch,), float32: weight of each example's loss
+    # shape=(global_batch, ...), float32: weight of each example's loss, or of each of its elements
+    weights: tf.Tensor
     scale_state: ScaleState  # its `loss_scale` multiplies the loss and divides the gradients
     random: tf.Tensor  # shape=(2,), int64: the run's seed, and the number of steps before this one
     in_float32: tf.Tensor | None  # shape=(), bool: whether to use float32; None for never

@@ -16,6 +16,7 @@ from trainer.config.loss_fn import (
     element_losses,
     example_losses,
     example_weights,
+    global_loss,
     warn_once,
 )
 
@@ -291,7 +292,8 @@ AXES = (
     "which includes the examples. "
     + COUPLED
     + " Pass a loss with the other dimensions as its axis, "
-    "for example keras.losses.Dice(axis=(1, 2, 3)) for images."
+    'for example keras.losses.Dice(axis=(1, 2, 3)) for images; or loss_reduction="global", which '
+    "computes the loss on the whole batch."
 )
 
 
@@ -315,8 +317,8 @@ AXES = (
             (
                 loss,
                 f"`loss_fn` must give each example its own loss; got {name}, which compares the "
-                f"examples of a batch with each other. {COUPLED} Override compute_loss(batch, "
-                "training), and gather the embeddings of all replicas there.",
+                f"examples of a batch with each other. {COUPLED} Pass "
+                'loss_reduction="global", which computes the loss on the whole batch.',
             )
             for loss, name in [(LOSSES.Circle(), "Circle"), (LOSSES.circle, "circle")]
         ],
@@ -390,7 +392,8 @@ PROBABILITIES = tf.fill([4, 3], 1 / 3)
             None,
             "`loss_fn` must give each example its own loss; got mean_of_batch, which returned shape "
             "(). A mean over this replica's share would not add up to the mean over the global batch. "
-            "Leave out the mean or sum over the first dimension.",
+            "Leave out the mean or sum over the first dimension; or pass "
+            'loss_reduction="global" if the loss compares the examples with each other.',
         ),
         (
             LOSSES.Dice(axis=(-2, -1)),
@@ -465,34 +468,60 @@ def test_what_a_share_cannot_tell_is_refused(loss, y, outputs, weight, message):
     assert str(error.value) == message
 
 
-def test_a_mask_on_the_outputs_is_refused_without_weights(caplog):
-    """L21: Keras would divide by the number of unmasked outputs. Weights of the mask's shape give the
-    same loss as Keras's mask, with a warning that they alone count.
-    """
-    warn_once.cache_clear()
+def test_a_mask_on_the_outputs_weights_the_elements():
+    """L21: the loss of outputs with a Keras mask is Keras's; weights of elements count as well."""
     random = np.random.default_rng(0)
     y, outputs = (random.normal(size=[4, 3, 2]).astype(np.float32) for _ in range(2))
     keep = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]], bool)
     outputs[~keep] = 0.0
-    with_mask = masked(tf.constant(outputs))
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
-        example_losses(LOSSES.MeanSquaredError(), y, with_mask)
-    with caplog.at_level("WARNING"):
-        losses = example_losses(LOSSES.MeanSquaredError(), y, with_mask, tf.constant(keep))
-    weights = example_weights(LOSSES.MeanSquaredError(), y, tf.constant(keep))
-    expected = LOSSES.MeanSquaredError()(y, with_mask).numpy()
+    with_mask, loss = masked(tf.constant(outputs)), LOSSES.MeanSquaredError()
+    squares = np.mean((y - outputs) ** 2, axis=-1)
+    for weight in (None, np.float32([1, 2, 0, 3]), random.uniform(size=[4, 3]).astype(np.float32)):
+        given = None if weight is None else tf.constant(weight)
+        losses = example_losses(loss, y, with_mask, given)
+        weights = example_weights(loss, y, given, tf.constant(keep))
+        ours = np.average(losses, weights=weights)
+        by_element = keep * (1.0 if weight is None else weight.reshape([4, -1]))
 
-    assert np.average(losses, weights=weights) == pytest.approx(expected, rel=1e-6)
+        assert ours == pytest.approx(np.average(squares, weights=by_element), rel=1e-6)
+        assert float(global_loss(loss, y, with_mask, given, tf.constant(keep))) == pytest.approx(
+            ours, rel=1e-6
+        )
+        if weight is None:
+            assert ours == pytest.approx(loss(y, with_mask).numpy(), rel=1e-6)
+
+
+def mean_of_tokens(y, outputs):
+    """One loss per example, in which masked tokens have part."""
+    return tf.reduce_mean((y - outputs) ** 2, axis=[1, 2])
+
+
+def test_masks_that_do_not_fit_are_refused():
+    """A mask needs losses of its elements, and a single output."""
+    y = tf.zeros([4, 3, 2])
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        example_losses(mean_of_tokens, y, masked(y))
     assert str(error.value) == (
-        "`loss_fn` cannot use the Keras mask of shape (4, 3) that the model's outputs have. Keras "
-        "takes the mean over the unmasked elements of the whole batch, and their number is not known "
-        "before the forward pass. Yield (x, y, weight) from train_data, with weights of the mask's "
-        "shape that are 0 where it is False, or override compute_loss and example_weights."
+        "`loss_fn` must return one loss for each element of the Keras mask; got losses of shape "
+        "(4,), and the model's outputs have a mask of shape (4, 3). The mask says which elements "
+        "count, and their losses are already averaged. Return losses of the mask's shape, or remove "
+        "the mask before the dimensions that it masks are averaged."
     )
-    assert [record.getMessage() for record in caplog.records] == [
-        "The model's outputs have a Keras mask, and the data has a weight for each element. Only the "
-        "weights count: they must be 0 where the mask is False. Keras's fit uses both."
-    ]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        example_losses(mean_of_tokens, y, {"one": masked(y), "other": y})
+    assert str(error.value) == (
+        "`loss_fn` cannot use the Keras mask of one of several outputs; got mean_of_tokens, and a "
+        "mask of shape (4, 3). A function of all outputs cannot tell which of its losses the mask "
+        "belongs to. Override compute_loss and example_weights, and multiply the losses by the "
+        "weights there."
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        global_loss(mean_of_tokens, y, y, tf.ones([4, 3]), None)
+    assert str(error.value) == (
+        "`loss_fn` must return one loss for each weight; got losses of shape (4,) from "
+        "mean_of_tokens, and weights of shape (4, 3). What is already averaged cannot be weighted. "
+        "Leave out the weights, or override compute_loss and use them there."
+    )
 
 
 def sequence_model():

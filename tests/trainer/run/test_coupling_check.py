@@ -87,7 +87,8 @@ def test_the_sentences():
     assert text == (
         "The loss of an example depends on the other examples in `compute_loss`. With 1 replicas "
         "x 2 microbatches, each share of a batch is coupled by itself, which is another loss than "
-        "on the whole batch. Use one replica and num_microbatches=1 to couple whole batches."
+        'on the whole batch. Pass loss_reduction="global" to couple whole batches: on several '
+        "replicas by self.all_gather, on one without microbatches."
     )
 
 

@@ -379,7 +379,8 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
             ValueError,
             "`compute_loss` must return one loss per example, shape (examples,); got shape (). The "
             "trainer itself takes the weighted mean over the global batch. Leave out the mean over "
-            "examples, and average over any other dimension.",
+            'examples, or pass loss_reduction="global" if the loss compares the examples with each '
+            "other.",
         ),
         (
             lambda p: p[:, None],
@@ -436,7 +437,7 @@ def test_weights_of_another_form_are_refused():
 
     class Wrong(Linear):
         def example_weights(self, batch):
-            return tf.ones([3, 1])
+            return tf.constant(1.0)
 
     with pytest.raises(ValueError, match=r"`example_weights` must return one weight per example"):
         Wrong(verbose=False).train(slopes(1.0, 1.0), steps=1, global_batch=2)

@@ -102,7 +102,6 @@ def test_each_objective_needs_a_loss(losses, found):
     [
         (tf.ones([3], tf.float16), TypeError, "must return float32 losses; got float16"),
         (tf.constant(1.0), ValueError, r"one loss per example, shape \(3,\); got shape \(\)"),
-        (tf.ones([3, 1]), ValueError, r"shape \(3,\); got shape \(3, 1\)"),
         (tf.ones([2]), ValueError, r"shape \(3,\); got shape \(2,\)"),
     ],
 )
@@ -122,3 +121,43 @@ def test_losses_of_unknown_size_are_checked_when_it_is_known():
     assert checked(tf.ones([2]), tf.ones([2])).numpy().tolist() == [1.0, 1.0]
     with pytest.raises(tf.errors.InvalidArgumentError, match="one loss per example"):
         checked(tf.ones([1]), tf.ones([2]))
+
+
+def test_losses_of_elements_need_weights_of_elements():
+    """L8: losses of shape (examples, tokens) meet weights of that shape, and no others."""
+    whole = strategies.whole(tf.zeros([3]), tf.constant([[1.0, 0.0], [2.0, 1.0], [0.0, 0.0]]))
+    losses = tf.constant([[1.0, math.nan], [3.0, 5.0], [7.0, 9.0]])
+    total = sum(
+        float(weighted_sum(losses[one:other], strategies.take(whole, index, 2)))
+        for index, (one, other) in enumerate([(0, 2), (2, 3)])
+    )
+
+    assert total == 12.0
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        weighted_sum(tf.ones([3, 2]), share_of([1.0, 1.0, 1.0]))
+    assert str(error.value) == (
+        "`compute_loss` must return one loss per example, shape (3,); got shape (3, 2). The trainer "
+        "itself takes the weighted mean over the global batch. Leave out the mean over examples, and "
+        "average over any other dimension. Or return weights of that shape from example_weights, one "
+        "for each element."
+    )
+    message = (
+        "`compute_loss` must return losses of the shape of the weights; got shape (3,), and "
+        "example_weights returned shape (3, 2). Each weight multiplies one loss. Leave out the mean "
+        "over examples and elements, or sum the weights over the elements."
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        weighted_sum(tf.ones([3]), whole)
+    assert str(error.value) == message
+
+
+def test_weights_of_elements_are_not_broadcast():
+    """Where sizes are not static, an op of the graph compares those of losses and weights."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None]), tf.TensorSpec([None, None])])
+    def summed(losses, weights):
+        return weighted_sum(losses, strategies.whole(losses, weights))
+
+    assert float(summed(tf.ones([2, 3]), tf.ones([2, 3]))) == 6.0
+    with pytest.raises(tf.errors.InvalidArgumentError, match="losses of the shape of the weights"):
+        summed(tf.ones([2, 3]), tf.ones([2, 1]))

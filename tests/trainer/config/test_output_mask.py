@@ -1,0 +1,139 @@
+"""The Keras mask of a model's outputs is known before the forward pass."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import attempt
+
+from trainer import Trainer
+from trainer.config.output_mask import check_mask_is_known, mask_of_outputs
+
+LAYERS = keras.layers
+IDS = np.int32([[3, 1, 0, 0], [2, 0, 0, 0], [1, 2, 3, 1], [0, 0, 0, 0], [1, 0, 2, 0]])
+
+
+class Marking(LAYERS.Layer):
+    """Masks what is negative, and counts its calls."""
+
+    def build(self, shape):
+        """Creates the count."""
+        self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros")
+
+    def call(self, inputs):
+        """Returns its inputs."""
+        self.calls.assign(self.calls + 1)
+        return inputs
+
+    def compute_mask(self, inputs, mask=None):
+        """Where the first number of an element is not negative."""
+        return inputs[:, :, 0] >= 0
+
+
+def tagger():
+    """Logits for each token, with a recurrent layer; token 0 is masked."""
+    seeds = iter(range(3, 9))
+    make = lambda: keras.initializers.GlorotUniform(next(seeds))  # noqa: E731
+    return keras.Sequential(
+        [
+            keras.Input([None], dtype="int32"),
+            LAYERS.Embedding(4, 3, mask_zero=True, embeddings_initializer=make()),
+            LAYERS.SimpleRNN(
+                4,
+                return_sequences=True,
+                kernel_initializer=make(),
+                recurrent_initializer=make(),
+            ),
+            LAYERS.Dense(3, kernel_initializer=make()),
+        ]
+    )
+
+
+def test_the_mask_is_computed_from_the_inputs_alone():
+    """The mask is the model's; its graph reads no variable and multiplies nothing."""
+    model = tagger()
+    traced = tf.function(lambda ids: mask_of_outputs(model, ids), autograph=False)
+    graph = traced.get_concrete_function(tf.constant(IDS)).graph.as_graph_def()
+    kinds = {node.op for body in graph.library.function for node in body.node_def}
+    called = [node for node in graph.node if "Call" in node.op]
+
+    assert mask_of_outputs(model, tf.constant(IDS)).numpy().tolist() == (IDS != 0).tolist()
+    assert traced(tf.constant(IDS)).numpy().tolist() == (IDS != 0).tolist()
+    assert [node.op for node in called] == ["PartitionedCall"]  # not a stateful one
+    assert "NotEqual" in kinds
+
+
+def test_a_layer_s_own_mask_is_found_and_nothing_is_assigned():
+    """A layer that overrides `compute_mask` makes masks; calling it to find them changes nothing."""
+    layer = Marking()
+    model = keras.Sequential([keras.Input([None, 1]), layer])
+    found = mask_of_outputs(model, tf.constant([[[1.0], [-1.0]]]))
+
+    assert found.numpy().tolist() == [[True, False]]
+    assert int(layer.calls) == 0
+
+
+def test_models_without_masks_cost_nothing():
+    """A model whose layers only pass masks on is not even traced."""
+
+    class Untraceable(keras.Model):
+        def call(self, inputs):
+            raise AssertionError
+
+    assert mask_of_outputs(Untraceable(), tf.ones([2, 3])) is None
+    assert mask_of_outputs(tf.Module(), tf.ones([2, 3])) is None
+
+
+def test_a_mask_that_no_layer_announces_is_refused():
+    """A mask that appears only in the forward pass would not be in the weights."""
+    model = keras.Sequential([keras.Input([3]), LAYERS.Dense(1)])
+    masked = LAYERS.Masking()(tf.zeros([2, 3, 1]))
+    check_mask_is_known(model, tf.zeros([2, 3]))
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        check_mask_is_known(model, masked)
+
+    assert str(error.value) == (
+        "`model` must make its Keras masks in compute_mask of a layer; got a mask on its outputs "
+        "that no layer announces. The number of elements that are not masked must be known before "
+        "the forward pass. Override compute_mask in the layer that makes the mask, or yield (x, y, "
+        "weight) from train_data."
+    )
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def data(sizes=(5, 4)):
+    """Batches of tokens and labels."""
+    return [(IDS[:size], (IDS[:size] + 1) % 3) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "num_microbatches"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        (3, 1),
+    ],
+)
+def test_masked_sequences_train_as_in_keras(mirrored, replicas, num_microbatches):
+    """L8, L21: sequences with Embedding(mask_zero=True), a fully masked one included, take the SGD steps of
+    Keras's `train_on_batch` on 1 and 3 replicas, and `evaluate` gives Keras's loss.
+    """
+    model = tagger()
+    model.compile(keras.optimizers.SGD(0.5), LOSS)
+    ours = Trainer(
+        model=tagger,
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        loss_fn=LOSS,
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        num_microbatches=num_microbatches,
+        verbose=False,
+    )
+    for report, (ids, labels) in zip(attempt(ours, data()), data(), strict=True):
+        assert report.loss == pytest.approx(float(model.train_on_batch(ids, labels)), rel=1e-5)
+        assert report.weight == (ids != 0).sum()
+        for mine, theirs in zip(ours.model.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    expected = model.evaluate(*data()[0], batch_size=5, verbose=0)
+    assert ours.evaluate(data()[0], global_batch=5)["loss"] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,194 @@
+"""`all_gather`: the rows of all replicas, with the gradients of one device."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import strategies
+from trainer.step.gather import all_gather, gathering, part_of_mean, scalar_loss
+from trainer.step.microbatch import GlobalBatchSize
+from trainer.step.replica import my_share
+
+ROWS = np.float32([[1, 2], [3, -1], [0.5, 4], [-2, 1], [5, 0], [1, 1], [2, -3]])
+
+
+def on_replicas(strategy, batch, loss_of, **settings):
+    """What `loss_of(share)` returns on each replica, with a batch divided over the replicas.
+
+    Settings are those of `gathering`.
+    """
+
+    def replica(batch):
+        share = my_share(batch, tf.ones([tf.shape(batch)[0]]))
+        size = GlobalBatchSize(tf.constant(1.0), tf.shape(batch)[0])
+        with gathering(share, size, tf.Module(), **{"global_loss": True} | settings):
+            return loss_of(share, size)
+
+    spec = tf.TensorSpec([None, *batch.shape[1:]], batch.dtype)
+
+    @tf.function(input_signature=[spec], autograph=False)
+    def run(batch):
+        return strategy.experimental_local_results(strategy.run(replica, args=(batch,)))
+
+    return run(tf.constant(batch))
+
+
+def gathered(share, size):
+    """The rows, and other numbers of each example."""
+    del size
+    ids = tf.cast(share.batch[:, 0], tf.int64)
+    return all_gather({"rows": share.batch, "positive": ids > 0, "half": tf.cast(ids, tf.float16)})
+
+
+def mixed(share, size):
+    """The gradient, in a weight and in the rows, of this replica's part of a loss that depends on the
+    weight directly, through gathered rows, and through this replica's own rows.
+    """
+    weight = tf.constant(2.0)
+    with tf.GradientTape() as tape:
+        tape.watch([weight, share.batch])
+        own = tf.sin(share.batch * weight)
+        rows = all_gather(own)
+        pairs = tf.reduce_mean(tf.matmul(rows, rows, transpose_b=True) ** 2) * tf.exp(weight)
+        anchors = tf.reduce_mean((own - tf.reduce_mean(rows, axis=0)) ** 2)
+        part = part_of_mean(pairs + anchors, share, size)
+    return (part, *tape.gradient(part, [weight, share.batch]))
+
+
+@pytest.mark.parametrize("examples", [7, 6, 2])
+def test_rows_come_in_the_order_of_the_batch(mirrored, examples):
+    """L8: every replica gets all rows in order, in their dtype, with uneven and empty shares."""
+    rows = ROWS[:examples]
+    for found in on_replicas(mirrored(3), rows, gathered):
+        assert found["rows"].numpy().tolist() == rows.tolist()
+        assert found["positive"].numpy().tolist() == (rows[:, 0].astype(int) > 0).tolist()
+        assert found["half"].dtype == tf.float16
+        assert found["half"].numpy().tolist() == rows[:, 0].astype(int).tolist()
+
+
+@pytest.mark.parametrize("examples", [7, 2])
+def test_gradients_are_those_of_one_device(mirrored, examples):
+    """L8: the replicas' gradients add up to one device's, to 1e-6, for a loss that depends on a weight
+    directly, through gathered rows and through a replica's own rows; a row's gradient is complete on
+    the replica that holds it.
+    """
+    rows = ROWS[:examples]
+    [(loss, weight, of_rows)] = on_replicas(tf.distribute.get_strategy(), rows, mixed)
+    parts = on_replicas(mirrored(3), rows, mixed)
+    ours = np.concatenate([part[2].numpy() for part in parts])[:examples]
+
+    assert sum(float(part[0]) for part in parts) == pytest.approx(float(loss), rel=1e-6)
+    assert sum(float(part[1]) for part in parts) == pytest.approx(float(weight), rel=1e-6)
+    np.testing.assert_allclose(ours, of_rows, rtol=0, atol=1e-6 * np.abs(of_rows).max())
+
+
+MICROBATCHES = (
+    "`num_microbatches` must be 1 for a loss that calls all_gather; got 2. Microbatches are computed "
+    "one after the other, and each one's rows are gone before the next ones are known. Use more "
+    "replicas, or save memory by keras.RematScope."
+)
+MEAN = (
+    '`loss_reduction` must be "global" for a loss that calls all_gather on several replicas; got '
+    "'mean' and 3 replicas. Rows can be exchanged only in a step that is built for it. Pass "
+    'loss_reduction="global" and return one number, such as the mean of the losses.'
+)
+CONDITION = (
+    "`all_gather` must be called in compute_loss itself; got a call inside tf.cond, tf.while_loop, "
+    "tf.map_fn or a tf.function. Replicas that take different branches would wait for each other "
+    "without end. Gather before the condition or the loop."
+)
+NONE = (
+    '`compute_loss` must call all_gather with loss_reduction="global" on several replicas; got none '
+    "on 3 replicas. Each replica sees only its share of the batch, so the result would be the mean of "
+    'other losses. Compute the loss from self.all_gather(x), or pass loss_reduction="mean" and '
+    "return one loss per example."
+)
+STRINGS = (
+    "`x` must be numbers or bool; got string. Replicas exchange rows by adding them to zeros. Gather "
+    "numbers, such as ids or labels."
+)
+
+
+def under_a_condition(share, size):
+    """Gathers in one branch only."""
+    del size
+    return tf.cond(share.batch[0, 0] > 0, lambda: all_gather(share.batch), lambda: share.batch)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "settings", "error", "message"),
+    [
+        (gathered, {"num_microbatches": 2}, ValueError, MICROBATCHES),
+        (gathered, {"global_loss": False}, ValueError, MEAN),
+        (under_a_condition, {}, ValueError, CONDITION),
+        (lambda share, _: tf.reduce_mean(share.batch), {}, ValueError, NONE),
+        (lambda share, _: all_gather(tf.as_string(share.batch)), {}, TypeError, STRINGS),
+    ],
+    ids=["microbatches", "mean", "condition", "no gather", "strings"],
+)
+def test_what_cannot_be_gathered_is_refused(mirrored, loss_of, settings, error, message):
+    """A gather that could not be right, or could wait without end, is refused while it is traced."""
+    with pytest.raises(error) as raised:
+        on_replicas(mirrored(3), ROWS, loss_of, **settings)
+
+    assert str(raised.value) == message
+
+
+def test_there_is_one_row_per_example(mirrored):
+    """Two views in one tensor have another order on replicas than on one device: refused."""
+    message = (
+        "`x` must have one row per example of this replica, in the order of the batch; got shape "
+        "{} for {} examples. The rows of all replicas are put together in the order of the global "
+        "batch. Gather each view of the examples by itself, or make the views a second dimension."
+    )
+    share = strategies.whole(tf.ones([3]), tf.ones([3]))
+    size = GlobalBatchSize(tf.constant(3.0), tf.constant(3))
+    with (
+        gathering(share, size, tf.Module(), global_loss=True),
+        pytest.raises(ValueError) as error,  # noqa: PT011
+    ):
+        all_gather(tf.ones([6, 2]))
+    assert str(error.value) == message.format("(6, 2)", 3)
+    expected = re.escape(message.format("(None, 2)", "its"))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
+        on_replicas(mirrored(3), ROWS, lambda share, _: all_gather(tf.repeat(share.batch, 2, 0)))
+
+
+def test_outside_of_a_loss(mirrored):
+    """One device has all rows anyway; in a replica outside of the step, nothing is known."""
+    assert all_gather((tf.ones([2]), None))[0].shape == [2]
+    with mirrored(3).scope():
+        assert all_gather(tf.ones([2])).shape == [2]
+    with pytest.raises(RuntimeError) as error:
+        mirrored(3).run(lambda: all_gather(tf.ones([2])))
+    assert str(error.value) == (
+        "`all_gather` was called in a replica, outside of the loss of a training step or an "
+        "evaluation. How many examples the other replicas have is known only there. Call it in "
+        "compute_loss, or use tf.distribute.get_replica_context().all_gather()."
+    )
+    with pytest.raises(TypeError) as error:
+        all_gather(tf.ragged.constant([[1], [2, 3]]))
+    assert str(error.value) == (
+        "`x` must be a dense tensor; got a RaggedTensor. Rows of different sizes cannot be put into "
+        "one table. Gather x.to_tensor(), padded to the same shape everywhere."
+    )
+
+
+def test_a_global_loss_is_one_float32():
+    """A loss of another shape or dtype is refused."""
+    assert float(scalar_loss(tf.constant(2.0))) == 2.0
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        scalar_loss(tf.ones([3]))
+    assert str(error.value) == (
+        '`compute_loss` must return one number with loss_reduction="global", shape (); got shape '
+        "(3,). The trainer does not know how the losses of a batch combine. Return for example their "
+        'mean, or pass loss_reduction="mean".'
+    )
+    with pytest.raises(TypeError) as error:
+        scalar_loss(tf.constant(1.0, tf.float16))
+    assert str(error.value) == (
+        "`compute_loss` must return a float32 loss; got float16. In half precision a sum over the "
+        "batch overflows or rounds. Cast the model's output to float32 before the loss."
+    )

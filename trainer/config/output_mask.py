@@ -1,0 +1,76 @@
+"""The Keras mask of a model's outputs, before the forward pass.
+
+Keras divides a masked loss by the number of elements of the whole batch that are not masked. A
+replica's share does not tell that number, so it has to be known before the forward pass, as all
+weights are. Masks are computed from the inputs alone, as a rule: `Embedding(mask_zero=True)` and
+`Masking` compare them with a number. So the model is traced on the global batch, and everything is
+cut away on which the mask does not depend, which leaves a few comparisons.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.base.autograph import call_user
+from trainer.base.keras_private import all_layers, keras_mask
+from trainer.step.types import Model
+
+
+def makes_masks(model: Model) -> bool:
+    """Returns whether a layer of a model makes a mask of its inputs."""
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    return any(makes_mask(layer) for layer in layers)
+
+
+def makes_mask(layer: keras.Layer) -> bool:
+    """Returns whether a layer may return a mask where its inputs have none."""
+    if isinstance(layer, keras.layers.Embedding):
+        return bool(layer.mask_zero)
+    if isinstance(layer, keras.layers.Masking):
+        return True
+    own = type(layer).compute_mask
+    # Keras's other layers pass masks on, or combine them.
+    return not own.__module__.startswith("keras.")
+
+
+def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
+    """Returns the Keras mask of a model's output for some inputs, or None; runs no layer.
+
+    Args:
+        model: the model.
+        x: its inputs: dense, ragged or sparse tensors.
+
+    Returns:
+        The mask: bool, shape (examples, ...).
+    """
+    if not makes_masks(model):
+        return None
+    specs = tf.nest.map_structure(tf.type_spec_from_value, x)
+    found: list[tf.Tensor | None] = []
+
+    def forward(*leaves: Any) -> tf.Tensor:
+        inputs = tf.nest.pack_sequence_as(x, leaves)
+        with keras.StatelessScope():  # layers that count their calls would assign here
+            outputs = call_user(model, inputs, training=False)
+        mask = keras_mask(outputs) if tf.is_tensor(outputs) else None
+        found.append(mask)
+        return tf.constant(value=True) if mask is None else mask
+
+    traced = tf.compat.v1.wrap_function(forward, tf.nest.flatten(specs))
+    if found[0] is None:
+        return None
+    pruned = traced.prune(traced.inputs[: -len(traced.captured_inputs) or None], traced.outputs[0])
+    return pruned(*tf.nest.flatten(x, expand_composites=True))
+
+
+def check_mask_is_known(model: Model, outputs: Any) -> None:
+    """Raises ValueError if the outputs have a mask that `mask_of_outputs` does not look for."""
+    masks = [keras_mask(output) for output in tf.nest.flatten(outputs)]
+    if any(mask is not None for mask in masks) and not makes_masks(model):
+        raise ValueError(
+            "`model` must make its Keras masks in compute_mask of a layer; got a mask on its "
+            "outputs that no layer announces. The number of elements that are not masked must be "
+            "known before the forward pass. Override compute_mask in the layer that makes the "
+            "mask, or yield (x, y, weight) from train_data."
+        )
