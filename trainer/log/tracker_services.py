@@ -100,7 +100,8 @@ class WandbTracker:
     is active, as in a sweep, it gets the numbers. A run of the tracker's own stays open, also over
     several calls of `train`, until the process ends or `tracker.finish()` is called; a failed one
     is closed at once. A resumed run goes on with its W&B run; numbers of steps that it repeats are
-    recorded twice. Without a network, pass `mode="offline"` and use `wandb sync` later.
+    recorded twice. Without a network, pass `mode="offline"` and use `wandb sync` later; the file of
+    a resumed offline run sometimes lacks a line, which `metrics.jsonl` has.
 
     Args:
         project: the name of the project.
