@@ -22,12 +22,14 @@ PUBLIC = [(room, name) for room in ROOMS for name in room.__all__]
 
 # Names without an example of their own, and the name whose example uses them.
 WITHOUT_EXAMPLE = {
+    "AimTracker": "Tracker",
     "Capabilities": "capabilities",
     "CheckpointError": "Trainer",
     "DataError": "Trainer",
     "DivergedError": "Trainer",
     "Share": "take",
     "DryRun": "Trainer",
+    "MLflowTracker": "Tracker",
     "Overfit": "Trainer",
     "StepReport": "Trainer",
     "Totals": "Trainer",
@@ -35,7 +37,9 @@ WITHOUT_EXAMPLE = {
     "TrainingStuckError": "Trainer",
     "WorkerLostError": "Trainer",
     "StepPlan": "plan_step",
+    "TrackedRun": "Tracker",
     "TrainState": "plan_step",
+    "WandbTracker": "Tracker",
     "attempt_step": "plan_step",
 }
 

@@ -75,8 +75,15 @@ def of_pipeline(graph: tf.compat.v1.GraphDef) -> Fingerprint:
         digest(repr([(node.op, constant_in(node)) for node in function.node_def]))
         for function in graph.library.function
     )
-    found = [of_tensor(file_names(value_of(tensor))) for tensor in tensors]
+    found = [of_constant(tensor) for tensor in tensors]
     return [*found, {"kind": f"{len(functions)} functions", "hash": digest(repr(functions))}]
+
+
+def of_constant(tensor: Any) -> dict[str, Any]:
+    """Returns the entry of a constant tensor, given as its protocol buffer."""
+    if tensor.dtype == tf.variant.as_datatype_enum:  # sparse tensors, one for each element
+        return {"kind": "sparse", "hash": digest(tensor.SerializeToString(deterministic=True))}
+    return of_tensor(file_names(value_of(tensor)))
 
 
 def constant_in(node: tf.compat.v1.NodeDef) -> str:
@@ -84,6 +91,8 @@ def constant_in(node: tf.compat.v1.NodeDef) -> str:
     tensor = node.attr["value"].tensor if node.op == "Const" else None
     if tensor is None or tensor.dtype == tf.string.as_datatype_enum:
         return ""
+    if tensor.dtype == tf.variant.as_datatype_enum:
+        return digest(tensor.SerializeToString(deterministic=True))
     return digest(value_of(tensor).tobytes())
 
 

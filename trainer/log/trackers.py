@@ -33,7 +33,21 @@ class TrackedRun(NamedTuple):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Records the numbers of runs elsewhere. The chief worker calls it, between inner loops."""
+    """Records the numbers of runs elsewhere. The chief worker calls it, between inner loops.
+
+    Example:
+        >>> class Lines:
+        ...     def begin(self, run):
+        ...         return run.run_id or run.name
+        ...
+        ...     def write_scalars(self, split, step, scalars):
+        ...         print(split, step, dict(scalars))
+        ...
+        ...     def end(self, status):
+        ...         print(status)
+        >>> isinstance(Lines(), Tracker)
+        True
+    """
 
     def begin(self, run: TrackedRun) -> str:
         """Begins to record a run, or goes on with it.

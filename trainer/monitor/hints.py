@@ -109,9 +109,9 @@ class Curve:
 
         Example:
             >>> curve = Curve()
-            >>> curve._applied = np.array([[1, 2.0, 4.0], [2, 8e6, 1e7], [3, 1e13, 3e13]])
+            >>> curve._applied = np.array([[1, 2.0, 4.0], [2, 3.0, 5.0], [3, 1e13, 3e13]])
             >>> curve.growth()
-            'the gradient norm grew from 4 at step 1 to 3e+13 at step 3'
+            'the gradient norm grew from 5 at step 2 to 3e+13 at step 3'
         """
         for name, column in (("gradient norm", 2), ("loss", 1)):
             values = self._applied[:, column]
