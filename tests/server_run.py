@@ -42,7 +42,7 @@ def main(out, steps):
         "iterations": int(run.optimizer.iterations.numpy()),
         "loss_scale": run.loss_scale,
         "finite": bool(all(np.isfinite(each).all() for each in state)),
-        "taken": run._trained_on[1].taken,
+        "taken": run._trained_on[-1].taken,
     }
     (out / "result.json").write_text(json.dumps(result))
 

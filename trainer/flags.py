@@ -41,7 +41,7 @@ from trainer.config.groups import (
 )
 from trainer.config.resolve import LossScaleArgument
 from trainer.config.skip_policy import SkipPolicy
-from trainer.data.batches import are_arrays
+from trainer.data.batches import needs_batch_size
 from trainer.evaluation.eval_data import is_named
 from trainer.monitor.divergence import Divergence
 from trainer.trainer import Trainer
@@ -388,7 +388,7 @@ def run_mode(
             "of its methods. Pass the trainer that make_trainer returned."
         )
     check_continuous(test_data, flag_values)
-    batch_size = flag_values.batch_size if are_arrays(train_data) else None
+    batch_size = flag_values.batch_size if needs_batch_size(train_data) else None
     finds: dict[str, Callable[[], object]] = {
         "dry_run": lambda: trainer.dry_run(
             train_data, global_batch=batch_size, eval_data=test_data
@@ -407,7 +407,7 @@ def run_mode(
         train(trainer, train_data, test_data, flag_values)
     if flag_values.mode == "train" or test_data is None:
         return None
-    batched = not is_named(test_data) and not are_arrays(test_data)
+    batched = not is_named(test_data) and not needs_batch_size(test_data)
     return evaluate(trainer, test_data, None if batched else flag_values.batch_size, flag_values)
 
 
@@ -418,7 +418,7 @@ def train(trainer: Trainer, train_data: Any, test_data: Any, flag_values: flags.
     trainer.train(
         train_data,
         flag_values.train_steps,
-        global_batch=flag_values.batch_size if are_arrays(train_data) else None,
+        global_batch=flag_values.batch_size if needs_batch_size(train_data) else None,
         eval_data=evaluated,
         eval_interval=interval,
         eval_steps=None if evaluated is None else flag_values.eval_steps,

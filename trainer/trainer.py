@@ -57,8 +57,10 @@ from trainer.data.batches import (
     same_data,
     target_step,
 )
+from trainer.data.errors import reading_explained
 from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
+from trainer.data.source_position import position_in
 from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
@@ -318,7 +320,7 @@ class Trainer(Task):
         check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"
-        self._trained_on: tuple[Any, DataPosition] | None = None
+        self._trained_on: tuple[Any, int | None, DataPosition] | None = None
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self.stop_asked = False
@@ -499,13 +501,14 @@ class Trainer(Task):
         check_writable(self.model_dir if self.is_chief else None)
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
-            data, target = self._read_train_data(train_data, steps, epochs, global_batch)
+            known = self._known_position(train_data, global_batch)
+            data, target = self._read_train_data(train_data, steps, epochs, global_batch, known)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
             evaluate = self._evaluation(evaluated)
             log = self._new_log()
-            position = self._position(train_data, data)
+            position = known or self._new_position(train_data, global_batch, data)
             choice = self._settle_compile_mode(data, target, log, position)
             export = self._export_into
             request = TrainRequest(target, evaluate, eval_interval, export, evaluate_at_start)
@@ -538,10 +541,15 @@ class Trainer(Task):
             self._parts.stop.assign(value=False)
 
     def _read_train_data(
-        self, train_data: Any, steps: int | None, epochs: int | None, global_batch: int | None
+        self,
+        train_data: Any,
+        steps: int | None,
+        epochs: int | None,
+        global_batch: int | None,
+        known: DataPosition | None,
     ) -> tuple[Batches, int]:
         """Returns the batches to train on and the step to reach, both checked."""
-        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        data = known.data if known else self._batches(train_data, global_batch)
         target = target_step(steps, epochs, data)
         if self.overrides("on_epoch_end"):
             check_epochs_end(data)
@@ -580,21 +588,30 @@ class Trainer(Task):
         precision = self.precision.name
         return RunLog(model_dir, self.style, names, precision, shares, self._history, trackers)
 
-    def _position(self, train_data: Any, data: Batches) -> DataPosition:
-        """Returns the position in the data, kept from the last call if the data is the same."""
+    def _known_position(self, train_data: Any, global_batch: int | None) -> DataPosition | None:
+        """Returns the position at which the last call of `train` ended, if the data is the same."""
         before, self._trained_on = self._trained_on, None
-        if before and same_data(before[0], train_data, before[1].data.global_batch, data):
-            position = before[1]
-        else:
-            position = DataPosition(data, self.checkpoint_config.data_resume)
-            # Check with several workers too: if each shuffled in a different order, they would
-            # train on some examples twice.
-            multi_worker = strategies.capabilities(self.strategy).multi_worker
-            if (self.model_dir or multi_worker) and not are_arrays(train_data):
-                position.check_savable()
-            elif self.model_dir and position.resume_mode != "restart":
-                position.content = of_arrays(train_data)
-        self._trained_on = train_data, position
+        if before and before[1] == global_batch and same_data(before[0], train_data):
+            self._trained_on = before
+            return before[2]
+        return None
+
+    def _batches(self, train_data: Any, global_batch: int | None) -> Batches:
+        return batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+
+    def _new_position(
+        self, train_data: Any, global_batch: int | None, data: Batches
+    ) -> DataPosition:
+        """Returns a position at the beginning of the data."""
+        position = position_in(data, self.checkpoint_config.data_resume)
+        # Check with several workers too: if each shuffled in a different order, they would
+        # train on some examples twice.
+        multi_worker = strategies.capabilities(self.strategy).multi_worker
+        if (self.model_dir or multi_worker) and not are_arrays(train_data):
+            position.check_savable()
+        elif self.model_dir and position.resume_mode != "restart":
+            position.content = of_arrays(train_data)
+        self._trained_on = train_data, global_batch, position
         return position
 
     def stop(self) -> None:
@@ -731,7 +748,7 @@ class Trainer(Task):
             lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
             training=False,
         )
-        with self._weights(averaged):
+        with self._weights(averaged), reading_explained(found.reader):
             return self._parts.evaluator.predict(found.dataset, precision)
 
     def dry_run(
@@ -758,7 +775,7 @@ class Trainer(Task):
             TypeError, ValueError: for the same reasons as `train`.
         """
         check_one_process("dry_run", self.strategy)
-        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        data = self._batches(train_data, global_batch)
         found = self._read_eval_data(eval_data, data, 1)
         evaluate = functools.partial(self._evaluate, found, stoppable=False)
         self._start(data.first)
@@ -786,7 +803,7 @@ class Trainer(Task):
         """
         check_one_process("overfit_one_batch", self.strategy)
         check_count("steps", steps)
-        data = batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        data = self._batches(train_data, global_batch)
         self._start(data.first)
         self._leave_xla_out_if_needed(iter(repeat_first_batch(data)), auto=self.compile_mode_open)
         return overfit(self, self._parts, data, steps)

@@ -39,4 +39,4 @@ def test_the_golden_checkpoint_is_restored_and_trained_on(tmp_path):
     ]
     assert all(moved[:2])
     assert (tmp_path / "ckpt-12" / "run.json").exists()
-    assert trainer._trained_on[1].taken == 12
+    assert trainer._trained_on[-1].taken == 12

@@ -5,6 +5,7 @@ All replicas read the same pipeline, and each takes its share of every batch (se
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -13,11 +14,15 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
+from trainer.data.reader import Reader, untuned
+from trainer.data.sources import Source, is_arrow, is_source, source_of
+from trainer.data.structures import as_arrays
 from trainer.step.types import Batch
 
 Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
 DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
-Data: TypeAlias = "tf.data.Dataset | DatasetFunction | Arrays"  # what users may pass
+# What users may pass; besides, what `sources.is_source` knows: read batch by batch in Python.
+Data: TypeAlias = "tf.data.Dataset | DatasetFunction | Arrays"
 
 # The element spec of a dataset: the structure of a batch, with a spec for each tensor.
 Spec: TypeAlias = "tf.TypeSpec | Mapping[str, Spec] | tuple[Spec, ...]"
@@ -31,6 +36,7 @@ class Batches:
     first: Batch  # used to check that the dataset is not empty, and to build the model
     global_batch: int  # number of examples in the first batch; the last one may be smaller
     steps_per_epoch: int | None  # None if the length of the dataset is unknown
+    reader: Reader | None = None  # reads what Python makes; None for a pipeline and for arrays
 
 
 def batches(
@@ -42,14 +48,14 @@ def batches(
 ) -> Batches:
     """Makes a dataset of global batches from the data that a user passed.
 
-    The first batch is read once in advance, so a source that can be read only once loses that
-    batch.
+    The first batch of a pipeline is read once in advance.
 
     Args:
         data: a `tf.data.Dataset` batched to the global batch; or a function of a
             `tf.distribute.InputContext` that returns a dataset batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
-            first dimension indexes the examples.
+            first dimension indexes the examples; or what Python reads batch by batch: see
+            `sources.source_of`.
         argument: name of the user's argument, for errors.
         strategy: the strategy whose replicas will share each batch.
         global_batch: the batch size for arrays; None for other data.
@@ -59,7 +65,14 @@ def batches(
     Raises:
         TypeError, ValueError: if the data has another type, is empty or is not batched.
     """
+    if is_source(data):
+        check_batch_size(data, argument, global_batch)
+        made = made_pipeline(data)
+        if made is None:
+            return read_batches(source_of(data, argument, global_batch, shuffle_seed), argument)
+        data = made
     if are_arrays(data):
+        data = as_arrays(data, argument)
         dataset = _from_arrays(data, argument, global_batch, shuffle_seed)
     elif global_batch is not None:
         raise ValueError(
@@ -84,26 +97,68 @@ def batches(
 
 
 def are_arrays(data: Data) -> bool:
-    """Returns whether data consists of arrays, that is, is neither a dataset nor a function."""
-    return not isinstance(data, tf.data.Dataset) and not callable(data)
+    """Returns whether data consists of arrays: is neither a dataset, a function nor a source."""
+    return not (isinstance(data, tf.data.Dataset) or is_source(data) or callable(data))
 
 
-def same_data(before: Data, now: Data, global_batch: int, found: Batches) -> bool:
-    """Returns whether the same data is passed again.
+def needs_batch_size(data: Data) -> bool:
+    """Returns whether data consists of single examples, so that `global_batch` must be given."""
+    return are_arrays(data) or is_arrow(data)
 
-    Args:
-        before: the data passed before: a dataset, a function or arrays.
-        now: the data passed now.
-        global_batch: the global batch size of the data passed before; compared for arrays only.
-        found: the batches made from `now`.
+
+def check_batch_size(data: Data, argument: str, global_batch: int | None) -> None:
+    """Raises ValueError unless `global_batch` is given for, and only for, rows of a table."""
+    if not is_arrow(data):
+        if global_batch is not None:
+            raise ValueError(
+                f"`global_batch` must be None unless `{argument}` consists of arrays; got "
+                f"{global_batch}. {type(data).__name__} yields batches. Leave global_batch out, or "
+                "change the size of the batches where they are made."
+            )
+        return
+    if global_batch is None:
+        raise ValueError(
+            f"`global_batch` must be at least 1 if `{argument}` is a datasets.Dataset; got None. "
+            "It holds single examples. Pass global_batch=64, for example."
+        )
+    check_count("global_batch", global_batch)
+
+
+def made_pipeline(data: Any) -> tf.data.Dataset | None:
+    """Returns the dataset that a function without parameters returns; None for other data."""
+    if not callable(data) or hasattr(data, "__iter__"):
+        return None
+    if inspect.isgeneratorfunction(inspect.unwrap(data)):
+        return None
+    made = data()
+    return made if isinstance(made, tf.data.Dataset) else None
+
+
+def read_batches(source: Source, argument: str) -> Batches:
+    """Reads the first two batches of a source, which tell the structure of all.
+
+    Raises:
+        TypeError, ValueError: if there is none, or if they cannot be batches.
     """
-    if not are_arrays(now):
+    reader = Reader(source, argument)
+    if reader.first is None:
+        raise _empty(argument)
+    dataset = reader.once()
+    if source.endless:
+        dataset = dataset.apply(
+            tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        )
+    first = tf.nest.map_structure(tf.convert_to_tensor, reader.first)
+    return Batches(dataset, first, _examples(first, argument), source.length, reader)
+
+
+def same_data(before: Data, now: Data) -> bool:
+    """Returns whether the same data is passed again: the same dataset, function or arrays."""
+    if before is now or not (are_arrays(before) and are_arrays(now)):
         return before is now
-    if are_arrays(before) and global_batch == found.global_batch:
-        ours, theirs = tf.nest.flatten(before), tf.nest.flatten(now)
-        pairs = zip(ours, theirs, strict=False)
-        return len(ours) == len(theirs) and all(one is other for one, other in pairs)
-    return False
+    ours, theirs = tf.nest.flatten(before), tf.nest.flatten(now)
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(one is other for one, other in pairs)
 
 
 def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
@@ -124,6 +179,8 @@ def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
 
 def repeat_forever(found: Batches) -> tf.data.Dataset:
     """Returns the dataset repeated forever, with the next two batches fetched ahead."""
+    if found.reader:
+        return found.reader.forever().prefetch(2)
     dataset = found.dataset
     if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
         dataset = dataset.repeat()
@@ -245,19 +302,6 @@ def _check_dense(leaves: list[Any], argument: str) -> None:
             "arrays. Only dense arrays are batched here. Pass "
             "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
         )
-
-
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset whose iterator has no autotuning thread.
-
-    In TensorFlow 2.21 that thread can miss that its iterator is being deleted, and the deletion
-    then waits for up to a minute. The pipelines in this module have nothing to tune. A
-    user's dataset is not changed, because maps with AUTOTUNE run in parallel only if they are
-    tuned.
-    """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
 
 
 def repeat_first_batch(found: Batches) -> tf.data.Dataset:

@@ -1,9 +1,14 @@
 """Explains errors that TensorFlow raises in the middle of an inner loop."""
 
+import contextlib
 import pathlib
 import re
+from collections.abc import Iterator
 
 import tensorflow as tf
+
+from trainer.data.reader import BatchError, Reader
+from trainer.data.sources import EmptyPassError
 
 # Matches the lines of a graph's error that say where the error occurred, not what was wrong.
 LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
@@ -17,7 +22,13 @@ class DataError(RuntimeError):
 
 
 def explain(
-    error: tf.errors.OpError, done: int, target: int, latest: pathlib.Path | None, *, exact: bool
+    error: tf.errors.OpError,
+    done: int,
+    target: int,
+    latest: pathlib.Path | None,
+    *,
+    exact: bool,
+    cause: Exception | None = None,
 ) -> None:
     """Raises a DataError if the data caused `error`; otherwise adds a note to `error`.
 
@@ -27,11 +38,14 @@ def explain(
         target: the step at which the run should have ended.
         latest: path of the last checkpoint, or None.
         exact: whether checkpoints hold the position in the data, including batches read ahead.
+        cause: the error that Python code has raised while reading the data, if it is known.
 
     Raises:
         DataError: if the data caused `error`, which becomes the cause of the DataError.
     """
     saved = f"The last checkpoint is {latest}." if latest else "No checkpoint was saved."
+    if cause is not None:
+        raise source_error(cause, f"after step {done} of {target}", f" {saved}") from cause
     ahead = ""
     if latest and exact:
         ahead = (
@@ -54,6 +68,37 @@ def explain(
             f"dataset.ignore_errors() to skip elements that cannot be read.{ahead}"
         ) from error
     error.add_note(f"raised after step {done}. {saved}")
+
+
+def source_error(cause: Exception, place: str = "", saved: str = "") -> DataError:
+    """Returns the error for data that Python makes.
+
+    Args:
+        cause: the error that reading the data has raised.
+        place: where the run was, for example "after step 3 of 10".
+        saved: what is on disk, as a sentence.
+    """
+    when = f" {place}" if place else ""
+    if isinstance(cause, EmptyPassError):
+        return DataError(f"The data ended{when}: {cause}.{saved}")
+    if isinstance(cause, BatchError):
+        return DataError(f"{cause}{f' Raised{when}.' if place else ''}{saved}")
+    reason = str(cause).splitlines()[0].removesuffix(".") if str(cause) else "no message"
+    return DataError(
+        f"The data raised {type(cause).__name__}{when}: {reason}.{saved} Fix the data; the "
+        "traceback above shows where it was raised."
+    )
+
+
+@contextlib.contextmanager
+def reading_explained(reader: Reader | None) -> Iterator[None]:
+    """Context manager: raises DataError for an error that a reader's source has raised."""
+    try:
+        yield
+    except tf.errors.OpError:
+        if reader is None or reader.error is None:
+            raise
+        raise source_error(reader.error) from reader.error
 
 
 def reason_of(message: str) -> str:

@@ -18,8 +18,9 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from trainer.data.batches import Batches, repeat_forever, untuned
+from trainer.data.batches import Batches, repeat_forever
 from trainer.data.fingerprint import Fingerprint, of_pipeline
+from trainer.data.reader import untuned
 
 RESUME_MODES = ("exact", "skip", "restart")
 
@@ -45,6 +46,11 @@ class DataPosition:
         self.taken = 0  # number of batches taken since the run began
         self.pipeline = ""  # description of the pipeline, if `check_savable` has been called
         self.content: Fingerprint | None = None  # None if nothing is known about the values
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that Python code has raised while reading the data, if it is known."""
+        return None
 
     def check_savable(self) -> None:
         """Raises ValueError if the position must be exact but cannot be saved exactly."""

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from trainer.base.argument_checks import check_bool, check_count
-from trainer.data.batches import Batches, are_arrays, batches, check_ends
+from trainer.data.batches import Batches, are_arrays, batches, check_ends, needs_batch_size
+from trainer.data.errors import reading_explained
 
 EvalData: TypeAlias = dict[str, Batches]  # keyed by name; a single data set has the name ""
 
@@ -52,7 +53,7 @@ def read_eval_data(
         where = f"{argument}[{key!r}]" if named is data else argument
         # The batch size of training data is for arrays alone; one that a user passed is checked.
         strict = named is not data and like is None
-        batch_size = global_batch if strict or are_arrays(one) else None
+        batch_size = global_batch if strict or needs_batch_size(one) else None
         read = batches(one, where, strategy, batch_size)
         if steps is None:
             check_ends(read, where, limit=name)
@@ -110,7 +111,8 @@ def evaluate_each(
     """
     results: dict[str, float] = {}
     for name, found in data.items():
-        one = evaluate(found.dataset)
+        with reading_explained(found.reader):
+            one = evaluate(found.dataset)
         if one is None:
             return None
         results |= {result_name(name, key): value for key, value in one.items()}

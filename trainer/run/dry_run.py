@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever, untuned
+from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever
+from trainer.data.reader import untuned
 from trainer.log.digits import format_number
 from trainer.log.model_table import frozen_parameters, total_size, variable_rows
 from trainer.log.run_log import format_results

@@ -261,7 +261,8 @@ class OuterLoop:
         self._position.taken += done + 1 - self._step  # counts the failed step's batch
         self._parts.checkpoints.wait()
         latest, exact = self._parts.checkpoints.latest, self._position.resume_mode == "exact"
-        explain(error, done, self._request.target, latest, exact=exact)
+        target, cause = self._request.target, self._position.error
+        explain(error, done, target, latest, exact=exact, cause=cause)
 
     def _after_inner_loop(self, before: int) -> None:
         """Does what is due after an inner loop, in the order given at the top of this file.

@@ -69,7 +69,7 @@ def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
     [line] = recoveries(tmp_path)
     assert line.pop("what").endswith(" above 10 at step 6")
     assert line == {"step": 6, "split": "recovery", "restored": 4, "batches_left_out": 2}
-    position = trainer._trained_on[1]
+    position = trainer._trained_on[-1]
     assert (trainer.totals.attempted, position.taken) == (8, 10)
     saved = json.loads((tmp_path / "ckpt-8" / "run.json").read_text())
     assert (saved["batches_taken"], saved["divergence"]["recoveries"]) == (10, 1)
@@ -155,7 +155,7 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
     ends = [list(all_copies(trainer).values()) for trainer in (whole, again)]
     assert_same_bits(*[dict(enumerate(end)) for end in ends])
     assert again._watch.state() == whole._watch.state()
-    assert again._trained_on[1].taken == whole._trained_on[1].taken == 10
+    assert again._trained_on[-1].taken == whole._trained_on[1].taken == 10
 
 
 def test_a_loss_that_rises_past_a_window(tmp_path):
@@ -170,7 +170,7 @@ def test_a_loss_that_rises_past_a_window(tmp_path):
 
     [line] = recoveries(tmp_path)
     assert (line["step"], line["restored"], line["batches_left_out"]) == (7, 4, 3)
-    assert (trainer.totals.attempted, trainer._trained_on[1].taken) == (8, 11)
+    assert (trainer.totals.attempted, trainer._trained_on[-1].taken) == (8, 11)
 
 
 def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):

@@ -22,7 +22,7 @@ def trained(model_dir, steps=3, **arguments):
     """A trainer that has taken some steps, and the object that saves it."""
     trainer = Linear(model_dir=model_dir, verbose=False, **arguments)
     trainer.train(ONE, steps=steps, global_batch=1)
-    return trainer, RunSaver(trainer, trainer._parts, trainer._trained_on[1], None)
+    return trainer, RunSaver(trainer, trainer._parts, trainer._trained_on[-1], None)
 
 
 class Clock:

@@ -1,0 +1,113 @@
+"""Reading batches from Python: what is checked, and what an error says."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+from trainer import DataError
+from trainer.data import reader
+from trainer.data.batches import batches
+
+
+def error_of(data, steps=4, **arguments):
+    """The message of the DataError that training on data raises."""
+    trainer = Linear(verbose=False, check_gradients=False, **arguments)
+    with pytest.raises(DataError) as error:
+        trainer.train(data, steps=steps)
+    return str(error.value)
+
+
+def test_a_batch_of_another_shape():
+    """The error names the batch, and both shapes."""
+    wide = {"x": np.ones([2, 3], np.float32), "slope": np.ones(2, np.float32)}
+
+    assert error_of([slopes(1, 1), slopes(1, 1), wide]) == (
+        "`train_data` must yield batches of one structure; got batch 3, which holds float32 of "
+        "shape (2, 3), where float32 of shape (None, 1) was expected. Only the number of examples, "
+        "and what differs between the first two batches, may change. Pad or crop where the batches "
+        "are made, or pass tf.data.Dataset.from_generator(..., output_signature=...). Raised after "
+        "step 2 of 4. No checkpoint was saved."
+    )
+
+
+def test_a_batch_of_another_structure_and_an_error_of_the_source():
+    """A missing component is named; an error of the source stays the cause."""
+    short = {"x": np.ones([2, 1], np.float32)}
+
+    def broken():
+        yield slopes(1, 1)
+        yield slopes(1, 1)
+        raise KeyError("row 7")
+
+    assert "got batch 3, which has the structure {'x': .}, where {" in error_of(
+        lambda: iter([slopes(1, 1), slopes(1, 1), short])
+    )
+    assert error_of(broken) == (
+        "The data raised KeyError after step 2 of 4: 'row 7'. No checkpoint was saved. Fix the "
+        "data; the traceback above shows where it was raised."
+    )
+
+
+def test_a_generator_that_has_ended():
+    """The error says how to pass it so that it can be read again."""
+    assert error_of(iter([slopes(1, 1)] * 2)) == (
+        "The data ended after step 2 of 4: the list_iterator has ended and cannot be read again: "
+        "pass the function that makes it, without calling it. No checkpoint was saved."
+    )
+
+
+def test_no_batch():
+    """A batch must consist of arrays, and data must have a batch."""
+    strategy = tf.distribute.get_strategy()
+    with pytest.raises(ValueError, match="must hold at least one batch; got an empty dataset"):
+        batches(iter([]), "data", strategy)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        batches(iter([(object(), 1)]), "data", strategy)
+
+    assert str(error.value) == (
+        "`data` must yield batches of arrays; got, in batch 1, tuple: a batch must consist of "
+        "arrays; got object. A batch is an array, or a tuple or dict of arrays, whose first "
+        "dimension is the example. Convert it where it is made."
+    )
+
+
+def test_dimensions_that_differ_in_the_first_two_batches():
+    """A length that changes is unknown in the spec, as Keras's `fit` has it."""
+    data = [np.zeros([2, length], np.float32) for length in (3, 5, 4)]
+    found = batches(lambda: iter(data), "data", tf.distribute.get_strategy())
+
+    assert found.dataset.element_spec.shape.as_list() == [None, None]
+    assert [batch.shape[1] for batch in found.dataset] == [3, 5, 4]
+
+
+def test_evaluation_of_endless_data_ends(monkeypatch):
+    """Evaluation refuses data that does not end, and a generator that was read before."""
+    monkeypatch.setattr(reader, "MOST_IN_A_PASS", 3)
+
+    def endless():
+        while True:
+            yield slopes(1, 1)
+
+    trainer = Linear(verbose=False, check_gradients=False)
+    with pytest.raises(DataError) as error:
+        trainer.evaluate(endless)
+    once = iter([slopes(1, 1)] * 2)
+    trainer.evaluate(once)
+
+    assert str(error.value) == (
+        "`data` must end; got 3 batches from a generator function that does not say how many there "
+        "are. Give it a length (__len__), or pass a source that ends."
+    )
+    with pytest.raises(ValueError, match="must hold at least one batch"):
+        trainer.evaluate(once)
+
+
+def test_a_second_call_goes_on():
+    """Two calls of train on one generator use each of its batches once."""
+    data = (slopes(slope, slope) for slope in (1, 2, 4, 8))
+    trainer = Linear(verbose=False, check_gradients=False)
+    trainer.train(data, steps=2)
+    trainer.train(data, steps=4)
+
+    assert trainer.weight == 1 - (1 + 2 + 4 + 8)

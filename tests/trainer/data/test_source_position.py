@@ -1,0 +1,118 @@
+"""The position in data that Python makes: what is refused on resume, and what is said."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, slopes
+
+from trainer.data.batches import batches
+from trainer.data.source_position import position_in
+
+GENERATOR = np.random.default_rng(0)
+
+
+def random_batches():
+    """Yields other batches each time."""
+    for _ in range(9):
+        yield GENERATOR.standard_normal([2, 3]).astype(np.float32)
+
+
+def stopped(data, folder, resume_mode="exact"):
+    """A position in new data, and its checkpoint's folder, after two batches."""
+    position = position_in(batches(data, "train_data", tf.distribute.get_strategy()), resume_mode)
+    position.check_savable()
+    for _ in range(2):
+        next(position.iterator)
+    position.taken = 2
+    position.write(str(folder))
+    return position
+
+
+def test_a_generator_cannot_be_resumed(tmp_path, caplog):
+    """It is said at the start and refused on resume; a new one may be skipped."""
+
+    def train(data, steps, **arguments):
+        trainer = Linear(model_dir=tmp_path, verbose=False, check_gradients=False, **arguments)
+        trainer.train(data, steps=steps)
+        return trainer.weight
+
+    def generate():
+        yield from (slopes(slope, slope) for slope in (1, 2, 4, 8))
+
+    train(generate(), 2)
+    assert "`train_data` (generator) can be read only once" in caplog.text
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        train(generate(), 3)
+    assert str(error.value) == (
+        f"`train_data` must be readable from its beginning to resume from {tmp_path / 'ckpt-2'}; "
+        "got a generator, which can be read only once. Its position is not known. Pass the "
+        'function that makes it, without calling it; or pass data_resume="skip" if this is a new '
+        'one that yields the same batches, or "restart" to go on with whatever it yields.'
+    )
+    assert train(generate(), 3, data_resume="skip") == 1 - (1 + 2 + 4)
+
+
+def test_other_batches_are_refused(tmp_path, caplog):
+    """A generator function that yields other batches each time is noticed on resume."""
+    position = stopped(random_batches, tmp_path)
+    assert "The position in `train_data` (generator function) cannot be saved" in caplog.text
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        position.read(tmp_path, 2)
+
+    assert str(error.value) == (
+        f"`train_data` must go on where the run that wrote {tmp_path} stopped; got another batch 3 "
+        "from the generator function. The resumed run would see different data. Seed its order and "
+        'its random numbers, or pass data_resume="skip", which reads and drops the batches already '
+        'used, or "restart", which begins a new pass.'
+    )
+
+
+def test_a_list_of_other_batches_is_said(tmp_path, caplog):
+    """What is found by index goes on there, and a warning says that the batch is another."""
+    data = [(batch,) for batch in random_batches()]
+    stopped(data, tmp_path)
+    (tmp_path / "other").mkdir()
+    other = stopped([(batch,) for batch in random_batches()], tmp_path / "other")
+    other.read(tmp_path, 2)
+
+    assert "Batch 3 of the list of batches is not the batch that came next" in caplog.text
+
+
+def test_a_position_that_was_not_saved(tmp_path):
+    """The error names the modes in which the run can go on."""
+    position = stopped(random_batches, tmp_path, "skip")
+    position.resume_mode = "exact"
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        position.read(tmp_path, 2)
+
+    assert str(error.value) == (
+        f'`data_resume` must be "skip" or "restart" to resume from {tmp_path}; got "exact". That '
+        "run did not save its position in the data. Use the data_resume of that run."
+    )
+
+
+def test_a_state_that_json_cannot_hold(tmp_path):
+    """Objects are refused, because reading them could run code."""
+
+    class Data:
+        """Batches with such a state."""
+
+        def __iter__(self):
+            """The batches."""
+            return iter([np.ones([2, 1], np.float32)] * 3)
+
+        def state_dict(self):
+            """A state that holds an object."""
+            return {"at": object()}
+
+        def load_state_dict(self, state):
+            """Does nothing."""
+
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        stopped(Data(), tmp_path)
+
+    assert str(error.value) == (
+        "`train_data` must have a state of numbers, text and arrays; got a Data: its state holds a "
+        "builtins.object. Reading a checkpoint must not run code, so other objects are not saved. "
+        'Pass data_resume="skip", which reads and drops the batches already used, or "restart".'
+    )

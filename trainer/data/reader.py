@@ -1,0 +1,189 @@
+"""Reads a source's batches into tf.data: checks each, and remembers the places behind the last few.
+
+tf.data reads ahead of the steps. So the place to save is not where the source is, but where it was
+after the last batch that a step has used.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from trainer.data.sources import EmptyPassError, Place, Source
+from trainer.data.structures import as_batch, difference, fingerprint, spec_of
+
+# At most this many batches have been read, but not used by a step: two that `repeat_forever`
+# prefetches, one on its way, and some to spare.
+AHEAD = 6
+MOST_IN_A_PASS = 100_000  # batches that an evaluation reads from a source of unknown length
+
+
+class BatchError(ValueError):
+    """Raised for a batch that does not fit the batches before it, or is none."""
+
+
+class Remembered(NamedTuple):
+    """What is remembered of a batch that was read."""
+
+    taken: int  # number of batches up to this one
+    place: Place  # the place behind it
+    fingerprint: int
+
+
+class Reader:
+    """Reads the batches of a source.
+
+    Args:
+        source: the source.
+        argument: name of the user's argument, for errors.
+
+    Attributes:
+        first: the first batch: NumPy arrays in a structure; None if there is none.
+        spec: the structure of a batch, with a spec for each tensor.
+        error: the error that reading has raised, if any.
+        keep: whether to remember places.
+    """
+
+    def __init__(self, source: Source, argument: str) -> None:
+        """Reads the first two batches, which the source will read again."""
+        self.source = source
+        self.keep = False
+        self.error: Exception | None = None
+        self._argument = argument
+        self._remembered: collections.deque[Remembered] = collections.deque(maxlen=AHEAD)
+        self._lock = threading.Lock()
+        batches = [self._converted(batch, 1 + place) for place, batch in enumerate(source.peek(2))]
+        self.first = batches[0] if batches else None
+        self.spec: Any = None
+        if batches:
+            same = len(batches) > 1 and not self._other_structure(*batches)
+            self.spec = spec_of(batches if same else batches[:1])
+
+    def once(self) -> tf.data.Dataset:
+        """Returns the batches of one pass."""
+        return self._dataset(self._one_pass)
+
+    def forever(self, place: Place | None = None) -> tf.data.Dataset:
+        """Returns the batches of all passes from a place on; None begins at the beginning."""
+        return self._dataset(lambda: self._passes(place))
+
+    def upcoming(self, place: Place | None) -> tuple[tf.data.Dataset, int]:
+        """Reads the next batch at a place.
+
+        Returns:
+            The batches from there on, that one included; and its fingerprint.
+        """
+        batches = self._passes(place)
+        following = next(batches)
+
+        def all_batches() -> Iterator[Any]:
+            yield following
+            yield from batches
+
+        return self._dataset(all_batches), fingerprint(following)
+
+    def behind(self, taken: int) -> tuple[Place | None, int | None]:
+        """Returns the place behind a batch, and the fingerprint of the next if it was read.
+
+        Args:
+            taken: number of batches up to that one.
+        """
+        with self._lock:
+            known = {each.taken: each for each in self._remembered}
+        place = known[taken].place if taken in known else None
+        following = known.get(taken + 1)
+        return place, following.fingerprint if following else None
+
+    def _dataset(self, make: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
+        return untuned(tf.data.Dataset.from_generator(make, output_signature=self.spec))
+
+    def _one_pass(self) -> Iterator[Any]:
+        with self._errors_kept():
+            count = 0
+            for count, batch in enumerate(self.source.read_once(), start=1):
+                if self.source.length is None and count > MOST_IN_A_PASS:
+                    raise BatchError(
+                        f"`{self._argument}` must end; got {MOST_IN_A_PASS:,} batches from a "
+                        f"{self.source.name} that does not say how many there are. Give it a "
+                        "length (__len__), or pass a source that ends."
+                    )
+                yield self._checked(batch, count)
+            if not count:
+                raise EmptyPassError(self.source.why_empty(1))
+
+    def _passes(self, place: Place | None) -> Iterator[Any]:
+        with self._lock:
+            self._remembered.clear()
+        with self._errors_kept():
+            for batch, behind in self.source.read(place, keep=self.keep):
+                checked = self._checked(batch, behind["taken"])
+                if self.keep:
+                    with self._lock:
+                        remembered = Remembered(behind["taken"], behind, fingerprint(checked))
+                        self._remembered.append(remembered)
+                yield checked
+
+    def _errors_kept(self) -> "_ErrorsKept":
+        return _ErrorsKept(self)
+
+    def _converted(self, batch: Any, number: int) -> Any:
+        try:
+            return as_batch(batch)
+        except (TypeError, ValueError) as error:
+            raise BatchError(
+                f"`{self._argument}` must yield batches of arrays; got, in batch {number}, "
+                f"{type(batch).__name__}: {error}. A batch is an array, or a tuple or dict of "
+                "arrays, whose first dimension is the example. Convert it where it is made."
+            ) from error
+
+    def _checked(self, batch: Any, number: int) -> Any:
+        converted = self._converted(batch, number)
+        found = difference(converted, self.spec)
+        if found:
+            raise BatchError(
+                f"`{self._argument}` must yield batches of one structure; got batch {number}, "
+                f"which {found}. Only the number of examples, and what differs between the first "
+                "two batches, may change. Pad or crop where the batches are made, or pass "
+                "tf.data.Dataset.from_generator(..., output_signature=...)."
+            )
+        return converted
+
+    def _other_structure(self, one: Any, other: Any) -> bool:
+        try:
+            tf.nest.assert_same_structure(one, other)
+        except (ValueError, TypeError):
+            return True
+        return any(
+            len(a.shape) != len(b.shape) or a.dtype != b.dtype
+            for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
+        )
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset whose iterator has no autotuning thread.
+
+    In TensorFlow 2.21 that thread can miss that its iterator is being deleted, and the deletion
+    then waits for up to a minute. The pipelines that this room makes have nothing to tune. A
+    user's dataset is not changed, because maps with AUTOTUNE run in parallel only if they are
+    tuned.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+class _ErrorsKept:
+    """Context manager: remembers the error that reading raises; TensorFlow keeps only its text."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __enter__(self) -> None:
+        self._reader.error = None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        del kind, trace
+        if isinstance(error, Exception):
+            self._reader.error = error

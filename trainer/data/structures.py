@@ -1,0 +1,210 @@
+"""Turns what users pass as arrays, or yield as a batch, into the structures that tf.data takes.
+
+tf.data knows tuples and dicts. It would stack a list into one tensor, and knows neither pandas nor
+PyTorch.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def is_array(value: Any) -> bool:
+    """Returns whether a value is an array: of NumPy, TensorFlow, pandas, PyTorch, JAX or alike."""
+    return hasattr(value, "shape") or hasattr(value, "__array__")
+
+
+def is_pandas(value: Any) -> bool:
+    """Returns whether a value is a DataFrame or a Series. Does not import pandas."""
+    return type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "to_numpy")
+
+
+def is_torch(value: Any) -> bool:
+    """Returns whether a value is a PyTorch tensor. Does not import PyTorch."""
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def holds_arrays(value: Any) -> bool:
+    """Returns whether a list, tuple or dict holds nothing but arrays, at any depth."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(map(holds_arrays, value.values()))
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(holds_arrays, value))
+    return is_array(value)
+
+
+def as_arrays(data: Any, argument: str) -> Any:
+    """Returns arrays in a structure of tuples and dicts: lists become tuples, pandas NumPy.
+
+    Args:
+        data: arrays, in any structure of tuples, lists and dicts.
+        argument: name of the user's argument, for errors.
+
+    Raises:
+        TypeError: if a DataFrame has a column that holds no numbers.
+    """
+    if isinstance(data, Mapping):
+        return {key: as_arrays(value, argument) for key, value in data.items()}
+    if isinstance(data, list) and holds_arrays(data):
+        data = tuple(data)
+    if isinstance(data, tuple):
+        parts = [as_arrays(value, argument) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    if is_pandas(data):
+        return from_pandas(data, argument)
+    return from_torch(data) if is_torch(data) else data
+
+
+def from_pandas(data: Any, argument: str) -> np.ndarray:
+    """Returns a DataFrame or a Series as Keras's `fit` takes it.
+
+    Args:
+        data: a DataFrame of shape (examples, columns), or a Series of shape (examples,).
+        argument: name of the user's argument, for errors.
+
+    Returns:
+        Shape (examples, columns), for a Series (examples, 1). Floats have Keras's `floatx`.
+
+    Raises:
+        TypeError: if a column holds no numbers.
+    """
+    columns = data.dtypes.items() if data.ndim == 2 else [(data.name, data.dtype)]
+    for name, dtype in columns:
+        if getattr(dtype, "kind", "O") not in "biuf":
+            raise TypeError(
+                f"`{argument}` must hold numbers in every column of a DataFrame; got {dtype} in "
+                f"{name!r}. Text and categories have no values to compute with. Encode the column, "
+                "as pandas.get_dummies does, or leave it out."
+            )
+    array = data.to_numpy()
+    if array.dtype == object:  # columns that pandas stores with a mask
+        array = data.to_numpy(dtype=np.float64)
+    if array.dtype.kind == "f":
+        array = array.astype(keras.config.floatx(), copy=False)
+    return np.asarray(array if array.ndim > 1 else array[:, None])
+
+
+def from_torch(tensor: Any) -> np.ndarray:
+    """Returns a PyTorch tensor as a NumPy array, which shares its memory if it is on the CPU."""
+    import torch  # noqa: PLC0415  # a tensor has been passed, so PyTorch is installed
+
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:  # NumPy's own types do not include it
+        return np.asarray(tensor.view(torch.int16).numpy().view(tf.bfloat16.as_numpy_dtype))
+    return np.asarray(tensor.numpy())
+
+
+def as_batch(value: Any) -> Any:
+    """Returns a batch that a Python source yielded, in a structure of tuples and dicts.
+
+    A list of numbers, or of lists of numbers, becomes an array: float32, int64, bool or text.
+    Another list becomes a tuple: PyTorch's DataLoader yields `[x, y]`.
+
+    Raises:
+        TypeError: if an element is neither an array nor a number or text.
+        ValueError: if a list of lists is not rectangular.
+    """
+    if isinstance(value, Mapping):
+        return {key: as_batch(item) for key, item in value.items()}
+    if isinstance(value, list) and not any(map(is_structure, value)):
+        array = np.asarray(value)
+        return array.astype(np.float32) if array.dtype == np.float64 else array
+    if isinstance(value, list | tuple):
+        parts = [as_batch(item) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if is_torch(value):
+        return from_torch(value)
+    if isinstance(value, tf.Tensor | np.ndarray):
+        return value
+    if isinstance(value, bool | int | float | str | bytes) or is_array(value):
+        return np.asarray(value)
+    raise TypeError(f"a batch must consist of arrays; got {type(value).__name__}")
+
+
+def is_structure(value: Any) -> bool:
+    """Returns whether an item of a list makes the list a tuple of components."""
+    if isinstance(value, list):
+        return any(map(is_structure, value))
+    return isinstance(value, tuple | Mapping) or (
+        is_array(value) and not isinstance(value, np.generic)
+    )
+
+
+def spec_of(batches: list[Any]) -> Any:
+    """Returns the element spec of batches: dimensions in which they differ are unknown.
+
+    Args:
+        batches: results of `as_batch` of one structure. Each leaf has shape (examples, ...).
+    """
+
+    def leaf_spec(*leaves: Any) -> tf.TensorSpec:
+        shapes = [np.shape(leaf) for leaf in leaves]
+        dtype = tf.as_dtype(leaves[0].dtype) if leaves[0].dtype.kind not in "UO" else tf.string
+        if len({len(shape) for shape in shapes}) > 1:
+            return tf.TensorSpec(None, dtype)
+        sizes = [set(dimension) for dimension in zip(*shapes, strict=True)]
+        known = [size.pop() if len(size) == 1 else None for size in sizes]
+        return tf.TensorSpec([None, *known[1:]] if known else [], dtype)
+
+    arrays = [tf.nest.map_structure(leaf_array, batch) for batch in batches]
+    return tf.nest.map_structure(leaf_spec, *arrays)
+
+
+def leaf_array(leaf: Any) -> np.ndarray:
+    """Returns a leaf of a batch as a NumPy array, without a copy where possible."""
+    return np.asarray(leaf)
+
+
+def difference(batch: Any, spec: Any) -> str | None:
+    """Returns in words how a batch differs from an element spec; None if it does not.
+
+    Args:
+        batch: a result of `as_batch`.
+        spec: a result of `spec_of`.
+    """
+    try:
+        tf.nest.assert_same_structure(batch, spec)
+    except (ValueError, TypeError):
+        return f"has the structure {outline(batch)}, where {outline(spec)} was expected"
+    for leaf, expected in zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True):
+        kind = getattr(leaf.dtype, "kind", "")
+        dtype = tf.string if kind and kind in "UO" else tf.as_dtype(leaf.dtype)
+        if dtype != expected.dtype or not expected.shape.is_compatible_with(leaf.shape):
+            return (
+                f"holds {dtype.name} of shape {tuple(leaf.shape)}, where {expected.dtype.name} of "
+                f"shape {tuple(expected.shape)} was expected"
+            )
+    return None
+
+
+def outline(structure: Any) -> str:
+    """Returns the structure of a batch as text, for errors.
+
+    Example:
+        >>> outline(({"a": 1}, 2))
+        "({'a': .}, .)"
+    """
+    if isinstance(structure, Mapping):
+        return "{" + ", ".join(f"{key!r}: {outline(structure[key])}" for key in structure) + "}"
+    if isinstance(structure, tuple | list):
+        return "(" + ", ".join(map(outline, structure)) + ")"
+    return "."
+
+
+def fingerprint(batch: Any) -> int:
+    """Returns a checksum of a sample of a batch's numbers, which costs microseconds.
+
+    Args:
+        batch: a result of `as_batch`.
+    """
+    found = 0
+    for leaf in tf.nest.flatten(batch):
+        flat = np.ravel(leaf_array(leaf))
+        sample = flat[:: max(1, flat.size // 1024)]
+        content = repr(sample.tolist()).encode() if sample.dtype.kind in "UO" else sample.tobytes()
+        found = zlib.crc32(content, zlib.crc32(repr(np.shape(leaf)).encode(), found))
+    return found
