@@ -168,7 +168,7 @@ def fingerprint(manifest: str) -> str:
     Example:
         >>> files = {"variables.index": {"sha256": "ab"}, "data.index": {"sha256": "cd"}}
         >>> fingerprint(json.dumps({"files": files}))[:8]
-        '4ce76a7d'
+        '891a9c79'
     """
     try:
         files: dict[str, Any] = json.loads(manifest)["files"]
