@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
     from trainer.log.tracker_services import AimTracker, MLflowTracker, WandbTracker
     from trainer.log.trackers import TrackedRun, Tracker
     from trainer.monitor.actions import Action
+    from trainer.monitor.callback import Callback
     from trainer.monitor.divergence import DivergedError, Divergence
     from trainer.monitor.lost_worker import WorkerLostError
     from trainer.monitor.stuck import TrainingStuckError
@@ -31,6 +32,7 @@ if typing.TYPE_CHECKING:
 _HOMES = {
     "Action": "trainer.monitor.actions",
     "AimTracker": "trainer.log.tracker_services",
+    "Callback": "trainer.monitor.callback",
     "CheckpointError": "trainer.checkpoint",
     "DataError": "trainer.data.errors",
     "DivergedError": "trainer.monitor.divergence",
@@ -53,6 +55,7 @@ _HOMES = {
 __all__ = [
     "Action",
     "AimTracker",
+    "Callback",
     "CheckpointError",
     "DataError",
     "DivergedError",

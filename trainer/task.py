@@ -238,6 +238,9 @@ class Task:
                 If no step of the interval was applied, its means are NaN.
         """
 
+    def on_evaluate_begin(self, step: int) -> None:
+        """Called before each evaluation of `train`, after `step` steps."""
+
     def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
         """Called after each evaluation of `train`; not by `evaluate`, which returns its results.
 

@@ -79,6 +79,7 @@ from trainer.log.summary import Totals, TrainSummary
 from trainer.log.tracker_services import make_tracker
 from trainer.log.trackers import Tracker, Trackers
 from trainer.monitor.actions import Action
+from trainer.monitor.callback import Callback
 from trainer.monitor.divergence import Divergence, LossWatch
 from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
@@ -229,6 +230,8 @@ class Trainer(Task):
             steps or seconds.
         trackers: where to record settings, log lines and evaluations besides `model_dir`: "mlflow",
             "wandb", "aim", or objects with the methods of `trainer.Tracker`.
+        callbacks: a sequence of `trainer.Callback`, whose hooks are called after the trainer's
+            own. `trainer.callbacks` has some that are ready to use.
 
     Raises:
         TypeError, ValueError: for an argument that is not allowed. An argument that depends
@@ -304,6 +307,7 @@ class Trainer(Task):
         divergence: Divergence | None = MonitorConfig.divergence,
         actions: Sequence[Action] = MonitorConfig.actions,
         trackers: Sequence[str | Tracker] = MonitorConfig.trackers,
+        callbacks: Sequence[Callback] = (),
         **unknown: object,
     ) -> None:
         """Checks and stores the arguments. The model is built when it is first used."""
@@ -325,6 +329,8 @@ class Trainer(Task):
         self._history = History()
         self.stop_asked = False
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
+        for callback in self.callbacks:
+            callback.set_trainer(self)
         self._started = self._evaluating = self._introduced = False  # from here on, see __setattr__
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -374,6 +380,7 @@ class Trainer(Task):
         self.check_gradients = config.check_gradients
         self.actions = list(config.actions)
         self.trackers = [make_tracker(each) for each in config.trackers]
+        self.callbacks = list(config.callbacks)
         self.divergence = config.divergence
         self._watch = LossWatch(config.divergence) if config.divergence else None
 
@@ -519,10 +526,10 @@ class Trainer(Task):
                 self._introduce(loop)
             if choice:
                 log.say(str(choice))
-            self.on_train_begin()
+            self.call_hook("on_train_begin")
             loop.run()
             summary = loop.conclude(began)
-            self.on_train_end(summary)
+            self.call_hook("on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)
         return summary
@@ -961,8 +968,14 @@ class Trainer(Task):
             check_unchanged(self._parts, self._setup)
 
     def overrides(self, hook: str) -> bool:
-        """Returns whether the trainer has a hook of its own, such as "on_log"."""
-        return getattr(getattr(self, hook), "__func__", None) is not getattr(Task, hook)
+        """Returns whether the trainer or one of its callbacks has a hook such as "on_log"."""
+        own = getattr(getattr(self, hook), "__func__", None) is not getattr(Task, hook)
+        return own or any(callback.overrides(hook) for callback in self.callbacks)
+
+    def call_hook(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook such as "on_log" of the trainer, and then of each callback."""
+        for listener in (self, *self.callbacks):
+            getattr(listener, hook)(*arguments)
 
     def _check_started(self, name: str) -> None:
         """Raises RuntimeError if the trainer has not seen any data yet."""

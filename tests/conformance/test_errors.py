@@ -54,8 +54,8 @@ INTRODUCTION = """\
 Values that public arguments refuse, with the errors they raise. This page is generated from the
 tests by `pytest tests/conformance/test_errors.py --regenerate`. In the examples, `rule`, `state`,
 `scaler`, `token`, `gradients`, `stats`, `finite`, `share`, `mirrored`, `model`, `batch`, `plan`,
-`run`, `data`, `started`, `flag_values` and `parsed` are valid, and so are all arguments that are
-not shown. `notes.txt` is a file, and no folder `runs` exists.
+`run`, `data`, `started`, `callback`, `flag_values` and `parsed` are valid, and so are all arguments
+that are not shown. `notes.txt` is a file, and no folder `runs` exists.
 """
 
 FLAGS_INTRODUCTION = """
@@ -474,6 +474,9 @@ TRAINER = {
         ("actions", "Trainer(actions=print)"),
         ("trackers", 'Trainer(trackers=["wand"])'),
         ("trackers", 'Trainer(trackers="wandb")'),
+        ("callbacks", "Trainer(callbacks=[print])"),
+        ("callbacks", "Trainer(callbacks=[keras.callbacks.EarlyStopping()])"),
+        ("callbacks", "Trainer(callbacks=[callback, callback])"),
         ("unknown", "Trainer(los_scale=1024)", "los_scale"),
     ],
     "Trainer.train": [
@@ -735,6 +738,18 @@ HOOK = "called by the library, with its own values"
 EXEMPT = {
     ("Action.is_due", "*"): HOOK,
     ("Action.set_state", "*"): HOOK,
+    ("Callback.load_state_dict", "*"): HOOK,
+    ("Callback.on_epoch_end", "*"): HOOK,
+    ("Callback.on_evaluate_begin", "*"): HOOK,
+    ("Callback.on_evaluate_end", "*"): HOOK,
+    ("Callback.on_log", "*"): HOOK,
+    ("Callback.on_loop_begin", "*"): HOOK,
+    ("Callback.on_loop_end", "*"): HOOK,
+    ("Callback.on_recovery", "*"): HOOK,
+    ("Callback.on_train_end", "*"): HOOK,
+    ("Callback.overrides", "*"): HOOK,
+    ("Callback.set_trainer", "*"): HOOK,
+    ("Callback.take_reports", "*"): HOOK,
     ("Cause", "*"): "an enumeration",
     ("Capabilities", "*"): MADE,
     ("CheckpointError", "*"): MADE,
@@ -784,12 +799,14 @@ EXEMPT = {
     ("Trainer.eval_step", "*"): HOOK,
     ("Trainer.example_weights", "*"): HOOK,
     ("Trainer.on_epoch_end", "*"): HOOK,
+    ("Trainer.on_evaluate_begin", "*"): HOOK,
     ("Trainer.on_evaluate_end", "*"): HOOK,
     ("Trainer.on_log", "*"): HOOK,
     ("Trainer.on_loop_begin", "*"): HOOK,
     ("Trainer.on_loop_end", "*"): HOOK,
     ("Trainer.on_recovery", "*"): HOOK,
     ("Trainer.on_train_end", "*"): HOOK,
+    ("Trainer.call_hook", "*"): HOOK,
     ("Trainer.overrides", "*"): "asked by the library about its own hooks",
     ("Trainer.predict_batch", "*"): HOOK,
     ("Trainer.train_step", "*"): HOOK,
@@ -879,6 +896,7 @@ def names_in_examples():
         "stats": scaling.gradient_stats(gradients, state),
         "finite": dict.fromkeys(inspect.signature(scaling.find_cause).parameters, True),
         "batch": tf.ones([4, 1]),
+        "callback": trainer.Callback(),
         "share": strategies.whole(tf.range(4), tf.ones([4])),
         "run": trainer.step.TrainState(rule),
         "flag_values": new_flags(),

@@ -4,7 +4,7 @@ import concurrent.futures
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -15,7 +15,6 @@ from trainer.base.atomic_files import begin_folder, clean_up_folders, discard_fo
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.checkpoint.folder import Facts
-from trainer.data.iterator_state import DataPosition
 from trainer.step.types import Variable
 
 PREFIX = "ckpt"
@@ -152,13 +151,16 @@ class Checkpoints:
         )
         self.latest, self.facts = path, facts
 
-    def save(self, step: int, facts: Facts, position: DataPosition | None) -> pathlib.Path | None:
+    def save(
+        self, step: int, facts: Facts, write_more: Callable[[str], None] | None = None
+    ) -> pathlib.Path | None:
         """Saves a checkpoint. Returns when it is on disk, or at once if a thread writes it.
 
         Args:
             step: number of the last step taken.
             facts: information about the run to store in `run.json`.
-            position: the position in the training data, or None to save none.
+            write_more: writes what else the checkpoint holds into a folder, such as the position in
+                the training data.
 
         Returns:
             The path of the checkpoint, or None without a `model_dir`.
@@ -183,8 +185,8 @@ class Checkpoints:
         try:
             temporary = str(begin_folder(path).absolute())
             target = IN_MEMORY + temporary if self._asynchronous else temporary
-            if position:
-                position.write(target)
+            if write_more:
+                write_more(target)
             self._contents.write(target)
         except (OSError, tf.errors.OpError) as error:
             self._discard(path)

@@ -17,10 +17,12 @@ import scaling
 from scaling.ops.precision import COMPUTE_DTYPES
 from trainer.base.argument_checks import check_ema_momentum, check_path, check_seed
 from trainer.config.fields import check_fields, checked, choice, count, switch
+from trainer.config.hooks import check_callbacks
 from trainer.config.resolve import resolve_rule, resolve_strategy, warn_of_conflicts
 from trainer.log.console import resolve_style
 from trainer.log.trackers import Tracker, check_trackers
 from trainer.monitor.actions import Action, check_actions
+from trainer.monitor.callback import Callback
 from trainer.monitor.divergence import Divergence, check_divergence
 from trainer.monitor.profiling import check_profile
 from trainer.step.clip import Clip
@@ -133,6 +135,7 @@ class MonitorConfig:
     divergence: Divergence | None = None
     actions: Sequence[Action] = ()
     trackers: Sequence[str | Tracker] = checked((), check_trackers)
+    callbacks: Sequence[Callback] = checked((), check_callbacks)
 
     def __post_init__(self) -> None:
         """Checks the fields that do not depend on `model_dir`; see `check_model_dir`."""

@@ -1,14 +1,19 @@
-"""The names and arguments of a trainer's hooks, and the check of those that a subclass defines."""
+"""The names and arguments of a trainer's hooks, and the check of those that a class defines."""
 
 import inspect
+from typing import Any
+
+import keras
 
 from scaling.base.argument_checks import did_you_mean
+from trainer.monitor.callback import Callback
 
 # The hooks of `Task` with the arguments that the trainer passes.
 HOOKS: dict[str, tuple[str, ...]] = {
     "on_train_begin": (),
     "on_loop_begin": ("step",),
     "on_log": ("step", "values"),
+    "on_evaluate_begin": ("step",),
     "on_evaluate_end": ("step", "results"),
     "on_epoch_end": ("epoch",),
     "on_loop_end": ("step",),
@@ -22,12 +27,14 @@ KNOWN_ELSEWHERE = {
     "on_batch_end": "on_loop_end",
     "on_fit_end": "on_train_end",
     "on_fit_start": "on_train_begin",
+    "on_test_begin": "on_evaluate_begin",
     "on_test_end": "on_evaluate_end",
     "on_train_batch_begin": "on_loop_begin",
     "on_train_batch_end": "on_loop_end",
     "on_train_batch_start": "on_loop_begin",
     "on_train_epoch_end": "on_epoch_end",
     "on_train_start": "on_train_begin",
+    "on_validation_start": "on_evaluate_begin",
     "on_validation_end": "on_evaluate_end",
     "on_validation_epoch_end": "on_evaluate_end",
 }
@@ -40,7 +47,7 @@ def check_hooks(cls: type) -> None:
     its first call, perhaps hours later.
 
     Args:
-        cls: a subclass of `Task`.
+        cls: a subclass of `Task` or of `Callback`.
     """
     for name in dir(cls):
         method = getattr(cls, name) if name.startswith("on_") else None
@@ -66,3 +73,28 @@ def check_hooks(cls: type) -> None:
                 f"with {inspect.signature(method)}. The trainer passes these by position. Define "
                 f"it as def {name}({expected})."
             ) from None
+
+
+def check_callbacks(name: str, callbacks: Any) -> None:
+    """Raises TypeError unless `callbacks` is a list or tuple of `Callback` with known hooks."""
+    found = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in found:
+        if isinstance(callback, keras.callbacks.Callback):
+            raise TypeError(
+                f"`{name}` must be a list of trainer.Callback; got a {type(callback).__name__}, "
+                "which is a callback of Keras. It expects the calls and the logs of fit. Pass "
+                f"{name}=[KerasCallbacks([...])] from trainer.callbacks, which gives it both."
+            )
+        if found is not callbacks or not isinstance(callback, Callback):
+            raise TypeError(
+                f"`{name}` must be a list of trainer.Callback; got {callback!r}. A callback has "
+                "hooks such as on_log(step, values). Pass [EarlyStopping(patience=3)] from "
+                "trainer.callbacks, for example; to call a function every few steps, pass "
+                "actions=[Action(call, every_steps=100)]."
+            )
+        check_hooks(type(callback))
+    if len({id(callback) for callback in found}) < len(found):
+        raise ValueError(
+            f"`{name}` must not hold a callback twice; got {found!r}. Each hook would be called "
+            "twice. Leave one of them out."
+        )

@@ -167,7 +167,7 @@ class OuterLoop:
                 self._saver.save(self._step, again=True)
             while self._step < self._request.target and not self._stop_asked():
                 with self._saved_if_it_raises():
-                    self._trainer.on_loop_begin(self._step)
+                    self._trainer.call_hook("on_loop_begin", self._step)
                     self._trainer.check_unchanged()
                 before = self._step
                 self._take_steps()
@@ -290,8 +290,8 @@ class OuterLoop:
             for action in due:
                 action(trainer)
             if self._epoch and crossed(self._epoch, before, step):
-                trainer.on_epoch_end(step // self._epoch)
-            trainer.on_loop_end(step)
+                trainer.call_hook("on_epoch_end", step // self._epoch)
+            trainer.call_hook("on_loop_end", step)
         if save_now:
             self._saver.save(step)
 
@@ -309,6 +309,8 @@ class OuterLoop:
     def _evaluate(self) -> None:
         """Evaluates the model, if there is anything to evaluate it on."""
         if self._request.evaluate:
+            with self._saved_if_it_raises():
+                self._trainer.call_hook("on_evaluate_begin", self._step)
             with self._log.console.status("evaluating ..."), self._saved_if_it_raises():
                 self._keep_results(self._request.evaluate())
 
@@ -319,7 +321,7 @@ class OuterLoop:
         with self._reporter.writing():
             self._log.log_evaluation(self._step, results)
         self._best.consider(self._step, results)
-        self._trainer.on_evaluate_end(self._step, results)
+        self._trainer.call_hook("on_evaluate_end", self._step, results)
 
     def _end_early(self) -> None:
         """Logs and saves a run that was asked to stop."""

@@ -18,6 +18,7 @@ from trainer.config.skip_policy import SkipPolicy
 from trainer.evaluation.evaluator import Evaluator
 from trainer.log.trackers import Tracker
 from trainer.monitor.actions import Action
+from trainer.monitor.callback import Callback
 from trainer.monitor.divergence import Divergence
 from trainer.replay.recorder import FlightRecorder
 from trainer.step import Clip, StepPlan, StepReport, TrainState
@@ -109,6 +110,7 @@ class RunnableTrainer(Protocol):
     divergence: Divergence | None
     actions: list[Action]
     trackers: list[Tracker]
+    callbacks: list[Callback]
     is_chief: bool
     stop_asked: bool  # whether the run has been asked to stop
 
@@ -156,22 +158,7 @@ class RunnableTrainer(Protocol):
         """Raises ValueError if a hook has changed what the step was traced with."""
 
     def overrides(self, hook: str) -> bool:
-        """Returns whether the trainer has a hook of its own."""
+        """Returns whether the trainer or one of its callbacks has a hook."""
 
-    def on_loop_begin(self, step: int) -> None:
-        """Called before each inner loop."""
-
-    def on_log(self, step: int, values: dict[str, float]) -> None:
-        """Called after each log line."""
-
-    def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
-        """Called after each evaluation."""
-
-    def on_epoch_end(self, epoch: int) -> None:
-        """Called at the end of each pass over the training data."""
-
-    def on_loop_end(self, step: int) -> None:
-        """Called after each inner loop."""
-
-    def on_recovery(self, step: int, restored: int) -> None:
-        """Called after a rollback."""
+    def call_hook(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of the trainer, and then of each callback."""

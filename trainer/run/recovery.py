@@ -71,7 +71,8 @@ class Recovery:
             self._log.log_event("recovery", detection.last, fields)
         self._log.history.rewind(step)
         self._log.say(f"diverged: {detection.what}; back to step {step}")
-        self._trainer.on_recovery(detection.last, step)
+        saver.restore_callbacks()
+        self._trainer.call_hook("on_recovery", detection.last, step)
         # Save now: a run that is killed later must not forget the rollback.
         saver.save(step, again=True)
         return step

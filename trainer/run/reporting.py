@@ -65,6 +65,9 @@ class Reporter:
             steps = self._log.read()
         if steps is None:
             return
+        for callback in self._trainer.callbacks:
+            if callback.wants_reports:
+                callback.take_reports(steps)
         record = self._parts.recorder.latest if self._parts.recorder else None
         names = self._parts.plan.variable_names
         self._curve.add(steps)
@@ -96,7 +99,7 @@ class Reporter:
         """
         line = self._write()
         if line:
-            self._trainer.on_log(line.step, line.scalars())
+            self._trainer.call_hook("on_log", line.step, line.scalars())
 
     def _write(self) -> Interval | None:
         """Writes a log line, and returns what it says; None if there are no steps to log."""

@@ -5,12 +5,16 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 import strategies
+from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
 from trainer.checkpoint.compatibility import check_same, versions
 from trainer.checkpoint.folder import Facts
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
+from trainer.monitor.callback import keys_of
 from trainer.monitor.divergence import LossWatch
 from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -67,13 +71,35 @@ class RunSaver:
             self._position.read(checkpoints.latest, saved["batches_taken"])
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
-        if len(saved["actions"]) == len(trainer.actions):
-            for action, action_state in zip(trainer.actions, saved["actions"], strict=True):
-                action.set_state(action_state)
+        unknown = self._restore_listeners(saved)
         checkpoints.resumed = True
         step = Totals.from_state(state).attempted
         log.rewind(step, trainer.model_dir)
         log.say(f"going on from step {step} ({checkpoints.latest})")
+        if unknown:
+            log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
+
+    def _restore_listeners(self, saved: Facts) -> list[str]:
+        """Restores the states of actions and callbacks; returns as `restore_callbacks`."""
+        actions = self._trainer.actions
+        if len(saved["actions"]) == len(actions):
+            for action, action_state in zip(actions, saved["actions"], strict=True):
+                action.set_state(action_state)
+        return self.restore_callbacks()
+
+    def restore_callbacks(self) -> list[str]:
+        """Restores the states of callbacks from the newest checkpoint.
+
+        Returns:
+            The names of the callbacks for which the checkpoint has no state.
+        """
+        checkpoints, keyed = self._parts.checkpoints, keys_of(self._trainer.callbacks)
+        saved = checkpoints.facts.get("callbacks", {})  # checkpoints of older versions have none
+        arrays = read_arrays(checkpoints.latest) if checkpoints.latest else {}
+        for key, callback in keyed.items():
+            if key in saved:
+                callback.load_state_dict(joined(saved[key], arrays))
+        return [key for key in keyed if key not in saved]
 
     def save(self, step: int, *, again: bool = False) -> None:
         """Saves the run, unless there is already a checkpoint of this step.
@@ -84,18 +110,25 @@ class RunSaver:
         """
         if self._saved_step == step and not again:
             return
-        facts = (
-            self.facts()
-            | self.identity()
-            | {
-                "batches_taken": self._position.taken,
-                "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
-                "actions": [action.state() for action in self._trainer.actions],
-                "divergence": self._watch.state() if self._watch else None,
-                **facts_of(self._parts.slots, self._trainer),
-            }
-        )
-        self._parts.checkpoints.save(step, facts, self._position)
+        arrays: dict[str, np.ndarray] = {}
+        states = {
+            key: split(callback.state_dict(), arrays)
+            for key, callback in keys_of(self._trainer.callbacks).items()
+        }
+        facts = self.facts() | self.identity() | {
+            "batches_taken": self._position.taken,
+            "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
+            "actions": [action.state() for action in self._trainer.actions],
+            "divergence": self._watch.state() if self._watch else None,
+            "callbacks": states,
+            **facts_of(self._parts.slots, self._trainer),
+        }
+
+        def write(folder: str) -> None:
+            self._position.write(folder)
+            write_arrays(folder, arrays)
+
+        self._parts.checkpoints.save(step, facts, write)
         self._saved_step, self._saved_time = step, time.monotonic()
 
     def _changes(self, saved: Facts, path: pathlib.Path) -> list[str]:

@@ -1,0 +1,137 @@
+"""`Callback`: an object that hears of logs, evaluations and epochs, and is saved with the run."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+
+class Callback:
+    """An object with hooks, for `Trainer(callbacks=[...])`.
+
+    Subclass it and override the hooks that you need. They are those of a trainer, with the same
+    arguments, and are called right after the trainer's own, in the order of the list.
+    `self.trainer` is the trainer; `self.trainer.stop()` ends the run. `trainer.callbacks` has
+    callbacks that are ready to use.
+
+    If a hook changes what the callback remembers, override `state_dict` and `load_state_dict` as
+    well: checkpoints save the state, and a resumed run then acts like one without interruption.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from trainer import Callback, Trainer
+        >>> class StopBelow(Callback):
+        ...     def __init__(self, loss):
+        ...         self.loss = loss
+        ...
+        ...     def on_log(self, step, values):
+        ...         if values["loss"] < self.loss:
+        ...             self.trainer.stop()
+        >>> x = np.ones([8, 1], np.float32)
+        >>> line = Trainer(
+        ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        ...     optimizer=lambda: keras.optimizers.SGD(0.5), loss_fn="mse", verbose=False,
+        ...     log_interval=1, callbacks=[StopBelow(0.1)])
+        >>> line.train((x, x), steps=100, global_batch=8).step < 100
+        True
+    """
+
+    # Whether log lines end where epochs end, and nowhere else, and whether evaluations take place
+    # there if the run has no `eval_interval`.
+    per_epoch = False
+    # Whether `take_reports` is called.
+    wants_reports = False
+    _owner: Any = None  # a weak reference: a trainer is freed as soon as nobody else holds it
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer that the callback was passed to.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        trainer = self._owner() if self._owner else None
+        if trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no trainer yet, or no longer: a trainer takes its "
+                "callbacks when it is made. Pass Trainer(callbacks=[...])."
+            )
+        return trainer
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Called by `Trainer(callbacks=...)`.
+
+        Raises:
+            ValueError: if the callback belongs to another trainer. Its state would be that of the
+                other run.
+        """
+        if self._owner is not None:
+            raise ValueError(
+                "`callbacks` must be new for each trainer; got a "
+                f"{type(self).__name__} that was passed to another trainer before. It would go on "
+                "from what it has seen in that run. Make a new one."
+            )
+        self._owner = weakref.ref(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the callback remembers, for checkpoints.
+
+        Returns:
+            JSON types and NumPy arrays, by name.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned. Called before `on_train_begin`."""
+
+    def monitored(self) -> Sequence[str]:
+        """Returns the names of the numbers that the callback waits for, such as "val_loss"."""
+        return ()
+
+    def take_reports(self, steps: Any) -> None:
+        """Called after each inner loop with its `StepReport`, if `wants_reports` is True."""
+
+    def on_train_begin(self) -> None:
+        """Called by `train` before the first step, once everything is built and restored."""
+
+    def on_loop_begin(self, step: int) -> None:
+        """Called before each inner loop, after `step` steps."""
+
+    def on_log(self, step: int, values: dict[str, float]) -> None:
+        """Called after each log line, with its numbers by name."""
+
+    def on_evaluate_begin(self, step: int) -> None:
+        """Called before each evaluation of `train`."""
+
+    def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
+        """Called after each evaluation of `train`, with its results by name."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Called when the run has gone through the training data `epoch` times."""
+
+    def on_loop_end(self, step: int) -> None:
+        """Called after each inner loop, its logging, evaluation and actions, and before saving."""
+
+    def on_recovery(self, step: int, restored: int) -> None:
+        """Called when a run that diverged by `step` has been rolled back to step `restored`."""
+
+    def on_train_end(self, summary: Any) -> None:
+        """Called by `train` with the `TrainSummary` that it returns."""
+
+    def overrides(self, hook: str) -> bool:
+        """Returns whether the callback has a hook of its own, such as "on_log"."""
+        return getattr(type(self), hook) is not getattr(Callback, hook)
+
+
+def keys_of(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Returns callbacks by the names under which their states are saved.
+
+    Example:
+        >>> list(keys_of([Callback(), Callback()]))
+        ['Callback', 'Callback_2']
+    """
+    keyed: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__name__
+        same = sum(type(one).__name__ == name for one in keyed.values())
+        keyed[f"{name}_{same + 1}" if same else name] = callback
+    return keyed
