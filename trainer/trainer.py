@@ -517,11 +517,12 @@ class Trainer(Task):
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
             choice = self._settle_compile_mode(data, target, log, position)
-            export = self._export_into
-            request = TrainRequest(target, evaluate, eval_interval, export, evaluate_at_start)
+            export, names = self._export_into, self._result_names(evaluated)
+            request = TrainRequest(
+                target, evaluate, eval_interval, export, evaluate_at_start, names
+            )
             loop = OuterLoop(self, self._parts, position, self._watch, log, request)
-            loop.resume()
-            loop.check(first=not self._introduced)
+            loop.begin(first=not self._introduced)
             if not self._introduced:
                 self._introduce(loop)
             if choice:
@@ -871,14 +872,17 @@ class Trainer(Task):
         self._start(next(iter(dataset)))
         return rerun_step(record, dataset, state, self._parts.plan)
 
+    def _result_names(self, found: EvalData) -> list[str]:
+        """Returns the names of the results of an evaluation."""
+        return list(result_names(found, ["loss", *self._parts.metrics.eval]))
+
     def _evaluation(self, found: EvalData) -> Callable[[], Results | None] | None:
         """Returns a function that evaluates a run while it is trained; None without data.
 
         Raises:
             ValueError: if the evaluation has no result named `best_metric`.
         """
-        names = result_names(found, ["loss", *self._parts.metrics.eval])
-        self.checkpoint_config.check_results(names if found else None)
+        self.checkpoint_config.check_results(self._result_names(found) if found else None)
         return functools.partial(self._evaluate, found, stoppable=True) if found else None
 
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:

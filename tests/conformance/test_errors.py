@@ -738,6 +738,7 @@ HOOK = "called by the library, with its own values"
 EXEMPT = {
     ("Action.is_due", "*"): HOOK,
     ("Action.set_state", "*"): HOOK,
+    ("Callback", "*"): "a class to derive from; it takes no arguments",
     ("Callback.load_state_dict", "*"): HOOK,
     ("Callback.on_epoch_end", "*"): HOOK,
     ("Callback.on_evaluate_begin", "*"): HOOK,
@@ -748,6 +749,7 @@ EXEMPT = {
     ("Callback.on_recovery", "*"): HOOK,
     ("Callback.on_train_end", "*"): HOOK,
     ("Callback.overrides", "*"): HOOK,
+    ("Callback.set_run", "*"): HOOK,
     ("Callback.set_trainer", "*"): HOOK,
     ("Callback.take_reports", "*"): HOOK,
     ("Cause", "*"): "an enumeration",

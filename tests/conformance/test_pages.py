@@ -16,6 +16,7 @@ PAGES = [
     "docs/from-lightning.md",
     "docs/keras_faults.md",
     "docs/from-orbit.md",
+    "docs/callbacks.md",
     "docs/hooks.md",
     "docs/index.md",
     "docs/numerics.md",

@@ -260,6 +260,15 @@ def own_update_counts(
             optimizer.update_step = own_rule
 
 
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns the moving averages of weights that an optimizer keeps; none without `use_ema`.
+
+    `optimizer.variables` has them among its other variables.
+    """
+    kept = optimizer._model_variables_moving_average if optimizer.use_ema else []
+    return [average for average in kept if average is not None]
+
+
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the model and its layers at any depth; `model.layers` has only the outermost."""
     return list(model._flatten_layers())

@@ -82,14 +82,14 @@ def check_callbacks(name: str, callbacks: Any) -> None:
         if isinstance(callback, keras.callbacks.Callback):
             raise TypeError(
                 f"`{name}` must be a list of trainer.Callback; got a {type(callback).__name__}, "
-                "which is a callback of Keras. It expects the calls and the logs of fit. Pass "
+                "which is a callback of Keras. It expects the calls and the logs of fit. Use "
                 f"{name}=[KerasCallbacks([...])] from trainer.callbacks, which gives it both."
             )
         if found is not callbacks or not isinstance(callback, Callback):
             raise TypeError(
                 f"`{name}` must be a list of trainer.Callback; got {callback!r}. A callback has "
-                "hooks such as on_log(step, values). Pass [EarlyStopping(patience=3)] from "
-                "trainer.callbacks, for example; to call a function every few steps, pass "
+                "hooks such as on_log(step, values). Pass objects whose class derives "
+                "from it; to call a function every few steps, pass "
                 "actions=[Action(call, every_steps=100)]."
             )
         check_hooks(type(callback))

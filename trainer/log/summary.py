@@ -86,6 +86,14 @@ class Interval:
         return {**fields, **self.learning_rates, **self.metrics}
 
 
+# The names of the numbers in every log line.
+INTERVAL_NUMBERS = tuple(
+    field.name
+    for field in dataclasses.fields(Interval)
+    if field.name not in {"step", "metrics", "learning_rates"}
+)
+
+
 def summarize(
     steps: StepReport,
     totals: Totals,

@@ -38,7 +38,7 @@ class Callback:
     # Whether log lines end where epochs end, and nowhere else, and whether evaluations take place
     # there if the run has no `eval_interval`.
     per_epoch = False
-    # Whether `take_reports` is called.
+    # Whether reports are read after every inner loop, and not only when the run needs them.
     wants_reports = False
     _owner: Any = None  # a weak reference: a trainer is freed as soon as nobody else holds it
 
@@ -88,7 +88,15 @@ class Callback:
         return ()
 
     def take_reports(self, steps: Any) -> None:
-        """Called after each inner loop with its `StepReport`, if `wants_reports` is True."""
+        """Called with each `StepReport` that is read, of shape (steps,), before any other hook."""
+
+    def set_run(self, steps_per_epoch: int | None, target: int) -> None:
+        """Called by `train` before anything is restored.
+
+        Args:
+            steps_per_epoch: the length of the training data; None if it is not known.
+            target: the step to reach.
+        """
 
     def on_train_begin(self) -> None:
         """Called by `train` before the first step, once everything is built and restored."""

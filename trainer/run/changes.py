@@ -27,6 +27,9 @@ from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
 from trainer.step.types import Variable
 
+# Attributes of layers and models that say what has happened, or that are compared by themselves.
+NO_SETTINGS = ("built", "trainable", "stop_training")
+
 
 class Setup(NamedTuple):
     """What a step was planned for. Objects are held, so that no other can have their id."""
@@ -74,7 +77,9 @@ def numbers(owner: object, *, whole: bool = False) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(owner).items()
-        if type(value) in types and not name.startswith("_") and name not in ("built", "trainable")
+        if type(value) in types
+        and not name.startswith("_")
+        and name not in ("built", "trainable", "stop_training")
     }
 
 

@@ -10,19 +10,20 @@ first and includes the effects of all earlier items.
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
 
 import strategies
+from trainer.callbacks.monitored import check_monitored
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
 from trainer.data.iterator_state import DataPosition
 from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
-from trainer.log.summary import Totals, TrainSummary
+from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
 from trainer.monitor.divergence import LossWatch
@@ -32,6 +33,7 @@ from trainer.replay.recorder import keep_overflow
 from trainer.run.changes import check_trained_as_saved
 from trainer.run.coupling_check import what_couples
 from trainer.run.gradient_check import check_gradients
+from trainer.run.learning_rates import learning_rates
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
@@ -52,6 +54,7 @@ class TrainRequest(NamedTuple):
     eval_interval: int | None  # number of steps between evaluations; None: at the end only
     export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
     evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
+    results: Sequence[str] = ()  # the names of the results of an evaluation
 
 
 class OuterLoop:
@@ -95,6 +98,35 @@ class OuterLoop:
         self._best = BestModels(trainer, log, request)
         # The length of an epoch, if somebody waits for its end.
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
+        self._log_interval: int | None = trainer.log_interval
+        self._eval_interval = request.eval_interval
+        if any(callback.per_epoch for callback in trainer.callbacks):
+            self._log_interval = self._epoch
+            self._eval_interval = request.eval_interval or self._epoch
+
+    def begin(self, *, first: bool) -> None:
+        """Does what comes before the first step.
+
+        Args:
+            first: whether this is the trainer's first call of `train`.
+
+        Raises:
+            ValueError: as for `resume`, `check` and `check_monitored`.
+        """
+        self._tell_callbacks()
+        self.resume()
+        self.check(first=first)
+
+    def _tell_callbacks(self) -> None:
+        """Tells the callbacks about the run, and checks that it has the numbers they wait for."""
+        if not self._trainer.callbacks:
+            return
+        request, data = self._request, self._position.data
+        logged = [*INTERVAL_NUMBERS, *learning_rates(self._parts.plan), *self._parts.metrics.train]
+        results = request.results if request.evaluate else None
+        check_monitored(self._trainer.callbacks, logged, results)
+        for callback in self._trainer.callbacks:
+            callback.set_run(data.steps_per_epoch, request.target)
 
     def resume(self) -> None:
         """Continues from the restored checkpoint, if there is one.
@@ -245,10 +277,10 @@ class OuterLoop:
         trainer = self._trainer
         periods = [action.every_steps for action in trainer.actions]
         intervals = [
-            self._request.eval_interval,
+            self._eval_interval,
             trainer.checkpoint_config.checkpoint_interval,
             self._epoch,
-            trainer.log_interval,
+            self._log_interval,
             *periods,
         ]
         marks = self._profile.ends if self._profile else ()
@@ -272,12 +304,13 @@ class OuterLoop:
         """
         trainer, step = self._trainer, self._step
         last = step == self._request.target
-        log_now = last or crossed(trainer.log_interval, before, step)
-        evaluate_now = last or crossed(self._request.eval_interval, before, step)
+        log_now = last or crossed(self._log_interval, before, step)
+        evaluate_now = last or crossed(self._eval_interval, before, step)
         interval = trainer.checkpoint_config.checkpoint_interval
         save_now = last or crossed(interval, before, step) or self._saver.is_late()
         due = [action for action in trainer.actions if action.is_due(before, step)]
-        if log_now or evaluate_now or save_now or due:
+        read_now = any(callback.wants_reports for callback in trainer.callbacks)
+        if log_now or evaluate_now or save_now or due or read_now:
             self._reporter.read()
         if self._rolled_back():
             return

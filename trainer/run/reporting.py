@@ -66,8 +66,7 @@ class Reporter:
         if steps is None:
             return
         for callback in self._trainer.callbacks:
-            if callback.wants_reports:
-                callback.take_reports(steps)
+            callback.take_reports(steps)
         record = self._parts.recorder.latest if self._parts.recorder else None
         names = self._parts.plan.variable_names
         self._curve.add(steps)

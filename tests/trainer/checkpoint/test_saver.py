@@ -573,6 +573,7 @@ def test_a_manifest_describes_the_run(tmp_path):
         "batches_taken": 3,
         "scale": 8.0,
         "actions": [],
+        "callbacks": {},
         "divergence": None,
         "slots": {"optimizer": [[0, 0]]},
         "trained": [0],

@@ -1,0 +1,360 @@
+"""KerasCallbacks: Keras's own and users' callbacks, with the calls and the logs of `fit`."""
+
+import csv
+import inspect
+import pathlib
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import linear_model
+
+from trainer import Trainer
+from trainer.callbacks import KerasCallbacks
+
+X = np.arange(1, 9, dtype=np.float32)[:, None] / 8
+BATCHES = (X, 3 * X)
+
+
+class Record(keras.callbacks.Callback):
+    """Notes every call of fit, with its logs."""
+
+    def __init__(self):
+        """Has noted nothing."""
+        super().__init__()
+        self.calls = []
+
+    def on_train_begin(self, logs=None):
+        """Notes the call and the parameters."""
+        self.calls.append(("train_begin", self.params["epochs"], self.params["steps"]))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the call."""
+        self.calls.append(("epoch_begin", epoch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Notes the call."""
+        self.calls.append(("batch_end", batch, pytest.approx(logs, rel=1e-5)))
+
+    def on_test_begin(self, logs=None):
+        """Notes the call."""
+        self.calls.append(("test_begin",))
+
+    def on_test_end(self, logs=None):
+        """Notes the call."""
+        self.calls.append(("test_end",))
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Notes the call."""
+        self.calls.append(("epoch_end", epoch, pytest.approx(logs, rel=1e-5)))
+
+    def on_train_end(self, logs=None):
+        """Notes the call."""
+        self.calls.append(("train_end",))
+
+
+def make(callbacks, **arguments):
+    """A trainer of one weight with Keras's callbacks, and one step per loop."""
+    settings = {"steps_per_loop": 1, "verbose": False} | arguments
+    return Trainer(
+        model=linear_model,
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        loss_fn="mse",
+        metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
+        callbacks=[KerasCallbacks(callbacks)],
+        **settings,
+    )
+
+
+def dataset():
+    """Four batches of two examples, in order."""
+    return tf.data.Dataset.from_tensor_slices(BATCHES).batch(2)
+
+
+def train(trainer, epochs=3):
+    """Trains with evaluations after each epoch."""
+    return trainer.train(dataset(), epochs=epochs, eval_data=dataset())
+
+
+def test_callbacks_get_the_calls_and_logs_of_fit():
+    """The same calls in the same order with the same numbers, to the rounding of a mean."""
+    with_keras, with_us = Record(), Record()
+    model = linear_model()
+    metrics = [keras.metrics.MeanAbsoluteError(name="error")]
+    model.compile(keras.optimizers.SGD(0.5), loss="mse", metrics=metrics)
+    model.fit(dataset(), validation_data=dataset(), epochs=3, callbacks=[with_keras], verbose=0)
+    train(make([with_us]))
+
+    def plain(calls):
+        return [tuple(getattr(item, "expected", item) for item in call) for call in calls]
+
+    assert with_us.calls == plain(with_keras.calls)
+
+
+def test_batch_hooks_come_once_per_loop():
+    """With steps_per_loop=2 as with Keras's steps_per_execution=2: after every second batch."""
+    record = Record()
+    train(make([record], steps_per_loop=2), epochs=1)
+
+    assert [call[1] for call in record.calls if call[0] == "batch_end"] == [1, 3]
+
+
+def test_on_replicas_they_are_called_once(mirrored):
+    """Callbacks run on the host; on two replicas the calls are the same."""
+    here, there = Record(), Record()
+    train(make([here]), epochs=1)
+    train(make([there], strategy=mirrored(2)), epochs=1)
+
+    assert [call[:2] for call in there.calls] == [call[:2] for call in here.calls]
+
+
+class HalveAndStop(keras.callbacks.Callback):
+    """Halves the learning rate after each epoch, and stops after two."""
+
+    def __init__(self):
+        """Has seen no epoch."""
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Acts through the model, as Keras's guide says."""
+        self.seen.append(epoch)
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) / 2
+        if epoch == 1:
+            self.model.stop_training = True
+
+
+def test_a_callback_acts_through_the_model():
+    """A learning rate that it assigns takes effect, `stop_training` ends the run, and the model
+    has no optimizer afterwards.
+    """
+    trainer = make([HalveAndStop()])
+    summary = train(trainer, epochs=5)
+
+    assert summary.step == 8
+    assert summary.history["learning_rate"].tolist() == [0.5, 0.25]
+    assert float(trainer.optimizer.learning_rate) == 0.125
+    assert not hasattr(trainer.model, "optimizer") or trainer.model.optimizer is None
+
+
+def test_a_resumed_run_goes_on_with_what_they_remember(tmp_path):
+    """A run that was interrupted within an epoch ends like one without interruption: means of the
+    epoch, history, counts and files.
+    """
+
+    def callbacks(name):
+        return [
+            keras.callbacks.History(),
+            keras.callbacks.EarlyStopping(patience=2, min_delta=9.0),
+            keras.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
+        ]
+
+    whole, first, second = callbacks("whole"), callbacks("parts"), callbacks("parts")
+    train(make(whole), epochs=4)
+    line = make(first, model_dir=tmp_path / "run")
+    line.train(dataset(), steps=6, eval_data=dataset())
+    train(make(second, model_dir=tmp_path / "run"), epochs=4)
+
+    assert second[0].epoch == whole[0].epoch
+    assert second[0].history["loss"] == pytest.approx(whole[0].history["loss"])
+    assert second[0].history["val_loss"] == pytest.approx(whole[0].history["val_loss"])
+    assert (second[1].wait, second[1].stopped_epoch) == (whole[1].wait, whole[1].stopped_epoch)
+    epochs = [row["epoch"] for row in csv.DictReader((tmp_path / "parts.csv").open())]
+    assert epochs == [str(epoch) for epoch in whole[0].epoch]
+
+
+class Run(NamedTuple):
+    """A finished run."""
+
+    trainer: Trainer
+    callback: keras.callbacks.Callback
+    folder: pathlib.Path
+
+
+def history(run):
+    """The history has the epochs."""
+    assert run.callback.epoch == [0, 1, 2]
+    assert sorted(run.callback.history) == ["error", "loss", "val_error", "val_loss"]
+
+
+def csv_file(run):
+    """The file has a line for each epoch."""
+    [path] = run.folder.glob("*.csv")
+    assert [row["epoch"] for row in csv.DictReader(path.open())] == ["0", "1", "2"]
+
+
+def models(run):
+    """The saved model is the trainer's."""
+    [path] = run.folder.glob("*.keras")
+    saved = keras.models.load_model(path)
+    np.testing.assert_array_equal(saved.get_weights()[0], run.trainer.model.get_weights()[0])
+
+
+def event_files(run):
+    """There are files of training and validation."""
+    assert {path.parent.name for path in run.folder.rglob("events*")} == {"train", "validation"}
+
+
+def rate(expected):
+    """The optimizer has this learning rate at the end."""
+
+    def check(run):
+        assert float(run.trainer.optimizer.learning_rate) == pytest.approx(expected)
+
+    return check
+
+
+def nothing(run):
+    """The run was not disturbed."""
+    assert run.trainer.totals.applied == 12
+
+
+def stopped(run):
+    """The run ended after the second epoch."""
+    assert run.trainer.totals.applied == 8
+
+
+def cannot(name, why):
+    """The text with which a callback is refused."""
+    return f"`callbacks` must not hold keras.callbacks.{name}; got one. {why}"
+
+
+# For each public class of keras.callbacks: how to make one, and what it did, or why it is refused.
+CLASSES = {
+    "BackupAndRestore": (
+        keras.callbacks.BackupAndRestore,
+        "The trainer saves and resumes runs itself, with the loss scale and the position in the "
+        "data, which it would not. Pass model_dir= and checkpoint_interval= to Trainer.",
+    ),
+    "CSVLogger": (lambda folder: keras.callbacks.CSVLogger(folder / "log.csv"), csv_file),
+    "Callback": (lambda _: keras.callbacks.Callback(), nothing),
+    "CallbackList": (
+        lambda _: keras.callbacks.CallbackList([]),
+        "KerasCallbacks makes such a list itself. Pass the callbacks that are in it.",
+    ),
+    "EarlyStopping": (
+        lambda _: keras.callbacks.EarlyStopping(patience=1, min_delta=9.0),
+        stopped,
+    ),
+    "History": (lambda _: keras.callbacks.History(), history),
+    "LambdaCallback": (
+        lambda folder: keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, _: (
+                (folder / "log.csv")
+                .open("a")
+                .write(f"{'' if epoch else 'epoch' + chr(10)}{epoch}\n")
+            )
+        ),
+        csv_file,
+    ),
+    "LearningRateScheduler": (
+        lambda _: keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2),
+        rate(0.0625),
+    ),
+    "ModelCheckpoint": (
+        lambda folder: keras.callbacks.ModelCheckpoint(folder / "model.keras"),
+        models,
+    ),
+    "OrbaxCheckpoint": (
+        lambda _: keras.callbacks.OrbaxCheckpoint.__new__(keras.callbacks.OrbaxCheckpoint),
+        "It saves the state of a compiled model, and the trainer does not compile. Pass model_dir= "
+        "and checkpoint_interval= to Trainer, or use ModelCheckpoint.",
+    ),
+    "ProgbarLogger": (lambda _: keras.callbacks.ProgbarLogger(), nothing),
+    "ReduceLROnPlateau": (
+        lambda _: keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=9.0),
+        rate(0.005),
+    ),
+    "RemoteMonitor": (lambda _: keras.callbacks.RemoteMonitor("http://localhost:9"), nothing),
+    "SwapEMAWeights": (
+        lambda _: keras.callbacks.SwapEMAWeights(),
+        "The trainer evaluates and exports with the average by itself, and the average would be "
+        "swapped twice. Leave it out; trainer.evaluate(data, averaged=False) uses the weights "
+        "themselves.",
+    ),
+    "TensorBoard": (
+        lambda folder: keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=2),
+        event_files,
+    ),
+    "TerminateOnNaN": (
+        lambda _: keras.callbacks.TerminateOnNaN(),
+        "A step whose loss or gradient is inf or NaN is skipped, so the logs have no NaN to "
+        'terminate on. Pass on_nonfinite_loss="raise" to Trainer.',
+    ),
+}
+
+
+def test_every_class_of_keras_is_known():
+    """A class that a new version of Keras adds needs a line in the table."""
+    found = {name for name, value in vars(keras.callbacks).items() if inspect.isclass(value)}
+
+    assert found == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # RemoteMonitor finds no server
+def test_a_class_of_keras_works_or_is_refused(name, tmp_path):
+    """It does its work, or is refused when it is passed, by an error that names the way out."""
+    make_callback, expected = CLASSES[name]
+    if name == "TensorBoard":
+        pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    callback = make_callback(tmp_path)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=name) as error:
+            KerasCallbacks([callback])
+        assert str(error.value) == cannot(name, expected)
+        return
+    trainer = make([callback], steps_per_loop=4, jit_compile=False)
+    train(trainer)
+    expected(Run(trainer, callback, tmp_path))
+
+
+class Batches(keras.callbacks.Callback):
+    """A callback for the batches of evaluations."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        """Would never be called."""
+
+
+def test_what_could_never_work_is_an_error():
+    """A wrong type, a hook that would never be called, a schedule, and a number that the run does
+    not have are refused before the first step.
+    """
+    with pytest.raises(TypeError) as error:
+        KerasCallbacks([print])
+    assert str(error.value) == (
+        "`callbacks` must be a list of keras.callbacks.Callback; got builtin_function_or_method. "
+        "KerasCallbacks calls the methods of Keras's callbacks. Pass "
+        "[keras.callbacks.CSVLogger('log.csv')], for example; a trainer.Callback belongs into "
+        "callbacks= of Trainer itself."
+    )
+    with pytest.raises(ValueError, match="on_test_batch_end") as error:
+        KerasCallbacks([Batches()])
+    assert str(error.value) == (
+        "`callbacks` must not hold a callback with on_test_batch_end; got Batches. An evaluation is "
+        "one graph call, so the method would never be called. Use on_test_begin and on_test_end "
+        "instead."
+    )
+    with pytest.raises(ValueError, match="val_eror") as error:
+        train(make([keras.callbacks.EarlyStopping("val_eror", mode="min")]))
+    assert str(error.value) == (
+        "`monitor` must be a number of the run; got 'val_eror' in KerasCallbacks. The callback "
+        "would never do anything. Did you mean 'val_error'?"
+    )
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    line = Trainer(
+        model=linear_model,
+        optimizer=lambda: keras.optimizers.SGD(schedule),
+        loss_fn="mse",
+        verbose=False,
+        callbacks=[KerasCallbacks([keras.callbacks.LearningRateScheduler(print)])],
+    )
+    with pytest.raises(ValueError, match="schedule") as error:
+        line.train(BATCHES, 1, global_batch=8)
+    assert str(error.value) == (
+        "`callbacks` must not hold keras.callbacks.LearningRateScheduler if a schedule decides the "
+        "learning rate; got ExponentialDecay. The optimizer has no number to set. Make the "
+        "optimizer with a number, or leave the callback out."
+    )

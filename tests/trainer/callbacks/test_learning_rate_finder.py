@@ -1,0 +1,55 @@
+"""Finds a learning rate by a short run in which it grows."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from helpers import linear_model
+
+from trainer import Trainer
+from trainer.callbacks import find_learning_rate
+
+X = np.ones([4, 1], np.float32)
+
+
+def make(**settings):
+    """A trainer whose loss is (weight - 3) ** 2: SGD diverges at rates above 1."""
+    return Trainer(
+        model=linear_model, optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", **settings
+    )
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_the_suggestion_is_below_the_rate_that_diverges(precision):
+    """The loss falls at the suggested rate, and the search ends soon after it has grown."""
+    one = functools.partial(make, precision=precision, jit_compile=False)
+    found = find_learning_rate(one, (X, 3 * X), global_batch=4, max_lr=100.0, steps=60)
+
+    assert 0.01 < found.suggestion < 1.0
+    assert 1.0 < found.rates[-1] < 100.0
+    assert np.all(np.diff(found.rates) > 0)
+    assert len(found.losses) == len(found.rates)
+
+
+def test_what_cannot_be_searched_is_an_error():
+    """The arguments are checked before anything is trained."""
+    with pytest.raises(TypeError) as error:
+        find_learning_rate(make(verbose=False), (X, X))
+    assert str(error.value) == (
+        "`make` must be a function; got Trainer. The search needs a new trainer, whose weights it "
+        "may spoil. Pass functools.partial(Trainer, model=..., ...) with functions that make the "
+        "model and the optimizer."
+    )
+    with pytest.raises(ValueError, match="min_lr") as error:
+        find_learning_rate(make, (X, X), min_lr=1.0)
+    assert str(error.value) == (
+        "`min_lr` must be positive and below `max_lr`; got min_lr=1.0, max_lr=1.0. The learning "
+        "rate grows from one to the other. Pass 1e-6 and 1.0, for example."
+    )
+    with pytest.raises(ValueError, match="steps") as error:
+        find_learning_rate(make, (X, X), global_batch=4, steps=3)
+    assert str(error.value) == (
+        "`steps` must be enough to see the loss fall; got 3, of which 3 could be applied before the "
+        "loss was too high. Pass more steps, or a lower min_lr."
+    )

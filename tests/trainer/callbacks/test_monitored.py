@@ -1,0 +1,53 @@
+"""Callbacks that follow one number: its name, which value is best, and whether the run has it."""
+
+import math
+
+import pytest
+from helpers import Linear, slopes
+
+from trainer.callbacks import EarlyStopping
+from trainer.callbacks.monitored import Monitored
+
+
+def test_the_best_value():
+    """Lower or higher by more than `min_delta`, and never NaN."""
+    lowest, highest = Monitored(min_delta=0.5), Monitored("val_accuracy")
+    for step, value in enumerate([math.nan, 3.0, 2.5, 2.25, math.nan]):
+        lowest.took_best(step, value)
+        highest.took_best(step, value)
+
+    assert (lowest.best, lowest.best_step) == (2.25, 3)
+    assert (highest.best, highest.best_step) == (3.0, 1)
+
+
+def test_a_name_that_says_nothing_needs_a_mode():
+    """Whether low or high is best is not guessed."""
+    with pytest.raises(ValueError, match="mode") as error:
+        EarlyStopping("val_score")
+    assert str(error.value) == (
+        '`mode` must be "min" or "max" for \'val_score\'; got "auto". The name does not say '
+        'whether the lowest or the highest value is best. Pass mode="max" if higher is better.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("monitor", "arguments", "remedy"),
+    [
+        ("val_los", {"eval_data": slopes(1.0)}, "Did you mean 'val_loss'?"),
+        (
+            "val_loss",
+            {},
+            "Pass eval_data= to train, or monitor a number of the log such as 'loss'.",
+        ),
+    ],
+)
+def test_a_number_that_the_run_does_not_have_is_an_error(monitor, arguments, remedy):
+    """It is found before the first step, and not by a run that never stops."""
+    line = Linear(callbacks=[EarlyStopping(monitor, mode="min")], verbose=False)
+
+    with pytest.raises(ValueError, match="monitor") as error:
+        line.train(slopes(1.0), 1, global_batch=1, **arguments)
+    assert str(error.value) == (
+        f"`monitor` must be a number of the run; got {monitor!r} in EarlyStopping. The callback "
+        f"would never do anything. {remedy}"
+    )

@@ -1,0 +1,58 @@
+"""ReduceLROnPlateau: a smaller learning rate when a number no longer improves."""
+
+import keras
+import pytest
+from helpers import Linear, slopes
+
+from trainer.callbacks import ReduceLROnPlateau
+
+FLAT = slopes(0.0)  # the loss is 0 in every step, and the weight does not move
+
+
+def test_the_rate_falls_as_with_keras(tmp_path):
+    """After `patience` values without improvement, again after the cooldown, and not below the
+    minimum; a resumed run has the same rates.
+    """
+
+    def run(*targets, folder=None):
+        for target in targets:
+            plateau = ReduceLROnPlateau(factor=0.5, patience=2, cooldown=1, min_lr=0.2)
+            line = Linear(callbacks=[plateau], model_dir=folder, log_interval=1, verbose=False)
+            summary = line.train(FLAT, target, global_batch=1, eval_data=FLAT, eval_interval=1)
+        return summary.history["learning_rate"].tolist(), plateau.state_dict()
+
+    whole = run(12)
+
+    # The best is the first of the values. Each value that is counted comes after a step.
+    expected = [1.0] * 3 + [0.5] * 2 + [0.25] * 2 + [0.2] * 5
+    assert whole[0] == pytest.approx(expected)
+    assert run(4, 12, folder=tmp_path) == whole
+
+
+def test_a_schedule_is_refused():
+    """A schedule would overrule the reduction."""
+    line = Linear(
+        callbacks=[ReduceLROnPlateau("loss")],
+        optimizer=None,
+        verbose=False,
+    )
+    line.build_optimizer = lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    )
+    with pytest.raises(ValueError, match="ReduceLROnPlateau") as error:
+        line.train(FLAT, 1, global_batch=1)
+    assert str(error.value) == (
+        "`optimizer` must have a number as its learning rate with ReduceLROnPlateau; got "
+        "ExponentialDecay. The schedule decides the learning rate, so a reduction would have no "
+        "effect. Make the optimizer with a number, or leave the callback out."
+    )
+
+
+def test_arguments_are_checked():
+    """A factor of 1 would reduce nothing."""
+    with pytest.raises(ValueError, match="factor") as error:
+        ReduceLROnPlateau(factor=1)
+    assert str(error.value) == (
+        "`factor` must be between 0 and 1; got 1. The learning rate is multiplied by it. Pass 0.1 "
+        "for a tenth."
+    )

@@ -1,0 +1,39 @@
+"""Timer: ends a run after a given time."""
+
+import pytest
+from helpers import Linear, slopes
+
+from trainer.callbacks import Timer
+
+
+def test_time_counts_over_resumes(monkeypatch, tmp_path):
+    """The run ends after the loop in which its time is over; the time of the process before
+    counts, and that between the two does not.
+    """
+    now = [100.0]
+
+    def passing():
+        now[0] += 4.0
+        return now[0]
+
+    monkeypatch.setattr("trainer.callbacks.timer.time.monotonic", passing)
+
+    def run(steps):
+        now[0] += 1000.0
+        timer = Timer(15)
+        line = Linear(callbacks=[timer], model_dir=tmp_path, steps_per_loop=1, verbose=False)
+        return line.train(slopes(1.0), steps, global_batch=1).step, timer.elapsed
+
+    assert run(1) == (1, 8.0)  # two looks, of 4 seconds each
+    assert run(9) == (2, 16.0)
+
+
+@pytest.mark.parametrize("duration", [0, "1h", None])
+def test_a_duration_is_positive(duration):
+    """Anything but a positive number or a timedelta is refused."""
+    with pytest.raises(ValueError, match="duration") as error:
+        Timer(duration)
+    assert str(error.value) == (
+        f"`duration` must be a positive number or datetime.timedelta; got {duration!r}. The run "
+        "ends after that time. Pass 3600 for an hour."
+    )

@@ -1,0 +1,265 @@
+"""`KerasCallbacks`: runs callbacks of Keras with the calls and the logs that they expect."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+from trainer.base.keras_private import learning_rate_setting
+from trainer.callbacks.keras_refused import (
+    check_keras_callbacks,
+    check_model_and_optimizer,
+    overrides,
+)
+from trainer.monitor.callback import Callback
+
+BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+# Attributes of Keras's callbacks that are not what they remember. `min_delta` changes its sign when
+# the first value is compared.
+NOT_REMEMBERED = ("_model", "params", "model", "validation_data", "min_delta")
+
+
+class KerasCallbacks(Callback):
+    """Runs Keras's own callbacks and users' subclasses of `keras.callbacks.Callback`.
+
+    They get the calls of `fit`: `set_params` and `set_model`, then `on_train_begin`,
+    `on_epoch_begin`, `on_train_batch_begin` and `on_train_batch_end`, `on_test_begin` and
+    `on_test_end`, `on_epoch_end` and `on_train_end`, with epochs counted from 0. Logs have Keras's
+    names: "loss" and the metrics, means over the epoch, and the same with "val_" if an evaluation
+    took place at the end of that epoch. The losses are those of the trainer: without
+    `model.losses`, and over applied steps.
+
+    With KerasCallbacks, log lines end where epochs end and `log_interval` has no effect;
+    `eval_interval=None` evaluates after each epoch. `on_train_batch_begin` and `on_train_batch_end`
+    are called once per inner loop, as with Keras's `steps_per_execution`: for each batch, pass
+    steps_per_loop=1. While `train` runs, `model.optimizer` is the trainer's optimizer, a learning
+    rate that is assigned takes effect, and `model.stop_training = True` ends the run.
+
+    Checkpoints save what the callbacks remember: those of their attributes that training has
+    changed and that are numbers, strings, arrays, or lists and dicts of these. A resumed run, and a
+    later call of `train`, go on with them.
+
+    Args:
+        callbacks: a list of `keras.callbacks.Callback`. BackupAndRestore, OrbaxCheckpoint,
+            SwapEMAWeights, TerminateOnNaN and CallbackList cannot work here and are refused.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from trainer import Trainer
+        >>> from trainer.callbacks import KerasCallbacks
+        >>> history = keras.callbacks.History()
+        >>> x = np.ones([8, 1], np.float32)
+        >>> line = Trainer(
+        ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        ...     optimizer="sgd", loss_fn="mse", verbose=False,
+        ...     callbacks=[KerasCallbacks([history])])
+        >>> summary = line.train((x, x), epochs=3, global_batch=4, eval_data=(x, x))
+        >>> history.epoch, sorted(history.history)
+        ([0, 1, 2], ['loss', 'val_loss'])
+    """
+
+    per_epoch = True
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Checks and stores the callbacks."""
+        check_keras_callbacks(callbacks)
+        self.callbacks = list(callbacks)
+        self.wants_reports = any(
+            overrides(callback, hook) for callback in self.callbacks for hook in BATCH_HOOKS
+        )
+        self._as_made = [dict(remembered(callback)) for callback in self.callbacks]
+        self._loaded: dict[str, Any] | None = None  # a state that waits for on_train_begin
+        self._begun = self._stopped = False
+        self._list: Any = None  # a `keras.callbacks.CallbackList`
+        self._steps_per_epoch, self._target = 1, 0
+        self._forget_epoch()
+
+    def _forget_epoch(self) -> None:
+        """Begins the means of an epoch."""
+        self._loss_sum = self._weight_sum = 0.0
+        self._metrics: dict[str, float] = {}
+        self._results: dict[str, float] = {}
+
+    @property
+    def _loss(self) -> float:
+        """The mean loss of the epoch so far; NaN if no step was applied."""
+        return self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
+
+    def monitored(self) -> Sequence[str]:
+        """Returns the names that the callbacks monitor."""
+        found = [getattr(callback, "monitor", None) for callback in self.callbacks]
+        saves_all = [
+            isinstance(callback, keras.callbacks.ModelCheckpoint) and not callback.save_best_only
+            for callback in self.callbacks
+        ]
+        pairs = zip(found, saves_all, strict=True)
+        return [name for name, unused in pairs if isinstance(name, str) and not unused]
+
+    def set_run(self, steps_per_epoch: int | None, target: int) -> None:
+        """Notes the length of an epoch, which `train` has checked."""
+        self._steps_per_epoch, self._target = steps_per_epoch or 1, target
+
+    def on_train_begin(self) -> None:
+        """Gives the callbacks the model, and puts back what they remember of the run so far."""
+        trainer = self.trainer
+        model, optimizer = trainer.model, trainer.optimizer
+        several = isinstance(optimizer, dict)
+        rate = None if several else learning_rate_setting(optimizer)
+        check_model_and_optimizer(self.callbacks, model, optimizer, rate)
+        state = self._loaded or (self.state_dict() if self._begun else None)
+        for callback in self.callbacks if state else ():
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # it would begin its file anew
+        # Not by assignment: Keras and TensorFlow would track the optimizer as a part of the model.
+        object.__setattr__(model, "stop_training", False)
+        if not several:
+            object.__setattr__(model, "optimizer", optimizer)
+        self._list = keras.callbacks.CallbackList(
+            self.callbacks,
+            model=model,
+            verbose=1,
+            epochs=-(-self._target // self._steps_per_epoch),
+            steps=self._steps_per_epoch,
+        )
+        self._call("on_train_begin")
+        self._begun, self._loaded = True, None
+        if state:
+            self._put_back(state)
+        if self._stopped:
+            logging.warning(
+                "A Keras callback has set model.stop_training before, which has ended this run. To "
+                "go on, leave that callback out."
+            )
+            trainer.stop()
+
+    def on_loop_begin(self, step: int) -> None:
+        """Begins an epoch where one begins, and a batch."""
+        epoch, batch = divmod(step, self._steps_per_epoch)
+        if batch == 0:
+            self._forget_epoch()
+            self._call("on_epoch_begin", epoch)
+        if self.wants_reports:
+            self._call("on_train_batch_begin", batch)
+
+    def take_reports(self, steps: Any) -> None:
+        """Adds steps to the mean of the epoch, and ends a batch."""
+        applied = np.asarray(steps.grads_finite)
+        weights = np.asarray(steps.weight, np.float64)[applied]
+        self._loss_sum += float(np.sum(np.asarray(steps.loss, np.float64)[applied] * weights))
+        self._weight_sum += float(np.sum(weights))
+        if self.wants_reports and self._list:
+            metrics = self.trainer.metrics.items()
+            logs = {name: float(metric.result()) for name, metric in metrics}
+            last = int(steps.step[-1] - 1) % self._steps_per_epoch
+            self._call("on_train_batch_end", last, {"loss": self._loss} | logs)
+
+    def on_log(self, step: int, values: dict[str, float]) -> None:
+        """Notes the metrics of the epoch."""
+        del step
+        self._metrics = {name: values[name] for name in self.trainer.metrics}
+
+    def on_evaluate_begin(self, step: int) -> None:
+        """Begins a test."""
+        del step
+        self._call("on_test_begin")
+
+    def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
+        """Ends a test, and notes its results for the end of the epoch."""
+        del step
+        self._results = {f"val_{name}": value for name, value in results.items()}
+        self._call("on_test_end", dict(results))
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """Ends an epoch."""
+        logs = {"loss": self._loss} | self._metrics | self._results
+        self._call("on_epoch_end", epoch - 1, logs)
+
+    def on_train_end(self, summary: Any) -> None:
+        """Ends the run, and takes the optimizer off the model."""
+        del summary
+        self._call("on_train_end", {"loss": self._loss} | self._metrics | self._results)
+        vars(self.trainer.model).pop("optimizer", None)
+        self._list = None
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Calls a method of all callbacks, and ends the run if one of them asks for it."""
+        getattr(self._list, hook)(*arguments)
+        if self.trainer.model.stop_training and not self._stopped:
+            self._stopped = True
+            self.trainer.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the callbacks remember, and the means of an epoch that has begun."""
+        states = {
+            key: {
+                name: value
+                for name, value in remembered(callback).items()
+                if name not in made or not same(made[name], value)
+            }
+            for (key, callback), made in zip(self._keyed(), self._as_made, strict=True)
+        }
+        sums = [self._loss_sum, self._weight_sum]
+        return {"callbacks": states, "sums": sums, "stopped": self._stopped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, at once or after `on_train_begin`."""
+        if self._list:
+            self._put_back(state)
+        else:
+            self._loaded = state
+
+    def _put_back(self, state: dict[str, Any]) -> None:
+        """Sets the attributes of callbacks to what `state_dict` returned."""
+        for key, callback in self._keyed():
+            for name, value in state["callbacks"].get(key, {}).items():
+                setattr(callback, name, value)
+        self._loss_sum, self._weight_sum = state["sums"]
+        self._stopped = state["stopped"]
+
+    def _keyed(self) -> list[tuple[str, keras.callbacks.Callback]]:
+        """Returns each callback with the name under which its state is saved."""
+        names = [type(callback).__name__ for callback in self.callbacks]
+        return [
+            (f"{name}_{names[:place].count(name) + 1}", callback)
+            for place, (name, callback) in enumerate(zip(names, self.callbacks, strict=True))
+        ]
+
+
+def remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """Returns the attributes of a callback that a checkpoint can hold."""
+    return {
+        name: copied(value)
+        for name, value in vars(callback).items()
+        if name not in NOT_REMEMBERED and is_plain(value)
+    }
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a checkpoint can hold a value: JSON types and NumPy arrays."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype != object
+    return isinstance(value, (str, int, float, type(None), np.number, np.bool_))
+
+
+def copied(value: Any) -> Any:
+    """Returns a copy of a plain value, which later changes of the value leave alone."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copied(item) for item in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two plain values are equal. Arrays never are, and neither is NaN."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and not isinstance(one, np.ndarray) and bool(one == other)

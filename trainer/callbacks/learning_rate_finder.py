@@ -1,0 +1,128 @@
+"""Finds a learning rate: a short run in which it grows, as in Smith, 2017 (arXiv:1506.01186)."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from scaling.base.argument_checks import is_number
+from trainer.base.argument_checks import check_count
+from trainer.callbacks.weights import optimizers_of
+from trainer.monitor.callback import Callback
+from trainer.monitor.stuck import TrainingStuckError
+
+SMOOTHING = 0.9  # momentum of the moving average of losses
+TOO_HIGH = 4.0  # a loss that is this many times the best one ends the search
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRates:
+    """What `find_learning_rate` has found."""
+
+    rates: np.ndarray  # shape (steps,), float64: the learning rate of each applied step
+    losses: np.ndarray  # shape (steps,), float64: the loss before that step, smoothed
+    suggestion: float  # where the loss falls most steeply over the logarithm of the rate
+
+
+class Sweep(Callback):
+    """Sets a learning rate that grows from step to step, and notes the losses.
+
+    Args:
+        rates: shape (steps,): the learning rates.
+    """
+
+    wants_reports = True
+
+    def __init__(self, rates: np.ndarray) -> None:
+        """Has no losses yet."""
+        self.rates = rates
+        self.used: list[float] = []
+        self.losses: list[float] = []
+        self._mean = 0.0
+
+    def on_loop_begin(self, step: int) -> None:
+        """Sets the learning rate of the next step."""
+        for optimizer in optimizers_of(self.trainer):
+            optimizer.learning_rate = float(self.rates[step])
+
+    def take_reports(self, steps: Any) -> None:
+        """Notes the loss of a step that was applied, and ends the run if it is too high."""
+        if not steps.grads_finite[-1]:
+            return
+        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * float(steps.loss[-1])
+        self.used.append(float(self.rates[int(steps.step[-1]) - 1]))
+        self.losses.append(self._mean / (1 - SMOOTHING ** (len(self.losses) + 1)))
+        best = min(self.losses)
+        if self.losses[-1] > best + (TOO_HIGH - 1) * abs(best):
+            self.trainer.stop()
+
+
+def find_learning_rate(
+    make: Callable[..., Any],
+    data: Any,
+    *,
+    global_batch: int | None = None,
+    min_lr: float = 1e-6,
+    max_lr: float = 1.0,
+    steps: int = 100,
+) -> LearningRates:
+    """Suggests a learning rate, from a short run in which it grows exponentially.
+
+    The run is that of a new trainer, whose weights are of no use afterwards. It ends early when
+    the loss is far above its best. Skipped steps are left out.
+
+    Args:
+        make: a function that returns a new trainer and passes its keyword arguments on to it: the
+            class of a trainer, or `functools.partial(Trainer, ...)` with functions as `model` and
+            `optimizer`. The optimizer's learning rate must be a number.
+        data: as `train_data` of `Trainer.train`.
+        global_batch: the batch size, if `data` is arrays.
+        min_lr: the learning rate of the first step.
+        max_lr: the learning rate of the last step.
+        steps: the number of steps.
+
+    Raises:
+        TypeError: if `make` is not a function.
+        ValueError: if the learning rates are not positive and growing; if too few steps could be
+            applied.
+
+    Example:
+        >>> import functools, keras, numpy as np
+        >>> from trainer import Trainer
+        >>> make = functools.partial(
+        ...     Trainer, optimizer="sgd", loss_fn="mse",
+        ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]))
+        >>> x = np.ones([8, 1], np.float32)
+        >>> found = find_learning_rate(make, (x, 3 * x), global_batch=8, steps=50)
+        >>> 0.001 < found.suggestion < 1.0
+        True
+    """
+    if not callable(make):
+        raise TypeError(
+            f"`make` must be a function; got {type(make).__name__}. The search needs a new "
+            "trainer, whose weights it may spoil. Pass functools.partial(Trainer, model=..., ...) "
+            "with functions that make the model and the optimizer."
+        )
+    if not (is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr < math.inf):
+        raise ValueError(
+            f"`min_lr` must be positive and below `max_lr`; got min_lr={min_lr!r}, "
+            f"max_lr={max_lr!r}. The learning rate grows from one to the other. Pass 1e-6 and 1.0, "
+            "for example."
+        )
+    check_count("steps", steps)
+    sweep = Sweep(np.geomspace(min_lr, max_lr, steps))
+    settings = {"callbacks": [sweep], "steps_per_loop": 1, "log_interval": steps, "verbose": False}
+    trainer = make(**settings)
+    with contextlib.suppress(TrainingStuckError):  # the last learning rates were far too high
+        trainer.train(data, steps, global_batch=global_batch)
+    losses, rates = np.array(sweep.losses), np.array(sweep.used)
+    if len(losses) < 5:  # fewer have no slope that is worth a name
+        raise ValueError(
+            f"`steps` must be enough to see the loss fall; got {steps}, of which {len(losses)} "
+            "could be applied before the loss was too high. Pass more steps, or a lower min_lr."
+        )
+    slopes = np.gradient(losses, np.log(rates))
+    return LearningRates(rates, losses, float(rates[np.argmin(slopes)]))

@@ -1,0 +1,104 @@
+"""`ReduceLROnPlateau`: a smaller learning rate when the monitored number no longer improves."""
+
+from typing import Any
+
+import keras
+
+from scaling.base.argument_checks import is_number
+from trainer.base.argument_checks import check_count, check_nonnegative
+from trainer.base.keras_private import learning_rate_setting
+from trainer.callbacks.monitored import Monitored, check_amount
+from trainer.callbacks.weights import optimizers_of
+
+
+class ReduceLROnPlateau(Monitored):
+    """Multiplies the learning rate by a factor when a number has not improved for a while.
+
+    With several optimizers, each one's learning rate is multiplied. The learning rates themselves
+    are in checkpoints, and so are the counts.
+
+    Args:
+        monitor: as for `EarlyStopping`.
+        factor: what the learning rate is multiplied by, between 0 and 1.
+        patience: after how many values in a row without improvement.
+        mode: as for `EarlyStopping`.
+        min_delta: by how much a value must be better than the best one to count as better.
+        cooldown: how many values after a reduction are not counted.
+        min_lr: the learning rate is not made smaller than this.
+
+    Raises:
+        ValueError: for an argument that is not allowed; and by `train`, if a schedule decides the
+            learning rate.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        """Checks and stores the arguments."""
+        super().__init__(monitor, mode, min_delta)
+        if not (is_number(factor) and 0 < factor < 1):
+            raise ValueError(
+                f"`factor` must be between 0 and 1; got {factor!r}. The learning rate is "
+                "multiplied by it. Pass 0.1 for a tenth."
+            )
+        check_count("patience", patience)
+        check_nonnegative("cooldown", cooldown)
+        check_amount("min_lr", min_lr, "0 sets no bound")
+        self.factor = factor
+        self.patience = patience
+        self.cooldown = cooldown
+        self.min_lr = min_lr
+        self.wait = self.cooldown_counter = 0
+
+    def on_train_begin(self) -> None:
+        """Raises ValueError unless all learning rates are numbers."""
+        for optimizer in optimizers_of(self.trainer):
+            setting = learning_rate_setting(optimizer)
+            if not isinstance(setting, keras.Variable):
+                raise ValueError(
+                    "`optimizer` must have a number as its learning rate with ReduceLROnPlateau; "
+                    f"got {type(setting).__name__}. The schedule decides the learning rate, so a "
+                    "reduction would have no effect. Make the optimizer with a number, or leave "
+                    "the callback out."
+                )
+
+    def on_value(self, step: int, value: float) -> None:
+        """Counts a value, and reduces the learning rates after too many without improvement."""
+        if self.cooldown_counter:
+            self.cooldown_counter -= 1
+            self.wait = 0
+        if self.took_best(step, value):
+            self.wait = 0
+        elif not self.cooldown_counter:
+            self.wait += 1
+            if self.wait >= self.patience and self._reduce():
+                self.wait, self.cooldown_counter = 0, self.cooldown
+
+    def _reduce(self) -> bool:
+        """Reduces the learning rates that are above the minimum; returns whether there are any."""
+        above = [
+            (optimizer, rate)
+            for optimizer in optimizers_of(self.trainer)
+            if (rate := float(optimizer.learning_rate.numpy())) > self.min_lr
+        ]
+        for optimizer, rate in above:
+            optimizer.learning_rate = max(rate * self.factor, self.min_lr)
+        return bool(above)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best value and the counts."""
+        counts = {"wait": self.wait, "cooldown_counter": self.cooldown_counter}
+        return super().state_dict() | counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        super().load_state_dict(state)
+        self.wait, self.cooldown_counter = state["wait"], state["cooldown_counter"]

@@ -1,0 +1,94 @@
+"""Copies of a model's weights in memory, and the callback that keeps the best ones."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from trainer.base.keras_private import averages_of
+from trainer.callbacks.monitored import Monitored
+from trainer.checkpoint.warm_start import weights_of
+from trainer.step.objective import single_optimizers
+from trainer.step.types import Variable
+
+
+def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
+    """Returns all optimizers of a trainer, those in a `MultiOptimizer` one by one."""
+    given = trainer.optimizer
+    outer = given.values() if isinstance(given, dict) else [given]
+    return [one for optimizer in outer for one in single_optimizers(optimizer)]
+
+
+def evaluated_variables(trainer: Any) -> list[Variable]:
+    """Returns the weights of a trainer's model, and the moving averages that it evaluates with."""
+    averages = [one for optimizer in optimizers_of(trainer) for one in averages_of(optimizer)]
+    return [*weights_of(trainer.model), *averages]
+
+
+def read_weights(trainer: Any) -> list[np.ndarray]:
+    """Returns the values of `evaluated_variables`."""
+    return [np.array(variable.numpy()) for variable in evaluated_variables(trainer)]
+
+
+def write_weights(trainer: Any, values: list[np.ndarray]) -> None:
+    """Assigns the values that `read_weights` returned."""
+    with trainer.strategy.scope():
+        for variable, value in zip(evaluated_variables(trainer), values, strict=True):
+            variable.assign(value)
+
+
+class BestWeights(Monitored):
+    """Keeps the weights that had the best value of a number, in memory.
+
+    After `train`, `restore()` puts them into the model. To keep models in files, use the trainer's
+    `keep_best` and `best_metric`.
+
+    Args:
+        monitor: as for `EarlyStopping`.
+        mode: as for `EarlyStopping`.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from trainer import Trainer
+        >>> best = BestWeights("val_loss")
+        >>> x = np.ones([8, 1], np.float32)
+        >>> line = Trainer(
+        ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        ...     optimizer="sgd", loss_fn="mse", verbose=False, callbacks=[best])
+        >>> summary = line.train((x, x), 4, global_batch=8, eval_data=(x, x), eval_interval=2)
+        >>> best.best_step, best.best == summary.best.value
+        (4, True)
+        >>> best.restore()
+    """
+
+    def __init__(self, monitor: str = "val_loss", *, mode: str = "auto") -> None:
+        """Checks and stores the arguments; there are no weights yet."""
+        super().__init__(monitor, mode)
+        self.weights: list[np.ndarray] | None = None
+
+    def on_value(self, step: int, value: float) -> None:
+        """Keeps the weights if the value is the best one so far."""
+        if self.took_best(step, value):
+            self.weights = read_weights(self.trainer)
+
+    def restore(self) -> None:
+        """Puts the best weights into the model.
+
+        Raises:
+            RuntimeError: if there are none yet.
+        """
+        if self.weights is None:
+            raise RuntimeError(
+                f"BestWeights has no weights yet: {self.monitor!r} has had no value that is not "
+                "NaN. Train first, with eval_data= for a result of evaluations."
+            )
+        write_weights(self.trainer, self.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best value, its step and the weights."""
+        return super().state_dict() | {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        super().load_state_dict(state)
+        self.weights = state["weights"]
