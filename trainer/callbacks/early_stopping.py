@@ -93,7 +93,7 @@ class EarlyStopping(Monitored):
         else:
             self.stopped_step = None
 
-    def on_value(self, step: int, value: float) -> None:
+    def take_value(self, step: int, value: float) -> None:
         """Counts a value, and ends the run after too many without improvement."""
         if self.took_best(step, value):
             self.wait = 0

@@ -52,15 +52,15 @@ class Monitored(Callback):
     def on_log(self, step: int, values: dict[str, float]) -> None:
         """Takes the number from a log line, if it is one of those."""
         if self.monitor in values:
-            self.on_value(step, values[self.monitor])
+            self.take_value(step, values[self.monitor])
 
     def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
         """Takes the number from an evaluation, if it is one of those."""
         name = self.monitor.removeprefix(VALIDATION)
         if name != self.monitor and name in results:
-            self.on_value(step, results[name])
+            self.take_value(step, results[name])
 
-    def on_value(self, step: int, value: float) -> None:
+    def take_value(self, step: int, value: float) -> None:
         """Called with each value of the number."""
         self.took_best(step, value)
 

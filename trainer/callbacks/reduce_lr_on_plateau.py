@@ -70,7 +70,7 @@ class ReduceLROnPlateau(Monitored):
                     "the callback out."
                 )
 
-    def on_value(self, step: int, value: float) -> None:
+    def take_value(self, step: int, value: float) -> None:
         """Counts a value, and reduces the learning rates after too many without improvement."""
         if self.cooldown_counter:
             self.cooldown_counter -= 1

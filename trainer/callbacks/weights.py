@@ -66,7 +66,7 @@ class BestWeights(Monitored):
         super().__init__(monitor, mode)
         self.weights: list[np.ndarray] | None = None
 
-    def on_value(self, step: int, value: float) -> None:
+    def take_value(self, step: int, value: float) -> None:
         """Keeps the weights if the value is the best one so far."""
         if self.took_best(step, value):
             self.weights = read_weights(self.trainer)

@@ -60,6 +60,7 @@ FIXED = {
     "style": "verbose",
     "record_gradients": "record_gradients",
     "divergence": "divergence",
+    "callbacks": "callbacks",
 }
 
 # Attributes that a trainer computes, with what to do instead of assigning to them.
