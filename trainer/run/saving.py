@@ -115,14 +115,18 @@ class RunSaver:
             key: split(callback.state_dict(), arrays)
             for key, callback in keys_of(self._trainer.callbacks).items()
         }
-        facts = self.facts() | self.identity() | {
-            "batches_taken": self._position.taken,
-            "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
-            "actions": [action.state() for action in self._trainer.actions],
-            "divergence": self._watch.state() if self._watch else None,
-            "callbacks": states,
-            **facts_of(self._parts.slots, self._trainer),
-        }
+        facts = (
+            self.facts()
+            | self.identity()
+            | {
+                "batches_taken": self._position.taken,
+                "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
+                "actions": [action.state() for action in self._trainer.actions],
+                "divergence": self._watch.state() if self._watch else None,
+                "callbacks": states,
+                **facts_of(self._parts.slots, self._trainer),
+            }
+        )
 
         def write(folder: str) -> None:
             self._position.write(folder)
