@@ -102,7 +102,7 @@ def resolve_mode(monitor: str, mode: str) -> str:
 
 def check_amount(name: str, value: object, zero: str) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
-    if not (is_number(value) and 0 <= value < math.inf):  # type: ignore[operator]  # is a number
+    if not (is_number(value) and 0 <= value < math.inf):
         raise ValueError(
             f"`{name}` must be a number of at least 0; got {value!r}. The value is an amount: "
             f"{zero}. Pass 0.001, for example."

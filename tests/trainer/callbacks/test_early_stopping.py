@@ -1,6 +1,7 @@
 """EarlyStopping: ends a run that no longer improves, and restores the best weights."""
 
 import numpy as np
+import pytest
 from helpers import Linear, copies, slopes
 
 from trainer import Callback
@@ -43,6 +44,7 @@ def test_it_ends_a_run_and_restores_the_best_weights():
     assert line.weight == 0.0
 
 
+@pytest.mark.thorough  # takes seconds
 def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     """Its checkpoint has the counts and the best weights. A run that was stopped stops at once,
     and goes on from the last weights with more patience.
@@ -77,6 +79,7 @@ def test_a_later_call_goes_on_from_the_last_weights():
     assert stopping._last_weights[0].item() == 6.0
 
 
+@pytest.mark.thorough  # takes seconds
 def test_the_best_average_is_restored_too():
     """With `ema_momentum`, evaluations use the average: what is evaluated afterwards is the best."""
     line, stopping = run(9, ema_momentum=0.5, patience=1)
@@ -94,6 +97,7 @@ def test_log_lines_can_be_monitored():
     assert (line.totals.attempted, stopping.best) == (2, None)
 
 
+@pytest.mark.thorough  # takes seconds
 def test_replicas_stop_alike(mirrored):
     """On three replicas the run ends at the same step, with the same weights on each."""
     stopping = EarlyStopping(patience=1, restore_best_weights=True)

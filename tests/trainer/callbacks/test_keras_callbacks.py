@@ -106,6 +106,7 @@ def test_callbacks_get_the_calls_and_logs_of_fit():
     assert with_us.calls == plain(with_keras.calls)
 
 
+@pytest.mark.thorough  # takes seconds
 def test_batch_hooks_come_once_per_loop():
     """With steps_per_loop=2 as with Keras's steps_per_execution=2: after every second batch."""
     record = Record()
@@ -114,6 +115,7 @@ def test_batch_hooks_come_once_per_loop():
     assert [call[1] for call in record.calls if call[0] == "batch_end"] == [1, 3]
 
 
+@pytest.mark.thorough  # takes seconds
 def test_on_replicas_they_are_called_once(mirrored):
     """Callbacks run on the host; on two replicas the calls are the same."""
     here, there = Record(), Record()
@@ -152,6 +154,7 @@ def test_a_callback_acts_through_the_model():
     assert not hasattr(trainer.model, "optimizer") or trainer.model.optimizer is None
 
 
+@pytest.mark.thorough  # takes seconds
 def test_a_resumed_run_goes_on_with_what_they_remember(tmp_path):
     """A run that was interrupted within an epoch ends like one without interruption: means of the
     epoch, history, counts and files.
@@ -312,7 +315,13 @@ def test_every_class_of_keras_is_known():
     assert found == set(CLASSES)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if isinstance(expected, str) else pytest.param(name, marks=pytest.mark.thorough)
+        for name, (_, expected) in CLASSES.items()
+    ],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # RemoteMonitor finds no server
 def test_a_class_of_keras_works_or_is_refused(name, tmp_path):
     """It does its work, or is refused when it is passed, by an error that names the way out."""

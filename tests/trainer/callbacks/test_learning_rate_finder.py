@@ -20,7 +20,9 @@ def make(**settings):
     )
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.parametrize(
+    "precision", ["float32", pytest.param("mixed_float16", marks=pytest.mark.thorough)]
+)
 def test_the_suggestion_is_below_the_rate_that_diverges(precision):
     """The loss falls at the suggested rate, and the search ends soon after it has grown."""
     one = functools.partial(make, precision=precision, jit_compile=False)

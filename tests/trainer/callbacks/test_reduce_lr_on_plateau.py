@@ -9,6 +9,7 @@ from trainer.callbacks import ReduceLROnPlateau
 FLAT = slopes(0.0)  # the loss is 0 in every step, and the weight does not move
 
 
+@pytest.mark.thorough  # takes seconds
 def test_the_rate_falls_as_with_keras(tmp_path):
     """After `patience` values without improvement, again after the cooldown, and not below the
     minimum; a resumed run has the same rates.
