@@ -43,7 +43,7 @@ class EarlyStopping(Monitored):
         >>> x = np.ones([8, 1], np.float32)
         >>> line = Trainer(
         ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
-        ...     optimizer=lambda: keras.optimizers.SGD(0.5), loss_fn="mse", verbose=False,
+        ...     optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False,
         ...     callbacks=[stopping])
         >>> summary = line.train((x, x), 1000, global_batch=8, eval_data=(x, x), eval_interval=1)
         >>> summary.step == stopping.stopped_step < 1000

@@ -262,4 +262,6 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
-    return bool(type(one) is type(other) and not isinstance(one, np.ndarray) and one == other)
+    if type(one) is not type(other) or isinstance(one, np.ndarray):
+        return False
+    return bool(one == other)

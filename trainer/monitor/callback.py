@@ -29,7 +29,7 @@ class Callback:
         >>> x = np.ones([8, 1], np.float32)
         >>> line = Trainer(
         ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
-        ...     optimizer=lambda: keras.optimizers.SGD(0.5), loss_fn="mse", verbose=False,
+        ...     optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False,
         ...     log_interval=1, callbacks=[StopBelow(0.1)])
         >>> line.train((x, x), steps=100, global_batch=8).step < 100
         True
