@@ -259,7 +259,7 @@ def copied(value: Any) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Returns whether two plain values are equal. Arrays never are, and neither is NaN."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return bool(one.keys() == other.keys()) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
     if type(one) is not type(other) or isinstance(one, np.ndarray):
