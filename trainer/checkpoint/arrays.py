@@ -71,5 +71,5 @@ def read_arrays(folder: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns the arrays that `write_arrays` wrote into a folder; none if there is no file."""
     if not (folder / FILE).is_file():
         return {}
-    with np.load(folder / FILE) as found:
+    with np.load(folder / FILE, allow_pickle=False) as found:
         return dict(found)

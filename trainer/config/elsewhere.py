@@ -81,7 +81,6 @@ TRAIN_ARGUMENTS = {
 # What to call instead of a method of this name.
 METHODS = {
     "compile": "Pass optimizer=, loss_fn= and metrics= to Trainer.",
-    "evaluate_continuously": "Call evaluate() again: it looks for a newer checkpoint each time.",
     "fit": "Call train((x, y), epochs=5, global_batch=64).",
     "get_weights": "Call model.get_weights().",
     "load_from_checkpoint": "Pass model_dir= or init_from=, or call evaluate().",
