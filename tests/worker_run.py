@@ -1,7 +1,7 @@
 """The program that each worker of a test job runs: python worker_run.py OUT KIND --steps=6 ...
 
-KIND is `plain` or `noisy`, or both in turn. `plain` is SGD in float32, to be compared with a single
-process that has the whole batch. `noisy` is float16 with BatchNorm, Dropout and a moving average;
+KIND is `plain`, `coupled` or `noisy`, or several in turn. `plain` is SGD in float32, to be compared with
+a single process that has the whole batch; `coupled` is the same with a loss of all pairs of examples. `noisy` is float16 with BatchNorm, Dropout and a moving average;
 in step 3 only the last replica of the job overflows. After every inner loop each process writes a
 line to `OUT/KIND-INDEX.jsonl` with a digest of all its variables, the loss scale, the number of
 applied steps and the weights.
@@ -58,10 +58,12 @@ class Counted(keras.layers.Layer):
 class WorkerRun(Trainer):
     """Writes a line on the state of this process after every inner loop."""
 
-    def __init__(self, out, noisy, **arguments):
-        """Stores where to write, and whether the run is `noisy`."""
-        super().__init__(**arguments)
-        self.out, self.noisy, self.pause = out, noisy, 0.0
+    def __init__(self, out, kind, **arguments):
+        """Stores where to write, and what kind of run it is."""
+        self.noisy, self.coupled = kind == "noisy", kind == "coupled"
+        reduction = "global" if self.coupled else "mean"
+        super().__init__(loss_reduction=reduction, **arguments)
+        self.out, self.pause = out, 0.0
 
     def build_model(self):
         """Two dense layers; a noisy run has layers with state and randomness in between."""
@@ -82,6 +84,9 @@ class WorkerRun(Trainer):
         """
         x, y = batch
         predictions = tf.cast(self.model(x, training=training), tf.float32)
+        if self.coupled:  # errors of the differences between all pairs
+            errors = self.all_gather(predictions - tf.minimum(y, 1.0))
+            return tf.reduce_mean(tf.square(errors - 0.5 * tf.transpose(errors)))
         loss = tf.square(predictions - tf.minimum(y, 1.0)) * (tf.abs(y) if self.noisy else 1.0)
         return loss[:, 0]
 
@@ -110,11 +115,11 @@ class WorkerRun(Trainer):
 
 
 def make(out, kind, strategy, growth_interval=2000, **arguments):
-    """Returns the trainer of a run; `kind` is "plain" or "noisy"."""
+    """Returns the trainer of a run."""
     noisy = kind == "noisy"
     return WorkerRun(
         out,
-        noisy,
+        kind,
         strategy=strategy,
         precision="mixed_float16" if noisy else "float32",
         loss_scale=scaling.DynamicLossScale(2.0**8, growth_interval) if noisy else None,

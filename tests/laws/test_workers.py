@@ -25,17 +25,17 @@ def lines(out, kind, index):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def undisturbed(request, tmp_path_factory):
-    """A plain and a noisy run; returns the number of workers and the folder of their output."""
+    """A run of each kind; returns the number of workers and the folder of their output."""
     count = request.param
     out = tmp_path_factory.mktemp("undisturbed")
     with jobs.workers(
-        out, count, "worker_run.py", out, "plain", "noisy", f"--steps={STEPS}"
+        out, count, "worker_run.py", out, "plain", "coupled", "noisy", f"--steps={STEPS}"
     ) as job:
         assert job.wait(240) == [0] * count, job.output()
     return count, out
 
 
-@pytest.mark.parametrize("kind", ["plain", "noisy"])
+@pytest.mark.parametrize("kind", ["plain", "coupled", "noisy"])
 def test_all_workers_have_the_same_bits_after_every_step(undisturbed, kind):
     """Every copy of the weights, BatchNorm's statistics, slots, averages, loss scale and counts has
     the same bits on all workers after every step.
@@ -62,16 +62,19 @@ def test_an_overflow_on_the_last_worker_skips_on_all(undisturbed):
         assert [line["scale"] for line in (before, planted)] == [256.0, 128.0]
 
 
-def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path):
-    """L8: one process with the whole batch has the same weights after every step, to 1e-6 (SGD)."""
+@pytest.mark.parametrize("kind", ["plain", "coupled"])
+def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path, kind):
+    """L8: one process with the whole batch has the same weights after every step, to 1e-6 (SGD), also
+    with a loss of the whole batch.
+    """
     _, out = undisturbed
     single = worker_run.make(
-        tmp_path / "plain-0.jsonl", "plain", tf.distribute.get_strategy(), steps_per_loop=1
+        tmp_path / f"{kind}-0.jsonl", kind, tf.distribute.get_strategy(), steps_per_loop=1
     )
     single.train(worker_run.data(STEPS), steps=STEPS)
-    start = np.concatenate([np.ravel(w) for w in lines(tmp_path, "plain", 0)[0]["weights"]])
+    start = np.concatenate([np.ravel(w) for w in lines(tmp_path, kind, 0)[0]["weights"]])
 
-    for expected, line in zip(lines(tmp_path, "plain", 0), lines(out, "plain", 0), strict=True):
+    for expected, line in zip(lines(tmp_path, kind, 0), lines(out, kind, 0), strict=True):
         for ours, theirs in zip(line["weights"], expected["weights"], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
     end = np.concatenate([np.ravel(w) for w in line["weights"]])
