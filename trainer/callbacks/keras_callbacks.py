@@ -243,7 +243,7 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     if isinstance(value, np.ndarray):
-        return value.dtype != object
+        return bool(value.dtype != object)
     return isinstance(value, (str, int, float, type(None), np.number, np.bool_))
 
 

@@ -95,6 +95,7 @@ def check_callbacks(name: str, callbacks: Any) -> None:
         check_hooks(type(callback))
     if len({id(callback) for callback in found}) < len(found):
         raise ValueError(
-            f"`{name}` must not hold a callback twice; got {found!r}. Each hook would be called "
+            f"`{name}` must not hold a callback twice; got "
+            f"{', '.join(type(callback).__name__ for callback in found)}. Each hook would be called "
             "twice. Leave one of them out."
         )
