@@ -96,6 +96,6 @@ def check_callbacks(name: str, callbacks: Any) -> None:
     if len({id(callback) for callback in found}) < len(found):
         raise ValueError(
             f"`{name}` must not hold a callback twice; got "
-            f"{', '.join(type(callback).__name__ for callback in found)}. Each hook would be called "
-            "twice. Leave one of them out."
+            f"{', '.join(type(callback).__name__ for callback in found)}. Each hook would be "
+            "called twice. Leave one of them out."
         )
