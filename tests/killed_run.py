@@ -94,7 +94,7 @@ def final_state(trainer):
         for place, variable in enumerate(variables)
         for copy, value in enumerate(copies_of(variable, trainer.strategy))
     }
-    _, position = trainer._trained_on
+    *_, position = trainer._trained_on
     for place in range(30):
         batch = next(position.iterator)
         found[f"batch {place}"] = digest(np.concatenate([leaf.numpy() for leaf in batch], axis=1))

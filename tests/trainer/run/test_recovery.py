@@ -155,7 +155,7 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
     ends = [list(all_copies(trainer).values()) for trainer in (whole, again)]
     assert_same_bits(*[dict(enumerate(end)) for end in ends])
     assert again._watch.state() == whole._watch.state()
-    assert again._trained_on[-1].taken == whole._trained_on[1].taken == 10
+    assert again._trained_on[-1].taken == whole._trained_on[-1].taken == 10
 
 
 def test_a_loss_that_rises_past_a_window(tmp_path):

@@ -490,12 +490,6 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             "first dimension is the example. Cut the arrays to the same length.",
         ),
         (
-            ([X, X], X),
-            {},
-            "`train_data` must not contain lists; got a list. tf.data would stack a list into one "
-            "tensor. Use tuples or dicts for several inputs, and NumPy arrays for numbers.",
-        ),
-        (
             "digits",
             {},
             "`train_data` must be a tf.data.Dataset, a function of a tf.distribute.InputContext, "
