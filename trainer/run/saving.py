@@ -80,11 +80,18 @@ class RunSaver:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
 
     def _restore_listeners(self, saved: Facts) -> list[str]:
-        """Restores the states of actions and callbacks; returns as `restore_callbacks`."""
-        actions = self._trainer.actions
-        if len(saved["actions"]) == len(actions):
-            for action, action_state in zip(actions, saved["actions"], strict=True):
-                action.set_state(action_state)
+        """Restores the states of actions and callbacks.
+
+        Returns:
+            What the checkpoint has no state for. Actions have no names, so their number must be the
+            same.
+        """
+        actions, states = self._trainer.actions, saved["actions"]
+        if len(states) != len(actions):
+            unknown = [f"{len(actions)} actions, where the run had {len(states)}"]
+            return [*(unknown if actions else []), *self.restore_callbacks()]
+        for action, action_state in zip(actions, states, strict=True):
+            action.set_state(action_state)
         return self.restore_callbacks()
 
     def restore_callbacks(self) -> list[str]:

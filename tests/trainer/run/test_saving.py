@@ -6,6 +6,7 @@ import time
 import pytest
 from helpers import Linear, slopes
 
+from trainer import Action
 from trainer.checkpoint import folder
 from trainer.log.run_log import RunLog
 from trainer.run.saving import RunSaver
@@ -125,3 +126,16 @@ def test_a_resumed_run_says_from_where(tmp_path, capsys):
     Linear(model_dir=tmp_path).train(ONE, steps=4, global_batch=1)
 
     assert f"going on from step 3 ({tmp_path / 'ckpt-3'})" in capsys.readouterr().out
+
+
+def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
+    """Actions begin anew, with a line that says so, if a run is resumed with another number of them."""
+    for count, steps in ((1, 1), (2, 2)):
+        actions = [Action(lambda trainer: None, every_steps=5) for _ in range(count)]  # noqa: ARG005
+        trainer = Linear(model_dir=tmp_path, actions=actions, data_resume="restart")
+        trainer.train(slopes(0.5, 0.5), steps=steps, global_batch=2)
+
+    assert (
+        "without a saved state, so from their beginning: 2 actions, where the run had 1"
+        in capsys.readouterr().out
+    )
