@@ -245,7 +245,7 @@ def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
 
     said = capsys.readouterr().out
     assert "backward" in said
-    made.is_chief = False
+    vars(made)["is_chief"] = False  # as in a process that is not the chief
     assert run_mode(made, slopes(1.0), HELD_OUT, replaying) is None
     assert capsys.readouterr().out == ""
 
