@@ -876,8 +876,6 @@ def run_script(*arguments):
 
 def names_in_examples():
     """The names that examples use: the public names, and valid values for everything else."""
-    rule = shared_values()["rule"]
-    state, scaler, gradients = rule.initial_state(), scaling.LossScaler(rule), [tf.ones([2])]
     return {
         **{
             name: value
@@ -891,17 +889,28 @@ def names_in_examples():
         "strategies": strategies,
         "tf": tf,
         **shared_values(),
+        "finite": dict.fromkeys(inspect.signature(scaling.find_cause).parameters, True),
+        "callback": trainer.Callback(),
+        "flag_values": new_flags(),
+    }
+
+
+TENSORS = ("state", "scaler", "token", "gradients", "stats", "batch", "share", "run")
+
+
+def tensors_in_examples():
+    """Tensors and variables that examples use, by the names in `TENSORS`."""
+    rule = shared_values()["rule"]
+    state, scaler, gradients = rule.initial_state(), scaling.LossScaler(rule), [tf.ones([2])]
+    return {
         "state": state,
         "scaler": scaler,
         "token": scaler.scale(tf.constant(1.0))[1],
         "gradients": gradients,
         "stats": scaling.gradient_stats(gradients, state),
-        "finite": dict.fromkeys(inspect.signature(scaling.find_cause).parameters, True),
         "batch": tf.ones([4, 1]),
-        "callback": trainer.Callback(),
         "share": strategies.whole(tf.range(4), tf.ones([4])),
         "run": trainer.step.TrainState(rule),
-        "flag_values": new_flags(),
     }
 
 
@@ -927,6 +936,8 @@ def error_of(call):
 def refusal(code):
     """The error that an example raises."""
     names = names_in_examples()
+    if any(name in code for name in TENSORS):
+        names |= tensors_in_examples()
     return error_of(lambda: exec(code, names))  # noqa: S102 - the text is what a reader sees
 
 

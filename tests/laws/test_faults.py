@@ -203,6 +203,7 @@ def causes(error):
         error = error.__cause__ or error.__context__
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("room", ["for nothing", "for a checkpoint"])
 def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room):
     """Metrics and curves that cannot be written end the run with a CheckpointError, and the run is
@@ -245,6 +246,7 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
     assert_resumes(path, last, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
     """A run that is stopped while its log cannot be written is still saved; a run whose log cannot
     be written at the start does not begin.
@@ -619,6 +621,7 @@ def empty(path):
 DAMAGES = [flip, cut_off, remove, change, empty]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_left_out(tmp_path, whole, undisturbed, caplog, damage):
     """A damaged checkpoint is logged as an error that names it and the damage, and the run resumes

@@ -9,6 +9,7 @@ from helpers import Linear, attempt, copies, linear_model, slopes
 import scaling
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bad_replica", [0, 1])
 def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
     """L5: Keras's LossScaleOptimizer checks only replica 0's gradients. An infinity on replica 1
@@ -48,6 +49,7 @@ def test_an_infinity_on_one_replica_alone(mirrored, bad_replica):
     assert good == [1.0, 1.0]
 
 
+@pytest.mark.thorough
 def test_a_weight_that_the_forward_pass_writes():
     """SpectralNormalization assigns its kernel and is then differentiated at the assigned value:
     four steps in float32 reach the same weights as Keras's own layer in a bare loop.

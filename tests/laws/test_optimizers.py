@@ -168,6 +168,7 @@ def several(**inner):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("inner", [{}, {"global_clipnorm": 0.1, "use_ema": True}])
 def test_a_multi_optimizer(mirrored, inner, replicas):
@@ -244,6 +245,7 @@ def test_a_multi_optimizer_of_a_function_is_refused():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -94,6 +94,7 @@ def trained(strategy, batches, **arguments):
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -240,6 +240,7 @@ def test_after_too_many_retries_nothing_has_moved(runs, replicas):
     assert good.loss_scale == RULE.initial_scale / 2 ** (MAX_RETRIES + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("place", ["input", "loss", "unscaling"])
 def test_what_no_scale_can_cure_is_not_retried(runs, replicas, place):
@@ -367,6 +368,7 @@ def test_the_number_of_retries_is_bounded(max_retries):
     assert trainer.weight == (0.0 if applied else 1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("refill", ["growth", "finite_step"])
 @pytest.mark.parametrize("hysteresis", [1, 2, 3, 5])
 def test_no_attempt_is_repeated_at_its_scale(hysteresis, refill):
@@ -416,6 +418,7 @@ def test_retries_are_counted_separately():
     assert trainer.weight == 1.0 - 18.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_no_example_is_lost(mirrored, replicas, jit_compile):

@@ -168,6 +168,7 @@ def test_early_stop_on_eval_loss():
     assert summary.step < 40
 
 
+@pytest.mark.thorough
 def test_new_datasets_between_calls():
     """`train` may be called again with other data (test_train_and_evaluate_reset_datasets)."""
     trainer = runner()
@@ -293,6 +294,7 @@ def best_steps(model_dir):
     return sorted(int(path.name.split("-")[1]) for path in (model_dir / "best").glob("step-*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize(
     ("best_is", "expected"),

@@ -11,6 +11,8 @@ import pytest
 import strategies
 from strategies.launch import free_ports
 
+pytestmark = pytest.mark.thorough
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 WORKER = """
@@ -57,7 +59,6 @@ def printed():
     return [out.splitlines() for out, _ in found]
 
 
-@pytest.mark.thorough
 def test_the_flag_of_one_worker_reaches_all(printed):
     """All workers get True from `any_worker` if one or more of them passed True."""
     assert [lines[0] for lines in printed] == ["[False, True, True, True]"] * 2

@@ -467,7 +467,7 @@ def test_a_signal_ends_a_run_soon_and_saved(tmp_path, undisturbed, full):
     75. The same command continues from that step and ends with the bits of an uninterrupted run.
     """
     chance = random.Random(3)  # noqa: S311  # not for cryptography
-    phases = [PHASES[place % len(PHASES)] for place in range(17)] if full else PHASES[:4]
+    phases = [PHASES[place % len(PHASES)] for place in range(7)] if full else PHASES[:4]
     in_time, late, step = [], [], 0
     for phase in phases:
         trainer = make(tmp_path, phase)

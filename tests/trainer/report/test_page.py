@@ -194,6 +194,7 @@ def test_a_browser_shows_the_page_without_faults(rich, tmp_path):
     assert size == (800, pages[page]["page_height"])
 
 
+@pytest.mark.thorough
 @pytest.mark.more_in_full
 def test_the_page_has_a_dark_mode(rich, tmp_path):
     """The page follows the browser, and has no fault in either mode at 1600 pixels."""

@@ -131,10 +131,18 @@ def assert_same_state(one, other):
         assert values[0].tobytes() == values[1].tobytes(), trainers[0].path
 
 
-def test_a_run_of_phases_resumes(tmp_path, full):
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param([3, 6], marks=pytest.mark.thorough),
+        pytest.param(range(1, 8), marks=pytest.mark.slow),
+    ],
+    ids=["two", "all"],
+)
+def test_a_run_of_phases_resumes(tmp_path, stops):
     """L12: the same program, started again in any phase, ends with the bits of a run never stopped."""
     whole = phases(None, 4, 8)
-    for stopped in range(1, 8) if full else [3]:
+    for stopped in stops:
         folder = tmp_path / str(stopped)
         phases(folder, (stopped + 1) // 2, stopped)
         assert_same_state(phases(folder, 4, 8), whole)
@@ -178,6 +186,7 @@ def test_lora():
     assert np.all(layer.lora_kernel_b.numpy() != before[1])
 
 
+@pytest.mark.thorough
 def test_a_part_is_frozen_for_a_while(tmp_path):
     """Of two optimizers, that of a frozen part makes no updates; both go on when it is unfrozen."""
 

@@ -108,6 +108,7 @@ def ready(kind=SmallImages):
     return trainer, trainer._parts, data, [False, True], trainer._use
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_a_run_that_is_asked_to_stop_is_not_measured():
     """A loop that stops early says nothing about its speed, so nothing is chosen."""
@@ -143,6 +144,7 @@ class Worded(SmallImages):
         return super().compute_loss(batch, training) * tf.cast(lengths, tf.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_a_mode_that_cannot_compile_is_left_out():
     """A mode that cannot compile the model is left out; the others are measured."""

@@ -41,6 +41,7 @@ def multi():
     return keras.optimizers.MultiOptimizer(rates)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [multi, lambda: keras.optimizers.Adafactor(0.125)])
 def test_missed_updates_are_counted(make):
     """Each variable has missed the updates of its optimizer while it was frozen; what `run.json` says

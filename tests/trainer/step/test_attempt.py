@@ -158,6 +158,7 @@ def test_a_sum_that_overflows_is_found(mirrored):
     assert (trainer.weight, trainer.loss_scale) == (1.0, 2.0**14)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_sparse_sum_that_overflows_is_found(mirrored, jit_compile):
     """L5: the sum is also checked if rows of one embedding entry overflow only when the replicas
@@ -180,6 +181,7 @@ def test_a_sparse_sum_that_overflows_is_found(mirrored, jit_compile):
     assert (report.grads_finite, report.cause) == (False, Cause.REDUCTION)
 
 
+@pytest.mark.thorough
 def test_unscaling_that_overflows_is_found():
     """L5: a scaled gradient of 6e34 at scale 2^-14 is finite but overflows when unscaled; nothing
     moves.
@@ -521,6 +523,7 @@ def test_a_plain_module_is_a_model(mirrored, replicas, precision, num_microbatch
     assert [np.float32(-1.0)] * replicas == [copy.item() for copy in copies(trainer.model.weight)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -128,6 +128,7 @@ def test_layers_are_left_as_they_were():
     assert "call" not in vars(model.layers[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("jit_compile", "fused"), [(False, True), ("elementwise", True), (True, False)]
 )

@@ -348,6 +348,7 @@ def test_each_counts_its_updates(duels, replicas, alternate):
     assert trainer.updates() == dict.fromkeys(NAMES, [before.applied + 3] * replicas)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "alternate"), [(1, False), (1, True), (3, True)])
 def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
     """A step that overflows in either part and is retried ends, to the bit, as if its scale had fit

@@ -139,6 +139,7 @@ def only_in_full(full, usual):
         pytest.skip("only with --full")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,6 +171,7 @@ def test_the_same_seed_draws_the_same(first_runs, full, kind, replicas, num_micr
     assert drawn_by(Drawing(kind, own_seed=5, **arguments)) == drawn
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_seed_draws_others(first_runs, full, kind):
     """Runs with different seeds share no numbers, and without a seed each trainer takes a random
@@ -314,6 +316,7 @@ class Keyed(Drawing):
         self.noted += [(int(replica), tuple(key)) for key in keys.tolist()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_xla_is_handed_the_same_keys(mirrored, full, kind):
     """Keys do not depend on whether XLA compiles the forward pass, for any replica, microbatch or
