@@ -126,11 +126,14 @@ def test_two_networks_learn_in_float16(order):
 
 @pytest.mark.slow
 def test_a_run_is_repeated_from_its_flags(tmp_path):
-    """flags.cfg repeats the run, which is complete already; with a larger --train_steps it continues."""
+    """flags.cfg repeats the run, which is complete already. With a larger --train_steps, over which the
+    rate decays, it continues if that is allowed.
+    """
     settings = ["--train_steps=20", "--seed=7", "--log_steps=20", "--precision=float32"]
     first = run("digits.py", f"--model_dir={tmp_path}", *settings)
     repeated = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
-    longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", "--train_steps=30")
+    more = ["--train_steps=30", "--allow_changes=optimizer"]
+    longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", *more)
 
     assert first[-1] == repeated[-1]
     assert "at step 20 after 0 steps" in repeated[-2]

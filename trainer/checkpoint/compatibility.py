@@ -136,6 +136,8 @@ def not_the_same(
 
 def place_of(name: str, difference: Difference) -> str:
     """Returns the name of an entry, and where in it the difference is."""
+    if difference.place.startswith(f"{name} ("):  # one optimizer, which is called "optimizer"
+        return difference.place
     return f"{name} {difference.place}" if difference.place else name
 
 

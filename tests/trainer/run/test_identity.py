@@ -389,10 +389,10 @@ def test_a_new_learning_rate_takes_effect(tmp_path):
     changed, the saved rate is kept, which a hook may have assigned.
     """
     assert begins_with(1, tmp_path, 0.5) == 0.5
-    with pytest.raises(ValueError, match="got optimizer optimizer") as error:
+    with pytest.raises(ValueError, match="got optimizer") as error:
         begins_with(2, tmp_path, 0.25)
     assert str(error.value) == (
-        f"`optimizer` must be the same as in {tmp_path}/ckpt-1 to resume from it; got optimizer "
+        f"`optimizer` must be the same as in {tmp_path}/ckpt-1 to resume from it; got "
         "optimizer (SGD).learning_rate 0.25, and the checkpoint has 0.5. The run would continue "
         "with the state of the saved optimizer in another one. Use another model_dir, or pass "
         "allow_changes=('optimizer',)."
