@@ -48,69 +48,6 @@ def pytest_configure(config):
     settings.load_profile(chosen[0] if chosen else "default")
 
 
-# Numbers of replicas that only `--full` runs. By default one and three replicas are enough, in some
-# files three or one.
-ONE_AND_THREE_REPLICAS = (
-    "trainer/step/test_attempt.py",
-    "laws/test_batch_arithmetic.py",
-    "trainer/checkpoint/test_saver.py",
-)
-THREE_REPLICAS = (
-    "laws/test_transaction.py",
-    "laws/test_retry.py",
-    "trainer/config/test_skip_policy.py",
-    "trainer/monitor/test_stuck.py",
-    "trainer/step/test_randomness.py",
-)
-ONE_REPLICA = ("trainer/step/test_objective.py", "trainer/step/test_fused.py")
-ONLY_IN_FULL = dict.fromkeys(ONE_AND_THREE_REPLICAS, (2, 4)) | dict.fromkeys(
-    THREE_REPLICAS, (1, 2, 4)
-)
-ONLY_IN_FULL |= dict.fromkeys(ONE_REPLICA, (2, 3, 4))
-ONLY_IN_FULL |= dict.fromkeys(("peers/test_keras.py", "peers/test_tf_keras.py"), (1,))
-
-
-# Files of which the default run and CI try a third of each test's cases, and only the nightly run all.
-SAMPLED = (
-    "laws/test_batch_arithmetic.py",
-    "laws/test_faults.py",
-    "laws/test_incumbent_matrix.py",
-    "laws/test_metamorphic.py",
-    "laws/test_own_loop.py",
-    "laws/test_reached.py",
-    "laws/test_retry.py",
-    "laws/test_second_derivatives.py",
-    "laws/test_structures.py",
-    "laws/test_transaction.py",
-    "scaling/layerwise/test_chain.py",
-    "trainer/checkpoint/test_compatibility.py",
-    "trainer/checkpoint/test_saver.py",
-    "trainer/config/test_loss_fn.py",
-    "trainer/config/test_skip_policy.py",
-    "trainer/data/test_iterator_state.py",
-    "trainer/evaluation/test_evaluator.py",
-    "trainer/loop/test_inner.py",
-    "trainer/monitor/test_preemption.py",
-    "trainer/monitor/test_stuck.py",
-    "trainer/run/test_changes.py",
-    "trainer/run/test_compile_autotune.py",
-    "trainer/run/test_identity.py",
-    "trainer/run/test_put_back.py",
-    "trainer/step/test_accumulate.py",
-    "trainer/step/test_added_losses.py",
-    "trainer/step/test_attempt.py",
-    "trainer/step/test_attempt_in_replica.py",
-    "trainer/step/test_batch_norm.py",
-    "trainer/step/test_checks.py",
-    "trainer/step/test_fused.py",
-    "trainer/step/test_measure.py",
-    "trainer/step/test_objective.py",
-    "trainer/step/test_replica.py",
-    "trainer/step/test_writes.py",
-    "trainer/step/test_xla.py",
-)
-
-
 # Slow files start first, so that none of them runs alone at the end.
 FIRST = (
     "laws/test_resume.py",
@@ -180,7 +117,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: path_of(item) not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if params.get("replicas") in ONLY_IN_FULL.get(path_of(item), ()):
+        chosen = item.get_closest_marker("replicas")
+        if chosen and params.get("replicas") not in (None, *chosen.args):
             item.add_marker(pytest.mark.slow)
     for item in unsampled(items):
         item.add_marker(pytest.mark.slow)
@@ -201,7 +139,7 @@ def unsampled(items):
     """
     cases = collections.defaultdict(list)
     for item in items:
-        if path_of(item) in SAMPLED and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             cases[path_of(item), item.originalname].append(item)
     for of_one_test in cases.values():
         for number, item in enumerate(reversed(of_one_test)):

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from helpers import Linear, attempt
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
+
 
 class AddMean(keras.layers.Layer):
     """Adds a tenth of its inputs' mean square to the losses."""

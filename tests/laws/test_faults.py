@@ -23,6 +23,8 @@ from trainer.checkpoint import CheckpointError, folder
 from trainer.data.batches import untuned
 from trainer.data.errors import DataError
 
+pytestmark = pytest.mark.sampled
+
 TARGET = 12
 INTERVAL = 4
 FAULT = 6  # the fault occurs after this step

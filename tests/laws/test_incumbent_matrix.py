@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 from helpers import copies
 
+pytestmark = pytest.mark.sampled
+
 PAGE = Path(__file__).parents[2] / "docs" / "skipped-steps.md"
 TITLES = {"momentum": "SGD with momentum", "adamw": "AdamW with a schedule and EMA"}
 REPLICAS = [1, 2, 3]

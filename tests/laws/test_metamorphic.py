@@ -18,6 +18,8 @@ import trainer.step.plan as plan_module
 from trainer import Trainer
 from trainer.step import TrainState, attempt_step, plan_step
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 2
 # The functions for which faults are planted.
 unscale, weighted_sum = scaling.unscale_gradients, losses_module.weighted_sum

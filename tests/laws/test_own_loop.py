@@ -16,6 +16,8 @@ import scaling
 from trainer.data.batches import untuned
 from trainer.step import Clip, TrainState, attempt_step, plan_step
 
+pytestmark = pytest.mark.sampled
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 PROGRAMS = ["own_loop_bare.py", "own_loop.py"]
 

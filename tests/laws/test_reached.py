@@ -14,6 +14,8 @@ from plans import plan_of
 import scaling
 from trainer.step import Clip, TrainState, attempt_step
 
+pytestmark = pytest.mark.sampled
+
 SETTINGS = [(1, 1, False), (1, 2, True), (3, 1, False), (3, 2, False)]
 SLOW_SETTINGS = [
     pytest.param(*setting, marks=pytest.mark.slow)

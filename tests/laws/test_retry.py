@@ -14,6 +14,8 @@ from scaling import Cause
 from trainer import Totals, Trainer
 from trainer.data.batches import untuned
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
+
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 LARGEST = float(np.finfo(np.float32).max)
 # The scale is so high that a gradient can overflow when scaled and still have a finite square. It

@@ -10,6 +10,8 @@ import tensorflow as tf
 import scaling
 from trainer import Trainer
 
+pytestmark = pytest.mark.sampled
+
 RATE = 0.5
 GENERATOR = np.random.default_rng(0)
 INPUTS = GENERATOR.normal(size=[24, 3]).astype(np.float32)

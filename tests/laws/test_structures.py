@@ -8,6 +8,8 @@ import tensorflow as tf
 import scaling
 from trainer import Trainer
 
+pytestmark = pytest.mark.sampled
+
 LENGTHS = [1, 3, 2, 4, 0, 2, 1]
 Y = np.linspace(0.0, 1.0, 7, dtype=np.float32)[:, None]
 WORDS = tf.RaggedTensor.from_row_lengths(tf.range(13) % 5, LENGTHS)

@@ -13,6 +13,8 @@ from trainer import Trainer
 from trainer.data.batches import untuned
 from trainer.step import TrainState, attempt_step, plan_step
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
+
 RULE = scaling.DynamicLossScale(2.0**15)
 SEED = 1
 

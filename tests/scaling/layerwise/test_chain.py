@@ -8,6 +8,8 @@ import tensorflow as tf
 import scaling
 from scaling import LayerwiseLossScale, layerwise_gradients
 
+pytestmark = pytest.mark.sampled
+
 HALF_EPS = 2.0**-11  # what one rounding to float16 moves a normal number by, at most, relatively
 
 

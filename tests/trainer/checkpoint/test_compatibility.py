@@ -14,6 +14,8 @@ import scaling
 from trainer.checkpoint import folder
 from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
 
+pytestmark = pytest.mark.sampled
+
 SLOPES = [2.0**power for power in range(-3, 5)]  # of 8 examples: any sum identifies its terms
 SAVED_AT, END = 4, 9
 

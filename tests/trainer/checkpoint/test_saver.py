@@ -18,6 +18,8 @@ from trainer.checkpoint import CheckpointError, folder, saver
 from trainer.data.batches import untuned
 from trainer.log.writers import RunWriters
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
+
 BATCHES = [everything.batch(seed=seed) for seed in range(4)]
 
 

@@ -20,6 +20,8 @@ from trainer.config.loss_fn import (
     warn_once,
 )
 
+pytestmark = pytest.mark.sampled
+
 LOSSES = keras.losses
 COUPLED = (
     "A replica or microbatch sees only its share of the batch, so the result would depend on how "

@@ -12,6 +12,8 @@ import scaling
 from scaling import Cause
 from trainer import Totals, Trainer
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
+
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 LARGEST = float(np.finfo(np.float32).max)
 REPLICAS, VARIABLES, ELEMENTS = 3, 3, 4

@@ -17,6 +17,8 @@ from trainer.checkpoint import folder
 from trainer.data.batches import batches
 from trainer.data.iterator_state import DataPosition, description, pipeline_graph
 
+pytestmark = pytest.mark.sampled
+
 ROOT = pathlib.Path(__file__).parents[3]
 AUTOTUNE = tf.data.AUTOTUNE
 Dataset = tf.data.Dataset

@@ -10,6 +10,8 @@ from trainer import Trainer
 from trainer.data.batches import untuned
 from trainer.evaluation.evaluator import numbers_of
 
+pytestmark = pytest.mark.sampled
+
 X = np.random.default_rng(0).standard_normal([11, 5]).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 3, 11)
 WEIGHTS = np.random.default_rng(2).random(11).astype(np.float32)

@@ -12,6 +12,8 @@ from trainer import Trainer
 from trainer.data.batches import untuned
 from trainer.loop.inner import crossed, next_stop
 
+pytestmark = pytest.mark.sampled
+
 
 def data(examples=10, global_batch=4):
     """Returns a data set whose last batch is short."""

@@ -20,6 +20,8 @@ from signalled_run import EVENTS, INTERVAL, SLOW, bits, data, events, make, trai
 from trainer.checkpoint import folder
 from trainer.monitor import preemption
 
+pytestmark = pytest.mark.sampled
+
 SCRIPT = pathlib.Path(signalled_run.__file__)
 ROOT = SCRIPT.parents[1]
 STOPPED = (signal.SIGTERM, signal.SIGINT)

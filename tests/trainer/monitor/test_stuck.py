@@ -17,6 +17,8 @@ from trainer.data.batches import untuned
 from trainer.monitor.hints import Curve, RunFacts, hint_for
 from trainer.monitor.stuck import check_not_stuck, scale_path
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(3)]
+
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
 

@@ -8,6 +8,8 @@ import tensorflow as tf
 from trainer import Action, Divergence, Trainer
 from trainer.evaluation.ema_weights import evaluated_weights
 
+pytestmark = pytest.mark.sampled
+
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=[12, 3]).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)

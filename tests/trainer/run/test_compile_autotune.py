@@ -12,6 +12,8 @@ from trainer.data.batches import batches
 from trainer.run import compile_autotune as compilation
 from trainer.step.xla import COMPILE_MODES
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture
 def always_measured(monkeypatch):

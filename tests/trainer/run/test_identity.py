@@ -16,6 +16,8 @@ from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
 from trainer.run.saving import RunSaver
 
+pytestmark = pytest.mark.sampled
+
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "resume.md"
 L, O = keras.layers, keras.optimizers  # noqa: E741  # short names for a long table
 X = np.arange(16, dtype=np.float32).reshape(8, 2)

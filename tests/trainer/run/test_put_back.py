@@ -9,6 +9,8 @@ from helpers import Linear, all_copies, assert_same_bits, copies, slopes
 
 from trainer.run.put_back import put_back
 
+pytestmark = pytest.mark.sampled
+
 
 class WithCounter(Linear):
     """Has momentum, a metric, and a variable and a metric of the user's own."""

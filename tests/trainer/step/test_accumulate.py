@@ -21,6 +21,8 @@ from trainer.step.accumulate import (
 )
 from trainer.step.microbatch import Contribution
 
+pytestmark = pytest.mark.sampled
+
 
 def accumulated(plan, batch, parts, weights=None):
     """The results of a whole batch in microbatches, in a graph."""

@@ -19,6 +19,8 @@ from trainer.step.added_losses import (
 )
 from trainer.step.microbatch import GlobalBatchSize
 
+pytestmark = pytest.mark.sampled
+
 
 def added_over_shares(entries_of, values, weights, parts):
     """The sum of all shares' contributions; `entries_of` makes the entries of some examples."""

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import scaling
 from scaling import Cause
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
+
 HALF = {"precision": "mixed_float16", "jit_compile": False}
 
 

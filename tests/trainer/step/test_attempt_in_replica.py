@@ -11,6 +11,8 @@ import tensorflow as tf
 import strategies
 from trainer import Trainer
 
+pytestmark = pytest.mark.sampled
+
 BATCH = 16
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from trainer import Trainer
 from trainer.step.batch_norm import fused_batch_norm
 
+pytestmark = pytest.mark.sampled
+
 Norm = keras.layers.BatchNormalization
 IMAGES = (4, 3, 3, 2)
 

@@ -11,6 +11,8 @@ from helpers import Linear, linear_model, slopes
 import scaling
 from trainer import Trainer, TrainingStuckError
 
+pytestmark = pytest.mark.sampled
+
 X = np.ones([8, 1], np.float32)
 
 

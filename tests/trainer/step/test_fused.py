@@ -11,6 +11,8 @@ from helpers import assert_close, trained_small
 
 from trainer.step.fused import fused_rule, fused_updates
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1)]
+
 OPTIMIZERS = {
     "adam": functools.partial(keras.optimizers.Adam, 0.01),
     "adamw": functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1),

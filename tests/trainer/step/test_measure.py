@@ -17,6 +17,8 @@ from scaling.telemetry.play import best_fixed_scale, compare, play
 from scaling.telemetry.record import read_record
 from trainer.data.batches import untuned
 
+pytestmark = pytest.mark.sampled
+
 RULES = {
     "dynamic": scaling.DynamicLossScale(2.0**22, growth_interval=7),
     "hysteresis": scaling.DynamicLossScale(2.0**22, growth_interval=7, hysteresis=3),

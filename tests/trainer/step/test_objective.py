@@ -13,6 +13,8 @@ from scaling import Cause
 from trainer import Trainer
 from trainer.step.rollback import read_copies, write_copies
 
+pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1)]
+
 # The order in which they move if they alternate.
 NAMES = ["discriminator", "generator"]
 # BatchNorm of two nearly equal examples has steep gradients, which can overflow at 2^15.

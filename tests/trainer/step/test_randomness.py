@@ -16,6 +16,8 @@ from trainer.step import TrainState, attempt_step, plan_step
 from trainer.step.held_back import is_seed_state
 from trainer.step.randomness import check_no_stateful_ops, key_source, make_keys, seed_states
 
+pytestmark = pytest.mark.replicas(3)
+
 EXAMPLES = 2  # per microbatch
 WIDTH = 64  # per mask; two masks are equal by chance once in 2^64
 KINDS = ["model", "module"]

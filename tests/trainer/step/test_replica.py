@@ -12,6 +12,8 @@ from trainer.step import Clip
 from trainer.step.replica import my_share, replica_step
 from trainer.step.types import StepInputs
 
+pytestmark = pytest.mark.sampled
+
 
 def step(plan, batch, weights=None, *, scale=1.0, in_float32=None):
     """Every replica's results of a step, as lists by field."""

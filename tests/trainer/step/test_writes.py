@@ -11,6 +11,8 @@ from plans import NO_SCALE, Pair, keras_model, loss_of_keras, loss_of_pair, plan
 from trainer.step import TrainState, attempt_step
 from trainer.step.writes import PASSES, WRITERS, writes_since
 
+pytestmark = pytest.mark.sampled
+
 READERS = {
     "ResourceGather",
     "ResourceGatherNd",

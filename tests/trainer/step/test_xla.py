@@ -13,6 +13,8 @@ from trainer.step.xla import (
     compiled_update,
 )
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize(
     ("make", "mode"),
