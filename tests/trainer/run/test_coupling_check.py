@@ -151,6 +151,46 @@ def test_replicas_count(mirrored):
     assert "With 3 replicas x 1 microbatches" in text
 
 
+class Centered(Linear):
+    """Its loss is the variance of the outputs over the batch."""
+
+    def __init__(self, right, **arguments):
+        """Takes whether the mean is that of the whole batch, or of a replica's share."""
+        super().__init__(loss_reduction="global", verbose=False, **arguments)
+        self.right = right
+
+    def compute_loss(self, batch, training):
+        """The variance."""
+        own = self.model(batch["x"], training=training)[:, 0]
+        outputs = self.all_gather(own)
+        return tf.reduce_mean((outputs - tf.reduce_mean(outputs if self.right else own)) ** 2)
+
+
+def test_a_missing_gather_is_found(mirrored):
+    """L8: a global loss of which a part sees only a replica's share is refused before the first
+    step.
+    """
+    batch = {"x": [[1.0], [2.0], [4.0], [7.0], [0.0], [9.0]]}
+    data = tf.data.Dataset.from_tensor_slices(batch).batch(6)
+    Centered(True, strategy=mirrored(3)).train(data, steps=1)
+    trainer = Centered(False, strategy=mirrored(3))
+    before = trainer.model.get_weights()
+    with pytest.raises(ValueError, match="compute_loss") as error:
+        trainer.train(data, steps=1)
+
+    # The variance is 10.4722. The shares' means are 7/3, 5/3 and 2/3 away from the mean.
+    assert str(error.value) == (
+        "`compute_loss` must return the same loss on several replicas as on one with "
+        'loss_reduction="global"; got 13.3611 on 3 replicas, and 10.4722 on one. A replica sees '
+        "only its share of the batch, and Keras's loss objects divide by the number of replicas. "
+        "Gather all that the loss compares or counts (embeddings, labels, weights) with "
+        "self.all_gather, and call functions of keras.losses; or pass check_gradients=False if you "
+        "want this loss."
+    )
+    for value, was in zip(trainer.model.get_weights(), before, strict=True):
+        assert value.tobytes() == was.tobytes()
+
+
 @pytest.mark.thorough
 def test_a_run_says_it_once(caplog):
     """L8: a run logs each sentence before its first step, and not again."""
