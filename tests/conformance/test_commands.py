@@ -75,7 +75,7 @@ def test_commands_are_found():
 def root(tmp_path_factory):
     """A copy of the repository's root, with two runs in it."""
     folder = tmp_path_factory.mktemp("root")
-    for name in ("examples", "scaling", "strategies", "trainer"):
+    for name in ("benchmarks", "examples", "scaling", "strategies", "trainer"):
         shutil.copytree(ROOT / name, folder / name)
     digits = "python examples/digits.py --train_steps=60 --record_gradients --model_dir="
     run(f"{digits}run", folder)
