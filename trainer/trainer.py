@@ -53,6 +53,7 @@ from trainer.data.batches import (
     batches,
     check_ends,
     check_epochs_end,
+    from_pass,
     repeat_first_batch,
     same_data,
     target_step,
@@ -471,7 +472,8 @@ class Trainer(Task):
         Args:
             train_data: a `tf.data.Dataset` batched to the global batch; or a function that takes a
                 `tf.distribute.InputContext` and returns a dataset; or arrays, which are shuffled in
-                every epoch. Finite data is repeated.
+                every epoch. Finite data is repeated. Arrays are read when the call begins; later
+                changes count in the next call, which then begins a new epoch.
             steps: the step to reach, counted from the beginning of the run, so that the same
                 command also resumes a run from its checkpoint.
             epochs: the target in passes over `train_data` instead of steps. Give either `steps` or
@@ -599,7 +601,11 @@ class Trainer(Task):
     def _known_position(self, train_data: Any, global_batch: int | None) -> DataPosition | None:
         """Returns the position at which the last call of `train` ended, if the data is the same."""
         before, self._trained_on = self._trained_on, None
-        if before and before[1] == global_batch and same_data(before[0], train_data):
+        if (
+            before
+            and before[1] == global_batch
+            and same_data(before[0], train_data, before[2].data)
+        ):
             self._trained_on = before
             return before[2]
         return None
@@ -611,6 +617,8 @@ class Trainer(Task):
         self, train_data: Any, global_batch: int | None, data: Batches
     ) -> DataPosition:
         """Returns a position at the beginning of the data."""
+        # Orders of arrays are numbered by steps, so that no later data repeats the first orders.
+        data = from_pass(data, self.totals.attempted if self._introduced else 0)
         position = position_in(data, self.checkpoint_config.data_resume)
         # Check with several workers too: if each shuffled in a different order, they would
         # train on some examples twice.

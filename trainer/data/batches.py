@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
+from trainer.data.array_copies import ArrayCopies, present
 from trainer.data.reader import Reader, untuned
 from trainer.data.sources import Source, is_arrow, is_source, source_of
 from trainer.data.structures import as_arrays
@@ -37,6 +38,7 @@ class Batches:
     global_batch: int  # number of examples in the first batch; the last one may be smaller
     steps_per_epoch: int | None  # None if the length of the dataset is unknown
     reader: Reader | None = None  # reads what Python makes; None for a pipeline and for arrays
+    arrays: ArrayCopies | None = None  # None unless the data is arrays
 
 
 def batches(
@@ -71,9 +73,11 @@ def batches(
         if made is None:
             return read_batches(source_of(data, argument, global_batch, shuffle_seed), argument)
         data = made
+    arrays = None
     if are_arrays(data):
         data = as_arrays(data, argument)
-        dataset = _from_arrays(data, argument, global_batch, shuffle_seed)
+        arrays = _copies_of(data, argument, global_batch, shuffle_seed)
+        dataset = arrays.batches_from(0)
     elif global_batch is not None:
         raise ValueError(
             f"`global_batch` must be None unless `{argument}` consists of arrays; got "
@@ -93,7 +97,19 @@ def batches(
         first=first,
         global_batch=_examples(first, argument),
         steps_per_epoch=cardinality if cardinality >= 0 else None,
+        arrays=arrays,
     )
+
+
+def from_pass(found: Batches, number: int) -> Batches:
+    """Returns the same batches; those of arrays in the orders from pass `number` on.
+
+    Data that a run is given later does not begin with the order of pass 0 again: a run that gets
+    new arrays in every call would take the same rows of them each time.
+    """
+    if found.arrays is None or found.arrays.shuffle_seed is None or not number:
+        return found
+    return dataclasses.replace(found, dataset=found.arrays.batches_from(number))
 
 
 def are_arrays(data: Data) -> bool:
@@ -152,13 +168,22 @@ def read_batches(source: Source, argument: str) -> Batches:
     return Batches(dataset, first, _examples(first, argument), source.length, reader)
 
 
-def same_data(before: Data, now: Data) -> bool:
-    """Returns whether the same data is passed again: the same dataset, function or arrays."""
-    if before is now or not (are_arrays(before) and are_arrays(now)):
+def same_data(before: Data, now: Data, found: Batches) -> bool:
+    """Returns whether the same data is passed again: the same dataset, function or arrays.
+
+    Arrays that were changed in place are other data.
+
+    Args:
+        before: the data that was passed before.
+        now: the data that is passed now.
+        found: the batches that were made of `before`.
+    """
+    if not (are_arrays(before) and are_arrays(now)):
         return before is now
     ours, theirs = tf.nest.flatten(before), tf.nest.flatten(now)
     pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(one is other for one, other in pairs)
+    same = len(ours) == len(theirs) and all(one is other for one, other in pairs)
+    return same and found.arrays is not None and found.arrays.hold(as_arrays(now, "train_data"))
 
 
 def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
@@ -246,9 +271,10 @@ def _from_function(
     return dataset.rebatch(replica_batch * replicas)
 
 
-def _from_arrays(
+def _copies_of(
     data: Arrays, argument: str, global_batch: int | None, shuffle_seed: int | None
-) -> tf.data.Dataset:
+) -> ArrayCopies:
+    """Checks arrays, and copies them."""
     leaves = present(data)
     if isinstance(data, list) or (
         isinstance(data, tuple) and any(isinstance(d, list) for d in data)
@@ -270,10 +296,8 @@ def _from_arrays(
             "Arrays have no batch size of their own. Pass global_batch=64, for example."
         )
     check_count("global_batch", global_batch)
-    arrays = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
-    )
-    lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in present(arrays)]
+    copies = ArrayCopies(data, global_batch, shuffle_seed)
+    lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in present(copies.tensors)]
     if len(set(lengths)) != 1:
         raise ValueError(
             f"`{argument}` must have the same number of examples in every array; got {lengths}. "
@@ -281,18 +305,7 @@ def _from_arrays(
         )
     if lengths[0] == 0:
         raise _empty(argument)
-    if shuffle_seed is None:
-        indices = tf.data.Dataset.range(lengths[0]).batch(global_batch)
-    else:
-        indices = shuffled_indices(lengths[0], global_batch, shuffle_seed)
-
-    @without_autograph
-    def gather_rows(rows: tf.Tensor) -> Batch:
-        return tf.nest.map_structure(
-            lambda array: None if array is None else tf.gather(array, rows), arrays
-        )
-
-    return untuned(indices.map(gather_rows))
+    return copies
 
 
 def _check_dense(leaves: list[Any], argument: str) -> None:
@@ -326,29 +339,6 @@ def with_static_shape(tensor: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
     if not isinstance(spec, tf.TensorSpec):  # ragged and sparse tensors have the right spec already
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
-
-
-def shuffled_indices(examples: int, global_batch: int, seed: int) -> tf.data.Dataset:
-    """Returns batches of shuffled indices forever, each pass in a new order.
-
-    The order depends only on the seed and the number of the pass. `Dataset.shuffle` would also
-    depend on TensorFlow's global seed, and would save its buffer in every checkpoint.
-    """
-
-    @without_autograph
-    def one_pass(number: tf.Tensor) -> tf.data.Dataset:
-        indices = tf.range(examples, dtype=tf.int64)
-        seeds = tf.stack([tf.constant(seed, tf.int64), number])
-        order = tf.random.experimental.stateless_shuffle(indices, seeds, alg="philox")
-        return tf.data.Dataset.from_tensor_slices(order).batch(global_batch)
-
-    endless = tf.data.Dataset.counter().flat_map(one_pass)
-    return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
-
-
-def present(data: Any) -> list[Any]:
-    """Returns the components of a batch or of arrays, without None."""
-    return [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
 
 
 def _first(dataset: tf.data.Dataset, argument: str) -> Batch:
