@@ -19,6 +19,7 @@ import tensorflow as tf
 from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
+SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
 # Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="scalars"), data_class=1)
@@ -42,7 +43,7 @@ class RunWriters:
         """Writes numbers to `metrics.jsonl`, to the split's CSV file, and to TensorBoard.
 
         Args:
-            split: "train" or "validation".
+            split: one of `SPLITS`.
             step: the step that the numbers belong to.
             scalars: the numbers, keyed by name.
         """
@@ -92,7 +93,8 @@ class RunWriters:
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.
 
-        Otherwise those lines would appear twice. An incomplete last line is removed too.
+        Otherwise those lines would appear twice. Lines that this class cannot have written, such as
+        an incomplete last one, are removed too. No other file in the folder is touched.
 
         Returns:
             The remaining lines of `metrics.jsonl`.
@@ -102,12 +104,10 @@ class RunWriters:
         path = self._folder / "metrics.jsonl"
         lines, kept = read_lines(path, step)
         write_if_changed(path, lines, kept)
-        for path in self._folder.glob("*.csv"):
-            header, *lines = path.read_text().splitlines(keepends=True) or [""]
-            rows = [
-                line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= step
-            ]
-            write_if_changed(path, [header, *lines], [header, *rows])
+        for split in SPLITS:
+            path = self._folder / f"{split}.csv"
+            header, *rows = lines_of(path) or [""]
+            write_if_changed(path, [header, *rows], [header, *rows_until(step, rows)])
         return [json.loads(line) for line in kept]
 
     def _event_writer(self, folder: pathlib.Path, split: str) -> tf.summary.SummaryWriter:
@@ -116,12 +116,17 @@ class RunWriters:
         return self._events[split]
 
 
+def lines_of(path: pathlib.Path) -> list[str]:
+    """Returns the lines of a file with their ends; none if there is no such file."""
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
 def read_lines(path: pathlib.Path, step: int) -> tuple[list[str], list[str]]:
     """Returns all lines of a `metrics.jsonl`, and those that stay when the run goes back to `step`.
 
     An incomplete last line, as after a crash, does not stay.
     """
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = lines_of(path)
     return lines, [line for line in lines if line.endswith("\n") and is_kept(line, step)]
 
 
@@ -138,9 +143,15 @@ def is_kept(line: str, last_step: int) -> bool:
     """
     try:
         fields = json.loads(line)
-    except ValueError:  # an incomplete line that another process appended to
+        return bool(fields["step"] <= last_step or fields["split"] == "recovery")
+    except (ValueError, KeyError, TypeError):  # another process wrote it, or appended to a part
         return False
-    return bool(fields["step"] <= last_step or fields["split"] == "recovery")
+
+
+def rows_until(last_step: int, rows: list[str]) -> list[str]:
+    """Returns the rows of a CSV file that stay when the run goes back to `last_step`."""
+    found = ((row, row.partition(",")[0]) for row in rows if row.endswith("\n"))
+    return [row for row, step in found if step.isdecimal() and int(step) <= last_step]
 
 
 def append_row(path: pathlib.Path, row: Mapping[str, object]) -> None:

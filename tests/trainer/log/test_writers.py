@@ -131,6 +131,31 @@ def test_rewinding_removes_incomplete_lines(tmp_path):
     assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n"
 
 
+def test_rewinding_touches_no_other_file(tmp_path):
+    """A user's own CSV files stay as they are, whatever is in them."""
+    writers = write_steps(tmp_path, range(1, 5))
+    own = "number,label\n1,cat\n9,dog\nnone,bird"
+    (tmp_path / "predictions.csv").write_text(own)
+    writers.rewind(2)
+
+    assert (tmp_path / "predictions.csv").read_text() == own
+    assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n2,0.5\n"
+
+
+@pytest.mark.parametrize(
+    "odd", ["[1, 2]", "7", "null", "{}", '{"step": "x", "split": "train"}', ""]
+)
+def test_rewinding_removes_odd_lines(tmp_path, odd):
+    """A line that this class cannot have written ends no run."""
+    writers = write_steps(tmp_path, [1])
+    for name in ("metrics.jsonl", "train.csv"):
+        with (tmp_path / name).open("a") as file:
+            file.write(f"{odd}\n")
+
+    assert [line["step"] for line in writers.rewind(9)] == [1]
+    assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n"
+
+
 def test_rewinding_keeps_recoveries(tmp_path):
     """The line about a rollback stays, although its step is later than the one gone back to."""
     writers = RunWriters(tmp_path)
