@@ -154,7 +154,8 @@ def test_every_optimizer(mirrored, name, settings, replicas):
     expected, theirs = plain(make, 3, batch)
 
     assert_equal(model.variables, expected.variables, 2e-5)
-    assert_equal(optimizer.variables, theirs.variables, 2e-5)
+    # Ftrl divides a difference of square roots, about 0.5, by the learning rate of 0.01.
+    assert_equal(optimizer.variables, theirs.variables, 1e-4 if name == "Ftrl" else 2e-5)
 
 
 def several(**inner):
