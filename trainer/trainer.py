@@ -20,6 +20,7 @@ from trainer.base.argument_checks import (
     check_writable,
 )
 from trainer.base.autograph import without_autograph
+from trainer.base.folder_lock import only_writer
 from trainer.base.scoped_seed import ScopedSeed
 from trainer.checkpoint.best import export_model
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
@@ -501,15 +502,17 @@ class Trainer(Task):
             CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
             DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
             WorkerLostError: if another worker's process has ended or no longer responds.
+            RuntimeError: if another process is training in `model_dir`.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT, once the run is
                 saved.
         """
         began = time.perf_counter()
         check_no_unknown_arguments(unknown, Trainer.train, TRAIN_ARGUMENTS, "train")
         check_not_inputs_and_labels(steps)
-        check_writable(self.model_dir if self.is_chief else None)
+        folder = self.model_dir if self.is_chief else None
+        check_writable(folder)
         self._withdraw_stop()
-        with StopSignals(self.stop) as signals:
+        with only_writer(folder), StopSignals(self.stop) as signals:
             known = self._known_position(train_data, global_batch)
             data, target = self._read_train_data(train_data, steps, epochs, global_batch, known)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
