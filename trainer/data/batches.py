@@ -16,7 +16,8 @@ from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies, present
 from trainer.data.reader import Reader, untuned
-from trainer.data.sources import Source, is_arrow, is_source, source_of
+from trainer.data.source import Source
+from trainer.data.sources import is_arrow, is_source, source_of
 from trainer.data.structures import as_arrays
 from trainer.step.types import Batch
 

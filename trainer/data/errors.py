@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from trainer.data.reader import BatchError, Reader
-from trainer.data.sources import EmptyPassError
+from trainer.data.source import EmptyPassError
 
 # Matches the lines of a graph's error that say where the error occurred, not what was wrong.
 LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")

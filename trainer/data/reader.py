@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from trainer.data.sources import EmptyPassError, Place, Source
+from trainer.data.source import EmptyPassError, Place, Source
 from trainer.data.structures import as_batch, difference, fingerprint, spec_of
 
 # At most this many batches have been read, but not used by a step: two that `repeat_forever`

@@ -1,0 +1,146 @@
+"""The sources of libraries: what they yield, and how their position is found again."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from data_sources import Shuffled, X, assert_found_again, assert_trains, begin, take
+
+from trainer.data.batches import batches
+from trainer.data.sources import source_of
+
+# torchdata 0.11 calls a function that PyTorch 2.13 has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
+
+
+def torch_loader(stateful):
+    """A shuffled loader of PyTorch or of torchdata."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    make = torch.utils.data.DataLoader
+    if stateful:
+        make = pytest.importorskip(
+            "torchdata.stateful_dataloader", reason="needs torchdata"
+        ).StatefulDataLoader
+    rows = [{"x": torch.tensor(row)} for row in X]
+    return make(rows, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+
+def grain_data(kind):
+    """A shuffled data set of Grain."""
+    grain = pytest.importorskip("grain", reason="needs Grain")
+    rows = grain.MapDataset.source(X).seed(1).shuffle().map(lambda row: {"x": row}).batch(4)
+    return {"map": rows, "iter": rows.to_iter_dataset(), "repeat": rows.repeat()}[kind]
+
+
+def hugging_face_stream():
+    """A stream of Hugging Face."""
+    datasets = pytest.importorskip("datasets", reason="needs Hugging Face's datasets")
+    rows = datasets.IterableDataset.from_generator(lambda: ({"x": row} for row in X))
+    return rows.batch(4)
+
+
+SOURCES = {
+    "PyDataset": Shuffled,
+    "PyDataset, threads": lambda: Shuffled(workers=3, max_queue_size=2),
+    "DataLoader": lambda: torch_loader(stateful=False),
+    "StatefulDataLoader": lambda: torch_loader(stateful=True),
+    "Grain MapDataset": lambda: grain_data("map"),
+    "Grain IterDataset": lambda: grain_data("iter"),
+    "Hugging Face stream": hugging_face_stream,
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_position_is_found_again(kind, tmp_path):
+    """A new object of the same data goes on with the next batch, in the middle and at the end of a
+    pass, and in the passes after it.
+    """
+    assert_found_again(SOURCES[kind], tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_source_trains_as_a_dataset_does(mirrored, kind, replicas, tmp_path):
+    """In float16, a source and a dataset of the same batches end with the same weight, also after a
+    resume.
+    """
+    assert_trains(SOURCES[kind], mirrored(replicas), tmp_path)
+
+
+def test_hooks_of_a_py_dataset():
+    """Each pass begins and ends with its hook, once, before the next pass is read."""
+    data = Shuffled()
+    list(itertools.islice(source_of(data, "data", None, None).read(None), 10))
+
+    assert data.calls == ["begin", "end", "begin", "end"]
+
+
+def test_processes_of_a_py_dataset_are_threads(caplog):
+    """The trainer says that it uses threads where Keras would fork processes."""
+    source_of(Shuffled(workers=2, use_multiprocessing=True), "data", None, None)
+
+    assert "its 2 workers are threads here" in caplog.text
+
+
+def test_images_in_a_folder(tmp_path):
+    """Keras's image_dataset_from_directory has an exact position if it has a seed."""
+    for index in range(6):
+        folder = tmp_path / "images" / "ab"[index % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        image = np.full([4, 4, 3], 40 * index, np.uint8)
+        tf.io.write_file(str(folder / f"{index}.png"), tf.io.encode_png(image))
+
+    def images(seed=1):
+        found = keras.utils.image_dataset_from_directory(
+            tmp_path / "images", batch_size=2, image_size=(4, 4), seed=seed, verbose=False
+        )
+        return found.map(lambda image, label: {"x": image[:, 0, 0, 0], "label": label})
+
+    whole, stopped, resumed = (begin(images()) for _ in range(3))
+    expected = take(whole, 8)
+    take(stopped, 4)
+    stopped.write(str(tmp_path))
+    resumed.read(tmp_path, 4)
+
+    assert take(resumed, 4) == expected[4:]
+
+
+class FakeTable:
+    """The part of datasets.Dataset that is used; the real one cannot be pickled in some versions."""
+
+    __module__ = "datasets.arrow_dataset"
+
+    def with_format(self, name):
+        """Returns itself."""
+        assert name == "numpy"
+        return self
+
+    def __len__(self):
+        """The number of rows."""
+        return 20
+
+    def __getitem__(self, rows):
+        """Some rows."""
+        return {"x": X[rows]}
+
+
+def test_rows_of_an_arrow_table():
+    """A table of Hugging Face is cut into batches, in a new order in each pass, by index."""
+    rows = FakeTable()
+    strategy = tf.distribute.get_strategy()
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        batches(rows, "train_data", strategy)
+    found = batches(rows, "train_data", strategy, global_batch=8, shuffle_seed=1)
+
+    assert str(error.value) == (
+        "`global_batch` must be at least 1 if `train_data` is a datasets.Dataset; got None. It "
+        "holds single examples. Pass global_batch=64, for example."
+    )
+    passes = [batch["x"].numpy().ravel().tolist() for batch in found.reader.forever().take(6)]
+    assert [len(batch) for batch in passes] == [8, 8, 4, 8, 8, 4]
+    first, second = (sorted(itertools.chain(*each)) for each in (passes[:3], passes[3:]))
+    assert first == second == X.ravel().tolist()
+    assert passes[:3] != passes[3:]
