@@ -358,7 +358,7 @@ def run_mode(
         trainer: the trainer that `make_trainer` returned.
         train_data: as for `Trainer.train`; arrays are cut into batches of `--batch_size`.
         test_data: as for `Trainer.evaluate`; arrays are cut in the same way. With None, nothing is
-            evaluated.
+            evaluated, and --mode=eval is an error.
         flag_values: the parsed flags.
 
     Returns:
@@ -387,7 +387,7 @@ def run_mode(
             f"`trainer` must be a Trainer; got {type(trainer).__name__}. Each mode calls one "
             "of its methods. Pass the trainer that make_trainer returned."
         )
-    check_continuous(test_data, flag_values)
+    check_eval_mode(test_data, flag_values)
     batch_size = flag_values.batch_size if needs_batch_size(train_data) else None
     finds: dict[str, Callable[[], object]] = {
         "dry_run": lambda: trainer.dry_run(
@@ -446,17 +446,17 @@ def evaluate(
     return results[max(results)] if results else None
 
 
-def check_continuous(test_data: Any, flag_values: flags.FlagValues) -> None:
-    """Raises ValueError if --continuous is given without --mode=eval, or without data."""
+def check_eval_mode(test_data: Any, flag_values: flags.FlagValues) -> None:
+    """Raises ValueError for --continuous without --mode=eval, and for that mode without data."""
     if flag_values.continuous and flag_values.mode != "eval":
         raise ValueError(
             "`--continuous` must be left out unless --mode is eval; got it with --mode="
             f"{flag_values.mode}. It follows a run that another process trains. Pass --mode=eval."
         )
-    if flag_values.continuous and test_data is None:
+    if flag_values.mode == "eval" and test_data is None:
         raise ValueError(
-            "`test_data` must be given with --continuous; got None. There is nothing to evaluate "
-            "on. Pass it to run_mode."
+            "`test_data` must be given with --mode=eval; got None. There is nothing to evaluate "
+            "on. Pass it to run_mode, or choose --mode=train."
         )
 
 

@@ -239,10 +239,12 @@ class Task:
         """
 
     def on_evaluate_begin(self, step: int) -> None:
-        """Called before each evaluation of `train`, after `step` steps."""
+        """Called before each evaluation of `train` and of `evaluate_continuously`."""
 
     def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
-        """Called after each evaluation of `train`; not by `evaluate`, which returns its results.
+        """Called after each evaluation of `train` and of `evaluate_continuously`.
+
+        `evaluate`, which returns its results, does not call it.
 
         Args:
             step: the number of steps so far.

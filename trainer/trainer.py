@@ -696,10 +696,11 @@ class Trainer(Task):
 
         Checkpoints are evaluated once each, in the order of their steps, with the same results as
         the run's own evaluations, to the bit. The results are written to `model_dir/eval`, and with
-        keep_best the best models too; nothing else in `model_dir` is touched. `on_evaluate_end` is
-        called after each evaluation. The call ends when the run has reached its target and all
-        checkpoints are evaluated. Called again, it goes on after the last one. No optimizer is
-        needed, unless it keeps the moving average of the weights.
+        keep_best the best models too; nothing else in `model_dir` is touched. `on_evaluate_begin`
+        and `on_evaluate_end` of the trainer and of its callbacks are called, except callbacks that
+        act on training, such as EarlyStopping; actions are not. The call ends when the run has
+        reached its target and all checkpoints are evaluated. Called again, it goes on after the
+        last one. No optimizer is needed, unless it keeps the moving average of the weights.
 
         Args:
             data: as for `evaluate`.

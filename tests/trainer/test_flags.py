@@ -223,7 +223,15 @@ def test_without_test_data_nothing_is_evaluated():
     assert run_mode(made, slopes(*[-1.0] * 8), flag_values=values) is None
     assert made.weight == 3.0
 
-    values.validation_interval = 1
+    values.mode = "eval"
+    with pytest.raises(ValueError, match="`test_data`") as error:
+        run_mode(made, slopes(*[-1.0] * 8), flag_values=values)
+    assert str(error.value) == (
+        "`test_data` must be given with --mode=eval; got None. There is nothing to evaluate on. "
+        "Pass it to run_mode, or choose --mode=train."
+    )
+
+    values.mode, values.validation_interval = "train_and_eval", 1
     with pytest.raises(ValueError, match="`eval_interval` must be None without `eval_data`; got 1"):
         run_mode(made, slopes(*[-1.0] * 8), flag_values=values)
 

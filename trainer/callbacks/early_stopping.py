@@ -50,6 +50,8 @@ class EarlyStopping(Monitored):
         True
     """
 
+    needs_training = True
+
     def __init__(
         self,
         monitor: str = "val_loss",

@@ -31,8 +31,9 @@ class KerasCallbacks(Callback):
     took place at the end of that epoch. The losses are those of the trainer: without
     `model.losses`, and over applied steps.
 
-    With KerasCallbacks, log lines end where epochs end and `log_interval` has no effect;
-    `eval_interval=None` evaluates after each epoch. `on_train_batch_begin` and `on_train_batch_end`
+    With KerasCallbacks, log lines end where epochs end, and `log_interval` has no effect, of which
+    a warning tells. `eval_interval=None` evaluates after each epoch; a number must be a multiple of
+    an epoch's steps, or divide them. `on_train_batch_begin` and `on_train_batch_end`
     are called once per inner loop, as with Keras's `steps_per_execution`: for each batch, pass
     steps_per_loop=1. While `train` runs, `model.optimizer` is the trainer's optimizer, a learning
     rate that is assigned takes effect, and `model.stop_training = True` ends the run.
@@ -61,6 +62,7 @@ class KerasCallbacks(Callback):
     """
 
     per_epoch = True
+    needs_training = True
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Checks and stores the callbacks."""
@@ -72,6 +74,7 @@ class KerasCallbacks(Callback):
         self._as_made = [dict(remembered(callback)) for callback in self.callbacks]
         self._loaded: dict[str, Any] | None = None  # a state that waits for on_train_begin
         self._begun = self._stopped = False
+        self._evaluated_at: int | None = None
         self._list: Any = None  # a `keras.callbacks.CallbackList`
         self._steps_per_epoch, self._target = 1, 0
         self._forget_epoch()
@@ -167,12 +170,14 @@ class KerasCallbacks(Callback):
 
     def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
         """Ends a test, and notes its results for the end of the epoch."""
-        del step
+        self._evaluated_at = step
         self._results = {f"val_{name}": value for name, value in results.items()}
         self._call("on_test_end", dict(results))
 
     def on_epoch_end(self, epoch: int) -> None:
-        """Ends an epoch."""
+        """Ends an epoch. Results of an evaluation within it would be those of other weights."""
+        if self._evaluated_at != epoch * self._steps_per_epoch:
+            self._results = {}
         logs = {"loss": self._loss} | self._metrics | self._results
         self._call("on_epoch_end", epoch - 1, logs)
 

@@ -31,6 +31,8 @@ class ReduceLROnPlateau(Monitored):
             learning rate.
     """
 
+    needs_training = True
+
     def __init__(
         self,
         monitor: str = "val_loss",

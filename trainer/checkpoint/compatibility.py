@@ -9,7 +9,7 @@ from absl import logging
 
 from trainer.base.argument_checks import check_choice
 from trainer.checkpoint.folder import Facts
-from trainer.checkpoint.identity import Difference, differences
+from trainer.checkpoint.run_facts import Difference, differences
 from trainer.data.fingerprint import first_change
 
 # The entries of `run.json` to compare, with the argument of `Trainer` or `train` that sets each.

@@ -138,8 +138,10 @@ class Evaluator:
             raise unequal_lengths(bool(left))
         if not (weight or self._source[1] or stopped):  # a mean of nothing would be 0, the best
             raise nothing_to_read()
+        if not weight and not stopped:
+            raise no_weight()
         metrics = numbers_of(self._task.metrics)
-        return {"loss": float(tf.math.divide_no_nan(total, weight)), **metrics}
+        return {"loss": float(total / weight), **metrics}
 
     @without_autograph
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -274,6 +276,15 @@ def nothing_to_read() -> ValueError:
         "`eval_data` must be data that can be read again; got a source that is used up. Every "
         "evaluation reads it from the beginning. Pass arrays, or a dataset that opens its source "
         "anew in each pass."
+    )
+
+
+def no_weight() -> ValueError:
+    """Returns the error for evaluation data whose weights are all 0."""
+    return ValueError(
+        "`eval_data` must have an example whose weight is not 0; got weights whose sum is 0. The "
+        "loss is a weighted mean, which does not exist without weight. Check the sample weights, "
+        "the mask, or `example_weights`."
     )
 
 

@@ -40,6 +40,9 @@ class Callback:
     per_epoch = False
     # Whether reports are read after every inner loop, and not only when the run needs them.
     wants_reports = False
+    # Whether it acts on training itself, so that `evaluate_continuously`, which does not train,
+    # leaves it out.
+    needs_training = False
     _owner: Any = None  # a weak reference: a trainer is freed as soon as nobody else holds it
 
     @property
@@ -108,10 +111,15 @@ class Callback:
         """Called after each log line, with its numbers by name."""
 
     def on_evaluate_begin(self, step: int) -> None:
-        """Called before each evaluation of `train`."""
+        """Called before each evaluation of `train` and of `evaluate_continuously`."""
 
     def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
-        """Called after each evaluation of `train`, with its results by name."""
+        """Called after each evaluation of `train` and of `evaluate_continuously`.
+
+        Args:
+            step: the number of steps so far.
+            results: "loss" and the metrics, keyed by name.
+        """
 
     def on_epoch_end(self, epoch: int) -> None:
         """Called when the run has gone through the training data `epoch` times."""

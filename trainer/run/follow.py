@@ -3,7 +3,8 @@
 import functools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
@@ -14,6 +15,8 @@ from trainer.checkpoint.saver import PREFIX, manifest_text
 from trainer.config.attributes import assign
 from trainer.evaluation.continuous import FOLDER, Calls, Results
 from trainer.log.console import RunConsole
+from trainer.log.summary import Totals
+from trainer.monitor.callback import Callback
 from trainer.run.protocol import Parts, RunnableTrainer
 
 
@@ -51,6 +54,10 @@ def calls_of(
     def evaluator() -> Callable[[], Results | None]:
         return evaluation() or (lambda: None)
 
+    @functools.cache
+    def listening() -> list[Any]:
+        return [trainer, *callbacks_without_training(trainer.callbacks, console.say)]
+
     def restore(path: pathlib.Path) -> bool:
         parts = started()
         evaluator()  # checks the names of its results
@@ -58,14 +65,31 @@ def calls_of(
             return parts.checkpoints.restore_live(path)
 
     def evaluate() -> Results | None:
+        tell(listening(), "on_evaluate_begin", Totals.from_state(started().state).attempted)
         return evaluator()()
 
     def done(step: int, results: Results) -> None:
         if best and best.consider(step, results, export):
             console.say(f"kept in {model_dir / FOLDER / 'best'}")
-        trainer.on_evaluate_end(step, results)
+        tell(listening(), "on_evaluate_end", step, results)
 
     return Calls(restore, evaluate, lambda: trainer.stop_asked, done, console.say)
+
+
+def tell(listeners: Sequence[Any], hook: str, *arguments: Any) -> None:
+    """Calls a hook such as "on_evaluate_end" of each listener."""
+    for listener in listeners:
+        getattr(listener, hook)(*arguments)
+
+
+def callbacks_without_training(
+    callbacks: Sequence[Callback], say: Callable[[str], None]
+) -> list[Callback]:
+    """Returns the callbacks that do not act on training, and says which are left out."""
+    left_out = [type(callback).__name__ for callback in callbacks if callback.needs_training]
+    if left_out:
+        say(f"not called, because they act on training: {', '.join(left_out)}")
+    return [callback for callback in callbacks if not callback.needs_training]
 
 
 def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> None:

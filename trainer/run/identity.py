@@ -6,7 +6,7 @@ import keras
 
 from trainer.base.describe import describe
 from trainer.checkpoint.folder import Facts
-from trainer.checkpoint.identity import loss_facts, model_facts, optimizer_facts
+from trainer.checkpoint.run_facts import loss_facts, model_facts, optimizer_facts
 from trainer.run.protocol import RunnableTrainer
 from trainer.step.objective import single_optimizers
 from trainer.step.types import MetricsByName

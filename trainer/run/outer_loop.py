@@ -18,6 +18,7 @@ from absl import logging
 
 import strategies
 from trainer.callbacks.monitored import check_monitored
+from trainer.callbacks.per_epoch import check_per_epoch
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
 from trainer.data.iterator_state import DataPosition
@@ -100,7 +101,9 @@ class OuterLoop:
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
         self._log_interval: int | None = trainer.log_interval
         self._eval_interval = request.eval_interval
-        if any(callback.per_epoch for callback in trainer.callbacks):
+        per_epoch = [callback for callback in trainer.callbacks if callback.per_epoch]
+        if per_epoch and self._epoch:
+            check_per_epoch(per_epoch[0], self._epoch, request.eval_interval, trainer.log_interval)
             self._log_interval = self._epoch
             self._eval_interval = request.eval_interval or self._epoch
 

@@ -160,8 +160,5 @@ class RunnableTrainer(Protocol):
     def overrides(self, hook: str) -> bool:
         """Returns whether the trainer or one of its callbacks has a hook."""
 
-    def on_evaluate_end(self, step: int, results: dict[str, float]) -> None:
-        """The trainer's own hook; an evaluator process has no run for callbacks to listen to."""
-
     def call_hook(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of the trainer, and then of each callback."""

@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
+from trainer import Callback
+from trainer.callbacks import EarlyStopping
 from trainer.checkpoint import folder
 from trainer.run.follow import adopt_compile_mode
 
@@ -41,3 +43,33 @@ def test_a_missing_best_metric_is_an_error(tmp_path):
     trainer = Linear(model_dir=tmp_path, best_metric="b/loss", verbose=False)
     with pytest.raises(ValueError, match="but the results are a/loss"):
         trainer.evaluate_continuously({"a": tf.data.Dataset.from_tensors(slopes(1.0))})
+
+
+class Note(Callback):
+    """Notes its calls."""
+
+    def __init__(self):
+        """Has noted nothing."""
+        self.calls = []
+
+    def on_evaluate_begin(self, step):
+        """Notes the step."""
+        self.calls.append(step)
+
+    def on_evaluate_end(self, step, results):
+        """Notes the step and the results."""
+        self.calls.append((step, results))
+
+
+def test_callbacks_hear_of_evaluations(tmp_path, capsys):
+    """They get the calls of a run's own evaluations, except those that act on training."""
+    settings = {"model_dir": tmp_path, "checkpoint_interval": 1}
+    Linear(**settings, verbose=False).train(slopes(1.0), steps=2, global_batch=1)
+    note, stopping = Note(), EarlyStopping(mode="max")
+    trainer = Linear(**settings, callbacks=[note, stopping])
+    results = trainer.evaluate_continuously(slopes(1.0), global_batch=1)
+
+    assert list(results) == [1, 2]
+    assert note.calls == [1, (1, results[1]), 2, (2, results[2])]
+    assert stopping.best is None
+    assert "not called, because they act on training: EarlyStopping" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.checkpoint.identity import (
+from trainer.checkpoint.run_facts import (
     differences,
     loss_facts,
     model_facts,
