@@ -4,7 +4,8 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -152,6 +153,9 @@ class Trainer(Task):
             are computed after the optimizers before it have been applied. False computes all
             gradients at the old weights. In both cases either all optimizers are applied, or none
             is.
+        updates_per_step: number of updates in each step, keyed by the names of optimizers that
+            alternate, such as {"critic": 5}; other optimizers are updated once. All updates of a
+            step use its batch, and each one draws new random numbers.
 
     Args: Where and how it runs
         model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
@@ -187,9 +191,10 @@ class Trainer(Task):
         allow_changes: settings that may differ from the run that is resumed: "precision",
             "loss_scale", "seed", "num_replicas", "global_batch", "data", "num_microbatches",
             "model", "optimizer", "loss", "global_clipnorm", "clipnorm", "clipvalue",
-            "ema_momentum" and "alternate_optimizers". A new loss-scale rule begins at its initial
-            scale, and a new learning rate replaces the saved one. A change of the seed, the global
-            batch or the data restarts the data. docs/resume.md lists all changes.
+            "ema_momentum", "alternate_optimizers" and "updates_per_step". A new loss-scale rule
+            begins at its initial scale, and a new learning rate replaces the saved one. A change of
+            the seed, the global batch or the data restarts the data. docs/resume.md lists all
+            changes.
         init_from: a checkpoint, a model_dir, or a file of Keras weights from which a new run loads
             its initial weights. Nothing but the weights is loaded. A resumed run ignores it.
 
@@ -273,6 +278,7 @@ class Trainer(Task):
         clipvalue: float | None = UpdateConfig.clipvalue,
         ema_momentum: float | None = UpdateConfig.ema_momentum,
         alternate_optimizers: bool = UpdateConfig.alternate_optimizers,
+        updates_per_step: Mapping[str, int] | None = UpdateConfig.updates_per_step,
         # Where and how it runs.
         model_dir: str | pathlib.Path | None = RunConfig.model_dir,
         strategy: str | tf.distribute.Strategy = RunConfig.strategy,
@@ -364,6 +370,9 @@ class Trainer(Task):
         self.clip = config.clip
         self.ema_momentum = config.ema_momentum
         self.alternate_optimizers = config.alternate_optimizers
+        self.updates_per_step: Mapping[str, int] = types.MappingProxyType(
+            dict(config.updates_per_step or {})
+        )
 
     def _take_records(self, config: OverflowRecordConfig) -> None:
         self.max_overflow_records = config.max_overflow_records

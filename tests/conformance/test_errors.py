@@ -428,6 +428,12 @@ TRAINER = {
             f"Trainer(optimizer=keras.optimizers.SGD(use_ema=True), ema_momentum=0.9){GO}",
         ),
         ("alternate_optimizers", 'Trainer(alternate_optimizers="yes")'),
+        ("updates_per_step", "Trainer(alternate_optimizers=True, updates_per_step=5)"),
+        (
+            "updates_per_step",
+            'Trainer(alternate_optimizers=True, updates_per_step={"critic": 0})',
+        ),
+        ("updates_per_step", 'Trainer(updates_per_step={"critic": 5})'),
         ("steps_per_loop", "Trainer(steps_per_loop=2.5)"),
         ("checkpoint_interval", "Trainer(checkpoint_interval=0)"),
         ("checkpoint_secs", "Trainer(checkpoint_secs=-60)"),
@@ -636,6 +642,13 @@ STEP = {
         ("example_weights", "plan_step(example_weights=tf.ones([4]))"),
         ("update_metrics", 'plan_step(update_metrics=["accuracy"])'),
         ("alternate", 'plan_step(alternate="yes")'),
+        ("updates_per_step", 'plan_step(alternate=True, updates_per_step={"critic": 5})'),
+        (
+            "updates_per_step",
+            'plan_step(optimizer={"critc": keras.optimizers.SGD()}, alternate=True, '
+            'updates_per_step={"critic": 5})',
+        ),
+        ("updates_per_step", 'plan_step(updates_per_step={"critic": 5})'),
         ("num_microbatches", "plan_step(num_microbatches=0)"),
         ("loss_reduction", 'plan_step(loss_reduction="sum")'),
         ("clip", "plan_step(clip=1.0)"),

@@ -29,6 +29,7 @@ ARGUMENTS = {
     "clipvalue": "clipvalue",
     "ema_momentum": "ema_momentum",
     "alternate_optimizers": "alternate_optimizers",
+    "updates_per_step": "updates_per_step",
 }
 
 # What a run continues with when one of these entries has changed.
@@ -48,6 +49,7 @@ EFFECTS = {
     "clipvalue": "another bound on its gradients",
     "ema_momentum": "another average of the weights",
     "alternate_optimizers": "another order of updates",
+    "updates_per_step": "another number of updates in each step",
 }
 
 # Entries that may change, with what a warning says about it. They either matter only for steps

@@ -46,6 +46,7 @@ FIXED = {
     "clip": "global_clipnorm",
     "ema_momentum": "ema_momentum",
     "alternate_optimizers": "alternate_optimizers",
+    "updates_per_step": "updates_per_step",
     "model_dir": "model_dir",
     "strategy": "strategy",
     "strategy_name": "strategy",

@@ -8,7 +8,7 @@ groups have files of their own: `checkpoint_config.py` and `skip_policy.py`.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,6 +27,7 @@ from trainer.monitor.divergence import Divergence, check_divergence
 from trainer.monitor.profiling import check_profile
 from trainer.step.clip import Clip
 from trainer.step.gather_checks import LOSS_REDUCTIONS, check_loss_reduction
+from trainer.step.objective import check_update_counts
 from trainer.step.xla import COMPILE_MODES
 
 
@@ -65,10 +66,16 @@ class UpdateConfig:
     clipvalue: float | None = Clip.clipvalue
     ema_momentum: float | None = checked(None, lambda _, value: check_ema_momentum(value))
     alternate_optimizers: bool = switch(default=False)
+    updates_per_step: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_fields(self)
+        check_update_counts(
+            self.updates_per_step,
+            alternate=self.alternate_optimizers,
+            switch="alternate_optimizers",
+        )
         check_loss_reduction(self.loss_reduction, self.num_microbatches)
         self.clip  # noqa: B018  # checks the bounds
 

@@ -107,8 +107,8 @@ def first_nonfinite_place(
     inputs = StepInputs(batch, weights, state, random, None)
     replicas = plan.strategy.num_replicas_in_sync
     share = strategies.take(strategies.whole(batch, weights), replica, replicas)
-    for number, group in enumerate(plan.groups):
-        source = key_source(random, number, len(plan.groups))
+    for number, group in enumerate(plan.turns):
+        source = key_source(random, number, len(plan.turns))
         values = {
             position: copies_of(plan.held_back[int(position)], plan.strategy)[replica].read_value()
             for position in given_positions(plan)

@@ -47,6 +47,7 @@ def identity_of(
         "clipvalue": trainer.clip.clipvalue,
         "ema_momentum": trainer.ema_momentum,
         "alternate_optimizers": trainer.alternate_optimizers,
+        "updates_per_step": {k: n for k, n in trainer.updates_per_step.items() if n > 1},
         "metrics": describe(metrics),
         **settings_for_skips(trainer),
     }

@@ -5,7 +5,7 @@
 """
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import tensorflow as tf
@@ -92,6 +92,7 @@ class RunnableTrainer(Protocol):
     clip: Clip
     ema_momentum: float | None
     alternate_optimizers: bool
+    updates_per_step: Mapping[str, int]
     weights_overridden: bool  # whether `example_weights` is overridden
     has_optimizer: bool  # whether an optimizer was given, or `build_optimizer` is overridden
     steps_per_loop: int

@@ -246,22 +246,23 @@ def attempt_groups(
         inputs: the step's inputs.
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
-        first: index in `plan.groups` of the first group to attempt.
+        first: index in `plan.turns` of the first group to attempt.
 
     Returns:
         The combined outcome; it is finite only if the outcomes of all groups are.
     """
-    group, last = plan.groups[first], first + 1 == len(plan.groups)
+    group, following = plan.turns[first], plan.turns[first + 1 :]
     replica = functools.partial(replica_step, group=group, plan=plan)
-    source = key_source(inputs.random, first, len(plan.groups))
+    source = key_source(inputs.random, first, len(plan.turns))
     result: ReplicaResult = plan.strategy.run(replica, args=(inputs._replace(random=source),))
     agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
 
     def apply() -> Outcome:
-        apply_on_all(result, agreed.written, before, group, plan, last=last)
-        if last:
+        apply_on_all(result, agreed.written, before, group, plan, last=not following)
+        if not following:
             return agreed.outcome
-        return combined(agreed.outcome, attempt_groups(inputs, before, plan, first=first + 1))
+        later = attempt_groups(inputs, before, plan, first=first + 1)
+        return combined(agreed.outcome, later, repeated=following[0] is group)
 
     # The condition is evaluated outside the replicas because its branches contain collectives.
     def skip() -> Outcome:

@@ -28,14 +28,14 @@ def attempt_in_replica(inputs: StepInputs, before: Copies, plan: StepPlan) -> Ou
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
     """
-    groups = plan.groups
-    sources = [key_source(inputs.random, index, len(groups)) for index in range(len(groups))]
+    turns = len(plan.turns)
+    sources = [key_source(inputs.random, index, turns) for index in range(turns)]
 
     def replica(inputs: StepInputs, sources: list[tf.Tensor]) -> Outcome:
         return attempt_from(0, inputs, sources, before, plan)
 
     with contextlib.ExitStack() as stack:
-        for group in groups:
+        for group in plan.groups:
             stack.enter_context(optimizers_prepared(group, plan))
         # `sources` replaces the step's `random`, which is therefore left out.
         outcome: Outcome = plan.strategy.run(replica, args=(inputs._replace(random=()), sources))
@@ -48,23 +48,23 @@ def attempt_from(
     """Attempts the update groups in order. Call it in replica context.
 
     Args:
-        first: index in `plan.groups` of the first group to attempt.
+        first: index in `plan.turns` of the first group to attempt.
         inputs: the step's inputs.
-        sources: the result of `key_source` for each group.
+        sources: the result of `key_source` for each of `plan.turns`.
         before: values of `plan.undo` at the beginning of the step.
         plan: the run's constants.
     """
-    group: UpdateGroup = plan.groups[first]
-    last = first + 1 == len(plan.groups)
+    group: UpdateGroup = plan.turns[first]
+    following = plan.turns[first + 1 :]
     result = replica_step(inputs._replace(random=sources[first]), group=group, plan=plan)
 
     def apply() -> Outcome:
         assign_held_back(result.written, plan)
-        apply_in_replica(result, before, group, plan, last=last)
-        if last:
+        apply_in_replica(result, before, group, plan, last=not following)
+        if not following:
             return result.outcome
         later = attempt_from(first + 1, inputs, sources, before, plan)
-        return combined(result.outcome, later)
+        return combined(result.outcome, later, repeated=following[0] is group)
 
     outcome: Outcome = tf.cond(
         result.outcome.grads_finite,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import keras
 
+from scaling.base.argument_checks import did_you_mean, is_integer
 from trainer.step.types import Model, Variable
 
 # The objective's name if there is only one optimizer. No model attribute can have this name.
@@ -18,6 +19,7 @@ class Objective:
     name: str
     optimizer: keras.optimizers.Optimizer
     positions: tuple[int, ...]  # positions of the variables in `model.trainable_variables`
+    updates: int = 1  # number of updates in each step; more than 1 only if optimizers alternate
 
     @property
     def updating(self) -> list[keras.optimizers.Optimizer]:
@@ -33,7 +35,9 @@ def single_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optim
 
 
 def objectives_of(
-    model: Model, optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer]
+    model: Model,
+    optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
+    updates_per_step: Mapping[str, int] | None = None,
 ) -> list[Objective]:
     """Returns one objective for each optimizer.
 
@@ -44,6 +48,7 @@ def objectives_of(
     Args:
         model: a built `keras.Model` or `tf.Module`. Its parts are models, layers or modules.
         optimizers: one optimizer, or a dict of optimizers, keyed by the name of the part.
+        updates_per_step: number of updates in each step, keyed by name; 1 for other names.
 
     Raises:
         ValueError: if a variable belongs to no optimizer or to more than one, or if a part does not
@@ -53,7 +58,9 @@ def objectives_of(
     if not isinstance(optimizers, Mapping):
         return [Objective(ONLY, optimizers, tuple(range(len(variables))))]
     objectives = [
-        Objective(name, optimizer, positions_of_part(name, model))
+        Objective(
+            name, optimizer, positions_of_part(name, model), (updates_per_step or {}).get(name, 1)
+        )
         for name, optimizer in optimizers.items()
         if not (optimizer.built and is_frozen(getattr(model, name, None)))
     ]
@@ -106,3 +113,59 @@ def check_each_variable_has_one_optimizer(
                 f"{getattr(variable, 'path', variable.name)!r} {found}. The variable would "
                 f"{effect}. Make the parts disjoint, and name an optimizer for each of them."
             )
+
+
+def check_updates_per_step(
+    updates_per_step: Mapping[str, int] | None,
+    optimizers: keras.optimizers.Optimizer | Mapping[str, keras.optimizers.Optimizer],
+    *,
+    alternate: bool,
+    switch: str = "alternate",
+) -> None:
+    """Raises TypeError or ValueError unless the optimizers can be updated that often in a step.
+
+    Args:
+        updates_per_step: number of updates in each step, keyed by the optimizers' names.
+        optimizers: one optimizer, or a dict of optimizers.
+        alternate: whether the optimizers take turns.
+        switch: the name of the argument that makes them take turns, for the error.
+    """
+    check_update_counts(updates_per_step, alternate=alternate, switch=switch)
+    names = list(optimizers) if isinstance(optimizers, Mapping) else []
+    for name in updates_per_step or {}:
+        if name not in names:
+            found = f"the optimizers are {', '.join(map(repr, names))}"
+            remedy = did_you_mean(name, names, "Use the names of build_optimizer().")
+            raise ValueError(
+                f"`updates_per_step` must have the names of optimizers as keys; got {name!r}, and "
+                f"{found if names else 'there is one optimizer, without a name'}. Each count "
+                f"belongs to one of several optimizers. {remedy}"
+            )
+
+
+def check_update_counts(
+    updates_per_step: Mapping[str, int] | None, *, alternate: bool, switch: str
+) -> None:
+    """Raises TypeError or ValueError unless the counts are positive, and optimizers alternate."""
+    if updates_per_step is None:
+        return
+    if not isinstance(updates_per_step, Mapping):
+        raise TypeError(
+            "`updates_per_step` must be a dict or None; got "
+            f"{updates_per_step!r}. Each count belongs to one of several optimizers. Pass "
+            '{"critic": 5} for five updates of the critic in each step, for example.'
+        )
+    for name, count in updates_per_step.items():
+        if not is_integer(count) or count < 1:
+            raise ValueError(
+                "`updates_per_step` must have positive integers as values; got "
+                f"{name!r}: {count!r}. Each optimizer is updated at least once in a step. Pass "
+                f"{{{name!r}: 5}}, for example."
+            )
+    if updates_per_step and not alternate:
+        raise ValueError(
+            f"`updates_per_step` must be used with {switch}=True; got "
+            f"{dict(updates_per_step)!r} without it. Unless the optimizers take turns, all "
+            "gradients of a step are computed at the old weights, and a second update would repeat "
+            f"the first. Pass {switch}=True."
+        )

@@ -30,17 +30,22 @@ def diagnosed(
     return result.outcome._replace(**finding._asdict())
 
 
-def combined(first: Outcome, later: Outcome) -> Outcome:
+def combined(first: Outcome, later: Outcome, *, repeated: bool = False) -> Outcome:
     """Returns the outcome of several update groups: their totals, and the verdict of the last.
 
     Args:
         first: the outcome of a group that was applied.
         later: the outcome of the groups after it, one of which may have been skipped.
+        repeated: whether the next group is the same one again. Its last update is then the one
+            that is reported; only the largest magnitude is taken over all of them.
     """
+    magnitude = tf.maximum(first.max_magnitude, later.max_magnitude)
+    if repeated:
+        return later._replace(max_magnitude=magnitude)
     return later._replace(
         loss=first.loss + later.loss,
         gradient_norm=tf.sqrt(first.gradient_norm**2 + later.gradient_norm**2),
-        max_magnitude=tf.maximum(first.max_magnitude, later.max_magnitude),
+        max_magnitude=magnitude,
         magnitude_counts=first.magnitude_counts + later.magnitude_counts,
         underflow=first.underflow + later.underflow,  # 0 for variables of other groups
     )

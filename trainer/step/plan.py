@@ -29,7 +29,12 @@ from trainer.step.microbatch import (
     MicrobatchPlan,
     PassInputs,
 )
-from trainer.step.objective import Objective, objectives_of, single_optimizers
+from trainer.step.objective import (
+    Objective,
+    check_updates_per_step,
+    objectives_of,
+    single_optimizers,
+)
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
 from trainer.step.types import Aux, Batch, Model, Variable
@@ -44,6 +49,11 @@ class UpdateGroup:
     objectives: tuple[Objective, ...]
     differentiate: Differentiate
     differentiate_in_float32: Differentiate  # for a Keras model only
+
+    @property
+    def updates(self) -> int:
+        """Number of updates in a step; the objectives of one group have the same number."""
+        return self.objectives[0].updates
 
     @property
     def positions(self) -> list[int]:
@@ -94,6 +104,11 @@ class StepPlan:
         return self.global_loss and self.strategy.num_replicas_in_sync > 1
 
     @property
+    def turns(self) -> tuple[UpdateGroup, ...]:
+        """The groups in the order of a step's updates: each one as often as it is updated."""
+        return tuple(group for group in self.groups for _ in range(group.updates))
+
+    @property
     def objectives(self) -> list[Objective]:
         """The objectives of all groups."""
         return [objective for group in self.groups for objective in group.objectives]
@@ -126,6 +141,7 @@ def plan_step(
     example_weights: Callable[[Batch], tf.Tensor] | None = None,
     update_metrics: Callable[[Batch, Aux], None] | None = None,
     alternate: bool = False,
+    updates_per_step: Mapping[str, int] | None = None,
     num_microbatches: int = 1,
     clip: Clip = Clip(),  # noqa: B008  # frozen
     ema_momentum: float | None = None,
@@ -158,6 +174,9 @@ def plan_step(
             the previous optimizers' updates were applied. If an update cannot be applied, all
             of the step's updates are rolled back. If False, all gradients are computed at the
             old weights.
+        updates_per_step: number of updates in each step, keyed by the names of optimizers that
+            alternate; other optimizers are updated once. All updates of a step use its batch, and
+            each one draws new random numbers.
         num_microbatches: number of parts that each replica's share is cut into.
         clip: the bound on the gradients.
         ema_momentum: momentum of the optimizer's moving average of the weights; None keeps no
@@ -225,7 +244,8 @@ def plan_step(
     checks.check_built_model(model, strategy)
     check_model_compiles(model, jit_compile)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
-    objectives = objectives_of(model, optimizer)
+    check_updates_per_step(updates_per_step, optimizer, alternate=alternate)
+    objectives = objectives_of(model, optimizer, updates_per_step)
     build_optimizers(model, objectives, ema_momentum)
     partition = [[objective] for objective in objectives] if alternate else [objectives]
     used = [*others, compute_loss, example_weights, update_metrics]
@@ -234,7 +254,9 @@ def plan_step(
     undo = variables_in_reach([model, *used], held_back=[*held_back, *seeds, *slots])
     if not held_back:  # a `tf.Module`, whose generators are assigned in each pass
         undo += seeds
-    if len(partition) > 1:  # earlier groups are already applied if a later one is skipped
+    if (
+        sum(group[0].updates for group in partition) > 1
+    ):  # earlier updates are applied if a later one is skipped
         undo += [*held_back, *slots]
     plan = StepPlan(
         strategy=strategy,

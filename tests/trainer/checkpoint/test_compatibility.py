@@ -289,9 +289,9 @@ def test_older_checkpoints_resume(before, model_dir, caplog):
     assert warnings_in(caplog) == [
         f"{path} was written by an older version of halfstep, which did not record model, "
         "optimizer, loss, global_clipnorm, clipnorm, clipvalue, ema_momentum, "
-        "alternate_optimizers, metrics, on_overflow, max_retries, on_nonfinite_loss, "
-        "max_consecutive_skips, on_stuck, attribute_causes, content of the data. The run resumes "
-        "without comparing them."
+        "alternate_optimizers, updates_per_step, metrics, on_overflow, max_retries, "
+        "on_nonfinite_loss, max_consecutive_skips, on_stuck, attribute_causes, content of the "
+        "data. The run resumes without comparing them."
     ]
     assert trainer.moves == before[1].moves[SAVED_AT:]
 

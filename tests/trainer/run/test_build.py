@@ -116,6 +116,7 @@ def test_the_settings_of_a_record_are_json_types():
         "jit_compile": False,
         "num_microbatches": 2,
         "alternate_optimizers": False,
+        "updates_per_step": {},
         "loss_scale": 1024,
         "rule": "FixedLossScale(loss_scale=1024.0)",
         "num_replicas": 1,

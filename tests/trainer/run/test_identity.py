@@ -234,6 +234,16 @@ CASES = {
     "`clipnorm`": (A, {"clipnorm": 1.0}, "clipnorm"),
     "`clipvalue`": (A, {"clipvalue": 1.0}, "clipvalue"),
     "`ema_momentum`": ({"ema_momentum": 0.9}, {"ema_momentum": 0.5}, "ema_momentum"),
+    "`updates_per_step`": (
+        {"made": Scaled, "optimizer": lambda: {"dense": O.SGD(0.1)}, "alternate_optimizers": True},
+        {
+            "made": Scaled,
+            "optimizer": lambda: {"dense": O.SGD(0.1)},
+            "alternate_optimizers": True,
+            "updates_per_step": {"dense": 2},
+        },
+        "updates_per_step",
+    ),
     "`alternate_optimizers`": (A, {"alternate_optimizers": True}, "alternate_optimizers"),
     "`num_microbatches`": (A, {"num_microbatches": 2}, "num_microbatches"),
     "`precision`": (A, {"precision": "mixed_bfloat16"}, "precision"),

@@ -82,6 +82,14 @@ def test_outcomes_of_groups_are_combined():
     assert (bool(found.grads_finite), int(found.cause)) == (False, int(Cause.BACKWARD))
 
 
+def test_a_repeated_group_reports_its_last_update():
+    """Only the largest magnitude is taken over all updates of the same group."""
+    first, later = outcome(loss=1.0, max_magnitude=8.0), outcome(loss=2.0, max_magnitude=2.0)
+    found = combined(first, later, repeated=True)
+
+    assert [float(found.loss), float(found.max_magnitude)] == [2, 8]
+
+
 def test_an_unmeasured_magnitude_stays_unmeasured():
     """NaN stands for a magnitude that was not measured, also in the combined outcome."""
     unmeasured = outcome(max_magnitude=math.nan)
