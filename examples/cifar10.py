@@ -1,10 +1,10 @@
 """A convolutional network with BatchNorm on CIFAR-10, in float16.
 
     python examples/cifar10.py
-    python examples/cifar10.py --dataset=digits --train_steps=300
-    python examples/cifar10.py --use_synthetic_data --train_steps=100
+    python examples/cifar10.py --dataset=digits --steps=300
+    python examples/cifar10.py --use_synthetic_data --steps=100
 
-Adam's learning rate warms up and then decays along a cosine over `--train_steps` updates; skipped
+Adam's learning rate warms up and then decays along a cosine over `--steps` updates; skipped
 steps do not count. On a CPU, XLA compiles float16 (`--jit_compile=auto`), which is many times
 slower without XLA. The evaluation computes in float32, with the same weights.
 """
@@ -39,9 +39,9 @@ class Cifar(Trainer):
 
     def build_optimizer(self):
         """Returns Adam; its learning rate rises to 3e-3 in a tenth of the run, then decays."""
-        warmup = FLAGS.train_steps // 10
+        warmup = FLAGS.steps // 10
         schedule = keras.optimizers.schedules.CosineDecay(
-            0.0, FLAGS.train_steps - warmup, warmup_target=3e-3, warmup_steps=warmup
+            0.0, FLAGS.steps - warmup, warmup_target=3e-3, warmup_steps=warmup
         )
         return keras.optimizers.Adam(schedule)
 
@@ -69,5 +69,5 @@ def main(_):
 
 if __name__ == "__main__":
     datasets.define_flags("cifar10")
-    define_flags(precision="mixed_float16", batch_size=128, train_steps=4000)
+    define_flags(precision="mixed_float16", global_batch=128, steps=4000)
     app.run(main)

@@ -94,5 +94,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=600)
+    define_flags(precision="mixed_float16", steps=600)
     app.run(main)

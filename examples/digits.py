@@ -2,7 +2,7 @@
 
     python examples/digits.py
     python examples/digits.py --precision=float32
-    python examples/digits.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/digits.py --strategy=mirrored --logical_cpus=2
 
 The data are scikit-learn's 1,797 real scans of 8 x 8 pixels; nothing is downloaded. The loss
 scale starts at 2^24, far too high for this network, so the first steps overflow and are skipped.
@@ -45,7 +45,7 @@ class Digits(Trainer):
 
     def build_optimizer(self):
         """Returns Adam; its schedule counts updates, so a skipped step does not advance it."""
-        decay = keras.optimizers.schedules.CosineDecay(2e-3, FLAGS.train_steps)
+        decay = keras.optimizers.schedules.CosineDecay(2e-3, FLAGS.steps)
         return keras.optimizers.Adam(decay)
 
     def compute_loss(self, batch, training):
@@ -74,7 +74,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(
-        precision="mixed_float16", loss_scale="dynamic", initial_loss_scale=2.0**24, train_steps=600
-    )
+    define_flags(precision="mixed_float16", loss_scale="dynamic", initial_scale=2.0**24, steps=600)
     app.run(main)

@@ -2,7 +2,7 @@
 
     python examples/gan.py
     python examples/gan.py --alternate
-    python examples/gan.py --distribution_strategy=mirrored --logical_cpus=2 --precision=float32
+    python examples/gan.py --strategy=mirrored --logical_cpus=2 --precision=float32
 
 The generator turns noise into points in the plane, and the discriminator distinguishes them from
 a ring of eight Gaussians. A step updates both networks or neither, so that an overflow in one
@@ -93,7 +93,7 @@ def main(_):
     sample = tf.nest.map_structure(np.array, draw(-1, 2000))
     before = energy_distance(gan.predict(sample, global_batch=500), sample["real"])
     numbers = tf.data.Dataset.counter()
-    run_mode(gan, numbers.map(lambda number: draw(number, FLAGS.batch_size)))
+    run_mode(gan, numbers.map(lambda number: draw(number, FLAGS.global_batch)))
     after = energy_distance(gan.predict(sample, global_batch=500), sample["real"])
     noise = energy_distance(np.array(draw(-2, 2000)["real"]), sample["real"])  # two ring samples
     print(f"distance from the ring: {before:.3f} before, {after:.3f} after; noise {noise:.3f}")
@@ -102,9 +102,9 @@ def main(_):
 if __name__ == "__main__":
     define_flags(
         precision="mixed_float16",
-        initial_loss_scale=2.0**24,
-        train_steps=2000,
-        batch_size=256,
+        initial_scale=2.0**24,
+        steps=2000,
+        global_batch=256,
         seed=1,  # adversarial training does not converge with every seed
     )
     app.run(main)

@@ -2,7 +2,7 @@
 
     python examples/language_model.py
     python examples/language_model.py --precision=mixed_float16
-    python examples/language_model.py --train_steps=5000 --model_dir=runs/python
+    python examples/language_model.py --steps=5000 --model_dir=runs/python
 
 It reads the source files of Python's standard library in alphabetical order, up to --bytes. The
 model predicts each byte of a window from the bytes before it; the last windows are held out.
@@ -41,9 +41,9 @@ class Writer(Trainer):
 
     def build_optimizer(self):
         """Returns AdamW; its learning rate warms up and then decays along a cosine."""
-        warmup = FLAGS.train_steps // 10
+        warmup = FLAGS.steps // 10
         schedule = keras.optimizers.schedules.CosineDecay(
-            0.0, FLAGS.train_steps - warmup, warmup_target=3e-3, warmup_steps=warmup
+            0.0, FLAGS.steps - warmup, warmup_target=3e-3, warmup_steps=warmup
         )
         return keras.optimizers.AdamW(schedule, weight_decay=0.01)
 
@@ -96,5 +96,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_bfloat16", train_steps=400, batch_size=32)
+    define_flags(precision="mixed_bfloat16", steps=400, global_batch=32)
     app.run(main)

@@ -55,5 +55,5 @@ def main(_):
 
 if __name__ == "__main__":
     datasets.define_flags("mnist")
-    define_flags(distribution_strategy="mirrored", logical_cpus=2, precision="mixed_float16")
+    define_flags(strategy="mirrored", logical_cpus=2, precision="mixed_float16")
     app.run(main)

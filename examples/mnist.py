@@ -1,7 +1,7 @@
 """A perceptron with dropout on MNIST, on a TPU or the best available device.
 
     python examples/mnist.py
-    python examples/mnist.py --distribution_strategy=tpu --tpu=local
+    python examples/mnist.py --strategy=tpu --tpu=local
     python examples/mnist.py --dataset=digits
 
 `auto` uses the TPU that `TPU_NAME` or `--tpu` names (found by `TPUClusterResolver`, initialized,
@@ -63,5 +63,5 @@ def main(_):
 
 if __name__ == "__main__":
     datasets.define_flags("mnist")
-    define_flags(distribution_strategy="auto", precision="mixed_bfloat16", batch_size=128)
+    define_flags(strategy="auto", precision="mixed_bfloat16", global_batch=128)
     app.run(main)

@@ -1,10 +1,10 @@
 """A custom strategy: mirrored on every device except the first, which stays free for the desktop.
 
     python examples/own_strategy.py
-    python examples/own_strategy.py --distribution_strategy=mirrored
+    python examples/own_strategy.py --strategy=mirrored
 
 A strategy is registered as a function of the requested devices, under a name that
-`--distribution_strategy`, `Trainer` and `strategies.create` then accept. Here it fits a line.
+`--strategy`, `Trainer` and `strategies.create` then accept. Here it fits a line.
 """
 
 from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
@@ -56,5 +56,5 @@ def main(_):
 
 if __name__ == "__main__":
     strategies.register("spare_first", spare_first)
-    define_flags(distribution_strategy="spare_first", train_steps=200, log_steps=100)
+    define_flags(strategy="spare_first", steps=200, log_interval=100)
     app.run(main)

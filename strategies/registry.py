@@ -53,7 +53,7 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
 
 
 def register(name: str, factory: Factory) -> None:
-    """Adds a strategy, so that `create`, `Trainer` and `--distribution_strategy` accept its name.
+    """Adds a strategy, so that `create`, `Trainer` and `--strategy` accept its name.
 
     Args:
         name: the new name.

@@ -72,5 +72,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(batch_size=16, checkpoint_interval=5, validation_interval=5, steps_per_loop=5)
+    define_flags(global_batch=16, checkpoint_interval=5, eval_interval=5, steps_per_loop=5)
     app.run(main)

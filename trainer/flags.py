@@ -1,7 +1,8 @@
 """Defines command-line flags for training scripts, and makes a trainer from them.
 
-The flag names are those of TensorFlow's official models (`--model_dir`, `--train_steps`,
-`--distribution_strategy`, `--steps_per_loop`, ...). Synopsis:
+A flag has the name of the argument that it sets: of `Trainer`, of its methods, of `Divergence`, or
+of the rule of the loss scale. The names of TensorFlow's official models (`--train_steps`,
+`--distribution_strategy`, ...) are aliases. Synopsis:
 
     from absl import app
     from trainer.flags import define_flags, make_trainer, run_mode
@@ -11,7 +12,7 @@ The flag names are those of TensorFlow's official models (`--model_dir`, `--trai
         print(run_mode(digits, train_data, test_data))
 
     if __name__ == "__main__":
-        define_flags(train_steps=600)
+        define_flags(steps=600)
         app.run(main)
 """
 
@@ -77,6 +78,19 @@ GROUPS = (
 )
 # fmt: on
 
+# Maps older names of flags, which still work, to the names of the arguments that they set.
+ALIASES = {
+    "distribution_strategy": "strategy",
+    "batch_size": "global_batch",
+    "train_steps": "steps",
+    "log_steps": "log_interval",
+    "validation_interval": "eval_interval",
+    "loss_upper_bound": "loss_above",
+    "recovery_max_trials": "max_recoveries",
+    "eval_timeout_secs": "timeout_secs",
+    "initial_loss_scale": "initial_scale",
+}
+
 FIELDS = {field.name: field for group in GROUPS for field in dataclasses.fields(group)}
 TEXTS = argument_texts(Trainer)
 
@@ -86,7 +100,8 @@ TrainerType = TypeVar("TrainerType", bound=Trainer)
 def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None:
     """Defines the flags of a training script; call it before `app.run`.
 
-    A flag with the name of a trainer's argument has that argument's default and meaning.
+    A flag with the name of a trainer's argument has that argument's default and meaning. Older
+    names of flags are aliases (`ALIASES`), on command lines, in flag files and in `defaults`.
 
     Args:
         flag_values: the flags to add to; tests pass their own.
@@ -102,13 +117,16 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
     for name in RARE:
         define_setting(name, flag_values, rare=True)
     define_rare_flags(flag_values)
+    ours = sorted(set(flag_values) - before)
+    for alias, name in ALIASES.items():
+        flags.DEFINE_alias(alias, name, flag_values, __name__)
 
     # TensorFlow's own messages would drown out the progress lines; --verbosity=0 shows them again.
     # This sets the value and not the default, because app.run would change the default to 0.
     flag_values["verbosity"].value = logging.WARNING
     flag_values["verbosity"].using_default_value = False
-    ours = sorted(set(flag_values) - before)
-    for name, value in defaults.items():
+    for given, value in defaults.items():
+        name = ALIASES.get(given, given)
         if name not in ours:
             raise ValueError(
                 f"`define_flags` must be given names of its flags; got {name!r}. The flags are "
@@ -166,7 +184,7 @@ def define_script_flags(flag_values: flags.FlagValues) -> None:
         **where,
     )
     flags.DEFINE_string(
-        "distribution_strategy",
+        "strategy",
         RunConfig.strategy,
         f"Where the replicas run: one of {', '.join(strategies.names())}.",
         **where,
@@ -191,11 +209,11 @@ def define_amount_flags(flag_values: flags.FlagValues) -> None:
     """Defines the flags for the amount of training, the frequency of reports, and the seed."""
     where = {"flag_values": flag_values}
     count = {"lower_bound": 1, **where}
-    flags.DEFINE_integer("batch_size", 64, "Number of examples in a global batch.", **count)
+    flags.DEFINE_integer("global_batch", 64, "Number of examples in a global batch.", **count)
     flags.DEFINE_integer(
-        "train_steps", 1000, "The step to train to, counted from the beginning of the run.", **count
+        "steps", 1000, "The step to train to, counted from the beginning of the run.", **count
     )
-    flags.DEFINE_integer("log_steps", MonitorConfig.log_interval, TEXTS["log_interval"], **count)
+    flags.DEFINE_integer("log_interval", MonitorConfig.log_interval, TEXTS["log_interval"], **count)
     flags.DEFINE_enum(
         "verbose",
         "normal",
@@ -204,7 +222,7 @@ def define_amount_flags(flag_values: flags.FlagValues) -> None:
         **where,
     )
     flags.DEFINE_integer(
-        "validation_interval",
+        "eval_interval",
         None,
         "Number of steps between evaluations during training.",
         **count,
@@ -224,7 +242,7 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
         **count,
     )
     flags.DEFINE_float(
-        "initial_loss_scale",
+        "initial_scale",
         scaling.DynamicLossScale.initial_scale,
         "The initial scale with --loss_scale=auto or dynamic.",
         **where,
@@ -240,16 +258,16 @@ def define_rare_flags(flag_values: flags.FlagValues) -> None:
     )
     flags.DEFINE_list("profile_steps", None, TEXTS["profile_steps"], **where)
     flags.DEFINE_float(
-        "loss_upper_bound",
+        "loss_above",
         None,
         "A loss above this counts as divergence and rolls the run back to its last good "
         "checkpoint. If not set, no loss counts as divergence.",
         **where,
     )
     flags.DEFINE_integer(
-        "recovery_max_trials",
+        "max_recoveries",
         Divergence.max_recoveries,
-        "Maximum number of rollbacks with --loss_upper_bound. The next divergence ends the run.",
+        "Maximum number of rollbacks with --loss_above. The next divergence ends the run.",
         **count,
     )
     define_evaluation_flags(flag_values)
@@ -275,11 +293,11 @@ def define_evaluation_flags(flag_values: flags.FlagValues) -> None:
         "continuous",
         False,
         "Whether --mode=eval evaluates each checkpoint that another process writes to --model_dir, "
-        "up to --train_steps, and not only the newest one.",
+        "up to --steps, and not only the newest one.",
         **where,
     )
     flags.DEFINE_float(
-        "eval_timeout_secs",
+        "timeout_secs",
         None,
         "Number of seconds without a new checkpoint after which --continuous ends. If not set, it "
         "waits without limit.",
@@ -296,7 +314,7 @@ def make_trainer(
     evaluates, leaves it as it is. A `--mode` that does not train the run never writes it.
 
     `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. On a machine without a GPU,
-    `--logical_cpus` divides the CPU for `--distribution_strategy=mirrored`, so call this function
+    `--logical_cpus` divides the CPU for `--strategy=mirrored`, so call this function
     before anything uses a device.
 
     Args:
@@ -315,12 +333,12 @@ def make_trainer(
         )
     no_gpu = not tf.config.list_physical_devices("GPU")
     count = flag_values.logical_cpus
-    if flag_values.distribution_strategy == "mirrored" and no_gpu and count:
+    if flag_values.strategy == "mirrored" and no_gpu and count:
         strategies.split_cpu(count)
     from_flags = {name: flag_values[name].value for name in (*COMMON, *RARE, "verbose", "seed")} | {
         "strategy": parse_strategy(flag_values),
         "loss_scale": parse_loss_scale(flag_values),
-        "log_interval": flag_values.log_steps,
+        "log_interval": flag_values.log_interval,
         "profile_steps": parse_profile(flag_values),
         "divergence": parse_divergence(flag_values),
         "jit_compile": JIT_COMPILE[flag_values.jit_compile],
@@ -346,17 +364,17 @@ def run_mode(
 ) -> dict[str, float] | None:
     """Runs the mode that `--mode` selects.
 
-    "train" trains up to `--train_steps`, and evaluates every `--validation_interval` steps. With
-    `--keep_best` but no `--validation_interval`, it evaluates once, at the end. "eval" evaluates
+    "train" trains up to `--steps`, and evaluates every `--eval_interval` steps. With
+    `--keep_best` but no `--eval_interval`, it evaluates once, at the end. "eval" evaluates
     the newest checkpoint; with `--continuous`, each checkpoint while another process trains the
     run (see `Trainer.evaluate_continuously`). "train_and_eval" does both. "dry_run" tries
-    everything that a run does, "overfit" trains on one batch for `--train_steps` steps, and
+    everything that a run does, "overfit" trains on one batch for `--steps` steps, and
     "replay" repeats the skipped step in the record `--overflow`. The last three print their
     findings.
 
     Args:
         trainer: the trainer that `make_trainer` returned.
-        train_data: as for `Trainer.train`; arrays are cut into batches of `--batch_size`.
+        train_data: as for `Trainer.train`; arrays are cut into batches of `--global_batch`.
         test_data: as for `Trainer.evaluate`; arrays are cut in the same way. With None, nothing is
             evaluated, and --mode=eval is an error.
         flag_values: the parsed flags.
@@ -373,7 +391,7 @@ def run_mode(
         >>> import keras, numpy as np
         >>> own_flags = flags.FlagValues()
         >>> _ = flags.DEFINE_integer("verbosity", 0, "absl's own", flag_values=own_flags)
-        >>> define_flags(own_flags, train_steps=20)
+        >>> define_flags(own_flags, steps=20)
         >>> _ = own_flags(["script.py"])
         >>> line = make_trainer(
         ...     Trainer, own_flags, verbose=False, optimizer="sgd", loss_fn="mse",
@@ -388,13 +406,13 @@ def run_mode(
             "of its methods. Pass the trainer that make_trainer returned."
         )
     check_eval_mode(test_data, flag_values)
-    batch_size = flag_values.batch_size if needs_batch_size(train_data) else None
+    batch_size = flag_values.global_batch if needs_batch_size(train_data) else None
     finds: dict[str, Callable[[], object]] = {
         "dry_run": lambda: trainer.dry_run(
             train_data, global_batch=batch_size, eval_data=test_data
         ),
         "overfit": lambda: trainer.overfit_one_batch(
-            train_data, flag_values.train_steps, global_batch=batch_size
+            train_data, flag_values.steps, global_batch=batch_size
         ),
         "replay": lambda: trainer.replay(flag_values.overflow),
     }
@@ -408,17 +426,17 @@ def run_mode(
     if flag_values.mode == "train" or test_data is None:
         return None
     batched = not is_named(test_data) and not needs_batch_size(test_data)
-    return evaluate(trainer, test_data, None if batched else flag_values.batch_size, flag_values)
+    return evaluate(trainer, test_data, None if batched else flag_values.global_batch, flag_values)
 
 
 def train(trainer: Trainer, train_data: Any, test_data: Any, flag_values: flags.FlagValues) -> None:
     """Trains as the flags say."""
-    interval, at_start = flag_values.validation_interval, flag_values.evaluate_at_start
+    interval, at_start = flag_values.eval_interval, flag_values.evaluate_at_start
     evaluated = test_data if interval or at_start or flag_values.keep_best else None
     trainer.train(
         train_data,
-        flag_values.train_steps,
-        global_batch=flag_values.batch_size if needs_batch_size(train_data) else None,
+        flag_values.steps,
+        global_batch=flag_values.global_batch if needs_batch_size(train_data) else None,
         eval_data=evaluated,
         eval_interval=interval,
         eval_steps=None if evaluated is None else flag_values.eval_steps,
@@ -440,8 +458,8 @@ def evaluate(
     results = trainer.evaluate_continuously(
         test_data,
         **amount,
-        last_step=flag_values.train_steps,
-        timeout_secs=flag_values.eval_timeout_secs,
+        last_step=flag_values.steps,
+        timeout_secs=flag_values.timeout_secs,
     )
     return results[max(results)] if results else None
 
@@ -466,24 +484,24 @@ def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strateg
     Raises:
         ValueError: if --tpu is given with a strategy that does not use it.
     """
-    strategy = flag_values.distribution_strategy
+    strategy = flag_values.strategy
     if flag_values.tpu is None:
         return strategy
     if strategy not in ("tpu", "auto"):
         raise ValueError(
-            f"`--tpu` must be left out unless --distribution_strategy is tpu or auto; got "
+            f"`--tpu` must be left out unless --strategy is tpu or auto; got "
             f"{flag_values.tpu!r} with {strategy!r}. No other strategy runs on a TPU. Pass "
-            "--distribution_strategy=tpu."
+            "--strategy=tpu."
         )
     return strategies.create(strategy, [flag_values.tpu])
 
 
 def parse_divergence(flag_values: flags.FlagValues) -> Divergence | None:
     """Returns the value of the trainer's argument `divergence`."""
-    bound = flag_values.loss_upper_bound
+    bound = flag_values.loss_above
     if bound is None:
         return None
-    return Divergence(loss_above=bound, max_recoveries=flag_values.recovery_max_trials)
+    return Divergence(loss_above=bound, max_recoveries=flag_values.max_recoveries)
 
 
 def parse_profile(flag_values: flags.FlagValues) -> list[int] | None:
@@ -505,13 +523,13 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
     if text == "auto" and not needs_scale:
         return None
     if text in ("auto", "dynamic"):
-        scale = flag_values.initial_loss_scale
+        scale = flag_values.initial_scale
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
         return scaling.DynamicLossScale(initial_scale=scale, max_scale=ceiling)
-    initial = flag_values["initial_loss_scale"]
+    initial = flag_values["initial_scale"]
     if initial.value != initial.default:  # flags.cfg also holds default values
         raise ValueError(
-            "`--initial_loss_scale` must be left out unless --loss_scale is auto or dynamic; got "
+            "`--initial_scale` must be left out unless --loss_scale is auto or dynamic; got "
             f"{initial.value:g} with --loss_scale={text}. Other rules do not use it. Give the "
             "initial scale as a field of the rule, as in dynamic:initial_scale=2^20."
         )
@@ -524,6 +542,6 @@ def text_of(flag_values: flags.FlagValues) -> str:
         flag.serialize()
         for module in (sys.argv[0], __name__)
         for flag in flag_values.get_key_flags_for_module(module)
-        if flag.value is not None
+        if flag.value is not None and flag.name not in ALIASES
     ]
     return "\n".join(lines) + "\n"

@@ -37,9 +37,9 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             "python -m strategies.launch --workers=2 examples/mnist.py --dataset=digits "
-            "--distribution_strategy=multi_worker_mirrored",
+            "--strategy=multi_worker_mirrored",
             "python -m strategies.launch --workers=2 --ps=1 examples/mnist.py --dataset=digits "
-            "--distribution_strategy=parameter_server",
+            "--strategy=parameter_server",
         ),
         "test_examples.py runs it and checks its accuracy",
     ),
@@ -77,7 +77,7 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("root")
     for name in ("benchmarks", "examples", "scaling", "strategies", "trainer"):
         shutil.copytree(ROOT / name, folder / name)
-    digits = "python examples/digits.py --train_steps=60 --record_gradients --model_dir="
+    digits = "python examples/digits.py --steps=60 --record_gradients --model_dir="
     run(f"{digits}run", folder)
     run(f"{digits}runs/digits", folder)
     return folder

@@ -595,7 +595,7 @@ TRAINER = {
 }
 
 OF_FLAGS = {
-    "define_flags": [("defaults", "define_flags(flag_values, train_step=600)", "define_flags")],
+    "define_flags": [("defaults", "define_flags(flag_values, step=600)", "define_flags")],
     "make_trainer": [
         ("trainer_class", "make_trainer(None, parsed)"),
         ("arguments", "make_trainer(Trainer, parsed, los_scale=1024)", "los_scale"),
@@ -688,36 +688,36 @@ CASES = {
 FLAGS = [
     ("model_dir", "--model_dir=notes.txt"),
     ("mode", "--mode=evaluate"),
-    ("distribution_strategy", "--distribution_strategy=miror", "strategy"),
+    ("strategy", "--strategy=miror"),
     ("logical_cpus", "--logical_cpus=0"),
     ("precision", "--precision=half"),
     ("loss_scale", "--loss_scale=dynamite"),
     ("loss_scale", "--loss_scale=1024:growth_interval=5"),
-    ("initial_loss_scale", "--initial_loss_scale=high"),
-    ("initial_loss_scale", "--loss_scale=dynamic --initial_loss_scale=1000", "initial_scale"),
+    ("initial_scale", "--initial_scale=high"),
+    ("initial_scale", "--loss_scale=dynamic --initial_scale=1000"),
     (
-        "initial_loss_scale",
-        "--loss_scale=1024 --initial_loss_scale=65536",
-        "--initial_loss_scale",
+        "initial_scale",
+        "--loss_scale=1024 --initial_scale=65536",
+        "--initial_scale",
     ),
-    ("batch_size", "--batch_size=0"),
+    ("global_batch", "--global_batch=0"),
     ("num_microbatches", "--num_microbatches=two"),
     ("global_clipnorm", "--global_clipnorm=tight"),
     ("global_clipnorm", "--global_clipnorm=0"),
     ("ema_momentum", "--ema_momentum=1"),
-    ("train_steps", "--train_steps=1e6"),
+    ("steps", "--steps=1e6"),
     ("steps_per_loop", "--steps_per_loop=0"),
-    ("log_steps", "--log_steps=0"),
+    ("log_interval", "--log_interval=0"),
     ("verbose", "--verbose=loud"),
     ("profile_steps", "--profile_steps=101"),
-    ("validation_interval", "--validation_interval=0"),
+    ("eval_interval", "--eval_interval=0"),
     ("checkpoint_interval", "--checkpoint_interval=0"),
     ("checkpoint_secs", "--checkpoint_secs=0"),
     ("max_to_keep", "--max_to_keep=-1"),
     ("eval_steps", "--eval_steps=0"),
     ("evaluate_at_start", "--evaluate_at_start=maybe"),
     ("continuous", "--continuous", "--continuous"),
-    ("eval_timeout_secs", "--eval_timeout_secs=long"),
+    ("timeout_secs", "--timeout_secs=long"),
     ("async_checkpoint", "--async_checkpoint=maybe"),
     ("tpu", "--tpu=local", "--tpu"),
     ("keep_best", "--keep_best=-1"),
@@ -727,9 +727,9 @@ FLAGS = [
     ("data_resume", "--data_resume=exakt"),
     ("allow_changes", "--allow_changes=weights"),
     ("init_from", "--init_from=runs/old"),
-    ("loss_upper_bound", "--loss_upper_bound=nan", "loss_above"),
-    ("loss_upper_bound", "--loss_upper_bound=100", "divergence"),
-    ("recovery_max_trials", "--recovery_max_trials=0"),
+    ("loss_above", "--loss_above=nan"),
+    ("loss_above", "--loss_above=100", "divergence"),
+    ("max_recoveries", "--max_recoveries=0"),
     ("jit_compile", "--jit_compile=yes"),
     ("record_gradients", "--record_gradients=maybe"),
     ("check_gradients", "--check_gradients=maybe"),
@@ -1097,7 +1097,7 @@ ARGUMENTS = {
 
 def test_every_flag_has_a_case():
     """Every flag has a case, and every case but the unknown flag has a flag."""
-    defined = set(parse()) - set(new_flags())
+    defined = set(parse()) - set(new_flags()) - set(trainer.flags.ALIASES)
 
     assert {flag for flag, *_ in FLAGS} == {*defined, UNKNOWN}
 

@@ -56,7 +56,7 @@ def test_digits_learns_in_float16(strategy):
     """digits.py reaches at least 98% in float16, within a point of float32 on the same seed; its
     skipped steps are shown and counted.
     """
-    arguments = [f"--distribution_strategy={strategy}", "--logical_cpus=2"]
+    arguments = [f"--strategy={strategy}", "--logical_cpus=2"]
     half, full = run("digits.py", *arguments), float32_digits()
     skipped = int(re.search(r"(\d+) skipped \(\d+ backward\)", first_step(half))[1])
     summary = re.search(r"600 steps in ([\d.]+) s: (\d+) applied, (\d+) skipped", half[-2])
@@ -126,13 +126,13 @@ def test_two_networks_learn_in_float16(order):
 
 @pytest.mark.slow
 def test_a_run_is_repeated_from_its_flags(tmp_path):
-    """flags.cfg repeats the run, which is complete already. With a larger --train_steps, over which the
+    """flags.cfg repeats the run, which is complete already. With a larger --steps, over which the
     rate decays, it continues if that is allowed.
     """
-    settings = ["--train_steps=20", "--seed=7", "--log_steps=20", "--precision=float32"]
+    settings = ["--steps=20", "--seed=7", "--log_interval=20", "--precision=float32"]
     first = run("digits.py", f"--model_dir={tmp_path}", *settings)
     repeated = run("digits.py", f"--flagfile={tmp_path}/flags.cfg")
-    more = ["--train_steps=30", "--allow_changes=optimizer"]
+    more = ["--steps=30", "--allow_changes=optimizer"]
     longer = run("digits.py", f"--flagfile={tmp_path}/flags.cfg", *more)
 
     assert first[-1] == repeated[-1]
@@ -151,7 +151,7 @@ def test_a_registered_strategy_trains():
 @pytest.mark.slow
 def test_the_perceptron_uses_the_best_available_device():
     """Without a TPU it says so and learns on the CPU; an address without a TPU is an error."""
-    lines = run("mnist.py", "--dataset=digits", "--train_steps=300")
+    lines = run("mnist.py", "--dataset=digits", "--steps=300")
     assert "strategy: DefaultDistributionStrategy (found no TPU and no GPU)" in lines
     assert accuracy(lines) >= 95.0
 
@@ -195,7 +195,7 @@ def test_without_a_gpu_the_script_uses_the_cpu():
 @pytest.mark.slow
 def test_lenet_learns_on_two_replicas():
     """Plain SGD in float16 under `mirrored` reaches at least 80% after 500 steps."""
-    lines = run("lenet.py", "--dataset=digits", "--train_steps=500")
+    lines = run("lenet.py", "--dataset=digits", "--steps=500")
 
     assert accuracy(lines) >= 80.0
     assert lines[-1].endswith("% on 2 replicas")
@@ -219,9 +219,9 @@ def test_float16_weights_lose_what_master_weights_keep():
 @pytest.mark.slow
 def test_cifar10_adapts_to_its_images():
     """The network learns the 8 x 8 digits, and also takes synthetic images of CIFAR-10's shape."""
-    small = ["--batch_size=32", "--log_steps=5"]
-    digits = run("cifar10.py", "--dataset=digits", "--train_steps=60", *small)
-    synthetic = run("cifar10.py", "--use_synthetic_data", "--train_steps=5", *small)
+    small = ["--global_batch=32", "--log_interval=5"]
+    digits = run("cifar10.py", "--dataset=digits", "--steps=60", *small)
+    synthetic = run("cifar10.py", "--use_synthetic_data", "--steps=5", *small)
 
     assert accuracy(digits) >= 85.0
     assert any("at step 5 after 5 steps" in line for line in synthetic)
@@ -230,7 +230,7 @@ def test_cifar10_adapts_to_its_images():
 @pytest.mark.slow
 def test_the_language_model_learns():
     """It gets from 8 bits per byte to less than 4.5 in 100 steps, and continues the prompt."""
-    arguments = ["--train_steps=100", "--bytes=300000", "--prompt=import "]
+    arguments = ["--steps=100", "--bytes=300000", "--prompt=import "]
     lines = run("language_model.py", *arguments)
 
     assert re.match(r"it writes: ['\"]import ", lines[-2])
@@ -295,7 +295,7 @@ def test_help_fits_a_screen():
     """--helpshort shows the trainer's flags and the script's own, but not absl's."""
     shown = help_of("digits.py")
 
-    assert any("--train_steps" in line for line in shown)
+    assert any("--steps" in line for line in shown)
     assert not any("--verbosity" in line for line in shown)
     assert len(shown) < 60
 

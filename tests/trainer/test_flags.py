@@ -14,7 +14,8 @@ from trainer import Trainer
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import argument_texts
 from trainer.config.skip_policy import SkipPolicy
-from trainer.flags import COMMON, RARE, define_flags, make_trainer, run_mode
+from trainer.flags import ALIASES, COMMON, RARE, define_flags, make_trainer, run_mode, text_of
+from trainer.monitor.divergence import Divergence
 from trainer.step import Clip
 
 
@@ -35,7 +36,7 @@ def test_every_flag_reaches_the_trainer():
         "--num_microbatches=2",
         "--global_clipnorm=0.5",
         "--steps_per_loop=7",
-        "--log_steps=14",
+        "--log_interval=14",
         "--checkpoint_interval=21",
         "--jit_compile=false",
         "--seed=3",
@@ -59,12 +60,49 @@ def test_every_flag_reaches_the_trainer():
     assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)
 
 
+# Flags of the script itself, which set no argument.
+OF_SCRIPTS = {"mode", "continuous", "tpu", "logical_cpus"}
+SETTING = (
+    Trainer,
+    Trainer.train,
+    Trainer.evaluate_continuously,
+    Trainer.replay,
+    Divergence,
+    scaling.DynamicLossScale,
+)
+
+
+def test_every_flag_has_the_name_of_an_argument():
+    """A setting has one name, in Python and on the command line."""
+    arguments = {name for owner in SETTING for name in inspect.signature(owner).parameters}
+    values = parse()
+
+    assert set(values) - {"verbosity", *ALIASES} - OF_SCRIPTS <= arguments
+    assert set(ALIASES.values()) <= arguments
+
+
+def test_older_names_are_aliases(tmp_path):
+    """They work on command lines, as defaults and as attributes; flags.cfg has the new names."""
+    values = parse("--train_steps=9", "--distribution_strategy=one_device", batch_size=8)
+    assert (values.steps, values.strategy, values.global_batch) == (9, "one_device", 8)
+    assert (values.train_steps, values.batch_size) == (9, 8)
+    values.log_steps = 3
+    assert values.log_interval == 3
+    text = text_of(values)
+    assert not any(f"--{alias}" in text for alias in ALIASES)
+    assert values.get_help().count("Alias") == len(ALIASES)
+
+    (tmp_path / "flags.cfg").write_text("--train_steps=5\n--validation_interval=2\n")
+    older = parse(f"--flagfile={tmp_path / 'flags.cfg'}")
+    assert (older.steps, older.eval_interval) == (5, 2)
+
+
 def test_mirrored_runs_on_the_logical_cpus():
     """Without a GPU, mirrored uses logical CPU devices; the tests have split the CPU into four.
     It means the same from flags and from Python, and divides nothing by itself.
     """
-    divided = parse("--distribution_strategy=mirrored", "--logical_cpus=4")
-    plain = parse("--distribution_strategy=mirrored")
+    divided = parse("--strategy=mirrored", "--logical_cpus=4")
+    plain = parse("--strategy=mirrored")
     strategies = [make_trainer(Linear, values).strategy for values in (divided, plain)]
     strategies.append(Linear(strategy="mirrored").strategy)
 
@@ -82,9 +120,9 @@ def test_mirrored_runs_on_the_logical_cpus():
         ([], scaling.NoLossScale()),
         (["--precision=mixed_float16"], scaling.DynamicLossScale()),
         (["--precision=mixed_float16", "--loss_scale=none"], scaling.NoLossScale()),
-        (["--loss_scale=dynamic", "--initial_loss_scale=64"], scaling.DynamicLossScale(64.0)),
+        (["--loss_scale=dynamic", "--initial_scale=64"], scaling.DynamicLossScale(64.0)),
         (
-            ["--loss_scale=dynamic", "--initial_loss_scale=1073741824"],
+            ["--loss_scale=dynamic", "--initial_scale=1073741824"],
             scaling.DynamicLossScale(2.0**30, max_scale=2.0**30),
         ),
     ],
@@ -113,11 +151,11 @@ def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
     flags.
     """
     monkeypatch.setattr("sys.argv", [__name__])  # flags.cfg holds the flags of this module
-    values = parse("--loss_scale=1024", f"--model_dir={tmp_path}", initial_loss_scale=64.0)
+    values = parse("--loss_scale=1024", f"--model_dir={tmp_path}", initial_scale=64.0)
     make_trainer(Linear, values)
-    reread = parse(f"--flagfile={tmp_path / 'flags.cfg'}", initial_loss_scale=64.0)
+    reread = parse(f"--flagfile={tmp_path / 'flags.cfg'}", initial_scale=64.0)
 
-    assert "--initial_loss_scale=64.0" in (tmp_path / "flags.cfg").read_text().split("\n")
+    assert "--initial_scale=64.0" in (tmp_path / "flags.cfg").read_text().split("\n")
     assert reread.flag_values_dict() == values.flag_values_dict()
     assert make_trainer(Linear, reread).rule == scaling.FixedLossScale(1024.0)
 
@@ -133,7 +171,7 @@ def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
         values = parse(
             *arguments,
             f"--model_dir={tmp_path}",
-            "--batch_size=4",
+            "--global_batch=4",
             "--verbose=quiet",
             train_steps=2,
         )
@@ -142,19 +180,19 @@ def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
     run("--seed=1")
     first = written.read_text()
     with pytest.raises(ValueError, match="`seed` must be the same"):
-        run("--seed=2", "--train_steps=4")
-    run("--mode=eval", "--log_steps=7")
+        run("--seed=2", "--steps=4")
+    run("--mode=eval", "--log_interval=7")
     assert written.read_text() == first
-    run("--seed=1", "--train_steps=4")
-    assert "--train_steps=4" in written.read_text().split("\n")
+    run("--seed=1", "--steps=4")
+    assert "--steps=4" in written.read_text().split("\n")
 
 
 def test_a_script_has_its_own_defaults():
     """A script's default applies unless the flag is given; an unknown name is refused."""
-    assert parse(train_steps=7).train_steps == 7
-    assert parse("--train_steps=9", train_steps=7).train_steps == 9
-    with pytest.raises(ValueError, match=r"got 'train_step'.* Did you mean 'train_steps'\?"):
-        parse(train_step=7)
+    assert parse(steps=7).steps == 7
+    assert parse("--steps=9", steps=7).steps == 9
+    with pytest.raises(ValueError, match=r"got 'step'.* Did you mean 'steps'\?"):
+        parse(step=7)
 
 
 HELD_OUT = slopes(2.0, 2.0, 2.0, 2.0)
@@ -168,7 +206,7 @@ def test_mode(capsys, mode, steps, loss):
     """Each mode trains, evaluates or both. Each step adds 1 to the weight, which starts at 1; the
     held-out loss is twice the weight.
     """
-    values = parse("--train_steps=3", "--batch_size=4", f"--mode={mode}")
+    values = parse("--steps=3", "--global_batch=4", f"--mode={mode}")
     made = make_trainer(Linear, values, verbose=False)
     results = run_mode(made, slopes(*[-1.0] * 8), HELD_OUT, values)
 
@@ -181,7 +219,7 @@ def test_mode(capsys, mode, steps, loss):
 
 def test_validation_interval_evaluates_during_training(capsys):
     """With an interval of 2, a run of 4 steps evaluates after steps 2 and 4, at weights 3 and 5."""
-    values = parse("--train_steps=4", "--batch_size=4", "--mode=train", "--validation_interval=2")
+    values = parse("--steps=4", "--global_batch=4", "--mode=train", "--eval_interval=2")
     values.steps_per_loop = 4
     assert run_mode(make_trainer(Linear, values), slopes(*[-1.0] * 8), HELD_OUT, values) is None
     said = capsys.readouterr().out
@@ -198,7 +236,7 @@ def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
     """Without an evaluation interval, `--keep_best` evaluates once at the end and keeps
     that model.
     """
-    arguments = ["--train_steps=2", "--batch_size=4", "--mode=train"]
+    arguments = ["--steps=2", "--global_batch=4", "--mode=train"]
     values = parse(*arguments, "--keep_best=1", f"--model_dir={tmp_path}")
     run_mode(make_trainer(Linear, values, verbose=False), slopes(-1.0), HELD_OUT, values)
 
@@ -206,8 +244,8 @@ def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
 
 
 def test_a_dataset_is_batched_already():
-    """`--batch_size` applies to arrays; a dataset keeps its own batches."""
-    values = parse("--train_steps=2", "--batch_size=64")
+    """`--global_batch` applies to arrays; a dataset keeps its own batches."""
+    values = parse("--steps=2", "--global_batch=64")
     made = make_trainer(Linear, values, verbose=False)
     train, test = (
         tf.data.Dataset.from_tensor_slices(slopes(*[slope] * 4)).batch(2) for slope in (-1.0, 2.0)
@@ -217,8 +255,8 @@ def test_a_dataset_is_batched_already():
 
 
 def test_without_test_data_nothing_is_evaluated():
-    """Without test data, training returns None, and `--validation_interval` is an error."""
-    values = parse("--train_steps=2", "--batch_size=4")
+    """Without test data, training returns None, and `--eval_interval` is an error."""
+    values = parse("--steps=2", "--global_batch=4")
     made = make_trainer(Linear, values, verbose=False)
     assert run_mode(made, slopes(*[-1.0] * 8), flag_values=values) is None
     assert made.weight == 3.0
@@ -231,7 +269,7 @@ def test_without_test_data_nothing_is_evaluated():
         "Pass it to run_mode, or choose --mode=train."
     )
 
-    values.mode, values.validation_interval = "train_and_eval", 1
+    values.mode, values.eval_interval = "train_and_eval", 1
     with pytest.raises(ValueError, match="`eval_interval` must be None without `eval_data`; got 1"):
         run_mode(made, slopes(*[-1.0] * 8), flag_values=values)
 
@@ -239,7 +277,7 @@ def test_without_test_data_nothing_is_evaluated():
 @pytest.mark.thorough
 def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
     """Replay mode prints the recorded and the new verdict on the chief only, and does not train."""
-    first = parse("--train_steps=1", "--batch_size=4", "--precision=mixed_float16")
+    first = parse("--steps=1", "--global_batch=4", "--precision=mixed_float16")
     first.model_dir, first.max_overflow_records = str(tmp_path), 1
     skipping = make_trainer(Linear, first, verbose=False)
     run_mode(skipping, slopes(*[1e6] * 4), None, first)

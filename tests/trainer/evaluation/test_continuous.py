@@ -219,7 +219,7 @@ def test_a_trainer_that_trains_does_not_follow(tmp_path):
 def start(run, *arguments):
     """Starts the program of a run, or of its evaluator."""
     script = pathlib.Path(followed_run.__file__)
-    command = [sys.executable, str(script), f"--model_dir={run}", "--train_steps=60", *arguments]
+    command = [sys.executable, str(script), f"--model_dir={run}", "--steps=60", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -241,7 +241,7 @@ def test_two_processes(tmp_path):
     assert found == {step: expected[step] for step in found}
     assert "--mode=train" in (run / "flags.cfg").read_text()
 
-    waiting = start(run, "--mode=eval", "--continuous", "--train_steps=100")
+    waiting = start(run, "--mode=eval", "--continuous", "--steps=100")
     time.sleep(20)
     waiting.terminate()
     waiting.communicate(timeout=60)

@@ -88,7 +88,7 @@ def test_a_killed_worker_is_restarted(launched, tmp_path):
     """
     job, thread, codes = launched(
         ROOT / "examples" / "digits.py",
-        "--distribution_strategy=parameter_server",
+        "--strategy=parameter_server",
         f"--model_dir={tmp_path / 'run'}",
         "--checkpoint_interval=100",
         "--steps_per_loop=50",

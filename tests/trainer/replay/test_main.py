@@ -69,11 +69,11 @@ SCRIPT = '''
         if flags.FLAGS.mode == "replay":
             print(trainer.replay(flags.FLAGS.overflow))
             return
-        trainer.train(np.ones([4, 2], "float32"), flags.FLAGS.train_steps, global_batch=4)
+        trainer.train(np.ones([4, 2], "float32"), flags.FLAGS.steps, global_batch=4)
 
 
     if __name__ == "__main__":
-        define_flags(train_steps=1, max_overflow_records=1)
+        define_flags(steps=1, max_overflow_records=1)
         app.run(main)
 '''
 
