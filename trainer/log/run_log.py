@@ -235,6 +235,11 @@ class RunLog:
         """Restarts timing: the reported speed will cover only steps that begin after this call."""
         self._untimed, self._clock_start = len(self._reports), time.perf_counter()
 
+    def set_aside(self) -> None:
+        """Renames the log files of a run that left no checkpoint, because this run begins anew."""
+        if names := self.writers.set_aside():
+            self.say(f"the folder holds no checkpoint; the earlier log is in {', '.join(names)}")
+
     def rewind(self, step: int, model_dir: pathlib.Path | None) -> None:
         """Goes back to a step: removes the lines of later steps, which the run will write again.
 

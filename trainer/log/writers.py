@@ -20,6 +20,7 @@ from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
+LOG_FILES = "metrics.jsonl", *(f"{split}.csv" for split in SPLITS)
 # Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
 SCALAR = tf.compat.v1.SummaryMetadata(plugin_data=PluginData(plugin_name="scalars"), data_class=1)
@@ -89,6 +90,17 @@ class RunWriters:
             f"view them with python -m trainer.report {self._folder}, or tensorboard --logdir="
             f"{self._folder}"
         )
+
+    def set_aside(self) -> list[str]:
+        """Renames the log files of an earlier run in the folder, so that they stay as they are.
+
+        Returns:
+            The new names; those of a still earlier run are replaced.
+        """
+        if self._folder is None:
+            return []
+        found = [self._folder / name for name in LOG_FILES if (self._folder / name).exists()]
+        return [path.replace(path.with_name(f"previous-{path.name}")).name for path in found]
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.

@@ -118,6 +118,8 @@ class OuterLoop:
         """
         self._tell_callbacks()
         self.resume()
+        if first and not self._step:
+            self._log.set_aside()
         self.check(first=first)
 
     def _tell_callbacks(self) -> None:

@@ -131,6 +131,19 @@ def test_rewinding_removes_incomplete_lines(tmp_path):
     assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n"
 
 
+def test_an_earlier_log_is_set_aside(tmp_path):
+    """A run that begins anew in a folder keeps the log of the one before under other names."""
+    write_steps(tmp_path, [1, 2])
+    before = {name: (tmp_path / name).read_text() for name in ("metrics.jsonl", "train.csv")}
+    writers = RunWriters(tmp_path)
+
+    assert writers.set_aside() == ["previous-metrics.jsonl", "previous-train.csv"]
+    assert writers.set_aside() == []
+    for name, text in before.items():
+        assert (tmp_path / f"previous-{name}").read_text() == text
+        assert not (tmp_path / name).exists()
+
+
 def test_rewinding_touches_no_other_file(tmp_path):
     """A user's own CSV files stay as they are, whatever is in them."""
     writers = write_steps(tmp_path, range(1, 5))

@@ -1,6 +1,7 @@
 """The outer loop: what happens between inner loops, and in which order."""
 
 import json
+import shutil
 
 import keras
 import numpy as np
@@ -165,6 +166,20 @@ def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
     assert calls.history["val_step"].tolist() == [2, 4, 6]
     assert (again.steps_run, whole.best.metric, whole.best.step) == (0, "loss", 8)
     assert whole.best.results == {"loss": whole.history["val_loss"][-1]}
+
+
+def test_a_run_that_left_no_checkpoint_begins_a_new_log(tmp_path):
+    """Each step stands once in the log, although a run that was killed had begun one."""
+    for steps in (4, 6):
+        trainer = Linear(model_dir=tmp_path, log_interval=2, verbose=False)
+        trainer.train(slopes(1.0, 2.0), steps=2, global_batch=1)
+        trainer.train(slopes(1.0, 2.0), steps=steps, global_batch=1)
+        for checkpoint in tmp_path.glob("ckpt-*"):
+            shutil.rmtree(checkpoint)
+
+    for name, expected in (("metrics.jsonl", [2, 4, 6]), ("previous-metrics.jsonl", [2, 4])):
+        lines = map(json.loads, (tmp_path / name).read_text().splitlines())
+        assert [line["step"] for line in lines if line["split"] == "train"] == expected
 
 
 def test_the_log_says_what_was_trained(tmp_path):
