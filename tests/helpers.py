@@ -1,6 +1,9 @@
 """Small trainers for tests, and functions to inspect what they did."""
 
+import functools
+import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -164,3 +167,13 @@ def assert_close(one, other):
     for name, expected in all_copies(one).items():
         for copy, found in zip(expected, all_copies(other)[name], strict=True):
             np.testing.assert_allclose(found, copy, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+@functools.cache
+def example(name):
+    """Returns the module `examples/NAME.py`, so that what it shows is what is tested."""
+    path = pathlib.Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,5 +1,6 @@
 """Tests of the examples, which run as scripts, as a user runs them."""
 
+import ast
 import functools
 import os
 import pathlib
@@ -328,8 +329,89 @@ def test_every_example_shows_its_command(path):
         ("gpus.py", 70),
         ("custom_rule.py", 100),
         ("language_model.py", 105),
+        ("distillation.py", 95),
+        ("fine_tuning.py", 105),
+        ("maml.py", 110),
+        ("pinn.py", 80),
+        ("seq2seq.py", 105),
+        ("simclr.py", 125),
+        ("vae.py", 100),
     ],
 )
 def test_examples_are_short(script, most):
     """No example has more lines than its bound."""
     assert len((ROOT / "examples" / script).read_text().splitlines()) <= most
+
+
+# What defines a training step in each script of the table of statements.
+STEPS = {
+    "vae.py": {"Vae", "vae_losses"},
+    "distillation.py": {"Student", "distillation_losses"},
+    "simclr.py": {"SimClr", "nt_xent"},
+    "seq2seq.py": {"make_loss"},
+    "maml.py": {"Learner", "predict", "maml_losses", "Maml"},
+    "fine_tuning.py": set(),  # the trainer's own
+    "pinn.py": {"Oscillator", "pinn_losses", "value_and_slope"},
+}
+
+
+def statements(tree):
+    """Returns the number of statements below a node, without docstrings."""
+    return sum(
+        isinstance(node, ast.stmt)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in ast.walk(tree)
+    )
+
+
+def test_the_table_of_statements_is_that_of_the_scripts():
+    """The examples' table counts the statements of each script, and of its training step."""
+    text = (ROOT / "examples" / "README.md").read_text()
+    rows = re.findall(r"^\| \[`(\w+\.py)`\]\(\w+\.py\) \| (\d+) \| (\S+) \|", text, re.MULTILINE)
+    assert {script for script, *_ in rows} == set(STEPS)
+    for script, whole, step in rows:
+        tree = ast.parse((ROOT / "examples" / script).read_text())
+        parts = [node for node in tree.body if getattr(node, "name", "") in STEPS[script]]
+        assert int(whole) == statements(tree), script
+        assert step == (str(sum(map(statements, parts))) if parts else "`train`"), script
+
+
+# What each published loop must reach in a short run, as (arguments, pattern, check of its numbers).
+PUBLISHED = {
+    "vae.py": (300, r"held out: ([\d.]+) nats", lambda nats: nats < 30),
+    "distillation.py": (
+        300,
+        r"held out: teacher ([\d.]+)%, student alone ([\d.]+)%, taught ([\d.]+)%",
+        lambda teacher, alone, taught: alone < taught < teacher,
+    ),
+    "simclr.py": (
+        200,
+        r"nearest of 30 labeled digits: ([\d.]+)% right before, ([\d.]+)% after",
+        lambda before, after: before < after,
+    ),
+    "seq2seq.py": (300, r"loss ([\d.]+) per token", lambda loss: loss < 0.5),
+    "maml.py": (
+        500,
+        r"error on new tasks: ([\d.]+) at the start, ([\d.]+) after one step",
+        lambda start, adapted: adapted < start / 2,
+    ),
+    "fine_tuning.py": (
+        200,
+        r"held out: ([\d.]+)% frozen, ([\d.]+)% fine-tuned",
+        lambda frozen, tuned: tuned > frozen,
+    ),
+    "pinn.py": (1000, r"largest distance from the sine: ([\d.]+)", lambda error: error < 0.02),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("script", PUBLISHED)
+def test_published_loops_learn_in_float16(script, replicas):
+    """Each published loop learns in float16 with a loss scale, on one replica and on two."""
+    steps, pattern, holds = PUBLISHED[script]
+    several = ["--distribution_strategy=mirrored", f"--logical_cpus={replicas}"]
+    lines = run(script, f"--train_steps={steps}", *(several if replicas > 1 else []))
+
+    assert any("mixed_float16, DynamicLossScale" in line for line in lines)
+    assert holds(*map(float, re.match(pattern, lines[-1]).groups())), lines[-1]

@@ -4,9 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import attempt
+from helpers import attempt, example
 
 from trainer import Trainer
+
+nt_xent = example("simclr").nt_xent
 
 # Batches that divide evenly by 3, with a ragged last share, and with an empty last share.
 SIZES = [6, 7, 2]
@@ -28,15 +30,6 @@ class Encoder(keras.Model):
     def call(self, inputs):
         """Returns embeddings, shape (examples, 3)."""
         return self.head(self.hidden(inputs))
-
-
-def nt_xent(one, other, temperature):
-    """SimCLR's loss (Chen et al., arXiv:2002.05709): a number for a batch of pairs."""
-    rows = tf.math.l2_normalize(tf.concat([one, other], axis=0), axis=1)
-    count = tf.shape(rows)[0]
-    similar = tf.matmul(rows, rows, transpose_b=True) / temperature - 1e9 * tf.eye(count)
-    positives = tf.math.floormod(tf.range(count) + count // 2, count)
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(positives, similar))
 
 
 def batch_hard(rows, labels):

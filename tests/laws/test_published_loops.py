@@ -2,7 +2,7 @@
 
 A case has a model, batches, and the losses of a batch, one per example. The trainer gets these losses
 from `compute_loss`. The plain loop takes the gradients of their mean over the whole batch, without
-scaling and without the library, and applies SGD.
+scaling and without the library, and applies SGD. Models and losses are those of `examples/`.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import example
 from keras import layers
 
 import scaling
@@ -36,98 +37,24 @@ def floats(x):
     return tf.cast(x, tf.float32)
 
 
-def rows_mean(x):
-    """The mean of each example's numbers."""
-    return tf.reduce_mean(tf.reshape(x, [tf.shape(x)[0], -1]), axis=1)
-
-
-class Autoencoder(keras.Model):
-    """A variational autoencoder; the noise comes with the batch, so that both loops draw the same."""
-
-    def __init__(self):
-        """Builds both halves."""
-        super().__init__()
-        self.encoder, self.decoder = network(4, 8, 4), network(2, 8, 4)
-
-    def call(self, batch):
-        """The reconstruction, and mean and logarithm of the variance of the code."""
-        mean, spread = tf.split(floats(self.encoder(batch["x"])), 2, axis=1)
-        code = mean + tf.exp(0.5 * spread) * floats(batch["noise"])
-        return floats(self.decoder(code)), mean, spread
-
-
-def vae_losses(model, batch):
-    """Kingma and Welling 2013, equation 10: reconstruction and divergence from the prior."""
-    decoded, mean, spread = model(batch)
-    divergence = -0.5 * tf.reduce_sum(1 + spread - mean**2 - tf.exp(spread), axis=1)
-    return rows_mean((decoded - batch["x"]) ** 2) + 0.125 * divergence
-
-
 TEACHER = network(4, 16, 3)
 
 
 def distillation_losses(model, batch):
-    """Hinton et al. 2015: soft targets of a teacher at a temperature of 2, and the labels."""
-    hot = 2.0
-    soft = tf.nn.softmax(floats(TEACHER(batch["x"])) / hot)
-    logits = floats(model(batch["x"]))
-    targets = tf.nn.softmax_cross_entropy_with_logits(soft, logits / hot) * hot**2
-    hard = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["y"], logits)
-    return 0.5 * targets + 0.5 * hard
-
-
-def translator():
-    """An embedding with a mask, a recurrent layer, and a distribution over words for each token."""
-    return keras.Sequential(
-        [
-            keras.Input([5], dtype="int32"),
-            layers.Embedding(7, 4, mask_zero=True),
-            layers.GRU(6, return_sequences=True, use_cudnn=False),
-            layers.Dense(7),
-        ]
-    )
+    """A teacher that runs in the step, on each replica's share."""
+    logits, teacher = (floats(network(batch["x"])) for network in (model, TEACHER))
+    losses = example("distillation").distillation_losses
+    return losses(logits, teacher, batch["y"], batch["known"])
 
 
 def translation_losses(model, batch):
-    """Sutskever et al. 2014: cross entropy per token, averaged over the tokens that are there."""
-    there = tf.cast(batch["words"] != 0, tf.float32)
-    logits = floats(model(batch["words"]))
-    tokens = tf.nn.sparse_softmax_cross_entropy_with_logits(batch["next"], logits)
-    return tf.reduce_sum(tokens * there, axis=1) / tf.reduce_sum(there, axis=1)
-
-
-def maml_losses(model, batch):
-    """Finn et al. 2017, algorithm 1, for a task per example: a line is adapted by one step of gradient
-    descent from the model's start, and the loss is that of the adapted line on other points.
+    """Cross entropy per token, averaged over the tokens that are there in the whole batch, so that each
+    example's is its share.
     """
-    start = floats(model(tf.ones_like(batch["slope"])[:, None]))  # the same start for every task
-
-    def loss(line, x):
-        return (line[:, :1] * x + line[:, 1:] - batch["slope"][:, None] * x) ** 2
-
-    with tf.GradientTape() as tape:
-        tape.watch(start)
-        inner = tf.reduce_mean(loss(start, batch["support"]), axis=1)
-    adapted = start - 0.25 * tape.gradient(inner, start)
-    return tf.reduce_mean(loss(adapted, batch["query"]), axis=1)
-
-
-def pinn_losses(model, batch):
-    """Raissi et al. 2019: the residual of u'' + u = 0 at points inside, and u(0) = 0, u'(0) = 1."""
-
-    def both(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            value = floats(model(x))
-        return value, tape.gradient(value, x)
-
-    x = batch["x"]
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        value, slope = both(x)
-    residual = tape.gradient(slope, x) + value
-    at_zero, slope_at_zero = both(tf.zeros_like(x))
-    return (residual**2 + at_zero**2 + (slope_at_zero - 1.0) ** 2)[:, 0]
+    inputs, words = batch
+    there = tf.cast(inputs[1] != 0, tf.float32)
+    tokens = tf.nn.sparse_softmax_cross_entropy_with_logits(words, floats(model(inputs)))
+    return tf.reduce_sum(tokens * there) / tf.reduce_sum(there)
 
 
 class Case(NamedTuple):
@@ -135,38 +62,44 @@ class Case(NamedTuple):
 
     model: object
     losses: object  # takes the model and a batch; returns losses, shape (examples,)
-    batch: dict
+    batch: object
+    loss_fn: object = None  # what the trainer gets in place of the losses
+    rate: float = RATE
 
 
 CASES = {
-    "vae": Case(Autoencoder, vae_losses, {"x": normal(EXAMPLES, 4), "noise": normal(EXAMPLES, 2)}),
+    "vae": Case(
+        example("vae").Autoencoder,
+        example("vae").vae_losses,
+        {
+            "image": RANDOM.random([EXAMPLES, 64], dtype=np.float32),
+            "noise": normal(EXAMPLES, 2),
+        },
+        rate=RATE / 64,  # the loss is a sum over the pixels
+    ),
     "distillation": Case(
         lambda: network(4, 4, 3),
         distillation_losses,
-        {"x": normal(EXAMPLES, 4), "y": RANDOM.integers(3, size=EXAMPLES)},
+        {
+            "x": normal(EXAMPLES, 4),
+            "y": RANDOM.integers(3, size=EXAMPLES),
+            "known": (np.arange(EXAMPLES) % 3 > 0).astype(np.float32),
+        },
     ),
     "seq2seq": Case(
-        translator,
+        lambda: example("seq2seq").translator(width=6),
         translation_losses,
-        {
-            "words": np.where(
-                np.arange(5) < RANDOM.integers(1, 6, [EXAMPLES, 1]),
-                RANDOM.integers(1, 7, [EXAMPLES, 5]),
-                0,
-            ),
-            "next": RANDOM.integers(7, size=[EXAMPLES, 5]),
-        },
+        example("seq2seq").numbers(EXAMPLES, seed=0),
+        loss_fn=example("seq2seq").make_loss(),
     ),
     "maml": Case(
-        lambda: network(1, 4, 2),
-        maml_losses,
-        {
-            "slope": normal(EXAMPLES),
-            "support": normal(EXAMPLES, 5),
-            "query": normal(EXAMPLES, 5),
-        },
+        lambda: example("maml").Learner(width=6),
+        example("maml").maml_losses,
+        {name: normal(EXAMPLES, 5) for name in ("x", "y", "x_query", "y_query")},
     ),
-    "pinn": Case(lambda: network(1, 8, 8, 1), pinn_losses, {"x": normal(EXAMPLES, 1)}),
+    "pinn": Case(
+        lambda: example("pinn").network(width=8), example("pinn").pinn_losses, normal(EXAMPLES, 1)
+    ),
 }
 
 
@@ -176,7 +109,7 @@ def start_of(case, precision):
     keras.config.set_dtype_policy(precision)
     try:
         model = case.model()
-        model(case.batch) if isinstance(model, Autoencoder) else None
+        model(case.batch) if not model.built else None
     finally:
         keras.config.set_dtype_policy("float32")
     return model
@@ -191,7 +124,7 @@ def plain(case, precision):
             loss = tf.reduce_mean(case.losses(model, batch))
         gradients = tape.gradient(loss, model.trainable_variables)
         for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-            variable.assign_sub(RATE * tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+            variable.assign_sub(case.rate * tf.cast(tf.convert_to_tensor(gradient), tf.float32))
     return model.get_weights()
 
 
@@ -203,9 +136,10 @@ def trained(case, precision, replicas, mirrored):
             del training
             return case.losses(self.model, batch)
 
-    trainer = Published(
+    trainer = (Trainer if case.loss_fn else Published)(
+        loss_fn=case.loss_fn,
         model=lambda: start_of(case, precision),
-        optimizer=lambda: keras.optimizers.SGD(RATE),
+        optimizer=lambda: keras.optimizers.SGD(case.rate),
         precision=precision,
         loss_scale=scaling.FixedLossScale(2.0**8) if precision == "mixed_float16" else None,
         strategy=mirrored(replicas) if replicas > 1 else "default",
