@@ -335,7 +335,9 @@ def test_every_example_shows_its_command(path):
         ("pinn.py", 80),
         ("seq2seq.py", 105),
         ("simclr.py", 125),
+        ("ppo.py", 140),
         ("vae.py", 100),
+        ("wgan_gp.py", 120),
     ],
 )
 def test_examples_are_short(script, most):
@@ -351,6 +353,8 @@ STEPS = {
     "seq2seq.py": {"make_loss"},
     "maml.py": {"Learner", "predict", "maml_losses", "Maml"},
     "fine_tuning.py": set(),  # the trainer's own
+    "wgan_gp.py": {"Wgan", "wgan_losses", "judged"},
+    "ppo.py": {"Ppo", "ppo_losses"},
     "pinn.py": {"Oscillator", "pinn_losses", "value_and_slope"},
 }
 
@@ -400,6 +404,16 @@ PUBLISHED = {
         r"held out: ([\d.]+)% frozen, ([\d.]+)% fine-tuned",
         lambda frozen, tuned: tuned > frozen,
     ),
+    "wgan_gp.py": (
+        300,
+        r"distance from the ring: ([\d.]+) before, ([\d.]+) after",
+        lambda before, after: after < before / 2,
+    ),
+    "ppo.py": (
+        640,
+        r"falls in 1,000 moves: ([\d.]+) at first, ([\d.]+) at last",
+        lambda first, last: last < first / 3,
+    ),
     "pinn.py": (1000, r"largest distance from the sine: ([\d.]+)", lambda error: error < 0.02),
 }
 
@@ -411,7 +425,8 @@ def test_published_loops_learn_in_float16(script, replicas):
     """Each published loop learns in float16 with a loss scale, on one replica and on two."""
     steps, pattern, holds = PUBLISHED[script]
     several = ["--distribution_strategy=mirrored", f"--logical_cpus={replicas}"]
-    lines = run(script, f"--train_steps={steps}", *(several if replicas > 1 else []))
+    shown = ["--verbose=normal", f"--train_steps={steps}"]
+    lines = run(script, *shown, *(several if replicas > 1 else []))
 
     assert any("mixed_float16, DynamicLossScale" in line for line in lines)
     assert holds(*map(float, re.match(pattern, lines[-1]).groups())), lines[-1]

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import attempt, copies
+from helpers import attempt, copies, example
 
 from scaling import Cause
 from trainer import Trainer
@@ -25,25 +25,11 @@ class Players(keras.Model):
         self.generator = keras.Sequential([keras.Input([2]), dense(4, activation="tanh"), dense(2)])
 
 
-def wasserstein(model, real, training):
-    """The losses of WGAN-GP, one each per example (Gulrajani et al., 2017, algorithm 1)."""
-
-    def score(points):
-        return tf.cast(model.critic(points, training=training)[:, 0], tf.float32)
-
+def wasserstein(model, real):
+    """The losses of `examples/wgan_gp.py`, with noise of the model's source."""
     noise = keras.random.normal(tf.shape(real), seed=model.noise)
-    fake = tf.cast(model.generator(noise, training=training), tf.float32)
-    share = keras.random.uniform([tf.shape(real)[0], 1], seed=model.noise)
-    between = share * real + (1.0 - share) * fake
-    with tf.GradientTape() as tape:
-        tape.watch(between)
-        of_between = score(between)
-    slopes = tf.norm(tape.gradient(of_between, between), axis=1)
-    of_fake = score(fake)
-    return {
-        "critic": of_fake - score(real) + (slopes - 1.0) ** 2,
-        "generator": -of_fake,
-    }
+    mix = keras.random.uniform([tf.shape(real)[0], 1], seed=model.noise)
+    return example("wgan_gp").wgan_losses(model, real, noise, mix)
 
 
 class Wgan(Trainer):
@@ -59,7 +45,7 @@ class Wgan(Trainer):
 
     def compute_loss(self, batch, training):
         """The losses, times the factors in the batch."""
-        losses = wasserstein(self.model, batch["real"], training)
+        losses = wasserstein(self.model, batch["real"])
         return {name: losses[name] * batch[name] for name in losses}
 
 
@@ -92,7 +78,7 @@ def plain_loop(model, random_seed, replicas, updates):
                 total = 0.0
                 for replica, real in enumerate(np.split(batch["real"], replicas)):
                     model.noise.state.assign(make_keys(source, replica, replicas, 1, 1)[0, 0])
-                    total += tf.reduce_sum(wasserstein(model, real, True)[name]) / EXAMPLES
+                    total += tf.reduce_sum(wasserstein(model, real)[name]) / EXAMPLES
             for variable, gradient in zip(variables, tape.gradient(total, variables), strict=True):
                 variable.assign_sub(rates[name] * gradient)
             losses[name] = total

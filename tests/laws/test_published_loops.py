@@ -97,6 +97,17 @@ CASES = {
         example("maml").maml_losses,
         {name: normal(EXAMPLES, 5) for name in ("x", "y", "x_query", "y_query")},
     ),
+    "ppo": Case(
+        example("ppo").actor_critic,
+        example("ppo").ppo_losses,
+        {
+            "state": normal(EXAMPLES, 4),
+            "move": RANDOM.integers(2, size=EXAMPLES),
+            "log_chance": -RANDOM.random(EXAMPLES, dtype=np.float32) - 0.2,
+            "advantage": normal(EXAMPLES),
+            "return": normal(EXAMPLES),
+        },
+    ),
     "pinn": Case(
         lambda: example("pinn").network(width=8), example("pinn").pinn_losses, normal(EXAMPLES, 1)
     ),
