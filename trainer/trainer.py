@@ -31,6 +31,7 @@ from trainer.config.elsewhere import (
     METHODS,
     TRAIN_ARGUMENTS,
     check_not_inputs_and_labels,
+    check_one_batch,
     no_such_method,
 )
 from trainer.config.fields import take_fields
@@ -63,6 +64,7 @@ from trainer.data.batches import (
 from trainer.data.errors import reading_explained
 from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
+from trainer.data.online import OnlinePosition, as_global_batch
 from trainer.data.source_position import position_in
 from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
 from trainer.evaluation.ema_weights import evaluated_weights
@@ -78,7 +80,7 @@ from trainer.evaluation.export import check_export, export
 from trainer.log.console import resolve_style
 from trainer.log.history import History
 from trainer.log.run_log import RunLog
-from trainer.log.summary import Totals, TrainSummary
+from trainer.log.summary import ENDLESS, Totals, TrainSummary
 from trainer.log.tracker_services import make_tracker
 from trainer.log.trackers import Tracker, Trackers
 from trainer.monitor.actions import Action
@@ -94,10 +96,12 @@ from trainer.run.compile_autotune import (
     compilable_parts,
     initial_compile_mode,
     settle,
+    tracing,
 )
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
 from trainer.run.follow import calls_of
+from trainer.run.online_loop import OnlineLoop, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
 from trainer.step import StepReport, attempt_step
@@ -333,6 +337,7 @@ class Trainer(Task):
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"
         self._trained_on: tuple[Any, int | None, DataPosition] | None = None
+        self._online: OnlineLoop | None = None  # what the last call of `train_on_batch` used
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self.stop_asked = False
@@ -520,6 +525,7 @@ class Trainer(Task):
         check_not_inputs_and_labels(steps)
         folder = self.model_dir if self.is_chief else None
         check_writable(folder)
+        self._end_online()
         self._withdraw_stop()
         with only_writer(folder), StopSignals(self.stop) as signals:
             known = self._known_position(train_data, global_batch)
@@ -548,6 +554,89 @@ class Trainer(Task):
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             signals.end_process(others=asked)
         return summary
+
+    def train_on_batch(self, batch: Any, *others: Any) -> dict[str, float]:
+        """Takes one step with a batch: for data that is made during training.
+
+        A step and what follows it are as in `train`: skipped steps, loss scale, log lines every
+        `log_interval` steps, actions, callbacks, and checkpoints every `checkpoint_interval` steps
+        and by `save_checkpoint`. The first call builds the model and resumes the run. SIGTERM and
+        `stop` do not end anything. docs/online.md has more.
+
+        Args:
+            batch: arrays or tensors in the structure that a dataset would yield, such as (x, y).
+                The first dimension is the example; its size may differ from call to call.
+            *others: nothing; labels belong into the batch.
+
+        Returns:
+            The weighted mean loss of the batch as "loss", and the training metrics over the steps
+            since the last log line, keyed by name. A skipped step returns the loss that it had.
+
+        Raises:
+            TypeError, ValueError: if the batch, the model or the optimizer cannot be used; with
+                several workers or parameter servers; if something waits for the end of an epoch.
+            TrainingStuckError, CheckpointError, DivergedError: as for `train`.
+        """
+        check_one_batch(others)
+        tensors = as_global_batch(batch)
+        parts, loop = self._start(tensors), self._online
+        if loop is None or loop.parts is not parts:
+            loop = self._begin_online(tensors)
+        self._online = None  # if the step raises an error, the next call begins anew
+        results = loop.take(tensors)
+        self._online = loop
+        return results
+
+    def _begin_online(self, batch: Batch) -> OnlineLoop:
+        """Does what comes before the first step of `train_on_batch`."""
+        check_online(self)
+        check_writable(self.model_dir)
+        self._end_online()
+        self._withdraw_stop()
+        position = OnlinePosition(batch, self._trained_on[2] if self._trained_on else None)
+        auto = self.compile_mode_open
+        assign(self, "compile_mode_open", value=False)
+        if auto:
+            settle(self, self._parts, position.data, 0, self._use)  # measures nothing
+        if not self._introduced:
+            self._leave_xla_out_if_needed(
+                lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)),
+                auto=auto,
+            )
+        assign(self, "jit_compile", self._parts.plan.jit_compile)
+        request = TrainRequest(ENDLESS, None, None, self._export_into)
+        log = self._new_log()
+        loop = OnlineLoop(self, self._parts, position, self._watch, log, request)
+        loop.begin(first=not self._introduced)
+        if not self._introduced:
+            self._introduce(loop)
+        loop.start_recording()
+        self.call_hook("on_train_begin")
+        return loop
+
+    def _end_online(self) -> None:
+        """Logs the last steps of `train_on_batch`, if it was called."""
+        loop, self._online = self._online, None
+        if loop:
+            loop.close()
+
+    def save_checkpoint(self) -> None:
+        """Saves the run as it is after `train_on_batch`, and waits until it is written.
+
+        `train` saves by itself when it ends.
+
+        Raises:
+            ValueError: if there is no `model_dir`.
+            CheckpointError: if the checkpoint cannot be written.
+        """
+        if self.model_dir is None:
+            raise ValueError(
+                "`model_dir` must be given to save a checkpoint; got None. Checkpoints are written "
+                "there. Pass Trainer(model_dir=...), or call export(path) for the model alone."
+            )
+        self._check_started("save_checkpoint")
+        if self._online:
+            self._online.save()
 
     def _introduce(self, loop: OuterLoop) -> None:
         """Logs the model and the settings, once, and calls what has waited for that."""
@@ -590,13 +679,13 @@ class Trainer(Task):
             with log.console.status("measuring what XLA should compile ..."):
                 choice = settle(self, self._parts, data, steps_left, self._use)
         if steps_left > 0 and not self._introduced:
-            self._leave_xla_out_if_needed(position.iterator, auto=auto)
+            self._leave_xla_out_if_needed(tracing(position.iterator), auto=auto)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         return choice
 
-    def _leave_xla_out_if_needed(self, iterator: tf.data.Iterator, *, auto: bool) -> None:
+    def _leave_xla_out_if_needed(self, trace: Callable[[Parts], object], *, auto: bool) -> None:
         """Replaces the parts if XLA cannot compile the step; see `compilable_parts`."""
-        self._use(compilable_parts(self, self._parts, iterator, auto=auto))
+        self._use(compilable_parts(self, self._parts, trace, auto=auto))
 
     def _use(self, parts: Parts) -> None:
         """Replaces the trainer's parts."""
@@ -808,7 +897,8 @@ class Trainer(Task):
         found = self._read_eval_data(eval_data, data, 1)
         evaluate = functools.partial(self._evaluate, found, stoppable=False)
         self._start(data.first)
-        self._leave_xla_out_if_needed(iter(repeat_first_batch(data)), auto=self.compile_mode_open)
+        trace = tracing(iter(repeat_first_batch(data)))
+        self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
         return dry_run(self, self._parts, data, evaluate if found else None)
 
     def overfit_one_batch(
@@ -834,7 +924,8 @@ class Trainer(Task):
         check_count("steps", steps)
         data = self._batches(train_data, global_batch)
         self._start(data.first)
-        self._leave_xla_out_if_needed(iter(repeat_first_batch(data)), auto=self.compile_mode_open)
+        trace = tracing(iter(repeat_first_batch(data)))
+        self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
         return overfit(self, self._parts, data, steps)
 
     def export(

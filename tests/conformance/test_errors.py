@@ -537,6 +537,12 @@ TRAINER = {
             'Trainer().train(data, 1, global_batch=4, eval_data=data, evaluate_at_start="yes")',
         ),
     ],
+    "Trainer.train_on_batch": [
+        ("batch", "started.train_on_batch((batch, None))"),
+        ("batch", "started.train_on_batch((batch, batch[:2]))"),
+        ("others", "started.train_on_batch(batch, batch)", "batch"),
+    ],
+    "Trainer.save_checkpoint": [("model_dir", "started.save_checkpoint()")],
     "Trainer.all_gather": [("x", "started.all_gather(tf.ragged.constant([[1], [2, 3]]))")],
     "Trainer.evaluate": [
         ("data", 'started.evaluate("test")'),

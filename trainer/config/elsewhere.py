@@ -86,7 +86,6 @@ METHODS = {
     "load_from_checkpoint": "Pass model_dir= or init_from=, or call evaluate().",
     "load_weights": "Pass init_from=.",
     "save": "Call export(path).",
-    "save_checkpoint": "Pass model_dir= and checkpoint_interval=.",
     "save_weights": "Call export(path), or model.save_weights(path).",
     "summary": "Call model.summary().",
     "test": "Call evaluate(data).",
@@ -120,6 +119,16 @@ def check_not_inputs_and_labels(steps: Any) -> None:
             "`train_data` must hold inputs and labels together; got labels as a second argument, "
             "which is the number of steps. Shuffling and batching keep them together. Pass "
             "train((x, y), epochs=5, global_batch=64), for example."
+        )
+
+
+def check_one_batch(others: tuple[Any, ...]) -> None:
+    """Raises TypeError if `train_on_batch` was called with labels as a second argument."""
+    if others:
+        raise TypeError(
+            "`batch` must hold inputs, labels and weights together; got "
+            f"{1 + len(others)} arguments. A batch has the structure that a dataset would yield. "
+            "Pass train_on_batch((x, y)) or train_on_batch((x, y, weight))."
         )
 
 

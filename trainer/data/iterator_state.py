@@ -14,7 +14,7 @@ iterator, so it is always at the beginning and holds the counts of all shuffles.
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -51,6 +51,16 @@ class DataPosition:
     def error(self) -> Exception | None:
         """The error that Python code has raised while reading the data, if it is known."""
         return None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what `run.json` says about the data, as JSON types."""
+        data = self.data
+        return {
+            "global_batch": data.global_batch,
+            "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch",
+            "pipeline": self.pipeline,
+            "data_resume": self.resume_mode,
+        }
 
     def check_savable(self) -> None:
         """Raises ValueError if the position must be exact but cannot be saved exactly."""

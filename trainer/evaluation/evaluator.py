@@ -384,7 +384,12 @@ def without_writes(plan: StepPlan, source: tf.Tensor) -> HoldBack:
 
 
 def numbers_of(metrics: MetricsByName) -> dict[str, float]:
-    """Returns the results of metrics. Waits for the device.
+    """Returns the results of metrics. Waits for the device; see `results_of`."""
+    return {name: float(result) for name, result in results_of(metrics).items()}
+
+
+def results_of(metrics: MetricsByName) -> dict[str, tf.Tensor]:
+    """Returns the results of metrics, each of shape ().
 
     Args:
         metrics: Keras metrics, keyed by name. A result may be a tensor or a variable, which has a
@@ -404,5 +409,5 @@ def numbers_of(metrics: MetricsByName) -> dict[str, float]:
                 f"({type(metric).__name__}). The log and `best_metric` compare numbers. Choose an "
                 "average, such as average='macro' of F1Score, or write one metric for each number."
             )
-        numbers[name] = float(tf.reshape(value, []))
+        numbers[name] = tf.reshape(value, [])
     return numbers

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.log.digits import format_number
-from trainer.log.summary import Interval, Totals, power_of_two
+from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
 WIDTH = 100  # columns of a table when the output is not a terminal
@@ -138,7 +138,7 @@ def format_log_line(interval: Interval, target: int, totals: Totals) -> str:
 
     Args:
         interval: the steps since the previous log line.
-        target: the step at which the run ends.
+        target: the step at which the run ends; `ENDLESS` if nobody knows.
         totals: the totals of the whole run.
 
     Example:
@@ -147,6 +147,8 @@ def format_log_line(interval: Interval, target: int, totals: Totals) -> str:
         >>> format_log_line(interval, 600, Totals(17, {"backward": 3}))[:62]
         'step  20/600   3%  loss 0.2500  loss_scale 2^21  3 skipped (3 '
     """
+    if target == ENDLESS:
+        return f"step {interval.step}  {format_values(interval, totals)}"
     width, steps_left = len(str(target)), target - interval.step
     speed = interval.steps_per_second
     time_left = (

@@ -266,7 +266,9 @@ def format_settings(settings: Mapping[str, Any]) -> str:
     """Returns the most important settings of a run as text."""
     rule = settings["loss_scale"].split("(")[0]
     replicas = settings["num_replicas"]
-    parts = [settings["precision"], rule, f"global batch {settings['global_batch']}"]
+    parts = [settings["precision"], rule]
+    # `train_on_batch` takes batches of any size.
+    parts += [f"global batch {settings['global_batch']}"] if "global_batch" in settings else []
     parts += [f"on {replicas} replicas of {settings['strategy']}"] if replicas > 1 else []
     compiled = settings["jit_compile"]
     parts += [f"XLA compiles {COMPILE_MODES[compiled]}"] if compiled else []

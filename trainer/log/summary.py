@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,8 @@ import scaling
 from trainer.log.history import BestResult, History, Snapshot
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
+
+ENDLESS = sys.maxsize  # the target of a run whose length nobody knows
 
 
 @dataclasses.dataclass(frozen=True)

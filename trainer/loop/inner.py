@@ -74,6 +74,28 @@ def run_steps(
     return StepReport(*(field.stack() for field in fields)), kept
 
 
+def run_batch(
+    train_step: Callable[[Any], StepReport],
+    metric_results: Callable[[], dict[str, tf.Tensor]],
+    batch: Any,
+    waited: tf.Tensor,
+) -> tuple[StepReport, dict[str, tf.Tensor]]:
+    """Takes one step with a given batch. Trace it in a `tf.function`, in cross-replica context.
+
+    Args:
+        train_step: as for `run_steps`.
+        metric_results: returns the results of the training metrics, keyed by name.
+        batch: the global batch.
+        waited: the seconds spent waiting for the batch: shape (), float32.
+
+    Returns:
+        The report of the step, each field with shape (1, ...); and the results of the metrics,
+        keyed by name, each of shape ().
+    """
+    report = call_user(train_step, batch)._replace(data_wait_secs=waited)
+    return StepReport(*(tf.expand_dims(field, 0) for field in report)), metric_results()
+
+
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
     """Returns the next batch, and the seconds spent waiting for it: shape (), float32.
 

@@ -19,9 +19,9 @@ from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
 from trainer.config.resolve import dtype_policy
-from trainer.evaluation.evaluator import Evaluator
+from trainer.evaluation.evaluator import Evaluator, results_of
 from trainer.log.summary import check_metric_names
-from trainer.loop.inner import run_steps
+from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
@@ -57,6 +57,7 @@ class PartsOfPlan(TypedDict):
 
     plan: StepPlan
     run_steps: RunSteps
+    run_batch: Any
     evaluator: Evaluator
     recorder: FlightRecorder | None
 
@@ -107,7 +108,7 @@ def build(
             recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
-    depending = parts_of_plan(trainer, plan, state, stop)
+    depending = parts_of_plan(trainer, plan, state, stop, metrics)
     return Parts(
         state=state,
         stop=stop,
@@ -170,12 +171,21 @@ def holds_copies(optimizer: keras.optimizers.Optimizer, model: Model) -> bool:
 
 
 def parts_of_plan(
-    trainer: RunnableTrainer, plan: StepPlan, state: TrainState, stop: tf.Variable
+    trainer: RunnableTrainer,
+    plan: StepPlan,
+    state: TrainState,
+    stop: tf.Variable,
+    metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
     return {
         "plan": plan,
         "run_steps": make_loop(trainer, plan, state, stop),
+        "run_batch": tf.function(
+            functools.partial(run_batch, trainer.train_step, lambda: results_of(metrics.train)),
+            autograph=False,
+            reduce_retracing=True,  # batches of many sizes share a trace
+        ),
         "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop),
         "recorder": make_recorder(trainer, plan, state)
         if trainer.max_overflow_records and plan.groups

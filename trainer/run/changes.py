@@ -143,7 +143,7 @@ def adapted(
         new.continue_from(checkpoints)
         if not same:
             new.facts = new.facts | {"trained": trained_places(trainer)}
-    depending = parts_of_plan(trainer, plan, parts.state, parts.stop)
+    depending = parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics)
     parts = parts._replace(checkpoints=new, slots=slots, **depending)
     return parts, setup_of(plan)
 
@@ -175,7 +175,7 @@ def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts
         if not (again or late):
             return parts
         plan = make_plan(trainer, slots)
-    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
+    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics))
 
 
 def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:

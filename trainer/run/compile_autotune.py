@@ -182,11 +182,11 @@ def settle(
 def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> Parts:
     """Returns a trainer's parts for the same step in another compile mode."""
     plan = compiled_as(parts.plan, mode)
-    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop))
+    return parts._replace(**parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics))
 
 
 def compilable_parts(
-    trainer: RunnableTrainer, parts: Parts, iterator: tf.data.Iterator, *, auto: bool
+    trainer: RunnableTrainer, parts: Parts, trace: Callable[[Parts], object], *, auto: bool
 ) -> Parts:
     """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
 
@@ -195,7 +195,7 @@ def compilable_parts(
     Args:
         trainer: a trainer that has started.
         parts: the trainer's parts, from `build`.
-        iterator: the iterator over the training data.
+        trace: traces the step of parts with the training data.
         auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile.
 
     Raises:
@@ -204,7 +204,7 @@ def compilable_parts(
     traced = hasattr(parts.run_steps, "get_concrete_function")
     if parts.plan.jit_compile is not True or not traced or tf.config.functions_run_eagerly():
         return parts
-    parts.run_steps.get_concrete_function(iterator, tf.constant(1))
+    trace(parts)
     names = [
         name for group in parts.plan.groups for name in operations_without_xla(group.differentiate)
     ]
@@ -214,6 +214,11 @@ def compilable_parts(
         raise not_compilable_error(names)
     warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
     return parts_in_mode(False, trainer, parts)
+
+
+def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], object]:
+    """Returns a function that traces the loop of parts with the data of an iterator."""
+    return lambda parts: parts.run_steps.get_concrete_function(iterator, tf.constant(1))
 
 
 def measure(

@@ -68,6 +68,7 @@ class Parts(NamedTuple):
     plan: StepPlan
     state: TrainState
     run_steps: RunSteps  # takes many steps in one call
+    run_batch: Any  # takes one step with a given batch: `loop.inner.run_batch` as a `tf.function`
     stop: tf.Variable  # shape=(), bool: any thread may set it, to end `run_steps` or an evaluation
     metrics: Metrics
     evaluator: Evaluator

@@ -58,7 +58,8 @@ class Recovery:
         if tries > self._divergence.max_recoveries or path is None:
             raise diverged_error(detection, self._watch.recoveries, path)
         step = Totals.from_state(self._parts.state).attempted
-        self._position.read(path, checkpoints.facts["batches_taken"])
+        if "data" in checkpoints.facts:
+            self._position.read(path, checkpoints.facts["batches_taken"])
         batches_left_out = detection.last - step if self._divergence.skip_data else 0
         self._position.drop(batches_left_out)
         if checkpoints.facts["divergence"]:

@@ -67,7 +67,8 @@ class RunSaver:
         saved = dict(checkpoints.facts)
         changed = self._changes(saved, checkpoints.latest)
         self._take_changes(saved, changed)
-        if not {"seed", "global_batch", "data"} & {*changed}:
+        # A run of `train_on_batch` alone has no position in data.
+        if "data" in saved and not {"seed", "global_batch", "data"} & {*changed}:
             self._position.read(checkpoints.latest, saved["batches_taken"])
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
@@ -154,7 +155,8 @@ class RunSaver:
         # not every value of it makes a run describe its pipeline.
         if saved["data_resume"] == ours["data_resume"]:
             for facts in (saved, ours):
-                facts["data"] += facts["pipeline"]
+                if "data" in facts:
+                    facts["data"] += facts["pipeline"]
         return check_same(saved, ours, self._trainer.checkpoint_config.allow_changes, path)
 
     def _take_changes(self, saved: Facts, changed: Collection[str]) -> None:
@@ -195,7 +197,7 @@ class RunSaver:
 
     def facts(self) -> dict[str, Any]:
         """Returns the short entries of `run.json` that do not change during training."""
-        trainer, data = self._trainer, self._position.data
+        trainer = self._trainer
         return {
             "versions": versions(),
             "precision": trainer.precision.name,
@@ -205,8 +207,5 @@ class RunSaver:
             "num_microbatches": trainer.num_microbatches,
             "strategy": type(trainer.strategy).__name__,
             "jit_compile": trainer.jit_compile,
-            "global_batch": data.global_batch,
-            "data": f"{data.dataset.element_spec}, {data.steps_per_epoch} steps an epoch",
-            "pipeline": self._position.pipeline,
-            "data_resume": self._position.resume_mode,
+            **self._position.facts(),
         }

@@ -1,0 +1,186 @@
+"""`train_on_batch`: the laws of `train`, for batches that are made during training."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import STEEP, Linear, all_copies, assert_same_bits, overflowing, slopes
+
+from trainer import Action, Trainer, TrainingStuckError
+
+X = np.random.default_rng(0).normal(size=[24, 2]).astype(np.float32)
+BATCHES = [(X[begin : begin + 4], X[begin : begin + 4, :1]) for begin in range(0, 24, 4)]
+BATCHES[2] = (1e6 * BATCHES[2][0], BATCHES[2][1])  # overflows in float16
+
+
+def model():
+    """Draws random numbers, and keeps statistics."""
+    layers = [
+        keras.layers.Dense(3, name="first"),
+        keras.layers.BatchNormalization(name="normalized"),
+        keras.layers.Dropout(0.5, seed=1),
+        keras.layers.Dense(1, name="last"),
+    ]
+    return keras.Sequential([keras.Input([2]), *layers], name="network")
+
+
+def network(**arguments):
+    """A trainer of `model`, with a metric."""
+    return Trainer(
+        model=model,
+        optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        loss_fn="mse",
+        metrics=["mae"],
+        seed=1,
+        verbose=False,
+        check_gradients=False,
+        jit_compile=False,
+        **arguments,
+    )
+
+
+def dataset():
+    """The batches as data for `train`."""
+    x, y = (np.concatenate(part) for part in zip(*BATCHES, strict=True))
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "replicas"),
+    [
+        pytest.param("float32", 1, marks=pytest.mark.thorough),
+        pytest.param("mixed_float16", 1, marks=pytest.mark.thorough),
+        ("mixed_float16", 2),
+    ],
+)
+def test_steps_on_batches_are_the_steps_of_train(precision, replicas, mirrored):
+    """Six calls leave the bits that `train` leaves after six steps, with skips, scale and counts."""
+    settings = {"precision": precision, "strategy": mirrored(replicas)}
+    one, other = network(**settings), network(**settings)
+    losses = [one.train_on_batch(batch)["loss"] for batch in BATCHES]
+    summary = other.train(dataset(), 6)
+    assert_same_bits(all_copies(one), all_copies(other))
+    assert (one.totals, one.loss_scale) == (other.totals, other.loss_scale)
+    assert (one.totals.skipped > 0) == (precision != "float32")
+    if precision == "float32":
+        np.testing.assert_allclose(np.mean(losses), summary.history["loss"][-1], rtol=1e-5)
+
+
+def test_metrics_are_those_since_the_last_log_line(tmp_path):
+    """A call returns its batch's loss and the metrics since the last log line, and logs every
+    `log_interval` steps; the steps after the last line are logged when `train` begins.
+    """
+    line = network(log_interval=2, model_dir=tmp_path)
+    found = [line.train_on_batch(BATCHES[place]) for place in (0, 1, 3)]
+    line.train(dataset(), 4)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    train = {each["step"]: each for each in lines if each["split"] == "train"}
+    assert [*train] == [2, 3, 4]
+    assert train[2]["mae"] == pytest.approx(found[1]["mae"])
+    assert train[3]["mae"] == pytest.approx(found[2]["mae"])
+    assert train[2]["loss"] == pytest.approx(np.mean([each["loss"] for each in found[:2]]))
+
+
+def test_sizes_may_differ():
+    """Batches of many sizes are trained on, with two traces."""
+    line = Linear(verbose=False)
+    for size in (1, 3, 2, 5):
+        line.train_on_batch(slopes(*[1.0] * size))
+    assert line.weight == -3
+    assert line._parts.run_batch.experimental_get_tracing_count() == 2
+
+
+@pytest.mark.thorough
+def test_it_mixes_with_train():
+    """Calls in any order count their steps together, and `train` goes on in its data."""
+    alone, mixed = Linear(verbose=False), Linear(verbose=False)
+    data = slopes(1.0, 2.0, 4.0, 8.0)
+    alone.train(data, 3, global_batch=1)
+    mixed.train(data, 2, global_batch=1)
+    assert mixed.train_on_batch(slopes(100.0))["loss"] == 100 * mixed.weight + 100 * 100
+    mixed.train(data, 4, global_batch=1)
+    assert mixed.weight == alone.weight - 100
+    assert mixed.totals.attempted == 4
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    """A run that is stopped among its batches goes on to the bits of an uninterrupted one, and so
+    does its data.
+    """
+
+    def program(trainer, stop=False):
+        data = dataset()
+        trainer.train(data, 2)
+        for place in range(trainer.totals.attempted - 2, 4):
+            trainer.train_on_batch(BATCHES[place])
+            if stop and place == 1:
+                trainer.save_checkpoint()
+                return
+        trainer.train(data, 8)
+
+    whole = network(precision="mixed_float16")
+    program(whole)
+    program(network(precision="mixed_float16", model_dir=tmp_path), stop=True)
+    resumed = network(precision="mixed_float16", model_dir=tmp_path)
+    program(resumed)
+    assert_same_bits(all_copies(whole), all_copies(resumed))
+    assert whole.totals == resumed.totals
+
+
+def test_a_run_without_data_resumes(tmp_path):
+    """A run that never called `train` is saved by its interval and resumed by its first batch;
+    then `train` may take it over.
+    """
+    line = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
+    for _ in range(3):
+        line.train_on_batch(slopes(1.0))
+    resumed = Linear(model_dir=tmp_path, verbose=False)
+    resumed.train_on_batch(slopes(10.0))
+    assert (resumed.weight, resumed.totals.attempted) == (1 - 2 - 10, 3)
+    resumed.save_checkpoint()
+    taken_over = Linear(model_dir=tmp_path, verbose=False)
+    taken_over.train(slopes(1.0, 1.0), 5, global_batch=2)
+    assert taken_over.weight == 1 - 2 - 10 - 2
+
+
+def test_what_comes_after_a_step_happens():
+    """Actions and hooks are called at their steps; a change between calls counts at once."""
+    seen = []
+
+    class Heard(Linear):
+        def on_loop_end(self, step):
+            seen.append(step)
+
+    def due(trainer):
+        seen.append(trainer.totals.attempted)
+
+    line = Heard(verbose=False, actions=[Action(due, every_steps=2)])
+    line.train_on_batch(slopes(1.0))
+    line.optimizer.learning_rate = 10.0
+    line.train_on_batch(slopes(1.0))
+    assert seen == [1, 2, 2]
+    assert line.weight == 1 - 1 - 10
+
+
+def test_a_stuck_run_raises_at_its_step():
+    """The step that makes a run stuck raises the error of `train`, and the next call may go on."""
+    line = overflowing(max_consecutive_skips=2, verbose=False)
+    line.train_on_batch(STEEP)
+    with pytest.raises(TrainingStuckError):
+        line.train_on_batch(STEEP)
+    line.train_on_batch(STEEP)
+    assert line.totals.attempted == 3
+    assert line.totals.skipped == 3
+
+
+@pytest.mark.thorough
+def test_skipped_batches_are_recorded(tmp_path):
+    """The flight recorder keeps a skipped batch, whose replay has the same verdict."""
+    line = overflowing(model_dir=tmp_path, max_overflow_records=1, verbose=False)
+    line.train_on_batch(STEEP)
+    [record] = (tmp_path / "overflows").iterdir()
+    replay = overflowing(verbose=False).replay(record)
+    assert replay.same
+    assert replay.recorded != "applied"

@@ -1,0 +1,93 @@
+"""Batches that a program passes one by one, to `Trainer.train_on_batch`.
+
+Their source is the program itself, so there is no position to save: whatever makes the batches has
+to be restored by the program.
+"""
+
+import pathlib
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.data.batches import Batches
+from trainer.data.iterator_state import DataPosition
+from trainer.data.structures import as_batch
+from trainer.step.types import Batch
+
+
+def as_global_batch(batch: Any) -> Batch:
+    """Returns a batch that a user passed, as tensors in a structure of tuples and dicts.
+
+    Args:
+        batch: arrays or tensors in any structure. Lists of numbers become arrays, and lists of
+            arrays tuples, as in the batches of a Python source.
+
+    Raises:
+        TypeError, ValueError: if it is not a batch, or if it has no examples.
+    """
+    composite = (tf.RaggedTensor, tf.SparseTensor)
+    if not any(isinstance(leaf, composite) for leaf in tf.nest.flatten(batch)):
+        try:
+            batch = tf.nest.map_structure(tf.convert_to_tensor, as_batch(batch))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "`batch` must be an array, or a tuple or dict of arrays; got "
+                f"{type(batch).__name__}: {error}. The first dimension of each array is the "
+                "example. Pass (x, y), for example."
+            ) from error
+    leaves = tf.nest.flatten(batch)
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    if not shapes or not all(shapes):
+        raise ValueError(
+            f"`batch` must hold examples in every array; got shapes {shapes}. The first dimension "
+            "of each array is the example. Pass x[None] for a single example."
+        )
+    if len({shape[0] for shape in shapes}) != 1 or shapes[0][0] == 0:
+        raise ValueError(
+            "`batch` must have the same number of examples in every array, and at least one; got "
+            f"shapes {shapes}. The first dimension of each array is the example. Cut the arrays to "
+            "the same length, and do not call train_on_batch without examples."
+        )
+    return batch
+
+
+class OnlinePosition(DataPosition):
+    """Stands for the position in data while batches are passed one by one.
+
+    It keeps the position in the data that `train` was reading before, if any: checkpoints save it,
+    so that a later call of `train` goes on from there, also after a restart.
+
+    Args:
+        batch: the first batch.
+        before: the position in the data of the last call of `train`; None if there was none.
+    """
+
+    def __init__(self, batch: Batch, before: DataPosition | None) -> None:
+        """Stores the arguments."""
+        examples = int(tf.nest.flatten(batch)[0].shape[0])
+        self.data = Batches(tf.data.Dataset.from_tensors(batch), batch, examples, None)
+        self._before = before
+        self.resume_mode = before.resume_mode if before else "restart"
+        self.pipeline = before.pipeline if before else ""
+        self.content = before.content if before else None
+        self.taken = before.taken if before else 0
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what `run.json` says about the data of `train`; nothing about these batches."""
+        if self._before:
+            return self._before.facts()
+        return {"pipeline": self.pipeline, "data_resume": self.resume_mode}
+
+    def write(self, folder: str) -> None:
+        """Writes the position in the data of `train`, if there is one."""
+        if self._before:
+            self._before.write(folder)
+
+    def read(self, folder: pathlib.Path, batches_taken: int) -> None:
+        """Moves to the position in the data of `train`, if there is one."""
+        if self._before:
+            self._before.read(folder, batches_taken)
+            self.taken = self._before.taken
+
+    def drop(self, count: int) -> None:
+        """Does nothing: it is up to the program which batches it passes."""

@@ -1,0 +1,124 @@
+"""Runs calls of `Trainer.train_on_batch`: one step each, and the work after an inner loop."""
+
+import time
+
+import tensorflow as tf
+
+from trainer.config.resolve import check_one_process
+from trainer.data.iterator_state import DataPosition
+from trainer.log.run_log import RunLog
+from trainer.log.summary import ENDLESS
+from trainer.monitor.divergence import LossWatch
+from trainer.replay.recorder import keep_overflow
+from trainer.run.outer_loop import OuterLoop, TrainRequest
+from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.step.randomness import check_no_stateful_ops
+from trainer.step.types import Batch
+
+
+def check_online(trainer: RunnableTrainer) -> None:
+    """Raises ValueError if something about a trainer needs data, which `train` alone has."""
+    check_one_process("train_on_batch", trainer.strategy)
+    waiting = [type(each).__name__ for each in trainer.callbacks if each.per_epoch]
+    if waiting or trainer.overrides("on_epoch_end"):
+        raise ValueError(
+            "`train_on_batch` must not be used if something waits for the end of an epoch; got "
+            f"{waiting[0] if waiting else 'a hook on_epoch_end'}. Batches that are passed one by "
+            "one have no epochs. Use on_log(step, values) or an Action(call, every_steps=n) "
+            "instead."
+        )
+
+
+class OnlineLoop(OuterLoop):
+    """Trains on one batch after the other, until the trainer is changed or reads data again.
+
+    Args:
+        trainer: a trainer that has started.
+        parts: the trainer's parts.
+        position: the position in data, an `OnlinePosition`.
+        watch: the loss watch, which detects divergence, or None.
+        log: the run's log.
+        request: what to do in the steps; its target is `ENDLESS`.
+    """
+
+    def __init__(
+        self,
+        trainer: RunnableTrainer,
+        parts: Parts,
+        position: DataPosition,
+        watch: LossWatch | None,
+        log: RunLog,
+        request: TrainRequest,
+    ) -> None:
+        """Begins to wait for the first batch."""
+        super().__init__(trainer, parts, position, watch, log, request._replace(target=ENDLESS))
+        self.parts = parts
+        self._recording = self._tracked()
+        self._waiting_since = time.perf_counter()
+
+    def begin(self, *, first: bool) -> None:
+        """Does what comes before the first step; see `OuterLoop.begin`."""
+        super().begin(first=first)
+        if self._recovery and self._parts.checkpoints.holds_other_variables():
+            self._saver.save(self._step, again=True)
+
+    def start_recording(self) -> None:
+        """Begins to record the run with its trackers, if there are any."""
+        self._recording.__enter__()
+
+    def _check_graph(self) -> None:
+        """Traces the step, and refuses operations that a resumed run could not repeat exactly."""
+        self._check_graph_for(self._position.data.first)
+
+    def _check_graph_for(self, batch: Batch) -> None:
+        if not tf.config.functions_run_eagerly():
+            traced = self._parts.run_batch.get_concrete_function(batch, tf.constant(0.0))
+            check_no_stateful_ops(traced.graph)
+
+    def take(self, batch: Batch) -> dict[str, float]:
+        """Takes one step.
+
+        Args:
+            batch: the global batch, as tensors.
+
+        Returns:
+            The loss of the batch, and the training metrics since the last log line, by name.
+        """
+        before, parts = self._step, self._parts
+        self._trainer.call_hook("on_loop_begin", before)
+        self._trainer.check_unchanged()
+        if self._profile:
+            self._profile.before(before)
+        waited = time.perf_counter() - self._waiting_since
+        try:
+            report, metrics = parts.run_batch(batch, tf.constant(waited, tf.float32))
+        except tf.errors.OpError as error:
+            error.add_note(f"raised after step {before}.")
+            raise
+        self._step = before + 1
+        if self._profile and self._profile.after(self._step):
+            folder = f"{self._trainer.model_dir}/plugins/profile"
+            self._log.say(f"profiled, for TensorBoard: {folder}")
+        self._log.add(report, self._step, compiling=before == self._start)
+        if parts.recorder:
+            spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
+            keep_overflow(parts.recorder, report, batch, spec)
+        self._reporter.read()
+        results = {"loss": float(report.loss.numpy()[0])}
+        results |= {name: float(value) for name, value in metrics.items()}
+        self._after_inner_loop(before)
+        self._waiting_since = time.perf_counter()
+        return results
+
+    def save(self) -> None:
+        """Saves the run now, and waits until the checkpoint is written."""
+        self._saver.save(self._step)
+        self._parts.checkpoints.wait()
+
+    def close(self) -> None:
+        """Logs the steps since the last log line, and waits for checkpoints."""
+        self._reporter.read()
+        with self._saved_if_it_raises():
+            self._reporter.write()
+        self._parts.checkpoints.wait()
+        self._recording.__exit__(None, None, None)
