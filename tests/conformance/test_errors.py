@@ -542,7 +542,7 @@ TRAINER = {
         ("batch", "started.train_on_batch((batch, batch[:2]))"),
         ("others", "started.train_on_batch(batch, batch)", "batch"),
     ],
-    "Trainer.save_checkpoint": [("model_dir", "started.save_checkpoint()")],
+    "Trainer.save_checkpoint": [("save_checkpoint", "started.save_checkpoint()", "model_dir")],
     "Trainer.all_gather": [("x", "started.all_gather(tf.ragged.constant([[1], [2, 3]]))")],
     "Trainer.evaluate": [
         ("data", 'started.evaluate("test")'),
