@@ -582,10 +582,12 @@ class Trainer(Task):
         parts, loop = self._start(tensors), self._online
         if loop is None or loop.parts is not parts:
             loop = self._begin_online(tensors)
-        self._online = None  # if the step raises an error, the next call begins anew
-        results = loop.take(tensors)
-        self._online = loop
-        return results
+        try:
+            return loop.take(tensors)
+        except BaseException:
+            self._online = None  # the next call begins anew
+            loop.release()
+            raise
 
     def _begin_online(self, batch: Batch) -> OnlineLoop:
         """Does what comes before the first step of `train_on_batch`."""
@@ -607,23 +609,29 @@ class Trainer(Task):
         request = TrainRequest(ENDLESS, None, None, self._export_into)
         log = self._new_log()
         loop = OnlineLoop(self, self._parts, position, self._watch, log, request)
-        loop.begin(first=not self._introduced)
-        if not self._introduced:
-            self._introduce(loop)
-        loop.start_recording()
-        self.call_hook("on_train_begin")
+        try:
+            loop.begin(first=not self._introduced)
+            if not self._introduced:
+                self._introduce(loop)
+            loop.start_recording()
+            self.call_hook("on_train_begin")
+        except BaseException:
+            loop.release()
+            raise
+        self._online = loop
         return loop
 
-    def _end_online(self) -> None:
+    def _end_online(self, *, save: bool = False) -> None:
         """Logs the last steps of `train_on_batch`, if it was called."""
         loop, self._online = self._online, None
         if loop:
-            loop.close()
+            loop.close(save=save)
 
     def save_checkpoint(self) -> None:
-        """Saves the run as it is after `train_on_batch`, and waits until it is written.
+        """Saves the run after `train_on_batch`, and waits until the checkpoint is written.
 
-        `train` saves by itself when it ends.
+        The steps since the last log line are logged, and other processes may write to `model_dir`
+        until the next call of `train_on_batch`. `train` saves by itself when it ends.
 
         Raises:
             ValueError: if there is no `model_dir`.
@@ -635,8 +643,7 @@ class Trainer(Task):
                 "there. Pass Trainer(model_dir=...), or call export(path) for the model alone."
             )
         self._check_started("save_checkpoint")
-        if self._online:
-            self._online.save()
+        self._end_online(save=True)
 
     def _introduce(self, loop: OuterLoop) -> None:
         """Logs the model and the settings, once, and calls what has waited for that."""

@@ -1,9 +1,12 @@
 """Runs calls of `Trainer.train_on_batch`: one step each, and the work after an inner loop."""
 
+import contextlib
+import sys
 import time
 
 import tensorflow as tf
 
+from trainer.base.folder_lock import only_writer
 from trainer.config.resolve import check_one_process
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
@@ -53,18 +56,27 @@ class OnlineLoop(OuterLoop):
         """Begins to wait for the first batch."""
         super().__init__(trainer, parts, position, watch, log, request._replace(target=ENDLESS))
         self.parts = parts
-        self._recording = self._tracked()
+        self._held = contextlib.ExitStack()  # the lock of the folder, and the trackers' run
         self._waiting_since = time.perf_counter()
 
     def begin(self, *, first: bool) -> None:
         """Does what comes before the first step; see `OuterLoop.begin`."""
+        self._held.enter_context(only_writer(self._trainer.model_dir))
         super().begin(first=first)
         if self._recovery and self._parts.checkpoints.holds_other_variables():
             self._saver.save(self._step, again=True)
 
     def start_recording(self) -> None:
         """Begins to record the run with its trackers, if there are any."""
-        self._recording.__enter__()
+        self._held.enter_context(self._tracked())
+
+    def release(self) -> None:
+        """Lets other runs write to the folder, and ends the trackers' run; also after an error."""
+        self._held.__exit__(*sys.exc_info())
+
+    def _reached(self) -> int:
+        """Returns the target: no call is the last one, so the run is never stopped before it."""
+        return ENDLESS
 
     def _check_graph(self) -> None:
         """Traces the step, and refuses operations that a resumed run could not repeat exactly."""
@@ -110,15 +122,17 @@ class OnlineLoop(OuterLoop):
         self._waiting_since = time.perf_counter()
         return results
 
-    def save(self) -> None:
-        """Saves the run now, and waits until the checkpoint is written."""
-        self._saver.save(self._step)
-        self._parts.checkpoints.wait()
+    def close(self, *, save: bool) -> None:
+        """Logs the steps since the last log line, and waits for checkpoints.
 
-    def close(self) -> None:
-        """Logs the steps since the last log line, and waits for checkpoints."""
-        self._reporter.read()
-        with self._saved_if_it_raises():
-            self._reporter.write()
-        self._parts.checkpoints.wait()
-        self._recording.__exit__(None, None, None)
+        Args:
+            save: whether to save the run as well.
+        """
+        try:
+            with self._saved_if_it_raises():
+                self._reporter.write()
+            if save:
+                self._saver.save(self._step)
+            self._parts.checkpoints.wait()
+        finally:
+            self.release()

@@ -189,7 +189,11 @@ class OuterLoop:
         settings = {key: value for key, value in self._settings().items() if key != "pipeline"}
         name = folder.resolve().name if folder else name
         run = TrackedRun(name, settings, self._start, folder, run_id=None)
-        return self._log.trackers.recording(run, self._request.target, lambda: self._step)
+        return self._log.trackers.recording(run, self._request.target, self._reached)
+
+    def _reached(self) -> int:
+        """Returns the step that the run has reached."""
+        return self._step
 
     def run(self) -> None:
         """Runs inner loops until the target is reached or the run is asked to stop."""

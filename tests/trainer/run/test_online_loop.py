@@ -1,5 +1,6 @@
 """`train_on_batch`: the laws of `train`, for batches that are made during training."""
 
+import gc
 import json
 
 import keras
@@ -136,6 +137,10 @@ def test_a_run_without_data_resumes(tmp_path):
     line = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
     for _ in range(3):
         line.train_on_batch(slopes(1.0))
+    with pytest.raises(RuntimeError, match="has been writing since"):
+        Linear(model_dir=tmp_path, verbose=False).train_on_batch(slopes(1.0))
+    del line  # as when its process ends
+    gc.collect()
     resumed = Linear(model_dir=tmp_path, verbose=False)
     resumed.train_on_batch(slopes(10.0))
     assert (resumed.weight, resumed.totals.attempted) == (1 - 2 - 10, 3)
