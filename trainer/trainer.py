@@ -56,7 +56,6 @@ from trainer.data.batches import (
     batches,
     check_ends,
     check_epochs_end,
-    from_pass,
     repeat_first_batch,
     same_data,
     target_step,
@@ -719,14 +718,13 @@ class Trainer(Task):
         return None
 
     def _batches(self, train_data: Any, global_batch: int | None) -> Batches:
-        return batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0)
+        step = self.totals.attempted if self._introduced else 0
+        return batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0, step)
 
     def _new_position(
         self, train_data: Any, global_batch: int | None, data: Batches
     ) -> DataPosition:
         """Returns a position at the beginning of the data."""
-        # Orders of arrays are numbered by steps, so that no later data repeats the first orders.
-        data = from_pass(data, self.totals.attempted if self._introduced else 0)
         position = position_in(data, self.checkpoint_config.data_resume)
         # Check with several workers too: if each shuffled in a different order, they would
         # train on some examples twice.

@@ -48,6 +48,7 @@ def batches(
     strategy: tf.distribute.Strategy,
     global_batch: int | None = None,
     shuffle_seed: int | None = None,
+    first_pass: int = 0,
 ) -> Batches:
     """Makes a dataset of global batches from the data that a user passed.
 
@@ -64,6 +65,8 @@ def batches(
         global_batch: the batch size for arrays; None for other data.
         shuffle_seed: seed for shuffling arrays in a new order in every epoch; None keeps their
             order.
+        first_pass: number of the pass whose order comes first. A run numbers the passes of arrays
+            by its steps, so that arrays which it is given later do not begin with the same order.
 
     Raises:
         TypeError, ValueError: if the data has another type, is empty or is not batched.
@@ -78,7 +81,7 @@ def batches(
     if are_arrays(data):
         data = as_arrays(data, argument)
         arrays = _copies_of(data, argument, global_batch, shuffle_seed)
-        dataset = arrays.batches_from(0)
+        dataset = arrays.batches_from(first_pass)
     elif global_batch is not None:
         raise ValueError(
             f"`global_batch` must be None unless `{argument}` consists of arrays; got "
@@ -100,17 +103,6 @@ def batches(
         steps_per_epoch=cardinality if cardinality >= 0 else None,
         arrays=arrays,
     )
-
-
-def from_pass(found: Batches, number: int) -> Batches:
-    """Returns the same batches; those of arrays in the orders from pass `number` on.
-
-    Data that a run is given later does not begin with the order of pass 0 again: a run that gets
-    new arrays in every call would take the same rows of them each time.
-    """
-    if found.arrays is None or found.arrays.shuffle_seed is None or not number:
-        return found
-    return dataclasses.replace(found, dataset=found.arrays.batches_from(number))
 
 
 def are_arrays(data: Data) -> bool:
