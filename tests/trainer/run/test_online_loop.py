@@ -189,3 +189,19 @@ def test_skipped_batches_are_recorded(tmp_path):
     replay = overflowing(verbose=False).replay(record)
     assert replay.same
     assert replay.recorded != "applied"
+
+
+def test_what_waits_for_an_epoch_is_refused():
+    """A hook that would never be called is an error before the first step."""
+
+    class Waiting(Linear):
+        def on_epoch_end(self, epoch):
+            """Never called."""
+
+    with pytest.raises(ValueError, match="train_on_batch") as raised:
+        Waiting(verbose=False).train_on_batch(slopes(1.0))
+    assert str(raised.value) == (
+        "`train_on_batch` must not be used if something waits for the end of an epoch; got a hook "
+        "on_epoch_end. Batches that are passed one by one have no epochs. Use on_log(step, values) "
+        "or an Action(call, every_steps=n) instead."
+    )
