@@ -242,7 +242,8 @@ def test_allow_changes_is_a_sequence_of_names():
     assert str(error.value) == (
         "`allow_changes` must be one of 'precision', 'loss_scale', 'seed', 'num_replicas', "
         "'global_batch', 'data', 'num_microbatches', 'model', 'optimizer', 'loss', "
-        "'global_clipnorm', 'clipnorm', 'clipvalue', 'ema_momentum', 'alternate_optimizers'; got "
+        "'global_clipnorm', 'clipnorm', 'clipvalue', 'ema_momentum', 'alternate_optimizers', "
+        "'updates_per_step'; got "
         "'seeds'. There are no other choices. Did you mean 'seed'?"
     )
 
