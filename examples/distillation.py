@@ -1,7 +1,7 @@
 """Distillation in float16: a small network learns from the outputs of a large one.
 
     python examples/distillation.py
-    python examples/distillation.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/distillation.py --strategy=mirrored --logical_cpus=2
 
 The teacher has seen every label. A student has 100 labels; a second one has these and the teacher's
 logits for all images. The teacher never changes, so its logits are computed once, by `predict`,
@@ -52,14 +52,14 @@ class Student(Trainer):
 
 
 def trained(trainer_class, widths, data, **arguments):
-    """Returns the trainer of a network of these widths, after --train_steps steps."""
+    """Returns the trainer of a network of these widths, after --steps steps."""
     trainer = make_trainer(
         trainer_class,
         model=lambda: network(*widths),
         optimizer=lambda: keras.optimizers.Adam(1e-3),
         **arguments,
     )
-    trainer.train(data, FLAGS.train_steps, global_batch=FLAGS.batch_size)
+    trainer.train(data, FLAGS.steps, global_batch=FLAGS.global_batch)
     return trainer
 
 
@@ -76,7 +76,7 @@ def main(_):
         "image": images,
         "label": labels,
         "known": (np.arange(len(images)) < KNOWN).astype(np.float32),
-        "teacher": teacher.predict(images, global_batch=FLAGS.batch_size).astype(np.float32),
+        "teacher": teacher.predict(images, global_batch=FLAGS.global_batch).astype(np.float32),
     }
     student = trained(Student, [16], data)
     right = [
@@ -87,5 +87,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=500, batch_size=50)
+    define_flags(precision="mixed_float16", steps=500, global_batch=50)
     app.run(main)

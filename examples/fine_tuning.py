@@ -1,7 +1,7 @@
 """Fine-tuning in two phases, in float16: first a new head on a frozen base, then all of it.
 
     python examples/fine_tuning.py
-    python examples/fine_tuning.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/fine_tuning.py --strategy=mirrored --logical_cpus=2
     python examples/fine_tuning.py --model_dir=runs/tuned
 
 The base learns the digits 0 to 4 from many scans; the tuned model has 10 scans of each digit from
@@ -75,23 +75,23 @@ def main(_):
     (images, labels), (held_out, answers) = load("digits")
     old, new, asked = labels < HALF, labels >= HALF, answers >= HALF
     test = held_out[asked], answers[asked] - HALF
-    phase = FLAGS.train_steps // 2
+    phase = FLAGS.steps // 2
 
     first = trainer_of(classifier)
-    first.train((images[old], labels[old]), phase, global_batch=FLAGS.batch_size)
+    first.train((images[old], labels[old]), phase, global_batch=FLAGS.global_batch)
     weights = first.model.get_layer("base").get_weights()
 
     tuner = trainer_of(lambda: classifier(weights), FLAGS.model_dir)
     data = few(images[new], labels[new] - HALF)
-    tuner.train(data, phase, global_batch=FLAGS.batch_size)
-    frozen = tuner.evaluate(test, global_batch=FLAGS.batch_size)
+    tuner.train(data, phase, global_batch=FLAGS.global_batch)
+    frozen = tuner.evaluate(test, global_batch=FLAGS.global_batch)
     tuner.model.get_layer("base").trainable = True
     tuner.optimizer.learning_rate = 3e-4
-    tuner.train(data, FLAGS.train_steps, global_batch=FLAGS.batch_size)
-    tuned = tuner.evaluate(test, global_batch=FLAGS.batch_size)
+    tuner.train(data, FLAGS.steps, global_batch=FLAGS.global_batch)
+    tuned = tuner.evaluate(test, global_batch=FLAGS.global_batch)
     print(f"held out: {frozen['accuracy']:.1%} frozen, {tuned['accuracy']:.1%} fine-tuned")
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=400, batch_size=50)
+    define_flags(precision="mixed_float16", steps=400, global_batch=50)
     app.run(main)

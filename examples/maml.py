@@ -1,7 +1,7 @@
 """MAML in float16: a start from which one step of gradient descent learns a new task.
 
     python examples/maml.py
-    python examples/maml.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/maml.py --strategy=mirrored --logical_cpus=2
 
 An example is a task: a sine wave of its own amplitude and phase, of which ten points are shown.
 The network takes a step of gradient descent on them, and the loss is its error on ten other
@@ -93,7 +93,7 @@ def tasks(number, count):
 def main(_):
     """Trains, and compares the error on new tasks before and after the inner step."""
     maml = make_trainer(Maml, model=Learner, optimizer=lambda: keras.optimizers.Adam(2e-3))
-    run_mode(maml, tf.data.Dataset.counter().map(lambda number: tasks(number, FLAGS.batch_size)))
+    run_mode(maml, tf.data.Dataset.counter().map(lambda number: tasks(number, FLAGS.global_batch)))
     new = tasks(tf.constant(-1, tf.int64), 500)
     unadapted, adapted = (
         float(tf.reduce_mean((maml.model(new, inner_rate=rate) - new["y_query"]) ** 2))
@@ -103,5 +103,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=3000, batch_size=64)
+    define_flags(precision="mixed_float16", steps=3000, global_batch=64)
     app.run(main)

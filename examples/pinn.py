@@ -2,7 +2,7 @@
 
     python examples/pinn.py
     python examples/pinn.py --precision=float32
-    python examples/pinn.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/pinn.py --strategy=mirrored --logical_cpus=2
 
 The data are points without labels. The loss at a point is the residual of the equation there, with
 two derivatives in x, plus the errors of u(0) = 0 and u'(0) = 1, which leave u = sin as the only
@@ -57,12 +57,12 @@ class Oscillator(Trainer):
 def points(number):
     """Returns points between 0 and pi that depend only on their number and --seed."""
     seed = tf.stack([tf.cast(FLAGS.seed, tf.int64), number])
-    return tf.random.stateless_uniform([FLAGS.batch_size, 1], seed, 0.0, np.pi)
+    return tf.random.stateless_uniform([FLAGS.global_batch, 1], seed, 0.0, np.pi)
 
 
 def main(_):
     """Trains, and prints the largest distance from the sine."""
-    schedule = keras.optimizers.schedules.CosineDecay(5e-3, FLAGS.train_steps)
+    schedule = keras.optimizers.schedules.CosineDecay(5e-3, FLAGS.steps)
     oscillator = make_trainer(
         Oscillator, model=network, optimizer=lambda: keras.optimizers.Adam(schedule)
     )
@@ -73,5 +73,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=2000, batch_size=64)
+    define_flags(precision="mixed_float16", steps=2000, global_batch=64)
     app.run(main)

@@ -1,7 +1,7 @@
 """Proximal policy optimization in float16: it learns to balance a pole on a cart.
 
     python examples/ppo.py
-    python examples/ppo.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/ppo.py --strategy=mirrored --logical_cpus=2
 
 The data are made during training: the policy plays 32 games for 64 moves, `train` passes over these
 moves four times, and the policy plays on. Actor and critic are one model with one optimizer, and
@@ -113,11 +113,11 @@ def main(_):
     ppo = make_trainer(Ppo, model=actor_critic, optimizer=lambda: keras.optimizers.Adam(1e-3))
     random = np.random.default_rng(FLAGS.seed)
     carts, judge, falls = Carts(random), tf.function(ppo.model), []
-    steps = PASSES * GAMES * MOVES // FLAGS.batch_size  # in each turn
-    for end in range(steps, FLAGS.train_steps + 1, steps):
+    steps = PASSES * GAMES * MOVES // FLAGS.global_batch  # in each turn
+    for end in range(steps, FLAGS.steps + 1, steps):
         moves, last = play(judge, carts, random)
         falls.append(1000 * np.mean(moves["fell"]))
-        ppo.train(judged(moves, last), steps=end, global_batch=FLAGS.batch_size)
+        ppo.train(judged(moves, last), steps=end, global_batch=FLAGS.global_batch)
     first, final = np.mean(falls[:5]), np.mean(falls[-5:])
     print(f"falls in 1,000 moves: {first:.1f} at first, {final:.1f} at last")
 
@@ -125,8 +125,8 @@ def main(_):
 if __name__ == "__main__":
     define_flags(
         precision="mixed_float16",
-        train_steps=1600,
-        batch_size=256,
+        steps=1600,
+        global_batch=256,
         verbose="quiet",  # a turn takes less than a second
         global_clipnorm=0.5,
         jit_compile="true",

@@ -1,7 +1,7 @@
 """An encoder and a decoder with masks, in float16: it learns to write numbers backwards.
 
     python examples/seq2seq.py
-    python examples/seq2seq.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/seq2seq.py --strategy=mirrored --logical_cpus=2
 
 The sequences have 1 to 8 digits and are padded with zeros. `Embedding(mask_zero=True)` makes the
 mask, Keras's layers carry it to the output, and the trainer takes the mean over the tokens that
@@ -82,5 +82,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=600, batch_size=128, global_clipnorm=1.0)
+    define_flags(precision="mixed_float16", steps=600, global_batch=128, global_clipnorm=1.0)
     app.run(main)

@@ -1,7 +1,7 @@
 """SimCLR in float16: a contrastive loss, which compares all examples of a batch with each other.
 
     python examples/simclr.py
-    python examples/simclr.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/simclr.py --strategy=mirrored --logical_cpus=2
 
 No label is used: two distorted views of one digit should be alike, and views of different digits
 should not. `loss_reduction="global"` says that the loss is one number of the whole batch, and
@@ -66,7 +66,7 @@ def two_views(images):
 
     def draw(number):
         seeds = tf.random.split(tf.stack([tf.cast(FLAGS.seed, tf.int64), number]), 3)
-        rows = tf.random.stateless_uniform([FLAGS.batch_size], seeds[0], 0, len(images), tf.int32)
+        rows = tf.random.stateless_uniform([FLAGS.global_batch], seeds[0], 0, len(images), tf.int32)
         chosen = tf.gather(images, rows)
         return distorted(chosen, seeds[1]), distorted(chosen, seeds[2])
 
@@ -75,7 +75,7 @@ def two_views(images):
 
 def distorted(images, seed):
     """Returns images that are moved by up to a pixel, with other contrast, and with noise."""
-    seeds, count = tf.random.split(seed, 3), FLAGS.batch_size
+    seeds, count = tf.random.split(seed, 3), FLAGS.global_batch
     padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]])
     corner = tf.random.stateless_uniform([count, 2], seeds[0], 0, 3, tf.int32)
     inside = tf.range(SIDE)
@@ -117,5 +117,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=500, batch_size=128)
+    define_flags(precision="mixed_float16", steps=500, global_batch=128)
     app.run(main)

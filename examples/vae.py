@@ -2,7 +2,7 @@
 
     python examples/vae.py
     python examples/vae.py --precision=float32
-    python examples/vae.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/vae.py --strategy=mirrored --logical_cpus=2
 
 The noise of the code is part of the batch, and a batch is a function of its number: a run that is
 resumed, retried or divided among replicas sees the same noise.
@@ -65,8 +65,8 @@ def batches(images):
 
     def draw(number):
         seeds = tf.random.split(tf.stack([tf.cast(FLAGS.seed, tf.int64), number]), 2)
-        rows = tf.random.stateless_uniform([FLAGS.batch_size], seeds[0], 0, len(images), tf.int32)
-        noise = tf.random.stateless_normal([FLAGS.batch_size, CODE], seeds[1])
+        rows = tf.random.stateless_uniform([FLAGS.global_batch], seeds[0], 0, len(images), tf.int32)
+        noise = tf.random.stateless_normal([FLAGS.global_batch, CODE], seeds[1])
         return {"image": tf.gather(images, rows), "noise": noise}
 
     return tf.data.Dataset.counter().map(draw)
@@ -92,5 +92,5 @@ def main(_):
 
 
 if __name__ == "__main__":
-    define_flags(precision="mixed_float16", train_steps=2000, batch_size=128)
+    define_flags(precision="mixed_float16", steps=2000, global_batch=128)
     app.run(main)

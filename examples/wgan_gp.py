@@ -1,7 +1,7 @@
 """A Wasserstein GAN with gradient penalty in float16: five updates of the critic in each step.
 
     python examples/wgan_gp.py
-    python examples/wgan_gp.py --distribution_strategy=mirrored --logical_cpus=2
+    python examples/wgan_gp.py --strategy=mirrored --logical_cpus=2
 
 The generator turns noise into points in the plane, and the critic tells them from a ring of eight
 Gaussians. The loss holds the norm of the critic's gradient near 1, so it is differentiated twice.
@@ -103,16 +103,16 @@ def main(_):
     gan = make_trainer(Wgan, model=Pair, alternate_optimizers=True, updates_per_step={"critic": 5})
     sample = np.array(ring(tf.constant(-1, tf.int64), 2000))
     before = distance(gan.model, sample)
-    run_mode(gan, tf.data.Dataset.counter().map(lambda number: ring(number, FLAGS.batch_size)))
+    run_mode(gan, tf.data.Dataset.counter().map(lambda number: ring(number, FLAGS.global_batch)))
     print(f"distance from the ring: {before:.3f} before, {distance(gan.model, sample):.3f} after")
 
 
 if __name__ == "__main__":
     define_flags(
         precision="mixed_float16",
-        train_steps=1000,
-        batch_size=256,
-        log_steps=250,
+        steps=1000,
+        global_batch=256,
+        log_interval=250,
         jit_compile="true",
     )
     app.run(main)
