@@ -301,11 +301,15 @@ def test_replacing_values_are_combined_by_their_maximum(mirrored, replicas, part
         num_microbatches=parts,
         jit_compile=jit_compile,
     )
-    for variable, [expected], copies in zip(model.variables, whole, divided, strict=True):
+    for variable, before, [expected], copies in zip(
+        model.variables, weights, whole, divided, strict=True
+    ):
+        # Nearly equal gradients may be rounded to neighbors in float8's e5m2, a quarter apart.
+        # Then the maxima of the next step differ a little; a sum would be two or three times as large.
+        moved = 0.25 * np.abs(expected - before).max()
+        rtol, atol = (0.03, 1e-3) if variable.overwrite_with_gradient else (1e-3, moved)
         for copy in copies:
-            # Rounded to float8, nearly equal numbers can differ by much more than float32's eps.
-            rtol = 1e-3 if variable.overwrite_with_gradient else 0.02
-            np.testing.assert_allclose(copy, expected, rtol=rtol, atol=1e-3)
+            np.testing.assert_allclose(copy, expected, rtol=rtol, atol=atol)
             assert copy.tobytes() == copies[0].tobytes()
 
 
