@@ -103,11 +103,36 @@ def losses_and_aux(
                 "it. Return one value per example."
             )
     # Objectives that share a loss share the checked one, by which `distinct` recognizes it.
-    checked = {
-        id(loss): scalar_loss(loss) if global_loss else check_losses(loss, batch)
-        for loss in losses.values()
-    }
-    return {name: checked[id(loss)] for name, loss in losses.items()}, aux
+    keys = {name: identity_of(loss) for name, loss in losses.items()}
+    checked: dict[tuple[int, ...], tf.Tensor] = {}
+    for name, loss in losses.items():
+        if keys[name] not in checked:
+            check = scalar_loss(loss) if global_loss else check_losses(loss, batch)
+            checked[keys[name]] = check
+    return {name: checked[keys[name]] for name in losses}, aux
+
+
+def identity_of(loss: Any) -> tuple[int, ...]:
+    """Returns a key that is the same for a tensor and for what a `tf.function` makes of it.
+
+    A `tf.function` that returns one tensor twice has two outputs. They are followed into its graph,
+    so that a loss under two names is also recognized if it comes out of such a function.
+    """
+    calls: list[int] = []  # a function that is called twice computes two losses
+    while tf.is_tensor(loss) and hasattr(loss, "graph"):
+        if loss.op.type == "Identity":
+            loss = loss.op.inputs[0]
+            continue
+        if loss.op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+            break
+        # TensorFlow has no public way from a call to the graph of the function.
+        called = loss.graph._get_function(loss.op.get_attr("f").name)  # noqa: SLF001
+        outputs = getattr(getattr(called, "graph", None), "outputs", ())
+        if loss.value_index >= len(outputs):
+            break
+        calls.append(id(loss.op))
+        loss = outputs[loss.value_index]
+    return (*calls, id(loss))
 
 
 def distinct(losses: Iterable[tf.Tensor]) -> list[tf.Tensor]:
@@ -126,8 +151,12 @@ def shared_with(result: Any, earlier: Collection[str], objectives: Sequence[Obje
     losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
     if not isinstance(losses, dict):
         return set()
-    reported = {id(losses[name]) for name in earlier if name in losses}
-    return {each.name for each in objectives if id(losses.get(each.name)) in reported}
+    reported = {identity_of(losses[name]) for name in earlier if name in losses}
+    return {
+        each.name
+        for each in objectives
+        if each.name in losses and identity_of(losses[each.name]) in reported
+    }
 
 
 def by_objective(

@@ -602,3 +602,10 @@ def test_a_shared_loss_is_reported_once(mirrored, alternate):
     assert [weight.numpy().item() for weight in rates.model.trainable_variables] == [base, head]
     [report] = attempt(rates, [{"x": np.full([4, 1], np.nan, np.float32)}])
     assert not report.grads_finite
+
+
+def test_a_shared_loss_out_of_a_compiled_function_is_evaluated_once():
+    """A `tf.function` returns one tensor under two names as two outputs, which are still one loss."""
+    rates = Rates(jit_compile=True, verbose=False)
+    batch = {"x": np.ones([4, 1], np.float32)}
+    assert rates.evaluate(batch, global_batch=4, precision="train")["loss"] == 4.0
