@@ -54,6 +54,23 @@ def test_a_folder_is_free_between_calls(tmp_path):
         assert trainer.train(slopes(1.0), steps=steps, global_batch=1).steps_run == 1
 
 
+def test_another_trainer_of_the_process_holds_the_folder(tmp_path):
+    """The error says how to end its calls of train_on_batch."""
+    first, second = (Linear(model_dir=tmp_path, verbose=False) for _ in range(2))
+    first.train_on_batch(slopes(1.0))
+    since = json.loads((tmp_path / HOLDER).read_text())["since"]
+    with pytest.raises(RuntimeError) as error:
+        second.train(slopes(1.0), steps=2, global_batch=1)
+    assert str(error.value) == (
+        f"`model_dir` must not be in use by another run; got {str(tmp_path)!r}, to which another "
+        f"trainer of this process has been writing since {since}. Two runs would overwrite each "
+        "other's checkpoints and logs. Call save_checkpoint() of that trainer, which ends its "
+        "train_on_batch calls, or choose another model_dir."
+    )
+    first.save_checkpoint()
+    assert second.train(slopes(1.0), steps=2, global_batch=1).steps_run == 1
+
+
 def test_a_holder_that_left_no_name(tmp_path):
     """A holder that is just starting has not written who it is."""
     with (
