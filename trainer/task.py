@@ -7,10 +7,12 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
+from trainer.config.class_weights import check_class_weight, class_factors
 from trainer.config.elsewhere import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
 from trainer.config.loss_fn import example_losses, example_weights, global_loss, mask_of
 from trainer.config.metrics import check_metrics, make_metrics
+from trainer.config.output_losses import OutputWeights, check_loss_weights
 from trainer.config.output_mask import check_mask_is_known, mask_of_outputs
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.gather import all_gather
@@ -19,7 +21,8 @@ from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
 
 ModelArgument: TypeAlias = Model | Callable[[], Model] | None
 OptimizerArgument: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Optimizers] | None
-LossArgument: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tensor] | None
+OneLoss: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tensor] | None
+LossArgument: TypeAlias = OneLoss | Mapping[str, OneLoss] | Sequence[OneLoss]
 MetricsArgument: TypeAlias = (
     Callable[[], MetricsByName]
     | Sequence[str | keras.metrics.Metric]
@@ -64,6 +67,8 @@ class Task:
         loss_fn: LossArgument = None,
         metrics: MetricsArgument = None,
         loss_reduction: str = "mean",
+        loss_weights: OutputWeights | None = None,
+        class_weight: Mapping[int, float] | None = None,
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
@@ -72,7 +77,8 @@ class Task:
         check_given(
             "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"
         )
-        check_given("loss_fn", loss_fn, str, "a keras.losses.Loss, its name")
+        kinds = (str, Mapping, list, tuple)
+        check_given("loss_fn", loss_fn, kinds, "a keras.losses.Loss, its name")
         if isinstance(optimizer, str):
             check_optimizer_name(optimizer)
         self._given_model = model
@@ -81,7 +87,11 @@ class Task:
         # A subclass may have assigned `self.optimizer` before it calls this constructor.
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
-        self._loss_fn = resolve_loss(loss_fn, loss_reduction)
+        check_loss_weights(loss_fn, loss_weights)
+        own_loss = type(self).compute_loss is not Task.compute_loss
+        check_class_weight(class_weight, loss_fn, loss_reduction, overridden=own_loss)
+        self._loss_fn = resolve_loss(loss_fn, loss_reduction, loss_weights)
+        self._class_weight = dict(class_weight) if class_weight else None
         check_metrics(metrics, self._loss_fn)
         self.loss_reduction = loss_reduction
         self.weights_overridden = type(self).example_weights is not Task.example_weights
@@ -144,6 +154,8 @@ class Task:
             losses = global_loss(self._loss_fn, *(self.all_gather(each) for each in parts))
         else:
             losses = example_losses(self._loss_fn, y, outputs, sample_weight)
+        if training and self._class_weight:
+            losses *= class_factors(y, self._class_weight, self._loss_fn)
         return losses, tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
 
     def all_gather(self, x: Any) -> Any:

@@ -43,6 +43,7 @@ from trainer.config.groups import (
     UpdateConfig,
 )
 from trainer.config.hooks import HOOKS
+from trainer.config.output_losses import OutputWeights
 from trainer.config.resolve import (
     LossScaleArgument,
     check_one_process,
@@ -125,7 +126,12 @@ class Trainer(Task):
         loss_fn: a `keras.losses.Loss`, its name, or a function of (y_true, y_pred) that returns
             one loss per example; further dimensions are averaged. A Keras loss means what it
             means in `compile`, or is refused: it must give each example its own loss, and its
-            reduction must be a mean.
+            reduction must be a mean. For a model with several outputs, a dict or a list of these,
+            one for each output, as in `compile`.
+        loss_weights: factors of the losses in such a dict or list, in the same structure. None, and
+            a loss that a dict leaves out: 1.
+        class_weight: factors of the losses of examples in training, keyed by class, as in `fit`;
+            None, and classes that are left out: 1. Evaluations do not use them.
         metrics: names and Keras metrics, in a list or by name in a dict, as in `compile`; or a
             function that returns a dict of new metrics, keyed by name. "accuracy" and
             "crossentropy" stand for the class that fits the cross entropy in `loss_fn`. A metric
@@ -269,6 +275,8 @@ class Trainer(Task):
         model: ModelArgument = None,
         optimizer: OptimizerArgument = None,
         loss_fn: LossArgument = None,
+        loss_weights: OutputWeights | None = None,
+        class_weight: Mapping[int, float] | None = None,
         metrics: MetricsArgument = None,
         # Precision and loss scale.
         precision: str = PrecisionConfig.precision,
@@ -324,7 +332,9 @@ class Trainer(Task):
         """Checks and stores the arguments. The model is built when it is first used."""
         arguments, before = dict(locals()), {*vars(self)}
         check_no_unknown_arguments(unknown, Trainer.__init__, ARGUMENTS)
-        super().__init__(model, optimizer, loss_fn, metrics, loss_reduction)
+        super().__init__(
+            model, optimizer, loss_fn, metrics, loss_reduction, loss_weights, class_weight
+        )
         self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
         self.checkpoint_config: CheckpointConfig = take_fields(CheckpointConfig, arguments)
         self._take_run(take_fields(RunConfig, arguments))

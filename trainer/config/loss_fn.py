@@ -348,10 +348,9 @@ def check_single_output(loss_fn: LossFunction, outputs: Any) -> None:
     if not tf.is_tensor(outputs):
         names = sorted(outputs) if isinstance(outputs, dict) else f"{len(outputs)} of them"
         raise ValueError(
-            "`loss_fn` must be a function for a model with several outputs; got "
+            "`loss_fn` must have a loss for each of several outputs; got "
             f"{name_of(loss_fn)} and the outputs {names}. A Keras loss takes one output. Pass a "
-            "function of (y_true, y_pred) that adds up one loss per example from all outputs, or "
-            "override compute_loss."
+            "loss for each output, in a dict or a list as in compile, or override compute_loss."
         )
 
 

@@ -7,6 +7,7 @@ import keras
 
 from scaling.base.argument_checks import did_you_mean
 from trainer.config.loss_fn import name_of
+from trainer.config.output_losses import OutputLosses
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
 ACCURACY = {
@@ -52,6 +53,12 @@ def check_metrics(metrics: Any, loss_fn: Any) -> None:
     """
     if metrics is None or (callable(metrics) and not isinstance(metrics, keras.metrics.Metric)):
         return
+    if metrics and isinstance(loss_fn, OutputLosses):
+        raise ValueError(
+            "`metrics` must be a function if `loss_fn` has a loss for each output; got "
+            f"{type(metrics).__name__}. A metric in a list or a dict takes a single output. "
+            "Override build_metrics and update_metrics(batch, outputs), or leave the metrics out."
+        )
     if not isinstance(metrics, (list, tuple, Mapping)):
         raise TypeError(
             "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "

@@ -13,6 +13,7 @@ import scaling
 import strategies
 from scaling.base.argument_checks import did_you_mean
 from trainer.config.loss_fn import check_loss_fn
+from trainer.config.output_losses import is_several, resolve_output_losses
 
 # A name, a fixed scale, a rule, or None: see `Trainer`.
 LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None
@@ -60,14 +61,18 @@ def resolve_rule(
     return cast("scaling.LossScaleRule", loss_scale)
 
 
-def resolve_loss(loss_fn: Any, loss_reduction: str = "mean") -> Any:
+def resolve_loss(loss_fn: Any, loss_reduction: str = "mean", loss_weights: Any = None) -> Any:
     """Returns the Keras loss with the given name; returns a loss object or function unchanged.
+
+    A dict or a list of losses becomes an `OutputLosses`, with `loss_weights`.
 
     Raises:
         ValueError: for a name that Keras does not know, or a loss that is no mean of the examples'
             own losses: see `check_loss_fn`.
         TypeError: for a class instead of an object.
     """
+    if is_several(loss_fn):
+        return resolve_output_losses(loss_fn, loss_weights, loss_reduction, resolve_loss)
     if isinstance(loss_fn, type) and issubclass(loss_fn, keras.losses.Loss):
         raise TypeError(
             f"`loss_fn` must be an instance of a loss; got the class {loss_fn.__name__}. Calling "

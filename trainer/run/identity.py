@@ -68,6 +68,8 @@ def loss_of(trainer: RunnableTrainer) -> Facts:
     """Returns what a trainer's loss is computed from."""
     methods = {name: getattr(trainer, name) for name in METHODS}
     facts = loss_facts(getattr(trainer, "_loss_fn", None), methods)
+    if class_weight := getattr(trainer, "_class_weight", None):  # older records do not have it
+        facts = facts | {"class_weight": {str(key): class_weight[key] for key in class_weight}}
     if trainer.loss_reduction != "mean":  # older records do not have it
         facts = facts | {"reduction": trainer.loss_reduction}
     return facts

@@ -433,10 +433,9 @@ PROBABILITIES = tf.fill([4, 3], 1 / 3)
                 outputs,
                 outputs,
                 None,
-                "`loss_fn` must be a function for a model with several outputs; got MeanSquaredError "
-                f"and the outputs {found}. A Keras loss takes one output. Pass a function of (y_true, "
-                "y_pred) that adds up one loss per example from all outputs, or override "
-                "compute_loss.",
+                "`loss_fn` must have a loss for each of several outputs; got MeanSquaredError and the "
+                f"outputs {found}. A Keras loss takes one output. Pass a loss for each output, in a "
+                "dict or a list as in compile, or override compute_loss.",
             )
             for outputs, found in [
                 ({"b": tf.ones([2]), "a": tf.ones([2])}, "['a', 'b']"),

@@ -158,6 +158,9 @@ def schedule(steps):
     return lambda: O.Adam(O.schedules.CosineDecay(0.1, steps))
 
 
+SEVERAL = {"loss_fn": ["mse"]}
+
+
 def huber(delta):
     """A loss with a constant."""
     return {"loss_fn": keras.losses.Huber(delta=delta)}
@@ -226,6 +229,8 @@ CASES = {
         "optimizer",
     ),
     "the loss": (A, {"loss_fn": "mae"}, "loss"),
+    "`loss_weights`": (SEVERAL, SEVERAL | {"loss_weights": [2.0]}, "loss"),
+    "`class_weight`": (A, {"class_weight": {1: 2.0}}, "loss"),
     "a constant of the loss": (huber(1.0), huber(2.0), "loss"),
     "the code of `compute_loss`": ({"kind": Own}, {"kind": Absolute}, "loss"),
     "a number that `compute_loss` uses": ({"kind": Own}, {"kind": Own, "factor": 3.0}, "loss"),

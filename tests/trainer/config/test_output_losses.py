@@ -1,0 +1,115 @@
+"""A loss for each of several outputs means what it means in `compile`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer import Trainer
+from trainer.config.output_losses import OutputLosses
+
+RNG = np.random.default_rng(4)
+X = RNG.normal(size=[12, 3]).astype(np.float32)
+Y = {"a": RNG.normal(size=[12, 2]).astype(np.float32), "b": RNG.integers(0, 3, 12)}
+LOSSES = {"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+MSE = keras.losses.get("mse")
+WEIGHTS = {"a": 0.25, "b": 2.0}
+
+
+def two_heads(kind=dict):
+    """A model with two outputs, in a dict or in a list; the same weights every time."""
+    x = keras.Input([3])
+    seeds = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
+    outputs = {
+        name: keras.layers.Dense(units, kernel_initializer=seed, name=f"{name}_head")(x)
+        for (name, units), seed in zip({"a": 2, "b": 3}.items(), seeds, strict=True)
+    }
+    return keras.Model(x, outputs if kind is dict else [*outputs.values()])
+
+
+def in_list(each):
+    """The values of a dict, in a list."""
+    return [*each.values()]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [(dict, WEIGHTS), (list, WEIGHTS), (dict, {"b": 2.0}), (dict, None)],
+    ids=["dict", "list", "one weight", "no weights"],
+)
+def test_losses_of_outputs_are_keras_s(mirrored, kind, weights, replicas):
+    """L21: the SGD step and the evaluation are those of Keras's `fit` on one device."""
+    form = in_list if kind is list else dict
+    weights = None if weights is None else form(weights)
+    model = two_heads(kind)
+    # Keras wants a weight for each loss, or none.
+    all_weights = form({"a": 1.0} | weights) if kind is dict and weights else weights
+    model.compile(keras.optimizers.SGD(0.5), form(LOSSES), loss_weights=all_weights)
+    model.train_on_batch(X, form(Y))
+    trainer = Trainer(
+        model=lambda: two_heads(kind),
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        loss_fn=form(LOSSES),
+        loss_weights=weights,
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        verbose=False,
+    )
+    data = X, (tuple(form(Y)) if kind is list else Y)
+    trainer.train(data, steps=1, global_batch=12)
+
+    for mine, theirs in zip(trainer.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    expected = model.evaluate(X, form(Y), batch_size=12, verbose=0, return_dict=True)["loss"]
+    assert trainer.evaluate(data, global_batch=12)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_output_without_a_loss_is_left_out():
+    """As in Keras, an output that no loss names needs no labels and does not count."""
+    trainer = Trainer(
+        model=two_heads, optimizer="sgd", loss_fn={"a": "mse"}, check_gradients=False, verbose=False
+    )
+    before = trainer.model.get_layer("b_head").get_weights()[0]
+    trainer.train((X, {"a": Y["a"]}), steps=1, global_batch=12)
+
+    np.testing.assert_array_equal(trainer.model.get_layer("b_head").get_weights()[0], before)
+
+
+@pytest.mark.parametrize(
+    ("losses", "y", "outputs", "message"),
+    [
+        (
+            OutputLosses({"a": MSE}, {"a": 1.0}),
+            {"a": tf.ones([2, 1])},
+            [tf.ones([2, 1])],
+            "`loss_fn` must have the structure of the outputs; got losses for the names ['a'], and a "
+            "list of 1 as outputs. Each loss compares one output with its own labels. Name the "
+            "outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with these names "
+            "as labels and as loss_fn; or use lists for all three.",
+        ),
+        (
+            OutputLosses({0: MSE}, {0: 1.0}, count=2),
+            tf.ones([2, 1]),
+            [tf.ones([2, 1])] * 2,
+            "`loss_fn` must have the structure of the labels; got losses for 2 of them, in a tuple, "
+            "and a single tensor as labels. Each loss compares one output with its own labels. Name "
+            "the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with these "
+            "names as labels and as loss_fn; or use lists for all three.",
+        ),
+    ],
+    ids=["outputs", "labels"],
+)
+def test_another_structure_is_refused(losses, y, outputs, message):
+    """The error says what the losses are for, and what was found."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        losses(y, outputs)
+    assert str(error.value) == message
+
+
+def test_weights_of_tokens_of_one_output_are_refused():
+    """Several outputs have one weight per example."""
+    trainer = Trainer(
+        model=two_heads, optimizer="sgd", loss_fn=LOSSES, check_gradients=False, verbose=False
+    )
+    with pytest.raises(ValueError, match="`sample_weight` must be one tensor; got a dict"):
+        trainer.train((X, Y, {"a": X[:, 0], "b": X[:, 0]}), steps=1, global_batch=12)

@@ -1,0 +1,165 @@
+"""A loss for each of several outputs, with weights: `compile(loss={...}, loss_weights={...})`."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from trainer.base.autograph import without_autograph
+from trainer.config.loss_fn import LossFunction, example_losses, ignore_class_of, name_of
+
+Key: TypeAlias = str | int  # the name of an output in a dict, or its place in a list
+OutputWeights: TypeAlias = Mapping[str, float] | Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputLosses:
+    """The weighted sum of one loss per output, which is one loss per example.
+
+    Attributes:
+        losses: the loss of each output that has one.
+        weights: the factor of each of these losses.
+        count: number of outputs if they are in a list; None if they are in a dict.
+
+    Example:
+        >>> import keras
+        >>> losses = {name: keras.losses.get(name) for name in ("mse", "mae")}
+        >>> both = OutputLosses(losses, {"mse": 1.0, "mae": 3.0})
+        >>> outputs = {"mse": tf.constant([[2.0]]), "mae": tf.constant([[5.0]])}
+        >>> both({"mse": tf.constant([[0.0]]), "mae": tf.constant([[4.0]])}, outputs).numpy()
+        array([7.], dtype=float32)
+    """
+
+    losses: Mapping[Key, LossFunction]
+    weights: Mapping[Key, float]
+    count: int | None = None
+
+    @without_autograph
+    def __call__(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+        """Returns the sum: shape (examples,), float32.
+
+        Args:
+            y_true: the labels, in the structure of the losses.
+            y_pred: the model's outputs, in the structure of the losses.
+        """
+        labels = self._by_key("labels", y_true)
+        outputs = self._by_key("outputs", y_pred)
+        terms = []
+        for key, loss in self.losses.items():
+            losses = example_losses(loss, labels[key], outputs[key])
+            terms.append(self.weights[key] * tf.cast(losses, tf.float32))
+        return tf.add_n(terms)
+
+    def _by_key(self, what: str, values: Any) -> Mapping[Key, Any]:
+        """Returns labels or outputs by key; raises ValueError if a loss has none."""
+        if self.count is None:
+            found = dict(values) if isinstance(values, Mapping) else None
+        else:
+            in_order = isinstance(values, (list, tuple)) and len(values) == self.count
+            found = dict(enumerate(values)) if in_order else None
+        if found is not None and self.losses.keys() <= found.keys():
+            return found
+        wanted = (
+            f"the names {sorted(map(str, self.losses))}"
+            if self.count is None
+            else (f"{self.count} of them, in a tuple")
+        )
+        raise ValueError(
+            f"`loss_fn` must have the structure of the {what}; got losses for {wanted}, and "
+            f"{structure_of(values)} as {what}. Each loss compares one output with its own labels. "
+            "Name the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with "
+            "these names as labels and as loss_fn; or use lists for all three."
+        )
+
+
+def structure_of(values: Any) -> str:
+    """Returns what holds labels or outputs, in words."""
+    if isinstance(values, Mapping):
+        return f"a dict of {sorted(map(str, values))}"
+    if isinstance(values, (list, tuple)):
+        return f"a {type(values).__name__} of {len(values)}"
+    return "a single tensor"
+
+
+def is_several(loss_fn: object) -> bool:
+    """Returns whether an argument `loss_fn` names a loss for each output."""
+    return isinstance(loss_fn, (Mapping, list, tuple))
+
+
+def resolve_output_losses(
+    loss_fn: Any, loss_weights: Any, loss_reduction: str, resolve: Callable[[Any], Any]
+) -> OutputLosses:
+    """Returns the losses of several outputs as one function.
+
+    Args:
+        loss_fn: the losses, in a dict or a list; None for an output without one.
+        loss_weights: a dict or a list of factors, or None for 1.
+        loss_reduction: must be "mean".
+        resolve: turns the argument for one output into a loss.
+
+    Raises:
+        TypeError, ValueError: for losses or weights that cannot be used.
+    """
+    if loss_reduction != "mean":
+        raise ValueError(
+            f"`loss_fn` must be one loss with loss_reduction={loss_reduction!r}; got "
+            f"{structure_of(loss_fn)}. Several losses are added up for each example. Pass a "
+            "function of (y_true, y_pred), or override compute_loss."
+        )
+    keyed = dict(loss_fn if isinstance(loss_fn, Mapping) else enumerate(loss_fn))
+    losses = {key: resolve(each) for key, each in keyed.items() if each is not None}
+    if not losses or any(is_several(each) or not callable(each) for each in losses.values()):
+        raise TypeError(
+            f"`loss_fn` must hold a loss, or its name, for each output; got {loss_fn!r}. Each "
+            'output has its own loss. Pass {"a": "mse", "b": keras.losses.Huber()}, for example.'
+        )
+    for key, loss in losses.items():
+        if ignore_class_of(loss) is not None:
+            raise ValueError(
+                f"`loss_fn` must not ignore a class of one of several outputs; got {name_of(loss)} "
+                f"with ignore_class={ignore_class_of(loss)} for {key!r}. The outputs would be "
+                "averaged over different numbers of labels. Override compute_loss."
+            )
+    count = None if isinstance(loss_fn, Mapping) else len(keyed)
+    return OutputLosses(losses, weights_by_key(loss_fn, loss_weights, losses), count)
+
+
+def weights_by_key(
+    loss_fn: Any, loss_weights: Any, losses: Mapping[Key, LossFunction]
+) -> dict[Key, float]:
+    """Returns the factor of each loss; raises TypeError or ValueError for other weights."""
+    if loss_weights is None:
+        return dict.fromkeys(losses, 1.0)
+    if isinstance(loss_fn, Mapping):
+        fits = isinstance(loss_weights, Mapping) and loss_weights.keys() <= losses.keys()
+        given = dict(loss_weights) if fits else {}
+    else:
+        fits = isinstance(loss_weights, (list, tuple)) and len(loss_weights) == len(loss_fn)
+        given = dict(enumerate(loss_weights)) if fits else {}
+    if not fits:
+        raise ValueError(
+            f"`loss_weights` must have the structure of `loss_fn`; got {loss_weights!r} for "
+            f"{structure_of(loss_fn)}. Each weight multiplies one loss. Pass a weight for each "
+            "loss; in a dict, those that are left out are 1."
+        )
+    for key, weight in given.items():
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight):
+            raise ValueError(
+                f"`loss_weights` must hold finite numbers; got {weight!r} for {key!r}. Each weight "
+                "multiplies one loss. Pass 1.0 for a loss that is to stay as it is."
+            )
+    return {key: float(given.get(key, 1.0)) for key in losses}
+
+
+def check_loss_weights(loss_fn: object, loss_weights: object) -> None:
+    """Raises ValueError if there are weights, but not a loss for each output."""
+    if loss_weights is not None and not is_several(loss_fn):
+        found = name_of(loss_fn) if callable(loss_fn) else repr(loss_fn)
+        raise ValueError(
+            f"`loss_weights` must be None unless `loss_fn` has a loss for each output; got "
+            f"{loss_weights!r} with loss_fn={found}. Each weight multiplies one output's loss. "
+            'Pass loss_fn={"a": "mse", "b": "mae"}, for example.'
+        )
