@@ -7,13 +7,24 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
+from trainer.base.keras_private import with_keras_mask
 from trainer.config.class_weights import check_class_weight, class_factors
 from trainer.config.elsewhere import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
-from trainer.config.loss_fn import example_losses, example_weights, global_loss, mask_of
+from trainer.config.loss_fn import (
+    example_losses,
+    example_weights,
+    global_loss,
+    mask_of,
+    weights_elements,
+)
 from trainer.config.metrics import check_metrics, make_metrics
 from trainer.config.output_losses import OutputWeights, check_loss_weights
-from trainer.config.output_mask import check_mask_is_known, mask_of_outputs
+from trainer.config.output_mask import (
+    check_mask_is_known,
+    mask_of_outputs,
+    warn_of_lost_mask,
+)
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.gather import all_gather
 from trainer.step.plan import ones
@@ -156,6 +167,8 @@ class Task:
             losses = example_losses(self._loss_fn, y, outputs, sample_weight)
         if training and self._class_weight:
             losses *= class_factors(y, self._class_weight, self._loss_fn)
+        if not weights_elements(self._loss_fn, sample_weight):
+            warn_of_lost_mask(self.model, outputs)
         return losses, tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
 
     def all_gather(self, x: Any) -> Any:
@@ -227,7 +240,9 @@ class Task:
                 "updated. Override update_metrics(batch, aux), or leave the metrics out."
             )
         if self.metrics:
-            _, y, sample_weight = _unpack(batch)
+            x, y, sample_weight = _unpack(batch)
+            if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
+                aux = with_keras_mask(aux, mask_of_outputs(self.model, x))
             for metric in self.metrics.values():
                 call_user(metric.update_state, y, aux, sample_weight=sample_weight)
 

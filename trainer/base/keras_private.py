@@ -292,6 +292,18 @@ def keras_mask(tensor: Any) -> tf.Tensor | None:
     return getattr(tensor, "_keras_mask", None)
 
 
+def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """Returns a tensor with a mask, which `keras.metrics` and `keras.losses` read; see `keras_mask`.
+
+    `keras.ops` and TensorFlow's operations drop the mask, and nothing public puts it on.
+    """
+    if mask is None:
+        return tensor
+    masked = tf.identity(tensor)
+    masked._keras_mask = mask
+    return masked
+
+
 def layer_that_added(model: keras.Model, loss: tf.Tensor) -> keras.Layer | None:
     """Returns the layer that passed a tensor to `add_loss` in the model's last call, or None.
 

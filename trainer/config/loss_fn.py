@@ -229,6 +229,13 @@ def element_weights(
     return weights
 
 
+def weights_elements(loss_fn: LossFunction, sample_weight: Any) -> bool:
+    """Returns whether the data or the loss say which elements of an example count."""
+    if ignore_class_of(loss_fn) is not None:
+        return True
+    return sample_weight is not None and len(without_last_ones(sample_weight).shape) > 1
+
+
 def product(weights: tf.Tensor | None, others: tf.Tensor) -> tf.Tensor:
     """Returns the product of weights of examples and of their elements, in either order."""
     others = without_last_ones(others)

@@ -14,13 +14,19 @@ import tensorflow as tf
 
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, keras_mask
+from trainer.base.warn_once import warn_once
 from trainer.step.types import Model
 
 
 def makes_masks(model: Model) -> bool:
     """Returns whether a layer of a model makes a mask of its inputs."""
+    return bool(mask_makers(model))
+
+
+def mask_makers(model: Model) -> list[keras.Layer]:
+    """Returns the layers of a model that make a mask of their inputs."""
     layers = all_layers(model) if isinstance(model, keras.Model) else []
-    return any(makes_mask(layer) for layer in layers)
+    return [layer for layer in layers if makes_mask(layer)]
 
 
 def makes_mask(layer: keras.Layer) -> bool:
@@ -73,4 +79,29 @@ def check_mask_is_known(model: Model, outputs: Any) -> None:
             "outputs that no layer announces. The number of elements that are not masked must be "
             "known before the forward pass. Override compute_mask in the layer that makes the "
             "mask, or yield (x, y, weight) from train_data."
+        )
+
+
+def warn_of_lost_mask(model: Model, outputs: Any) -> None:
+    """Warns if a model makes a mask, but gives it to none of its outputs for sequences.
+
+    Keras's layers warn when they drop a mask. Operations outside layers (`a + b`, `keras.ops`)
+    drop it without a word, and padding then counts in the loss. Outputs with fewer than three
+    dimensions have none for positions: there a layer has used the mask, as a classifier's does.
+
+    Args:
+        model: the model.
+        outputs: its outputs.
+    """
+    outputs = tf.nest.flatten(outputs)
+    sequences = [each for each in outputs if (each.shape.rank or 0) >= 3]
+    if not sequences or any(keras_mask(each) is not None for each in outputs):
+        return
+    if makers := mask_makers(model):
+        names = ", ".join(repr(layer.name) for layer in makers)
+        warn_once(
+            f"The Keras mask that {names} makes does not reach the model's output, so padding "
+            "counts in the loss and in the metrics, as in Keras. Operations outside layers drop "
+            "masks (`a + b`, keras.ops), and MultiHeadAttention takes them off the tensors that it "
+            "is called with. Yield (x, y, weight) with weight 0 at padding."
         )

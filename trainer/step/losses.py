@@ -167,6 +167,14 @@ def by_objective(
     if not names:  # a run that only evaluates
         return losses if isinstance(losses, dict) else {ONLY: losses}
     if names == [ONLY]:
+        if isinstance(losses, dict):
+            parts = ", ".join(repr(name) for name in losses)
+            raise TypeError(
+                "`compute_loss` must return one tensor for one optimizer; got a dict with "
+                f"{parts}. "
+                "A dict has one loss for each optimizer that build_optimizer() returns by name. "
+                "Return the sum of the losses, and the parts as aux, for metrics: (sum, parts)."
+            )
         return {ONLY: losses}
     if not isinstance(losses, dict) or not set(names) <= set(losses):
         found = sorted(losses) if isinstance(losses, dict) else type(losses).__name__

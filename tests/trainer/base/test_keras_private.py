@@ -27,6 +27,7 @@ from trainer.base.keras_private import (
     set_framework_random_state,
     slot_variables,
     traced_functions,
+    with_keras_mask,
 )
 
 
@@ -114,6 +115,16 @@ def test_the_mask_of_outputs_is_found():
 
     assert keras_mask(outputs).numpy().tolist() == [[False, True]]
     assert keras_mask(tf.ones([1])) is None
+
+
+def test_a_metric_reads_a_mask():
+    """A metric of Keras leaves out what the mask of the predictions leaves out."""
+    metric = keras.metrics.MeanSquaredError()
+    metric.update_state(
+        tf.zeros([1, 2, 1]), with_keras_mask(tf.constant([[[3.0], [5.0]]]), [[False, True]])
+    )
+    assert float(metric.result()) == 25.0
+    assert with_keras_mask(metric, None) is metric
 
 
 def test_the_layer_that_added_a_loss_is_found():

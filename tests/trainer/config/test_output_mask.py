@@ -7,7 +7,8 @@ import tensorflow as tf
 from helpers import attempt
 
 from trainer import Trainer
-from trainer.config.output_mask import check_mask_is_known, mask_of_outputs
+from trainer.base.warn_once import warn_once
+from trainer.config.output_mask import check_mask_is_known, mask_of_outputs, warn_of_lost_mask
 
 LAYERS = keras.layers
 IDS = np.int32([[3, 1, 0, 0], [2, 0, 0, 0], [1, 2, 3, 1], [0, 0, 0, 0], [1, 0, 2, 0]])
@@ -118,22 +119,70 @@ def data(sizes=(5, 4)):
 )
 def test_masked_sequences_train_as_in_keras(mirrored, replicas, num_microbatches):
     """L8, L21: sequences with Embedding(mask_zero=True), a fully masked one included, take the SGD steps of
-    Keras's `train_on_batch` on 1 and 3 replicas, and `evaluate` gives Keras's loss.
+    Keras's `train_on_batch` on 1 and 3 replicas, and `evaluate` gives Keras's loss and accuracy.
     """
     model = tagger()
-    model.compile(keras.optimizers.SGD(0.5), LOSS)
+    model.compile(keras.optimizers.SGD(0.5), LOSS, metrics=["accuracy"])
     ours = Trainer(
         model=tagger,
         optimizer=lambda: keras.optimizers.SGD(0.5),
         loss_fn=LOSS,
+        metrics=["accuracy"],
         strategy=mirrored(replicas) if replicas > 1 else "default",
         num_microbatches=num_microbatches,
         verbose=False,
     )
     for report, (ids, labels) in zip(attempt(ours, data()), data(), strict=True):
-        assert report.loss == pytest.approx(float(model.train_on_batch(ids, labels)), rel=1e-5)
+        assert report.loss == pytest.approx(float(model.train_on_batch(ids, labels)[0]), rel=1e-5)
         assert report.weight == (ids != 0).sum()
         for mine, theirs in zip(ours.model.get_weights(), model.get_weights(), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
-    expected = model.evaluate(*data()[0], batch_size=5, verbose=0)
-    assert ours.evaluate(data()[0], global_batch=5)["loss"] == pytest.approx(expected, rel=1e-5)
+    expected = model.evaluate(*data()[0], batch_size=5, verbose=0, return_dict=True)
+    assert ours.evaluate(data()[0], global_batch=5) == pytest.approx(expected, rel=1e-5)
+
+
+LOST = (
+    "The Keras mask that 'ids' makes does not reach the model's output, so padding counts in the "
+    "loss and in the metrics, as in Keras. Operations outside layers drop masks (`a + b`, "
+    "keras.ops), and MultiHeadAttention takes them off the tensors that it is called with. Yield "
+    "(x, y, weight) with weight 0 at padding."
+)
+
+
+def adder(*, add_as_layer):
+    """A model of sequences that adds two tensors with a mask, as a layer or with `+`."""
+    ids = keras.Input([4], dtype="int32")
+    embedded = LAYERS.Embedding(4, 3, mask_zero=True, name="ids")(ids)
+    hidden = LAYERS.Dense(3)(embedded)
+    added = LAYERS.Add()([embedded, hidden]) if add_as_layer else embedded + hidden
+    return keras.Model(ids, LAYERS.Dense(4)(added))
+
+
+def warnings_of(caplog, model, loss_fn, data):
+    """Evaluates a model; returns what was logged as a warning."""
+    warn_once.cache_clear()
+    caplog.clear()
+    Trainer(model=model, loss_fn=loss_fn, verbose=False).evaluate(data, global_batch=5)
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_mask_that_an_operation_drops_is_warned_of(caplog):
+    """Keras drops masks at `a + b` without a word, and then padding counts in the loss."""
+    from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    lost, kept = adder(add_as_layer=False), adder(add_as_layer=True)
+
+    assert warnings_of(caplog, lost, from_logits, (IDS, IDS)) == [LOST]
+    assert warnings_of(caplog, kept, from_logits, (IDS, IDS)) == []
+
+
+def test_no_mask_is_missed_where_weights_or_a_class_say_what_counts(caplog):
+    """Weights of tokens, `ignore_class`, and outputs without positions need no mask."""
+    loss = keras.losses.SparseCategoricalCrossentropy
+    lost = adder(add_as_layer=False)
+    weights = np.float32(IDS != 0)
+    ignoring = loss(from_logits=True, ignore_class=0)
+
+    assert warnings_of(caplog, lost, loss(from_logits=True), (IDS, IDS, weights)) == []
+    assert warnings_of(caplog, lost, ignoring, (IDS, IDS)) == []
+    warn_of_lost_mask(lost, tf.zeros([5, 4]))
+    assert not caplog.records

@@ -87,7 +87,7 @@ def test_losses_are_found_by_name():
     losses = {"b": 2, "c": 3, "a": 1}
 
     assert list(by_objective(losses, TWO).items()) == [("a", 1), ("b", 2)]
-    assert by_objective(losses, SINGLE) == {ONLY: losses}
+    assert by_objective(2, SINGLE) == {ONLY: 2}
 
 
 @pytest.mark.parametrize(("losses", "found"), [({"a": 1}, r"\['a'\]"), (1.0, "float")])
@@ -161,3 +161,14 @@ def test_weights_of_elements_are_not_broadcast():
     assert float(summed(tf.ones([2, 3]), tf.ones([2, 3]))) == 6.0
     with pytest.raises(tf.errors.InvalidArgumentError, match="losses of the shape of the weights"):
         summed(tf.ones([2, 3]), tf.ones([2, 1]))
+
+
+def test_one_optimizer_takes_no_dict_of_losses():
+    """Several losses of one optimizer are refused by an error that names them and the way out."""
+    with pytest.raises(TypeError) as refused:
+        by_objective({"task": tf.ones([3]), "size": tf.ones([3])}, SINGLE)
+    assert str(refused.value) == (
+        "`compute_loss` must return one tensor for one optimizer; got a dict with 'task', 'size'. "
+        "A dict has one loss for each optimizer that build_optimizer() returns by name. Return the "
+        "sum of the losses, and the parts as aux, for metrics: (sum, parts)."
+    )
