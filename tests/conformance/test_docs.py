@@ -185,4 +185,4 @@ def test_the_site_shows_the_values_of_defaults():
 
     for name, parameter in real.items():
         if parameter.default is not inspect.Parameter.empty:
-            assert eval(shown[name], {}) == parameter.default, name  # noqa: S307  # a literal
+            assert eval(str(shown[name]), {}) == parameter.default, name  # noqa: S307  # a literal

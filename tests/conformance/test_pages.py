@@ -47,6 +47,11 @@ ROOM_CARDS = sorted(
 CARDS_WITH_CODE = [card for card in ROOM_CARDS if "```python" in (ROOT / card).read_text()]
 # Files that a page names and that are not ours: the reader's own, and another project's.
 FOREIGN_FILES = {"controller.py", "scaling.py", "standard_runner.py", "strategies.py", "train.py"}
+# Examples of keras-io, with which examples/README.md compares.
+FOREIGN_FILES |= {"generative/vae.py", "generative/wgan_gp.py", "nlp/lstm_seq2seq.py", "reptile.py"}
+FOREIGN_FILES |= {"rl/ppo_cartpole.py", "vision/image_classification_efficientnet_fine_tuning.py"}
+FOREIGN_FILES |= {"vision/knowledge_distillation.py", "vision/reptile.py"}
+FOREIGN_FILES |= {"vision/semisupervised_simclr.py"}
 
 
 def blocks(page):

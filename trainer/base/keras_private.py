@@ -293,7 +293,7 @@ def keras_mask(tensor: Any) -> tf.Tensor | None:
 
 
 def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Returns a tensor with a mask, which `keras.metrics` and `keras.losses` read; see `keras_mask`.
+    """Returns a tensor with a mask, which Keras metrics and losses read; see `keras_mask`.
 
     `keras.ops` and TensorFlow's operations drop the mask, and nothing public puts it on.
     """
