@@ -544,6 +544,21 @@ def traced_functions(function: Any) -> list[tuple[Any, dict[str, Any]]]:
     ]
 
 
+def outputs_of_called(call: tf.Operation) -> Sequence[tf.Tensor]:
+    """Returns the outputs of the function that an operation calls, in the function's own graph.
+
+    TensorFlow has no public way from a call to the graph of the function.
+
+    Args:
+        call: a "PartitionedCall" or "StatefulPartitionedCall".
+
+    Returns:
+        The outputs; () if the function has no graph, as after it was loaded from a file.
+    """
+    called = call.graph._get_function(call.get_attr("f").name)
+    return getattr(getattr(called, "graph", None), "outputs", ())
+
+
 @functools.cache
 def has_xla_kernel(operation: str) -> bool:
     """Returns whether XLA can compile operations of a type, such as "MatMul".

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import strategies
 from strategies.division import count_examples, known_examples
+from trainer.base.keras_private import outputs_of_called
 from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
 from trainer.step.types import Aux, Batch
@@ -125,9 +126,7 @@ def identity_of(loss: Any) -> tuple[int, ...]:
             continue
         if loss.op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
             break
-        # TensorFlow has no public way from a call to the graph of the function.
-        called = loss.graph._get_function(loss.op.get_attr("f").name)  # noqa: SLF001
-        outputs = getattr(getattr(called, "graph", None), "outputs", ())
+        outputs = outputs_of_called(loss.op)
         if loss.value_index >= len(outputs):
             break
         calls.append(id(loss.op))

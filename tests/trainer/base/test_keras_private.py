@@ -20,6 +20,7 @@ from trainer.base.keras_private import (
     layer_that_added,
     layers_under_policy,
     learning_rate_setting,
+    outputs_of_called,
     policy_with_dtype,
     recompute_constants,
     regularizers_in_float32,
@@ -115,6 +116,21 @@ def test_the_mask_of_outputs_is_found():
 
     assert keras_mask(outputs).numpy().tolist() == [[False, True]]
     assert keras_mask(tf.ones([1])) is None
+
+
+def test_a_call_leads_to_the_graph_of_its_function():
+    """The outputs of a function that is called in another one are tensors of its own graph."""
+    inner = tf.function(lambda x: (x, x + 1.0))
+
+    @tf.function
+    def outer(x):
+        found.extend(outputs_of_called(inner(x)[1].op))
+        return x
+
+    found = []
+    outer(tf.ones([2]))
+    assert [each.op.type for each in found] == ["Identity", "Identity"]
+    assert found[1].op.inputs[0].op.type == "AddV2"
 
 
 def test_a_metric_reads_a_mask():

@@ -19,7 +19,8 @@ from trainer.config.groups import MonitorConfig, PrecisionConfig, RunConfig, Upd
 from trainer.flags import GROUPS
 from trainer.step import Clip
 
-TASK_ARGUMENTS = {"model", "optimizer", "loss_fn", "metrics"}  # these are not settings
+# These are not settings.
+TASK_ARGUMENTS = {"model", "optimizer", "loss_fn", "loss_weights", "class_weight", "metrics"}
 PARAMETERS = {
     name: parameter
     for name, parameter in inspect.signature(Trainer).parameters.items()
