@@ -414,7 +414,10 @@ class Trainer(Task):
 
     @functools.cached_property
     def model(self) -> Model:
-        """The model, made by `build_model` on first use, under the precision's dtype policy."""
+        """The model, made by `build_model` on first use, under the precision's dtype policy.
+
+        Its weights are new until `train`, `evaluate` or `predict` restores the newest checkpoint.
+        """
         seeded = self._seeded.in_use(from_start=True)
         with seeded, self.strategy.scope(), dtype_policy(self.precision):
             return self.build_model()

@@ -117,7 +117,7 @@ def test_the_critic_is_updated_as_often_as_in_a_plain_loop(
 ):
     """L8, L10: with n updates of the critic for one of the generator, each with new random numbers,
     the weights are those of a plain loop, on any number of replicas; each optimizer counts its own
-    updates, and the loss and its gradient's norm are those of each one's last update.
+    updates, and the loss is that of each one's last update.
     """
     strategy = mirrored(replicas) if replicas > 1 else "default"
     trainer, initial, reports = trained(strategy, precision)
