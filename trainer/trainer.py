@@ -183,6 +183,8 @@ class Trainer(Task):
             draws from the global generators as they are, and a random seed is chosen for the steps.
 
     Args: Checkpoints and resuming
+        enable_checkpointing: whether checkpoints are written to model_dir. If not, it holds only
+            the log and what keep_best keeps, and the run cannot be resumed.
         checkpoint_interval: number of steps between checkpoints. None saves only at the end of
             the run and when it is stopped.
         checkpoint_secs: number of seconds since the last checkpoint after which the next one is
@@ -297,6 +299,7 @@ class Trainer(Task):
         jit_compile: bool | str = RunConfig.jit_compile,
         seed: int | None = RunConfig.seed,
         # Checkpoints and resuming.
+        enable_checkpointing: bool = CheckpointConfig.enable_checkpointing,
         checkpoint_interval: int | None = CheckpointConfig.checkpoint_interval,
         checkpoint_secs: float | None = CheckpointConfig.checkpoint_secs,
         max_to_keep: int | None = CheckpointConfig.max_to_keep,
@@ -342,6 +345,7 @@ class Trainer(Task):
         self._take_update(take_fields(UpdateConfig, arguments))
         self._take_records(take_fields(OverflowRecordConfig, arguments))
         self._take_monitor(take_fields(MonitorConfig, arguments))
+        self.checkpoint_config.check_divergence(divergence)
         check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"

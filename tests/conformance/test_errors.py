@@ -447,7 +447,13 @@ TRAINER = {
         ),
         ("updates_per_step", 'Trainer(updates_per_step={"critic": 5})'),
         ("steps_per_loop", "Trainer(steps_per_loop=2.5)"),
+        ("enable_checkpointing", "Trainer(enable_checkpointing=0)"),
         ("checkpoint_interval", "Trainer(checkpoint_interval=0)"),
+        ("checkpoint_interval", "Trainer(enable_checkpointing=False, checkpoint_interval=10)"),
+        (
+            "divergence",
+            'Trainer(enable_checkpointing=False, model_dir="runs/a", divergence=Divergence(9.0))',
+        ),
         ("checkpoint_secs", "Trainer(checkpoint_secs=-60)"),
         ("checkpoint_secs", 'Trainer(checkpoint_secs="600")'),
         ("max_to_keep", "Trainer(max_to_keep=0)"),

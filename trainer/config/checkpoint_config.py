@@ -8,6 +8,8 @@ from typing import Any
 from trainer.base.argument_checks import check_path
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
+from trainer.checkpoint.folder import committed
+from trainer.checkpoint.saver import PREFIX
 from trainer.config.fields import (
     CHOICES,
     check_fields,
@@ -48,6 +50,7 @@ class CheckpointConfig:
         TypeError, ValueError: for a value that is not allowed.
     """
 
+    enable_checkpointing: bool = switch(default=True)
     checkpoint_interval: int | None = count(None)
     checkpoint_secs: float | None = checked(None, check_seconds)
     max_to_keep: int | None = count_or_none(5)
@@ -64,6 +67,37 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_fields(self)
+        for name in ("checkpoint_interval", "checkpoint_secs"):
+            if not self.enable_checkpointing and getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` must be None with enable_checkpointing=False; got "
+                    f"{getattr(self, name)!r}. No checkpoint is written then. Leave out one of "
+                    "the two."
+                )
+
+    def folder_in(self, model_dir: pathlib.Path | None) -> pathlib.Path | None:
+        """Returns the folder of the checkpoints; None if there are none to write or to restore.
+
+        Raises:
+            ValueError: if checkpoints are not written, but `model_dir` holds some.
+        """
+        if self.enable_checkpointing or model_dir is None:
+            return model_dir
+        if found := [*committed(model_dir, PREFIX).values()]:
+            raise ValueError(
+                f"`enable_checkpointing` must be True in a model_dir that holds checkpoints; got "
+                f"False and {str(found[-1])!r}. The run would begin anew beside them. Leave out "
+                "enable_checkpointing=False, or choose another model_dir."
+            )
+        return None
+
+    def check_divergence(self, divergence: object) -> None:
+        """Raises ValueError if a diverged run would have no checkpoint to go back to."""
+        if divergence is not None and not self.enable_checkpointing:
+            raise ValueError(
+                "`divergence` must be None with enable_checkpointing=False; got a Divergence. A "
+                "diverged run goes back to a checkpoint. Leave out one of the two."
+            )
 
     def check_results(self, names: Sequence[str] | None) -> None:
         """Raises ValueError if `best_metric` is no result, or if nothing says which model is best.

@@ -90,11 +90,13 @@ def build(
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
-        checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
+        checkpoints = make_checkpoints(trainer, state, metrics.train, checkpoint_folder(trainer))
         identity = identity_of(trainer, optimizers_of(trainer), metrics.train)
         again = give_saved_slots(trainer, checkpoints)
         if again:
-            checkpoints = make_checkpoints(trainer, state, metrics.train, trainer.model_dir)
+            checkpoints = make_checkpoints(
+                trainer, state, metrics.train, checkpoint_folder(trainer)
+            )
         if training:
             checkpoints.restore()
         elif checkpoints.follow(clean_up=False) and checkpoints.latest:
@@ -150,7 +152,9 @@ def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
             already holds copies of other weights.
     """
     init_from = trainer.checkpoint_config.init_from
-    if not init_from or has_checkpoints(trainer.model_dir, trainer.strategy, clean_up=clean_up):
+    if not init_from or has_checkpoints(
+        checkpoint_folder(trainer), trainer.strategy, clean_up=clean_up
+    ):
         return
     for optimizer in optimizers_of(trainer).values():
         if getattr(optimizer, "built", False) and holds_copies(optimizer, trainer.model):
@@ -228,11 +232,16 @@ def build_metrics(trainer: RunnableTrainer) -> Metrics:
     return made
 
 
+def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:
+    """Returns the folder of a trainer's checkpoints; None if it writes none."""
+    return trainer.checkpoint_config.folder_in(trainer.model_dir)
+
+
 def make_checkpoints(
     trainer: RunnableTrainer,
     state: TrainState,
     metrics: MetricsByName,
-    model_dir: pathlib.Path | None,
+    folder: pathlib.Path | None,
 ) -> Checkpoints:
     """Returns the checkpoints of a run, which hold all variables of its trainer."""
     model, known = trainer.model, optimizers_of(trainer)
@@ -253,7 +262,7 @@ def make_checkpoints(
     variables = {"model": weights_of(model)}
     variables |= {name: optimizer.variables for name, optimizer in optimizers.items()}
     return Checkpoints(
-        model_dir,
+        folder,
         trainer.checkpoint_config.max_to_keep,
         contents,
         variables,

@@ -15,6 +15,7 @@ from trainer.base.keras_private import all_layers, keep_rate_tracked, learning_r
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
 from trainer.run.build import (
+    checkpoint_folder,
     give_saved_slots,
     make_checkpoints,
     make_plan,
@@ -139,7 +140,9 @@ def adapted(
             make_slots(trainer)
             slots = slots_now(trainer, slots)
         plan = make_plan(trainer, slots) if parts.plan.groups else plan_evaluation(trainer)
-        new = make_checkpoints(trainer, parts.state, parts.metrics.train, trainer.model_dir)
+        new = make_checkpoints(
+            trainer, parts.state, parts.metrics.train, checkpoint_folder(trainer)
+        )
         new.continue_from(checkpoints)
         if not same:
             new.facts = new.facts | {"trained": trained_places(trainer)}
@@ -163,7 +166,7 @@ def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts
         again = bool(parts.plan.groups) and give_saved_slots(trainer, parts.checkpoints)
         if again:
             metrics = parts.metrics.train
-            new = make_checkpoints(trainer, parts.state, metrics, trainer.model_dir)
+            new = make_checkpoints(trainer, parts.state, metrics, checkpoint_folder(trainer))
             new.continue_from(parts.checkpoints)
             parts = parts._replace(checkpoints=new)
         restored = parts.checkpoints.follow(clean_up=clean_up)

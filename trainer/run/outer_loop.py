@@ -388,7 +388,7 @@ class OuterLoop:
                 saved = ". The run was not saved, because it has diverged."
             else:
                 self._saver.save(self._step)
-                saved = ". The run was saved." if self._trainer.model_dir else ""
+                saved = ". The run was saved." if self._parts.checkpoints.latest else ""
             error.add_note(f"raised at step {self._step}{saved}")
             raise
 

@@ -1,6 +1,7 @@
 """Settings of checkpoints that depend on more than one argument."""
 
 import pytest
+from helpers import Linear, slopes
 
 from trainer.config.checkpoint_config import CheckpointConfig
 
@@ -70,3 +71,25 @@ def test_values_of_another_type_are_refused(arguments, message):
 def test_allowed_changes_may_be_any_collection(several):
     """Flags pass a list, and scripts may pass a set."""
     assert CheckpointConfig(allow_changes=several(["seed", "data"])).max_to_keep == 5
+
+
+def test_a_log_without_checkpoints(tmp_path):
+    """The folder holds the log and no checkpoint; the same command begins anew, and a folder with
+    checkpoints is refused.
+    """
+    settings = {"model_dir": tmp_path, "log_interval": 1, "verbose": False}
+    for _ in range(2):
+        trainer = Linear(enable_checkpointing=False, **settings)
+        summary = trainer.train(slopes(1.0, 2.0), steps=2, global_batch=1)
+        assert (summary.steps_run, summary.checkpoint) == (2, None)
+        assert [path.name for path in tmp_path.glob("ckpt*")] == []
+        assert (tmp_path / "train.csv").read_text().count("\n") == 3
+
+    Linear(**settings).train(slopes(1.0, 2.0), steps=1, global_batch=1)
+    with pytest.raises(ValueError, match="enable_checkpointing") as error:
+        Linear(enable_checkpointing=False, **settings).train(slopes(1.0), steps=2, global_batch=1)
+    assert str(error.value) == (
+        "`enable_checkpointing` must be True in a model_dir that holds checkpoints; got False and "
+        f"'{tmp_path / 'ckpt-1'}'. The run would begin anew beside them. Leave out "
+        "enable_checkpointing=False, or choose another model_dir."
+    )
