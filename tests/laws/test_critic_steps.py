@@ -103,6 +103,7 @@ def trained(strategy, precision="float32", updates=UPDATES, **arguments):
     return trainer, initial, list(attempt(trainer, batches()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("replicas", "precision", "tolerance"),
     [

@@ -340,6 +340,7 @@ def test_replacing_values_are_not_scaled_or_clipped(settings):
     assert compared == 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_skip_moves_no_replacing_value(mirrored, replicas):
     """L6, L20: an inf in the last example leaves float8 scales and histories as they were."""

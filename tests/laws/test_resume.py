@@ -98,7 +98,6 @@ def loops_of(model_dir):
 @pytest.mark.parametrize(
     ("strategy", "kills"),
     [
-        ("default", 2),
         pytest.param("default", 8, marks=pytest.mark.thorough),
         pytest.param("default", 25, marks=pytest.mark.slow),
         pytest.param("mirrored", 25, marks=pytest.mark.slow),

@@ -222,6 +222,7 @@ def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
         assert list(expected.values()) == list(bits.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_after_too_many_retries_nothing_has_moved(runs, replicas):
     """L6: a batch that still overflows after `max_retries` is skipped: everything except the loss
@@ -261,6 +262,7 @@ def test_what_no_scale_can_cure_is_not_retried(runs, replicas, place):
         assert differ(before, bits) == []
 
 
+@pytest.mark.thorough
 def test_a_bad_loss_beside_an_overflow_is_not_retried(runs):
     """L6: if one replica's loss is NaN, the step is not retried, whatever the other replicas'
     gradients are, because no scale would help.
@@ -582,6 +584,7 @@ def check_history(trainer, oracle, history, replicas):
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=25)
 @given(history=HISTORIES, rule=st.sampled_from(RULES))
 def test_any_history_follows_the_law(linear, history, rule):

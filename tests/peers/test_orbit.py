@@ -319,6 +319,7 @@ def test_new_best_metric(tmp_path, best_is, expected):
     assert best_steps(tmp_path) == expected
 
 
+@pytest.mark.thorough
 def test_single_task():
     """A small classifier halves its loss in 500 steps; loops of 100 (test_single_task_training). The
     flowers are ours: three Gaussian clouds.

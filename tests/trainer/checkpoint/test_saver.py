@@ -128,6 +128,7 @@ def first(data):
     return next(iter(data))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", everything.OPTIMIZERS)
 def test_every_copy_of_every_variable_comes_back(tmp_path, mirrored, replicas, name, full):

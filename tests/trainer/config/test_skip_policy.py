@@ -357,6 +357,7 @@ STEEP = 2.0**20
 FLOOR = scaling.DynamicLossScale(1.0, min_scale=1.0, growth_interval=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "replicas", "num_microbatches", "jit_compile"),
     [

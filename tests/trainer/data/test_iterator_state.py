@@ -562,6 +562,7 @@ def test_two_calls_of_train_continue_in_the_data(tmp_path):
 # Saved positions that do not match.
 
 
+@pytest.mark.thorough
 def test_a_position_that_was_not_saved_cannot_be_restored(tmp_path):
     """A run with another resume mode has saved no position."""
 

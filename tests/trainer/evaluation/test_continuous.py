@@ -66,6 +66,7 @@ def files(path):
     }
 
 
+@pytest.mark.thorough
 def test_every_checkpoint_is_evaluated_once_to_the_bit(run):
     """`max_to_keep=None` keeps all checkpoints. The evaluator has the run's own results, writes
     nothing outside its folder, and does nothing when it is called again.

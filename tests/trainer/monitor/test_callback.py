@@ -56,6 +56,7 @@ class Record(Callback):
         self.calls.append(("train_end", summary.step))
 
 
+@pytest.mark.thorough
 def test_a_callback_hears_what_a_trainer_hears(tmp_path):
     """Its hooks are those of a trainer, in the same order, and its state is saved: a run that is
     resumed has the same state as one without interruption.

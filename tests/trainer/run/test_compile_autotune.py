@@ -65,6 +65,7 @@ class Counting(SmallImages):
         self.traced_before = self.traced
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize("drop_remainder", [False, True])
 def test_the_measured_step_is_not_traced_again(drop_remainder):

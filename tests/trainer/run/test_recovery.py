@@ -181,6 +181,7 @@ def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):
         run(tmp_path, divergence, 12, slopes, max_to_keep=1, checkpoint_interval=3)
 
 
+@pytest.mark.thorough
 def test_a_recovery_is_printed(tmp_path, capsys):
     """The console says what happened, and to which step the run went back."""
     trainer = Noisy(

@@ -111,6 +111,7 @@ def test_a_halted_run_may_go_on(tmp_path):
     assert int(state.consecutive_skips.numpy()) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("seed", "expected"), [(5, 5), (None, 1)])
 def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
     """With "seed" allowed to change, a new seed is used; without one, the saved seed is kept."""

@@ -73,6 +73,7 @@ class Dictionary(keras.optimizers.SGD):
             self.own = {variable.path: self.add_variable([], name="own") for variable in variables}
 
 
+@pytest.mark.thorough
 def test_slots_that_are_not_found_are_refused():
     """An optimizer whose slots the trainer cannot move is not built again; frozen layers are no problem."""
     trainer = trainer_of(lambda: Dictionary(0.125))

@@ -302,6 +302,7 @@ def test_clipping_comes_last(mirrored, replicas, owner):
     assert trainer.weight == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("bound", "expected"),
@@ -401,6 +402,7 @@ class Normed(Linear):
         return keras.Sequential([keras.Input([1]), norm, frozen, dense])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_statistics_become_their_mean(mirrored, replicas):
     """Step 10: after an applied step every replica holds the mean of what the BatchNorms of all
@@ -418,6 +420,7 @@ def test_statistics_become_their_mean(mirrored, replicas):
     assert [Normed.frozen_mean] * replicas == [copy.item() for copy in copies(frozen.moving_mean)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
     """Of 3 replicas x M microbatches, those without real examples do not count in the mean: with

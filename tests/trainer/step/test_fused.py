@@ -34,6 +34,7 @@ def general(make):
     return functools.partial(General, *make.args, **make.keywords)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_kernel_is_the_whole_rule(mirrored, replicas, name):

@@ -59,6 +59,7 @@ def run(rule, model_dir, precision="mixed_float16", steps=STEPS, **arguments):
     return trainer.train(dataset, steps=steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RULES)
 def test_simulating_the_rule_of_a_run_repeats_the_run(name, tmp_path):
     """Simulating a run's own rule on its record gives exactly its scales and skips."""
@@ -155,6 +156,7 @@ def test_a_step_of_a_resumed_run_is_read_once(tmp_path):
     assert record.loss_scale[24] != 4.0
 
 
+@pytest.mark.thorough
 def test_nothing_is_recorded_unless_asked_for(tmp_path):
     """Without `record_gradients` nothing is counted or written, and the error says so."""
     trainer = Linear(model_dir=tmp_path, verbose=False)

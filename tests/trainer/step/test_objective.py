@@ -333,6 +333,7 @@ def test_an_update_moves_both(duels, replicas, alternate):
         assert len(different) == 1 or "mean/" in variable.path, variable.path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_each_counts_its_updates(duels, replicas, alternate):
@@ -512,6 +513,7 @@ def test_losses_that_do_not_fit_are_refused(kind, found):
         list(attempt(Wrong(verbose=False), batches()[:1]))
 
 
+@pytest.mark.thorough
 def test_other_losses_are_ignored():
     """A loss without an optimizer of its name moves nothing."""
 

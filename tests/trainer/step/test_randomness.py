@@ -161,6 +161,7 @@ def test_no_two_draws_are_alike(first_runs, full, kind, replicas, num_microbatch
     assert len(set(everything)) == len(everything)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (1, 2), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_draws_the_same(first_runs, full, kind, replicas, num_microbatches):
@@ -216,6 +217,7 @@ def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microb
         assert trainer.take_notes() == [replica * attempts for replica in expected]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_step_moves_no_seed_state(first_runs, full, kind, replicas):
