@@ -742,6 +742,7 @@ FLAGS = [
     ("evaluate_at_start", "--evaluate_at_start=maybe"),
     ("continuous", "--continuous", "--continuous"),
     ("timeout_secs", "--timeout_secs=long"),
+    ("enable_checkpointing", "--enable_checkpointing=maybe"),
     ("async_checkpoint", "--async_checkpoint=maybe"),
     ("tpu", "--tpu=local", "--tpu"),
     ("keep_best", "--keep_best=-1"),
