@@ -268,10 +268,16 @@ def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
     assert steps_saved(tmp_path) == [2]
 
     other = tmp_path / "other"
-    other.mkdir()
-    (other / "metrics.jsonl").symlink_to("/dev/full")
+
+    class NoRoomAtTheStart(Steady):
+        """The log cannot be written from the moment the step is traced, before any line."""
+
+        def compute_loss(self, batch, *, training):
+            (other / "metrics.jsonl").symlink_to("/dev/full")
+            return super().compute_loss(batch, training=training)
+
     with pytest.raises(CheckpointError, match=r"^The log in .* could not be written") as error:
-        finish(Steady(other))
+        finish(NoRoomAtTheStart(other))
     assert not hasattr(error.value, "__notes__")
     assert steps_saved(other) == []
 
