@@ -600,7 +600,7 @@ def test_any_history_follows_the_law(linear, history, rule):
 def test_any_history_follows_the_law_on_replicas(linear, full):
     """L6: the law above also holds on two replicas."""
 
-    @settings(max_examples=100 if full else 8)
+    @settings(max_examples=40 if full else 8)
     @given(history=HISTORIES, rule=st.sampled_from(RULES if full else RULES[1:2]))
     def search(history, rule):
         trainer, oracle = linear(*rule, replicas=2)

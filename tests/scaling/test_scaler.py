@@ -25,7 +25,7 @@ from scaling import Cause, DynamicLossScale, LossScaler, Verdict
 SMALL = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-LARGE = settings(max_examples=600, stateful_step_count=60, deadline=None)
+LARGE = settings(max_examples=250, stateful_step_count=60, deadline=None)
 
 
 def take_step(scaler, verdict):

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever
+from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
 from trainer.log.digits import format_number
 from trainer.log.model_table import frozen_parameters, total_size, variable_rows
@@ -192,16 +193,11 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
             if parts >= share:
                 raise ValueError(
                     f"TensorFlow ran out of memory with {parts} microbatches of one example each: "
-                    f"{first_line(error)}. Use a smaller model, or half precision."
+                    f"{reason_of(error.message)}. Use a smaller model, or half precision."
                 ) from error
             parts = min(2 * parts, share)
         else:
             return parts
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error message, without a period at its end."""
-    return str(error).splitlines()[0].removesuffix(".")
 
 
 def save_and_restore(

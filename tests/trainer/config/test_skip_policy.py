@@ -146,7 +146,7 @@ def test_backward_names_the_first_of_many(traced, full):
     replica, and counts in that gradient summed over replicas, where inf plus -inf is NaN.
     """
 
-    @settings(max_examples=200 if full else 40)
+    @settings(max_examples=80 if full else 40)
     @given(st.dictionaries(PLACES, st.sampled_from([*BAD, 1.0]), min_size=1, max_size=12), PLACES)
     def search(where, place):
         check_backward(traced, list({**where, place: np.inf}.items()))
