@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -221,7 +222,13 @@ def start(run, *arguments):
     """Starts the program of a run, or of its evaluator."""
     script = pathlib.Path(followed_run.__file__)
     command = [sys.executable, str(script), f"--model_dir={run}", "--steps=60", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(script.parents[1])},  # beside tests/trainer
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.mark.slow
