@@ -108,6 +108,10 @@ def notes(row):
         found += [otherwise + first_sentence(row.refuse)]
     if row.no_xla:
         found += ["XLA cannot compile it: refused with `jit_compile=True`"]
+    if row.xla_lacks:
+        found += [
+            f"XLA lacks its operation `{row.xla_lacks}`: TensorFlow's error with `jit_compile=True`"
+        ]
     if row.fails_in:
         names = " and ".join(name.removeprefix("mixed_") for name in row.fails_in)
         found += [f"Keras by itself fails in {names}"]

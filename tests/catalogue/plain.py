@@ -82,5 +82,7 @@ def gradients_of(model, part, factor):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(losses(model, part, training=True))
         loss = factor * (loss + sum(tf.cast(each, tf.float32) for each in model.losses))
-    found = tape.gradient(loss, model.trainable_variables, unconnected_gradients="zero")
+    # Of Keras's own variables, eager TensorFlow cannot make the zeros of one that is not reached.
+    variables = [variable.value for variable in model.trainable_variables]
+    found = tape.gradient(loss, variables, unconnected_gradients="zero")
     return [tf.convert_to_tensor(each) for each in found]

@@ -47,6 +47,7 @@ class Row:
     verdict: str = RIGHT
     because: str = ""  # for the reader of the page
     no_xla: bool = False  # whether Keras says that XLA cannot compile the class
+    xla_lacks: str = ""  # the operation of the class for which TensorFlow has no XLA kernel
     fails_in: Sequence[str] = ()  # precisions in which Keras by itself cannot run it
     refused_in: Sequence[str] = ()  # precisions in which halfstep refuses it: see `because`
     refuse: Callable[[], Any] | None = (
@@ -63,7 +64,9 @@ class Row:
         """Whether a step can be compared in a configuration."""
         xla = configuration.jit_compile is True
         fails = {*self.fails_in, *self.refused_in}
-        return configuration.precision not in fails and not (xla and self.no_xla)
+        return configuration.precision not in fails and not (
+            xla and (self.no_xla or self.xla_lacks)
+        )
 
 
 def sizes(*bounds: tuple[int, int]) -> st.SearchStrategy[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from catalogue.check_step import (
     check_no_xla,
     check_refused_in,
     check_step,
+    check_xla_lacks,
 )
 from catalogue.configurations import Configuration
 from catalogue.entries import entries, missing_and_strays
@@ -177,3 +178,10 @@ def test_a_class_is_refused_in_half(entry, full):
 def test_what_xla_cannot_compile_is_refused(entry):
     """`jit_compile=True` is refused before the first step, with the layer's name."""
     check_no_xla(entry)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("entry", [e for e in LISTED if e.row.xla_lacks], ids=str)
+def test_an_operation_that_xla_lacks(entry):
+    """Keras's class by itself cannot be compiled: a row that says so is not out of date."""
+    check_xla_lacks(entry)
