@@ -19,12 +19,13 @@ from trainer.config.loss_fn import (
     weights_elements,
 )
 from trainer.config.metrics import check_metrics, make_metrics
-from trainer.config.output_losses import OutputWeights, check_loss_weights
+from trainer.config.output_losses import OutputLosses, OutputWeights, check_loss_weights
 from trainer.config.output_mask import (
     check_mask_is_known,
     mask_of_outputs,
     warn_of_lost_mask,
 )
+from trainer.config.output_metrics import entries_by_name, update_by_output
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.step.gather import all_gather
 from trainer.step.plan import ones
@@ -37,7 +38,8 @@ LossArgument: TypeAlias = OneLoss | Mapping[str, OneLoss] | Sequence[OneLoss]
 MetricsArgument: TypeAlias = (
     Callable[[], MetricsByName]
     | Sequence[str | keras.metrics.Metric]
-    | Mapping[str, str | keras.metrics.Metric]
+    | Mapping[str, str | keras.metrics.Metric | Sequence[str | keras.metrics.Metric]]
+    | Sequence[str | keras.metrics.Metric | Sequence[str | keras.metrics.Metric] | None]
     | None
 )
 
@@ -222,7 +224,14 @@ class Task:
 
         Called twice: once for the metrics of training, and once for those of evaluation.
         """
-        return make_metrics(self._given_metrics, self._loss_fn, self.model)
+        return make_metrics(
+            self._given_metrics, self._loss_fn, self.model, with_losses=self._adds_losses()
+        )
+
+    def _adds_losses(self) -> bool:
+        """Returns whether each output's loss is a metric: only the default methods update it."""
+        own = type(self).compute_loss, type(self).update_metrics
+        return own == (Task.compute_loss, Task.update_metrics)
 
     @without_autograph
     def update_metrics(self, batch: Batch, aux: Aux) -> None:
@@ -241,6 +250,15 @@ class Task:
             )
         if self.metrics:
             x, y, sample_weight = _unpack(batch)
+            if isinstance(self._loss_fn, OutputLosses) and not callable(self._given_metrics):
+                entries = entries_by_name(
+                    self._given_metrics,
+                    self._loss_fn,
+                    self.model,
+                    with_losses=self._adds_losses(),
+                )
+                update_by_output(self.metrics, entries, self._loss_fn, y, aux, sample_weight)
+                return
             if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
                 aux = with_keras_mask(aux, mask_of_outputs(self.model, x))
             for metric in self.metrics.values():

@@ -136,6 +136,8 @@ class Trainer(Task):
             function that returns a dict of new metrics, keyed by name. "accuracy" and
             "crossentropy" stand for the class that fits the cross entropy in `loss_fn`. A metric
             is an example: training and evaluation each make their own from its configuration.
+            With a loss for each output, a dict or a list with the metrics of each output: they are
+            logged as "OUTPUT_METRIC", and each output's loss as "OUTPUT_loss".
 
     Args: Precision and loss scale
         precision: the Keras dtype policy under which the model is built. One of "float32",

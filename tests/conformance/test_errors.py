@@ -402,7 +402,12 @@ TRAINER = {
         ("class_weight", "Trainer(class_weight=[1.0, 5.0])"),
         ("class_weight", "Trainer(class_weight={0: -1.0})"),
         ("class_weight", 'Trainer(loss_fn=["mse"], class_weight={0: 2.0})'),
-        ("metrics", 'Trainer(loss_fn=["mse"], metrics=[keras.metrics.MeanSquaredError()])'),
+        ("metrics", 'Trainer(loss_fn=["mse"], metrics={"a": ["mae"]})'),
+        (
+            "metrics",
+            'Trainer(loss_fn={"a": "mse", "b": "mse"}, metrics={"a": ["mae", "mae"]}).evaluate(data,'
+            " global_batch=4)",
+        ),
         ("metrics", 'Trainer(metrics="accuracy")'),
         ("metrics", 'Trainer(metrics=["accuracy"], loss_fn="mse")'),
         ("metrics", 'Trainer(metrics=["acuracy"], loss_fn="binary_crossentropy")'),

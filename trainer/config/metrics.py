@@ -1,6 +1,6 @@
 """What `metrics` means: a function of a dict, or names and metrics as in Keras's `compile`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -8,6 +8,7 @@ import keras
 from scaling.base.argument_checks import did_you_mean
 from trainer.config.loss_fn import name_of
 from trainer.config.output_losses import OutputLosses
+from trainer.config.output_metrics import entries_by_name, metrics_by_output, shape_of_output
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
 ACCURACY = {
@@ -53,20 +54,22 @@ def check_metrics(metrics: Any, loss_fn: Any) -> None:
     """
     if metrics is None or (callable(metrics) and not isinstance(metrics, keras.metrics.Metric)):
         return
-    if metrics and isinstance(loss_fn, OutputLosses):
-        raise ValueError(
-            "`metrics` must be a function if `loss_fn` has a loss for each output; got "
-            f"{type(metrics).__name__}. A metric in a list or a dict takes a single output. "
-            "Override build_metrics and update_metrics(batch, outputs), or leave the metrics out."
-        )
     if not isinstance(metrics, (list, tuple, Mapping)):
         raise TypeError(
             "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "
             f"{type(metrics).__name__}. Training and evaluation each make their own metrics from "
             f"it. {FORM}"
         )
-    values = metrics.values() if isinstance(metrics, Mapping) else metrics
-    for each in values:
+    if isinstance(loss_fn, OutputLosses):
+        for key, entry in metrics_by_output(metrics, loss_fn).items():
+            check_each(entry, loss_fn.losses.get(key))
+    else:
+        check_each(metrics.values() if isinstance(metrics, Mapping) else metrics, loss_fn)
+
+
+def check_each(metrics: Iterable[Any], loss_fn: Any) -> None:
+    """Raises TypeError or ValueError unless these are names and objects of metrics."""
+    for each in metrics:
         if isinstance(each, str):
             class_named(each, loss_fn)
         elif not isinstance(each, keras.metrics.Metric):
@@ -78,23 +81,35 @@ def check_metrics(metrics: Any, loss_fn: Any) -> None:
             )
 
 
-def make_metrics(metrics: Any, loss_fn: Any, model: Any) -> dict[str, keras.metrics.Metric]:
+def make_metrics(
+    metrics: Any, loss_fn: Any, model: Any, *, with_losses: bool = False
+) -> dict[str, keras.metrics.Metric]:
     """Returns new metrics, keyed by name; what `metrics` returns if it is a function.
 
     Args:
         metrics: an argument that `check_metrics` has accepted.
         loss_fn: the resolved loss, or None.
         model: the model, which is built.
+        with_losses: whether to add the mean of each output's loss, if there are several.
 
     Raises:
-        ValueError: if the model's output does not fit the class that a name stands for.
+        ValueError: if the model's outputs do not fit the metrics.
     """
-    if metrics is None:
-        return {}
     if callable(metrics):
         return metrics()  # type: ignore[no-any-return]  # checked by `build_metrics`
+    if isinstance(loss_fn, OutputLosses):
+        entries = entries_by_name(metrics, loss_fn, model, with_losses=with_losses)
+        return {
+            name: keras.metrics.Mean(name=name)
+            if each is None
+            else made(each, name, loss_fn.losses.get(key), shape_of_output(model, key))
+            for name, (key, each) in entries.items()
+        }
+    if metrics is None:
+        return {}
     named = metrics.items() if isinstance(metrics, Mapping) else [(key_of(m), m) for m in metrics]
-    return {name: made(each, name, loss_fn, model) for name, each in named}
+    shape = getattr(model, "output_shape", None) if isinstance(model, keras.Model) else None
+    return {name: made(each, name, loss_fn, shape) for name, each in named}
 
 
 def key_of(metric: str | keras.metrics.Metric) -> str:
@@ -102,14 +117,14 @@ def key_of(metric: str | keras.metrics.Metric) -> str:
     return metric if isinstance(metric, str) else str(metric.name)
 
 
-def made(metric: Any, name: str, loss_fn: Any, model: Any) -> keras.metrics.Metric:
+def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metric:
     """Returns a new metric of the kind that a name or an object stands for."""
     if isinstance(metric, keras.metrics.Metric):
         return type(metric).from_config(metric.get_config())
     make = class_named(metric, loss_fn)
     arguments: dict[str, Any] = {"name": name}
     if metric in BY_LABELS:
-        check_output(metric, make, model)
+        check_output(metric, make, shape)
         from_logits = is_from_logits(loss_fn)
         if make is keras.metrics.BinaryAccuracy and from_logits:
             arguments["threshold"] = 0.0  # a logit of 0 is a probability of one half
@@ -151,9 +166,8 @@ def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
     )
 
 
-def check_output(name: str, make: Any, model: Any) -> None:
-    """Raises ValueError if a model's output does not fit the class for "accuracy"."""
-    shape = getattr(model, "output_shape", None) if isinstance(model, keras.Model) else None
+def check_output(name: str, make: Any, shape: Any) -> None:
+    """Raises ValueError if the shape of an output does not fit the class for "accuracy"."""
     if not (isinstance(shape, tuple) and shape and shape[-1] is not None):
         return
     binary = make in (ACCURACY["binary"], CROSSENTROPY["binary"])

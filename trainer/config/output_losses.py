@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -44,33 +44,48 @@ class OutputLosses:
             y_true: the labels, in the structure of the losses.
             y_pred: the model's outputs, in the structure of the losses.
         """
-        labels = self._by_key("labels", y_true)
-        outputs = self._by_key("outputs", y_pred)
+        labels = self.by_key("labels", y_true, self.losses.keys())
+        outputs = self.by_key("outputs", y_pred, self.losses.keys())
         terms = []
         for key, loss in self.losses.items():
             losses = example_losses(loss, labels[key], outputs[key])
             terms.append(self.weights[key] * tf.cast(losses, tf.float32))
         return tf.add_n(terms)
 
-    def _by_key(self, what: str, values: Any) -> Mapping[Key, Any]:
-        """Returns labels or outputs by key; raises ValueError if a loss has none."""
+    def by_key(
+        self, what: str, values: Any, keys: Collection[Key], argument: str = "loss_fn"
+    ) -> Mapping[Key, Any]:
+        """Returns labels or outputs by key.
+
+        Args:
+            what: "labels" or "outputs", for the error.
+            values: the labels or outputs.
+            keys: the keys that must be there.
+            argument: the argument that has these keys, for the error.
+
+        Raises:
+            ValueError: if one is missing.
+        """
         if self.count is None:
             found = dict(values) if isinstance(values, Mapping) else None
         else:
             in_order = isinstance(values, (list, tuple)) and len(values) == self.count
             found = dict(enumerate(values)) if in_order else None
-        if found is not None and self.losses.keys() <= found.keys():
+        if found is not None and set(keys) <= found.keys():
             return found
         wanted = (
-            f"the names {sorted(map(str, self.losses))}"
+            f"the names {sorted(map(str, keys))}"
             if self.count is None
             else (f"{self.count} of them, in a tuple")
         )
+        kind, compares = (
+            ("losses", "loss compares") if argument == "loss_fn" else ("metrics", "metric compares")
+        )
         raise ValueError(
-            f"`loss_fn` must have the structure of the {what}; got losses for {wanted}, and "
-            f"{structure_of(values)} as {what}. Each loss compares one output with its own labels. "
+            f"`{argument}` must have the structure of the {what}; got {kind} for {wanted}, and "
+            f"{structure_of(values)} as {what}. Each {compares} one output with its own labels. "
             "Name the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with "
-            "these names as labels and as loss_fn; or use lists for all three."
+            f"these names as labels and as {argument}; or use lists for all three."
         )
 
 

@@ -611,3 +611,46 @@ def test_a_shared_loss_out_of_a_compiled_function_is_evaluated_once():
     rates = Rates(jit_compile=True, verbose=False)
     batch = {"x": np.ones([4, 1], np.float32)}
     assert rates.evaluate(batch, global_batch=4, precision="train")["loss"] == 4.0
+
+
+class Sums(Rates):
+    """`Rates`, with a loss of each layer's own, whose sum moves both."""
+
+    def compute_loss(self, batch, training):
+        """Returns the sum under both names, as one tensor or added up once for each."""
+        out = tf.cast(self.model(batch["x"], training=training)[:, 0], tf.float32)
+        own = {"base": out * batch["x"][:, 0], "head": 0.5 * out * out}
+        total = own["base"] + own["head"]
+        return {"base": total, "head": total if self.once else own["base"] + own["head"]}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_a_sum_of_losses_moves_both_parts_as_in_a_plain_loop(mirrored, alternate, once):
+    """Each part moves by its rate times its gradient of the whole sum, also in microbatches and on
+    replicas. The sum is reported once if it is one tensor; two sums are two losses.
+    """
+    x = np.float32([[0.5], [1.0], [-1.5], [2.0], [0.25], [1.25]])
+    sums = Sums(
+        strategy=mirrored(3), num_microbatches=2, alternate_optimizers=alternate, verbose=False
+    )
+    sums.once = once
+    [report] = attempt(sums, [{"x": x}])
+
+    weights = {"base": tf.Variable(2.0), "head": tf.Variable(2.0)}
+    losses = {}
+    for names in [["base"], ["head"]] if alternate else [["base", "head"]]:
+        with tf.GradientTape() as tape:
+            out = x * weights["base"] * weights["head"]
+            loss = tf.reduce_mean(out * x + 0.5 * out * out)
+        gradients = tape.gradient(loss, [weights[name] for name in names])
+        for name, gradient in zip(names, gradients, strict=True):
+            weights[name].assign_sub({"base": 0.125, "head": 0.5}[name] * gradient)
+            losses[name] = loss.numpy()
+
+    expected = [weight.numpy() for weight in weights.values()]
+    found = [weight.numpy().item() for weight in sums.model.trainable_variables]
+    assert found == pytest.approx(expected, rel=1e-5)
+    reported = losses["base"] if once else sum(losses.values())
+    assert report.loss == pytest.approx(reported, rel=1e-5)
