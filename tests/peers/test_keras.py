@@ -17,7 +17,7 @@ from scaling import DynamicLossScale, LossScaler
 from trainer import Trainer
 from trainer.step import TrainState, attempt_step
 
-pytestmark = pytest.mark.replicas(2, 3)
+pytestmark = [pytest.mark.thorough, pytest.mark.replicas(2, 3)]
 
 START = [1.0, 2.0, 3.0, 4.0]
 GRADIENT = [1.0, 6.0, 7.0, 2.0]

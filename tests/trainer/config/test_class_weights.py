@@ -36,6 +36,7 @@ def dense(units):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "replicas"), [*((kind, 1) for kind in LABELED), ("classes", 3)])
 def test_weights_of_classes_are_keras_s(mirrored, kind, replicas):
     """L21: the SGD step is that of Keras's `fit` on one device, and evaluations are not weighted."""

@@ -109,6 +109,7 @@ def data(sizes=(5, 4)):
     return [(IDS[:size], (IDS[:size] + 1) % 3) for size in sizes]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("replicas", "num_microbatches"),
     [

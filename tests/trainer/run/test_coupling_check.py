@@ -166,6 +166,7 @@ class Centered(Linear):
         return tf.reduce_mean((outputs - tf.reduce_mean(outputs if self.right else own)) ** 2)
 
 
+@pytest.mark.thorough
 def test_a_missing_gather_is_found(mirrored):
     """L8: a global loss of which a part sees only a replica's share is refused before the first
     step.

@@ -139,6 +139,7 @@ def test_log_lines_are_on_time(tmp_path):
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 17]
 
 
+@pytest.mark.thorough
 def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
     """The history and the best result of a run are the same to the bit whether one process took all
     steps or two; each call's summary ends where the call did.
