@@ -18,7 +18,6 @@ of the rule of the loss scale. The names of TensorFlow's official models (`--tra
 
 import dataclasses
 import functools
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ from absl import flags, logging
 import scaling
 import strategies
 from scaling.base.argument_checks import did_you_mean
-from trainer.base.argument_checks import check_writable
+from trainer.base.argument_checks import check_writable, local_path
 from trainer.base.atomic_files import write_atomically
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import CHOICES, LOWER_BOUND, argument_texts
@@ -347,7 +346,7 @@ def make_trainer(
     }
     made = trainer_class(**from_flags | arguments)
     if flag_values.model_dir and made.is_chief and flag_values.mode in TRAINING_MODES:
-        model_dir = pathlib.Path(flag_values.model_dir)
+        model_dir = local_path(flag_values.model_dir)
         check_writable(model_dir)
         write = functools.partial(write_atomically, model_dir / "flags.cfg", text_of(flag_values))
         if (model_dir / "flags.cfg").exists():  # the run may yet be refused, or only evaluate

@@ -19,6 +19,7 @@ from trainer.base.argument_checks import (
     check_no_unknown_arguments,
     check_path,
     check_writable,
+    local_path,
 )
 from trainer.base.autograph import without_autograph
 from trainer.base.folder_lock import only_writer
@@ -982,7 +983,7 @@ class Trainer(Task):
         self._check_started("export")
         check_export(self.model, path, precision)
         with self._weights(averaged):
-            return export(self.model, pathlib.Path(path), precision, compare_on)
+            return export(self.model, local_path(path), precision, compare_on)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
         """Repeats a skipped step that the flight recorder has recorded (law L18, docs/numerics.md).
@@ -1001,7 +1002,7 @@ class Trainer(Task):
                 different model or different settings.
         """
         check_path("overflow", overflow, "runs/digits/overflows/step-00000120")
-        record, dataset, state = read_record(pathlib.Path(overflow))
+        record, dataset, state = read_record(local_path(overflow))
         if self.compile_mode_open and not self._started:
             assign(self, "jit_compile", record.setting["jit_compile"])
         check_setting(record.setting, recorded_settings(self))

@@ -3,6 +3,7 @@
 import inspect
 import os
 import pathlib
+import re
 import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -47,13 +48,17 @@ def check_seed(
 
 
 def check_path(name: str, value: object, example: str, *, optional: bool = False) -> None:
-    """Raises TypeError, naming the argument, unless `value` is a non-empty path.
+    """Raises an error, naming the argument, unless `value` is a non-empty local path.
 
     Args:
         name: the argument's name, for the error.
         value: the argument.
         example: a path that the error suggests.
         optional: whether None is allowed too.
+
+    Raises:
+        TypeError: if it is no path, or empty.
+        ValueError: if it is a URL, such as gs://bucket/run.
     """
     if value is None and optional:
         return
@@ -63,6 +68,37 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
             f"`{name}` must be {rule}; got {value!r}. This argument names a file or a folder. "
             f'Pass "{example}", for example.'
         )
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", os.fspath(value)):
+        raise ValueError(
+            f"`{name}` must be a local path; got {os.fspath(value)!r}. Files are locked and "
+            "renamed as they are written, which object stores do not offer. Mount the store as a "
+            "folder and pass that folder, or copy the files when the run has ended."
+        )
+
+
+def check_checkpoint_path(name: str, value: object, example: str) -> None:
+    """As `check_path`, for a path under which TensorFlow reads checkpoints.
+
+    TensorFlow looks for a checkpoint's files with its path as a pattern. With a bracket or a
+    backslash in it, a checkpoint can be written and not be read.
+    """
+    check_path(name, value, example)
+    whole = str(local_path(value).absolute())  # type: ignore[arg-type]  # it has been checked
+    if found := re.search(r"[\[\\]", whole):
+        raise ValueError(
+            f"`{name}` must not contain {found[0]!r}; got {whole!r}. TensorFlow reads the path of "
+            "a checkpoint as a pattern, and would not find it again. Use another name."
+        )
+
+
+def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns a path with `~` replaced by the user's home folder, also where no shell has done it.
+
+    Example:
+        >>> local_path("~/runs/a") == pathlib.Path.home() / "runs" / "a"
+        True
+    """
+    return pathlib.Path(path).expanduser()
 
 
 def check_no_unknown_arguments(
@@ -107,7 +143,8 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
 
 def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
     """Raises ValueError, naming the argument, unless `value` is one of `choices`."""
-    if value not in choices:
+    same = [each for each in choices if each == value]
+    if not any(isinstance(each, bool) == isinstance(value, bool) for each in same):  # 1 is not True
         remedy = did_you_mean(str(value), map(str, choices), "Pass one of these values.")
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. There are no "

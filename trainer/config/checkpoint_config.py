@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from trainer.base.argument_checks import check_path
+from trainer.base.argument_checks import check_checkpoint_path
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
 from trainer.checkpoint.folder import committed
@@ -61,7 +61,7 @@ class CheckpointConfig:
     data_resume: str = choice("exact", RESUME_MODES)
     allow_changes: Sequence[str] = checked((), check_allowed, **{CHOICES: tuple(ARGUMENTS)})
     init_from: str | pathlib.Path | None = checked(
-        None, lambda name, value: check_path(name, value, "runs/digits/ckpt-1000", optional=True)
+        None, lambda name, value: check_checkpoint_path(name, value, "runs/digits/ckpt-1000")
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,12 @@ import tensorflow as tf
 
 import scaling
 from scaling.ops.precision import COMPUTE_DTYPES
-from trainer.base.argument_checks import check_ema_momentum, check_path, check_seed
+from trainer.base.argument_checks import (
+    check_checkpoint_path,
+    check_ema_momentum,
+    check_seed,
+    local_path,
+)
 from trainer.config.fields import check_fields, checked, choice, count, switch
 from trainer.config.hooks import check_callbacks
 from trainer.config.resolve import resolve_rule, resolve_strategy, warn_of_conflicts
@@ -90,7 +95,7 @@ class RunConfig:
     """The folder, the strategy, the compile mode and the seed of a run."""
 
     model_dir: str | pathlib.Path | None = checked(
-        None, lambda name, value: check_path(name, value, "runs/digits", optional=True)
+        None, lambda name, value: check_checkpoint_path(name, value, "runs/digits")
     )
     strategy: str | tf.distribute.Strategy = "default"
     steps_per_loop: int = count(10)
@@ -109,7 +114,7 @@ class RunConfig:
     @property
     def folder(self) -> pathlib.Path | None:
         """`model_dir` as a path."""
-        return None if self.model_dir is None else pathlib.Path(self.model_dir)
+        return None if self.model_dir is None else local_path(self.model_dir)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import strategies
 from strategies.division import cut_rows, tensors_in
+from trainer.base.argument_checks import local_path
 from trainer.base.keras_private import recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import versions, warn_about_model
@@ -164,7 +165,7 @@ def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
                 "first update would bring the old weights back. Do not call the optimizer's "
                 "build(): the trainer calls it after it has loaded the weights."
             )
-    warm_start(pathlib.Path(init_from), trainer.model)
+    warm_start(local_path(init_from), trainer.model)
 
 
 def holds_copies(optimizer: keras.optimizers.Optimizer, model: Model) -> bool:

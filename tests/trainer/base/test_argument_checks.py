@@ -7,6 +7,7 @@ import pytest
 
 from trainer.base.argument_checks import (
     check_bool,
+    check_checkpoint_path,
     check_choice,
     check_count,
     check_ema_momentum,
@@ -16,6 +17,7 @@ from trainer.base.argument_checks import (
     check_path,
     check_seed,
     check_writable,
+    local_path,
 )
 
 
@@ -170,3 +172,53 @@ def test_an_ema_momentum_lies_between_0_and_1(value):
         f"`ema_momentum` must be strictly between 0 and 1; got {value!r}. Each update keeps this "
         "fraction of the old average. 0.999 is a common choice."
     )
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/run", "s3://b/x", "ram://x", "file:///tmp/x", "hdfs:/x"]
+)
+def test_a_url_is_no_local_path(url):
+    """It would become a local folder of that name."""
+    with pytest.raises(ValueError, match="`model_dir`") as error:
+        check_path("model_dir", url, "runs/digits")
+
+    assert str(error.value) == (
+        f"`model_dir` must be a local path; got {url!r}. Files are locked and renamed as they are "
+        "written, which object stores do not offer. Mount the store as a folder and pass that "
+        "folder, or copy the files when the run has ended."
+    )
+
+
+@pytest.mark.parametrize(("path", "sign"), [("/runs/[64,32]/a", "["), ("/runs/a\\b", "\\")])
+def test_a_path_that_tensorflow_cannot_read_back_is_refused(path, sign):
+    """TensorFlow takes brackets and backslashes for a pattern; other signs are harmless."""
+    check_checkpoint_path("model_dir", "/runs/lr=1e-3, été *?", "runs/digits")
+    with pytest.raises(ValueError, match="`model_dir`") as error:
+        check_checkpoint_path("model_dir", path, "runs/digits")
+
+    assert str(error.value) == (
+        f"`model_dir` must not contain {sign!r}; got {path!r}. TensorFlow reads the path of a "
+        "checkpoint as a pattern, and would not find it again. Use another name."
+    )
+
+
+def test_a_bracket_in_the_working_directory_counts(tmp_path, monkeypatch):
+    """A relative path is looked up as a whole."""
+    (tmp_path / "[a]").mkdir()
+    monkeypatch.chdir(tmp_path / "[a]")
+    with pytest.raises(ValueError, match="must not contain"):
+        check_checkpoint_path("model_dir", "run", "runs/digits")
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    """A shell does not replace it behind `--model_dir=`."""
+    monkeypatch.setenv("HOME", "/home/ada")
+
+    assert local_path("~/runs/a") == pathlib.Path("/home/ada/runs/a")
+    assert local_path("runs/~a") == pathlib.Path("runs/~a")
+
+
+def test_one_is_not_true():
+    """A number in the place of a switch is refused also where it is equal to a choice."""
+    with pytest.raises(ValueError, match=r"`jit_compile` must be one of .*; got 1\."):
+        check_choice("jit_compile", 1, ("auto", True, False))
