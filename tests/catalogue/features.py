@@ -5,7 +5,7 @@ import keras
 import tensorflow as tf
 from catalogue.entries import Entry
 from catalogue.layers import SAME_SEQUENCES
-from catalogue.rows import IDS, KERAS, SEQUENCE, VECTOR, Inputs, Row
+from catalogue.rows import IDS, KERAS, SEQUENCE, SHARES, VECTOR, Inputs, Row
 
 L = keras.layers
 FEATURES_ROOM = "features"
@@ -159,7 +159,9 @@ FEATURES = {
         fails_in=("mixed_float16",),
         in_graph=True,
     ),
-    '`quantize("float8")`': Row([FOUR], make=lambda **_: L.Dense(4), call=quantized("float8")),
+    '`quantize("float8")`': Row(
+        [FOUR], make=lambda **_: L.Dense(4), call=quantized("float8"), compared_with=SHARES
+    ),
     "shared layer": Row(
         [FOUR], make=lambda **_: L.Dense(4, activation="tanh"), call=lambda f, x: f(f(x))
     ),

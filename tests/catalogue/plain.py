@@ -58,7 +58,10 @@ def plain_step(model, batch, case, configuration, keys, loss_scale):
             total = (
                 gradients
                 if total is None
-                else [a + b for a, b in zip(total, gradients, strict=True)]
+                else [
+                    tf.maximum(a, b) if value else a + b  # float8 remembers the largest value
+                    for a, b, value in zip(total, gradients, replaced, strict=True)
+                ]
             )
             after.append([v.numpy() for v in others])
     assign(

@@ -356,3 +356,29 @@ def test_a_skip_moves_no_replacing_value(mirrored, replicas):
 
     assert not bool(report.grads_finite)
     assert [variable.numpy().tobytes() for variable in model.variables] == before
+
+
+def test_scaled_gradients_that_overflow_lower_the_scale_of_float8():
+    """L20: float8 remembers the largest scaled gradient, which overflows in float16. That is no fault of
+    the forward pass, so the scale backs off until the step is applied.
+    """
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = float8()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    rule = scaling.DynamicLossScale(2.0**22, backoff_factor=2.0**-4)
+
+    def losses(batch, training):
+        outputs = tf.cast(model(batch, training=training), tf.float32)
+        return tf.reduce_sum((outputs - 1.0) ** 2, 1)
+
+    plan = plan_of(model, losses, rule=rule)
+    run = TrainState(plan.rule)
+    step = tf.function(lambda: attempt_step(tf.ones([6, 3]), plan, run), autograph=False)
+    reports = [step() for _ in range(4)]
+
+    assert not bool(reports[0].grads_finite)
+    assert int(reports[0].cause) == scaling.Cause.BACKWARD
+    assert bool(reports[-1].grads_finite)
+    assert float(reports[-1].loss_scale) < 2.0**22

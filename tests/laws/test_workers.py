@@ -35,6 +35,7 @@ def undisturbed(request, tmp_path_factory):
     return count, out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["plain", "coupled", "noisy"])
 def test_all_workers_have_the_same_bits_after_every_step(undisturbed, kind):
     """Every copy of the weights, BatchNorm's statistics, slots, averages, loss scale and counts has
@@ -49,6 +50,7 @@ def test_all_workers_have_the_same_bits_after_every_step(undisturbed, kind):
         assert lines(out, kind, index) == first
 
 
+@pytest.mark.thorough
 def test_an_overflow_on_the_last_worker_skips_on_all(undisturbed):
     """L5: an overflow in the last worker's last example skips the step on all workers and moves
     only the scale.
@@ -62,6 +64,7 @@ def test_an_overflow_on_the_last_worker_skips_on_all(undisturbed):
         assert [line["scale"] for line in (before, planted)] == [256.0, 128.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["plain", "coupled"])
 def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path, kind):
     """L8: one process with the whole batch has the same weights after every step, to 1e-6 (SGD), also
@@ -81,6 +84,7 @@ def test_workers_take_the_steps_of_one_process(undisturbed, tmp_path, kind):
     assert np.abs(end - start).max() > 1e-2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["plain", "noisy"])
 def test_every_worker_predicts_the_whole(undisturbed, kind):
     """Every worker returns all predictions in the order of the data, although it computes only its

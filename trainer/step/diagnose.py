@@ -47,7 +47,7 @@ class Evidence(NamedTuple):
     """What `diagnose` examines after a skip; the same on every replica."""
 
     table: NonfiniteTable
-    statistics_finite: tf.Tensor  # shape=(), bool: result of `judge.stay_finite`
+    statistics_finite: tf.Tensor  # shape=(), bool: `judge.stay_finite` of the forward pass
     summed: list[Gradient]  # gradients summed over replicas, still scaled
     unscaled: list[Gradient]  # the same, unscaled, before clipping
 

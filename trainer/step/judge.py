@@ -24,8 +24,8 @@ def judge(
 
     Args:
         losses_finite: whether the unscaled loss was finite on every replica: shape (), bool.
-        statistics_finite: whether the variables that the forward pass assigns stay finite; see
-            `stay_finite`: shape (), bool.
+        statistics_finite: whether the variables that the step assigns, but for the weights, stay
+            finite; see `stay_finite`: shape (), bool.
         gradient_norm: global norm of the summed, unscaled gradients, before clipping: shape (),
             float32.
         max_magnitude: largest magnitude in these gradients: shape (), float32; NaN if it was not
@@ -56,7 +56,7 @@ def stay_finite(written: Values, before: Values) -> tf.Tensor:
     A moving average that becomes inf or NaN would never become finite again.
 
     Args:
-        written: what the forward pass would assign; floats are already averaged over replicas.
+        written: what would be assigned; floats are already those of all replicas.
         before: the values of the same variables before the step.
     """
     floats = {position: value for position, value in written.items() if value.dtype.is_floating}

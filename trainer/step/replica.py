@@ -58,10 +58,13 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     )
     unread = [position for position in reduced.written if position not in values]
     before = values | read_values(plan.held_back, unread)
-    statistics_finite = stay_finite(reduced.written, before)
+    # The maxima that float8 remembers are of scaled gradients too: a smaller scale can help them.
+    assigned = {at: value for at, value in reduced.written.items() if at not in local.replaced}
+    replaced = {at: value for at, value in reduced.written.items() if at in local.replaced}
+    statistics_finite = stay_finite(assigned, before)
     verdict = judge(
         losses_finite=reduced.table.losses_finite,
-        statistics_finite=statistics_finite,
+        statistics_finite=statistics_finite & stay_finite(replaced, before),
         gradient_norm=gradient_norm,
         max_magnitude=measured.max_magnitude,
     )

@@ -100,6 +100,7 @@ def test_a_block_that_raises_puts_everything_back():
         assert draws() == failed
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("program")
 def test_a_trainer_leaves_the_global_generators_as_it_found_them(tmp_path):
     """To build, train, evaluate, predict and save moves none of them, so that a program draws

@@ -78,6 +78,7 @@ def test_a_run_reads_arrays_that_were_changed_in_place():
     assert line.weight == 1 - 3 * 1 - 2 * 10 - 15
 
 
+@pytest.mark.thorough
 def test_new_arrays_in_every_call_begin_with_new_orders():
     """A run that is given new arrays in every call takes other rows of them each time, and the
     same arrays go on in one order.

@@ -458,6 +458,7 @@ def from_python():
     return as_batches(Dataset.from_generator(lambda: iter(range(7)), output_signature=signature))
 
 
+@pytest.mark.thorough
 def test_a_refused_pipeline_takes_no_step(tmp_path):
     """It is refused before the first step, but accepted if no position would be saved."""
     trainer = Traced(model_dir=tmp_path)

@@ -98,6 +98,7 @@ def test_every_checkpoint_is_evaluated_once_to_the_bit(run):
     assert len(follow(evaluator(run), steps=1)) == 7  # other data
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_may_vanish_or_be_replaced_while_it_is_read(run, monkeypatch):
     """A checkpoint that the run removes is left out; one that it replaces is read again."""
     expected, read, struck = validation(run), folder.read_manifest, []

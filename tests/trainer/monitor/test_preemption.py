@@ -208,6 +208,7 @@ def test_an_interrupted_notebook_can_continue(tmp_path, undisturbed):
     assert folder.read_manifest(tmp_path / f"ckpt-{TARGET}")["batches_taken"] == TARGET
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["reading", "building", "beginning"])
 def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undisturbed, when):
     """A signal while the first batch is read, while the model is built or in `on_train_begin` ends the
@@ -263,6 +264,7 @@ def test_a_run_is_stopped_from_another_thread(tmp_path, mirrored, undisturbed, r
         assert bits(trainer) == undisturbed
 
 
+@pytest.mark.thorough
 def test_stop_between_two_calls_does_not_stop_the_next():
     """A call of `stop` outside `train` has no effect."""
     trainer = Linear(verbose=False)
@@ -276,6 +278,7 @@ def test_stop_between_two_calls_does_not_stop_the_next():
     rescue.cancel()
 
 
+@pytest.mark.thorough
 def test_a_run_in_another_thread_leaves_signals_alone():
     """Signals belong to the main thread: its handlers and its wakeup descriptor are not changed."""
     seen, inside, looked = [], threading.Event(), threading.Event()
@@ -298,6 +301,7 @@ def test_a_run_in_another_thread_leaves_signals_alone():
     assert wakeup != -1
 
 
+@pytest.mark.thorough
 def test_handlers_are_restored_when_a_run_raises():
     """The run installs its own handlers; the fixture of this file checks that they are restored."""
     meanwhile = []
@@ -360,6 +364,7 @@ def test_a_forked_process_handles_its_own_signals():
     assert stop.received is None
 
 
+@pytest.mark.thorough
 def test_a_run_stops_even_if_its_output_is_closed(tmp_path, monkeypatch):
     """A process that reads the run's output, such as `tee`, gets the same signal and may end first.
     The run is still saved and exits with code 75.
@@ -429,6 +434,7 @@ def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, ph
     assert first_loop_step(model_dir) == step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("slow", "second", "code"),
     [("one long step", signal.SIGTERM, 128 + 15), ("one long save", signal.SIGINT, 128 + 2)],

@@ -53,6 +53,7 @@ def batch_with(slope, replica, replicas):
     return {"x": np.linspace(0, 1, 2 * replicas, dtype=np.float32)[:, None], "slope": values}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
     """L5: a non-finite value on any one replica, from the forward or the backward pass, leaves

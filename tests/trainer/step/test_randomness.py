@@ -191,6 +191,7 @@ def test_another_seed_draws_others(first_runs, full, kind):
     assert len(set(together)) == len(together)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 1), (1, 2), (2, 1), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microbatches):
