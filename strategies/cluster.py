@@ -1,12 +1,14 @@
 """Finds the job that this process belongs to, from environment variables set by its scheduler."""
 
+import ipaddress
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
+from absl import logging
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
@@ -41,12 +43,43 @@ def find_cluster() -> Resolver | None:
         >>> find_cluster() is None
         True
     """
+    found = None
     if os.environ.get("TF_CONFIG"):
-        return from_tf_config(os.environ["TF_CONFIG"])
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return from_slurm()
-    if os.environ.get(KUBERNETES_SELECTOR):
-        return from_kubernetes(os.environ[KUBERNETES_SELECTOR])
+        found = from_tf_config(os.environ["TF_CONFIG"])
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        found = from_slurm()
+    elif os.environ.get(KUBERNETES_SELECTOR):
+        found = from_kubernetes(os.environ[KUBERNETES_SELECTOR])
+    if found and (public := find_public_address(found.cluster_spec().as_dict())):
+        logging.warning(
+            "The job uses the public address %s. TensorFlow's servers ask nobody for a password: "
+            "whoever reaches the port can read files and run code as this user. Use addresses of a "
+            "private network, or close the ports to all other machines.",
+            public,
+        )
+    return found
+
+
+def find_public_address(cluster: Mapping[str, Any]) -> str | None:
+    """Returns the first address of a cluster that is a public IP address; None if there is none.
+
+    Names of hosts are not looked up.
+
+    Args:
+        cluster: lists, or dicts, of addresses such as "10.0.0.1:8888", keyed by the kind of task.
+
+    Example:
+        >>> find_public_address({"worker": ["10.0.0.1:80", "localhost:80", "8.8.8.8:80"]})
+        '8.8.8.8:80'
+    """
+    for tasks in cluster.values():
+        for address in tasks.values() if isinstance(tasks, Mapping) else tasks:
+            host = address.rpartition(":")[0].strip("[]")
+            try:
+                if ipaddress.ip_address(host).is_global:
+                    return str(address)
+            except ValueError:  # a name
+                continue
     return None
 
 

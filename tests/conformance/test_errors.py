@@ -412,6 +412,7 @@ TRAINER = {
         ("metrics", 'Trainer(metrics=["accuracy"], loss_fn="mse")'),
         ("metrics", 'Trainer(metrics=["acuracy"], loss_fn="binary_crossentropy")'),
         ("metrics", "Trainer(metrics=[keras.metrics.AUC])"),
+        ("metrics", 'Trainer(metrics=["mae", keras.metrics.MeanSquaredError(name="mae")])'),
         ("metrics", f"Trainer(metrics=lambda: [keras.metrics.Mean()]){GO}"),
         ("metrics", f'Trainer(metrics=lambda: {{"loss": keras.metrics.Mean()}}){GO}'),
         ("model_dir", "Trainer(model_dir=3)"),

@@ -2,6 +2,9 @@
 
 import http.server
 import json
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -192,3 +195,53 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch):
         "is not installed. Run pip install 'halfstep[kubernetes]', or set TF_CONFIG, which is used "
         "instead."
     )
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8:80", "[2001:4860:4860::8888]:80"])
+def test_a_public_address_is_warned_of(monkeypatch, caplog, address):
+    """TensorFlow's servers have no passwords, so the machines of a job should be on a private network."""
+    jobs = {
+        "worker": ["10.0.0.1:80", "192.168.1.1:80", "127.0.0.1:1", "[::1]:2", "named.example:80"]
+    }
+    monkeypatch.setenv("TF_CONFIG", config(jobs))
+    strategies.find_cluster()
+    assert not caplog.messages
+
+    monkeypatch.setenv("TF_CONFIG", config({"worker": [*jobs["worker"], address]}))
+    strategies.find_cluster()
+    assert caplog.messages == [
+        f"The job uses the public address {address}. TensorFlow's servers ask nobody for a password: "
+        "whoever reaches the port can read files and run code as this user. Use addresses of a "
+        "private network, or close the ports to all other machines."
+    ]
+
+
+SERVER = """
+import sys
+import tensorflow as tf
+
+port = sys.argv[1]
+server = tf.distribute.Server({"worker": [f"127.0.0.1:{port}"]})
+here = [
+    line.split()[1].partition(":")
+    for kind in ("tcp", "tcp6")
+    for line in open(f"/proc/net/{kind}").readlines()[1:]
+]
+print({host for host, _, number in here if int(number, 16) == int(port)})
+"""
+
+
+@pytest.mark.thorough
+def test_a_server_of_tensorflow_listens_on_all_addresses(tmp_path):
+    """Although its cluster says 127.0.0.1; docs/security.md warns of it, and is to be changed if
+    TensorFlow changes.
+    """
+    program = tmp_path / "server.py"
+    program.write_text(SERVER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(program), port]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+    assert said.stdout.strip() in (str({"0" * 32}), str({"0" * 8}))

@@ -65,6 +65,7 @@ def check_metrics(metrics: Any, loss_fn: Any) -> None:
             check_each(entry, loss_fn.losses.get(key))
     else:
         check_each(metrics.values() if isinstance(metrics, Mapping) else metrics, loss_fn)
+        check_names(() if isinstance(metrics, Mapping) else metrics)
 
 
 def check_each(metrics: Iterable[Any], loss_fn: Any) -> None:
@@ -79,6 +80,16 @@ def check_each(metrics: Iterable[Any], loss_fn: Any) -> None:
                 f"{found}. Anything else cannot be made anew for training and for evaluation. "
                 f"{FORM}"
             )
+
+
+def check_names(metrics: Iterable[str | keras.metrics.Metric]) -> None:
+    """Raises ValueError if two metrics of a list have the same name."""
+    names = [key_of(each) for each in metrics]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"`metrics` must have a name of its own for each metric; got {repeated[0]!r} twice. "
+            "The log has one number for each name. Pass an object with another name=."
+        )
 
 
 def make_metrics(

@@ -93,6 +93,12 @@ def test_accuracy_of_logits_counts_logits():
             'metrics as in Keras\'s compile, such as ["accuracy"], or a function that returns a '
             'dict, such as lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.',
         ),
+        (
+            ["mae", keras.metrics.MeanSquaredError(name="mae")],
+            "mse",
+            "`metrics` must have a name of its own for each metric; got 'mae' twice. The log has one "
+            "number for each name. Pass an object with another name=.",
+        ),
     ],
 )
 def test_what_cannot_be_a_metric_is_refused_at_once(metrics, loss, message):
