@@ -150,5 +150,5 @@ def read_history(model_dir: pathlib.Path | None, step: int) -> list[dict[str, An
     """Returns the lines of a run's `metrics.jsonl` up to a step; none without a folder."""
     if model_dir is None:
         return []
-    _, kept = read_lines(model_dir / "metrics.jsonl", step)
+    _, kept = read_lines(model_dir / "metrics.jsonl", step, step + 1)
     return [json.loads(line) for line in kept]

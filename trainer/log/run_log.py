@@ -25,7 +25,7 @@ from trainer.log.model_table import (
 )
 from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
 from trainer.log.trackers import Trackers
-from trainer.log.writers import RunWriters
+from trainer.log.writers import RunWriters, stays
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
 
@@ -126,6 +126,8 @@ class RunLog:
             compiling: whether the loop also traced and compiled. If so, it is not timed, because
                 its duration says nothing about the speed of a step.
         """
+        if self._reports and shapes(self._reports[-1]) != shapes(report):
+            self._reports, self._unread = [], 0  # a resumed run records gradients now, or no longer
         self._reports.append(report)
         self.console.advance(step)
         if compiling:
@@ -154,6 +156,15 @@ class RunLog:
     def pending(self) -> bool:
         """Whether there are steps that `flush` has not logged yet."""
         return any(report.step.shape[0] for report in self._reports)
+
+    def unfinished(self) -> dict[str, np.ndarray] | None:
+        """Returns the reports since the last log line, for a checkpoint; None if there are none.
+
+        A resumed run passes them to `rewind`. Its next line then says of the whole interval what
+        the line of a run that never stopped says.
+        """
+        steps = concatenate(self._reports) if self.pending else None
+        return None if steps is None else steps._asdict()
 
     def flush(
         self,
@@ -240,21 +251,41 @@ class RunLog:
         if names := self.writers.set_aside():
             self.say(f"the folder holds no checkpoint; the earlier log is in {', '.join(names)}")
 
-    def rewind(self, step: int, model_dir: pathlib.Path | None) -> None:
+    def rewind(
+        self,
+        step: int,
+        model_dir: pathlib.Path | None,
+        unfinished: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Goes back to a step: removes the lines of later steps, which the run will write again.
 
         Args:
             step: the step to go back to.
             model_dir: the folder of the run, from which workers without log files read the history.
+            unfinished: what `unfinished` returned at that step. A line that a run wrote about a
+                part of this interval, because it was asked to stop, is removed too.
         """
-        lines = self.writers.rewind(step)
-        self.history.read(lines or read_history(model_dir, step))
+        begun = step + 1
+        self._reports, self._unread, self._untimed = [], 0, 0
+        if unfinished and set(unfinished) == set(StepReport._fields):  # not of another version
+            self._reports, self._unread, self._untimed = [StepReport(**unfinished)], 1, 1
+            begun = int(unfinished["step"][0])
+        lines = self.writers.rewind(step, begun)
+        lines = lines or [
+            line for line in read_history(model_dir, step) if stays(line, step, begun)
+        ]
+        self.history.read(lines)
         scales = [line for line in lines if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 
     def log_event(self, split: str, step: int, fields: Mapping[str, object]) -> None:
         """Appends a line about a single event to `metrics.jsonl`; prints nothing."""
         self.writers.write_line({"step": step, "split": split, **fields})
+
+
+def shapes(report: StepReport) -> list[tuple[int, ...]]:
+    """Returns the shape of each field, without the number of steps."""
+    return [tuple(field.shape[1:]) for field in report]
 
 
 def concatenate(reports: Sequence[StepReport]) -> StepReport:

@@ -20,6 +20,7 @@ from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
+SUMS = "train", "gradients", "underflow"  # lines about all steps since the one before
 LOG_FILES = "metrics.jsonl", *(f"{split}.csv" for split in SPLITS)
 # Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
@@ -102,24 +103,31 @@ class RunWriters:
         found = [self._folder / name for name in LOG_FILES if (self._folder / name).exists()]
         return [path.replace(path.with_name(f"previous-{path.name}")).name for path in found]
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
+    def rewind(self, step: int, begun: int | None = None) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.
 
         Otherwise those lines would appear twice. Lines that this class cannot have written, such as
         an incomplete last one, are removed too. No other file in the folder is touched.
+
+        Args:
+            step: the last step whose lines stay.
+            begun: the first step of the interval in which `step` is, if the run goes on with that
+                interval. Lines about a part of it are removed as well.
 
         Returns:
             The remaining lines of `metrics.jsonl`.
         """
         if self._folder is None:
             return []
+        begun = step + 1 if begun is None else begun
         path = self._folder / "metrics.jsonl"
-        lines, kept = read_lines(path, step)
+        lines, kept = read_lines(path, step, begun)
         write_if_changed(path, lines, kept)
         for split in SPLITS:
             path = self._folder / f"{split}.csv"
             header, *rows = lines_of(path) or [""]
-            write_if_changed(path, [header, *rows], [header, *rows_until(step, rows)])
+            last = begun - 1 if split == "train" else step
+            write_if_changed(path, [header, *rows], [header, *rows_until(last, rows)])
         return [json.loads(line) for line in kept]
 
     def _event_writer(self, folder: pathlib.Path, split: str) -> tf.summary.SummaryWriter:
@@ -133,13 +141,13 @@ def lines_of(path: pathlib.Path) -> list[str]:
     return path.read_text().splitlines(keepends=True) if path.exists() else []
 
 
-def read_lines(path: pathlib.Path, step: int) -> tuple[list[str], list[str]]:
+def read_lines(path: pathlib.Path, step: int, begun: int) -> tuple[list[str], list[str]]:
     """Returns all lines of a `metrics.jsonl`, and those that stay when the run goes back to `step`.
 
     An incomplete last line, as after a crash, does not stay.
     """
     lines = lines_of(path)
-    return lines, [line for line in lines if line.endswith("\n") and is_kept(line, step)]
+    return lines, [line for line in lines if line.endswith("\n") and is_kept(line, step, begun)]
 
 
 def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) -> None:
@@ -148,16 +156,27 @@ def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) ->
         write_atomically(path, "".join(after))
 
 
-def is_kept(line: str, last_step: int) -> bool:
+def is_kept(line: str, last_step: int, begun: int) -> bool:
+    """As `stays`, for the text of a line; False if it is none of ours."""
+    try:
+        return stays(json.loads(line), last_step, begun)
+    except (ValueError, KeyError, TypeError):  # another process wrote it, or appended to a part
+        return False
+
+
+def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:
     """Returns whether a line of `metrics.jsonl` stays when the run goes back to `last_step`.
 
     A "recovery" line always stays: it records an earlier rollback.
+
+    Args:
+        line: the line's fields.
+        last_step: the last step whose lines stay.
+        begun: the first step of the interval that the run goes on with.
     """
-    try:
-        fields = json.loads(line)
-        return bool(fields["step"] <= last_step or fields["split"] == "recovery")
-    except (ValueError, KeyError, TypeError):  # another process wrote it, or appended to a part
-        return False
+    if line["split"] == "recovery":
+        return True
+    return bool(line["step"] <= last_step and (line["step"] < begun or line["split"] not in SUMS))
 
 
 def rows_until(last_step: int, rows: list[str]) -> list[str]:

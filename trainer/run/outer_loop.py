@@ -87,7 +87,7 @@ class OuterLoop:
         self._request = request
         self._step = self._start = Totals.from_state(parts.state).attempted
         self._resumed = parts.checkpoints.latest is not None
-        self._saver = RunSaver(trainer, parts, position, watch)
+        self._saver = RunSaver(trainer, parts, position, watch, log)
         self._reporter = Reporter(trainer, parts, log, watch, request.target)
         self._recovery = None
         if watch and trainer.divergence:
@@ -366,12 +366,16 @@ class OuterLoop:
         self._trainer.call_hook("on_evaluate_end", self._step, results)
 
     def _end_early(self) -> None:
-        """Logs and saves a run that was asked to stop."""
+        """Saves and logs a run that was asked to stop.
+
+        It is saved first, with the interval that is not finished: a resumed run removes the line
+        that is written here, and writes the line of the whole interval.
+        """
         self._reporter.read()
         self._rolled_back()
+        self._saver.save(self._step)
         with self._saved_if_it_raises():
             self._reporter.write()
-        self._saver.save(self._step)
         self._log.say(f"stopped at step {self._step} of {self._request.target}, as asked")
 
     @contextlib.contextmanager

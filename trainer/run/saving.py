@@ -29,6 +29,7 @@ class RunSaver:
         parts: the trainer's parts, from `build`.
         position: the position in the training data.
         watch: the loss watch, which detects divergence, or None.
+        log: the run's log, whose unfinished interval is saved; None if there is none.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class RunSaver:
         parts: Parts,
         position: DataPosition,
         watch: LossWatch | None,
+        log: RunLog | None = None,
     ) -> None:
         """Notes the step of the restored checkpoint, if there is one, and the time."""
         self._trainer = trainer
         self._parts = parts
         self._position = position
         self._watch = watch
+        self._log = log
         self._saved_step = parts.checkpoints.facts.get("step")
         self._saved_time = time.monotonic()
 
@@ -75,7 +78,9 @@ class RunSaver:
         unknown = self._restore_listeners(saved)
         checkpoints.resumed = True
         step = Totals.from_state(state).attempted
-        log.rewind(step, trainer.model_dir)
+        arrays = read_arrays(checkpoints.latest)
+        # Checkpoints of older versions have no interval.
+        log.rewind(step, trainer.model_dir, joined(saved.get("interval"), arrays))
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
@@ -132,6 +137,7 @@ class RunSaver:
                 "actions": [action.state() for action in self._trainer.actions],
                 "divergence": self._watch.state() if self._watch else None,
                 "callbacks": states,
+                "interval": split(self._log.unfinished(), arrays) if self._log else None,
                 **facts_of(self._parts.slots, self._trainer),
             }
         )

@@ -577,6 +577,7 @@ def test_a_manifest_describes_the_run(tmp_path):
         "scale": 8.0,
         "actions": [],
         "callbacks": {},
+        "interval": None,  # the step ended one
         "divergence": None,
         "slots": {"optimizer": [[0, 0]]},
         "trained": [0],

@@ -1,6 +1,9 @@
 """The outer loop: what happens between inner loops, and in which order."""
 
+import csv
+import io
 import json
+import re
 import shutil
 
 import keras
@@ -205,3 +208,90 @@ def test_the_log_says_what_was_trained(tmp_path):
     assert {"data", "versions"} <= {*settings}
     rows = {name: value for name, value, _ in settings_rows(read_run(tmp_path))}
     assert rows["optimizer.learning_rate.initial_learning_rate"] == "0.5"
+
+
+class Counted(Linear):
+    """Has the mean slope as a metric."""
+
+    def build_metrics(self):
+        """The mean slope."""
+        return {"mean": keras.metrics.Mean()}
+
+    def compute_loss(self, batch, training):
+        """The slopes are the aux value."""
+        return super().compute_loss(batch, training), batch["slope"]
+
+    def update_metrics(self, batch, aux):
+        """Takes the slopes of a batch."""
+        del batch
+        self.metrics["mean"].update_state(aux)
+
+
+def numbers_of_log(folder):
+    """What the log files say of training and evaluations, without times and numbers of layers."""
+    timed = {"examples_per_second", "steps_per_second", "data_wait"}
+    text = re.sub(r"(sequential|dense)_\d+", r"\1", (folder / "metrics.jsonl").read_text())
+    lines = map(json.loads, text.splitlines())
+    logged = [
+        {name: value for name, value in line.items() if name not in timed}
+        for line in lines
+        if line["split"] not in {"run", "end"}
+    ]
+    tables = [
+        [{n: v for n, v in row.items() if n not in timed} for row in csv.DictReader(file)]
+        for file in map(
+            io.StringIO, [(folder / f"{s}.csv").read_text() for s in ("train", "validation")]
+        )
+    ]
+    return logged, tables
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "settings"),
+    [
+        ("stopped", 6, {"precision": "mixed_float16"}),
+        ("killed", 11, {}),
+        *(
+            pytest.param(how, at, settings, marks=pytest.mark.thorough)
+            for how, at, settings in [
+                ("stopped", 1, {}),
+                ("stopped", 8, {}),
+                ("stopped", 7, {"record_gradients": True}),
+                ("killed", 4, {"record_gradients": True}),
+                ("killed", 7, {"precision": "mixed_float16", "num_microbatches": 2}),
+            ]
+        ),
+    ],
+)
+def test_the_log_does_not_show_that_a_run_was_interrupted(tmp_path, how, at, settings):
+    """L12: the lines of a run that is stopped or killed between two of them, and started again, are
+    those of a run that was not, though the checkpoint lies in the middle of their steps.
+    """
+    steep = slopes(*range(1, 8), np.inf)
+
+    def run(name, *actions):
+        trainer = Counted(
+            model_dir=tmp_path / name,
+            actions=actions,
+            log_interval=4,
+            checkpoint_interval=3,
+            steps_per_loop=4,
+            seed=0,
+            verbose=False,
+            **settings,
+        )
+        arguments = {"global_batch": 2, "eval_data": slopes(1.0), "eval_interval": 8}
+        trainer.train(steep, steps=14, **arguments)
+
+    def interrupt(trainer):
+        if how == "stopped":
+            trainer.stop()
+        elif trainer.totals.attempted == at:
+            shutil.copytree(tmp_path / "killed", tmp_path / "again")
+
+    run("whole")
+    run(how, Action(interrupt, every_steps=at))
+    again = "stopped" if how == "stopped" else "again"
+    run(again)
+
+    assert numbers_of_log(tmp_path / again) == numbers_of_log(tmp_path / "whole")
