@@ -23,8 +23,10 @@ page is generated from the rows of `tests/catalogue` by
 **right** means that small random models with the class were trained for one step by halfstep and by
 a plain loop (`tf.GradientTape` over the whole batch and SGD, in the same dtype policy), and all
 variables agreed on all replicas: in float32 to 64, and in half precision to 16 times the machine
-epsilon of the variable's gradient. An inf in the last example skipped the step and left every
-variable's bits as they were. After a restore, the step was repeated with the same bits.
+epsilon of the variable's gradient; or, where long sums cancel, to twice the distance between the
+plain loop's own results in half precision and in float32. An inf in the last example skipped the
+step and left every variable's bits as they were. After a restore, the step was repeated with the
+same bits.
 Losses are compared with `train_on_batch`, metrics with Keras's results over the same
 batches, and optimizers and schedules with three updates of Keras's own `apply`.
 
