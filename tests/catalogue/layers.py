@@ -106,9 +106,9 @@ def augmentation(fails_in=(), no_xla=False, xla_lacks="", **arguments):
     )
 
 
-def preprocessing(inputs=PHOTO, no_xla=False, **arguments):
+def preprocessing(inputs=PHOTO, no_xla=False, fails_in=(), **arguments):
     """A row of a layer without weights or random numbers, first in a model."""
-    return Row([inputs], arguments, no_xla=no_xla)
+    return Row([inputs], arguments, no_xla=no_xla, fails_in=fails_in)
 
 
 def merged(**arguments):
@@ -337,7 +337,11 @@ LAYERS = {
         min_freq=1.0,
     ),
     "STFTSpectrogram": preprocessing(
-        Inputs(st.just((64, 1))), frame_length=16, frame_step=8, fft_length=16
+        Inputs(st.just((64, 1))),
+        fails_in=("mixed_bfloat16",),
+        frame_length=16,
+        frame_step=8,
+        fft_length=16,
     ),
     # What is no part of a model, or of another framework.
     "InputSpec": Row(verdict=NOT_TRAINED, because="describes a layer's inputs"),
