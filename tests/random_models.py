@@ -179,6 +179,10 @@ class Recipe:
     seed: int
     size: int
 
+    in_graph = False  # it runs eagerly
+    xla = True
+    coarseness = 1
+
     def has(self, flag):
         """Whether any layer has a flag of `Kind`."""
         return any(getattr(ALL_KINDS[name], flag) for branch in self.layers for name in branch)

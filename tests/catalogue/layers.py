@@ -5,6 +5,7 @@ import tempfile
 
 import hypothesis.strategies as st
 import keras
+import pytest
 import tensorflow as tf
 from catalogue.rows import (
     ACTIVATIONS,
@@ -154,6 +155,25 @@ assert not np.array_equal(first, second), "one image twice"
 def lambda_layer(**_):
     """A Lambda."""
     return L.Lambda(lambda x: x * x)
+
+
+def of_jax(**_):
+    """A function of JAX, with a weight."""
+    jax = pytest.importorskip("jax")
+
+    def initial(rng, inputs):
+        return {"kernel": jax.random.normal(rng, [inputs.shape[-1], 3])}
+
+    def call(params, inputs):
+        return jax.numpy.tanh(inputs @ params["kernel"])
+
+    return L.JaxLayer(call, initial, seed=0)
+
+
+def of_flax(**_):
+    """A module of Flax."""
+    linen = pytest.importorskip("flax.linen")
+    return L.FlaxLayer(linen.Dense(3))
 
 
 LAYERS = {
@@ -349,8 +369,8 @@ LAYERS = {
         verdict=NOT_TRAINED, because="pads the boxes of a dict of labels; belongs into the data"
     ),
     "TFSMLayer": Row([Inputs(st.just((3,)))], make=saved_model),
-    "FlaxLayer": Row(verdict=NOT_TRAINED, because="not tried yet"),
-    "JaxLayer": Row(verdict=NOT_TRAINED, because="not tried yet"),
+    "FlaxLayer": Row([VECTOR], make=of_flax),
+    "JaxLayer": Row([VECTOR], make=of_jax),
     "TorchModuleWrapper": Row(
         verdict=NOT_TRAINED, because="only for Keras's PyTorch backend; Keras raises"
     ),

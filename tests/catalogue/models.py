@@ -54,10 +54,18 @@ def cases(draw, cls, row):
 
 def build(case):
     """The model: inputs, perhaps a Dense layer, the class, a Dense layer."""
-    kinds = [each.kind for each in case.row.inputs]
+    inputs, joined = branch(case)
+    return keras.Model(inputs, keras.layers.Dense(2)(joined))
+
+
+def branch(case, index=0):
+    """Inputs, perhaps a Dense layer, and the class: (the inputs, one row of numbers per example).
+
+    The inputs of a model's branch are called "x<index>_0" and so on.
+    """
     inputs = [
-        keras.Input(shape, dtype=DTYPES[kind])
-        for shape, kind in zip(case.shapes, kinds, strict=True)
+        keras.Input(shape, dtype=DTYPES[each.kind], name=f"x{index}_{place}")
+        for place, (shape, each) in enumerate(zip(case.shapes, case.row.inputs, strict=True))
     ]
     hidden = [keras.layers.Dense(x.shape[-1])(x) if case.dense_first else x for x in inputs]
     made = made_by(case)
@@ -66,8 +74,7 @@ def build(case):
     else:
         outputs = made(hidden if len(hidden) > 1 else hidden[0])
     flat = [flattened(each) for each in tf.nest.flatten(outputs)]
-    joined = flat[0] if len(flat) == 1 else keras.layers.Concatenate()(flat)
-    return keras.Model(inputs, keras.layers.Dense(2)(joined))
+    return inputs, flat[0] if len(flat) == 1 else keras.layers.Concatenate()(flat)
 
 
 def made_by(case):
@@ -95,11 +102,16 @@ def flattened(tensor):
 def batch_of(case):
     """Random inputs and targets."""
     random = np.random.default_rng(case.seed)
-    inputs = [
-        tf.constant(VALUES[each.kind](random, (EXAMPLES, *shape)))
+    inputs = [tf.constant(each) for each in inputs_of(case, random, EXAMPLES)]
+    return inputs, tf.constant(random.standard_normal([EXAMPLES, 2]), tf.float32)
+
+
+def inputs_of(case, random, size):
+    """Random inputs of `size` examples, as arrays."""
+    return [
+        VALUES[each.kind](random, (size, *shape))
         for each, shape in zip(case.row.inputs, case.shapes, strict=True)
     ]
-    return inputs, tf.constant(random.standard_normal([EXAMPLES, 2]), tf.float32)
 
 
 def weights_of(model, case):

@@ -3,12 +3,14 @@ run at another loss scale, in another order, on other devices, after a restart, 
 """
 
 import collections
+import itertools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import Phase, given, settings
+from models_of_catalogue import joined
 from random_models import Recipe, recipes
 
 import scaling
@@ -18,7 +20,8 @@ import trainer.step.plan as plan_module
 from trainer import Trainer
 from trainer.step import TrainState, attempt_step, plan_step
 
-pytestmark = pytest.mark.sampled
+# Keras and NumPy warn about masks that nobody needs, and about copies.
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore")]
 
 STEPS = 2
 # The functions for which faults are planted.
@@ -85,7 +88,7 @@ def trained(recipe, variant=None):
         return attempt_step(batch, plan, run)
 
     # On one device eager steps cost less than a trace.
-    compiled = variant.strategy or variant.arguments.get("jit_compile")
+    compiled = recipe.in_graph or variant.strategy or variant.arguments.get("jit_compile")
     attempt = tf.function(step, autograph=False) if compiled else step
     for batch in recipe.batches(STEPS):
         report = attempt(tf.nest.map_structure(tf.constant, variant.change(batch)))
@@ -121,14 +124,19 @@ def doubled_weights(batch):
     return batch | {"weight": 2.0 * batch["weight"]}
 
 
-def any_model(recipe):
+def any_model(_):
     """For relations of all models."""
-    return isinstance(recipe, Recipe)
+    return True
 
 
 def not_random(recipe):
     """Random numbers follow the position in the batch."""
     return not recipe.has("random")
+
+
+def compiled_not_random(recipe):
+    """What XLA can compile, without random numbers."""
+    return recipe.xla and not_random(recipe)
 
 
 def independent(recipe):
@@ -157,7 +165,7 @@ ON_ONE_DEVICE = {
         lambda recipe: independent(recipe) and only_losses(recipe),
         1e-6,
     ),
-    "two microbatches": (Variant(num_microbatches=2), independent, 1e-6),
+    "two microbatches": (Variant(num_microbatches=2), independent, 2e-6),
 }
 
 
@@ -170,7 +178,8 @@ def violations(recipe, relations):
         TRIED[name] += 1
         other = trained(recipe, variant)
         apart = distance(plain, other)
-        if not (apart <= bound and (bound or same_bits(plain, other))):
+        near = apart <= bound * recipe.coarseness
+        if not (near and (bound or same_bits(plain, other))):
             found[name] = apart
     return found
 
@@ -199,9 +208,9 @@ def search(tried, models, *, first, plain=None):
 def reported(record_property, relations):
     """Prints and records how many models each relation was tried on."""
     for name in relations:
-        print(f"{name}: {TRIED[name]} models, 0 violations")  # noqa: T201
-        record_property(name, TRIED[name])
-        assert TRIED[name]
+        tried = TRIED.pop(name)
+        print(f"{name}: {tried} models, 0 violations")  # noqa: T201
+        record_property(name, tried)
 
 
 @pytest.mark.thorough
@@ -229,7 +238,7 @@ def on_replicas(mirrored):
         "three replicas with two microbatches": (
             Variant(scaling.FixedLossScale(2.0**10), strategy=strategy, num_microbatches=2),
             independent,
-            1e-6,
+            2e-6,
         ),
     }
 
@@ -245,8 +254,37 @@ def test_relations_on_replicas(full, on_replicas, record_property):
     reported(record_property, on_replicas)
 
 
+def violations_in_catalogue(relations, models):
+    """The violations of relations by models from the catalogue, by their classes' names."""
+    found = {model.names: violations(model, relations) for model in models}
+    return {names: each for names, each in found.items() if each}
+
+
+@pytest.mark.thorough
+def test_relations_on_models_from_the_catalogue(full, record_property):
+    """The same relations, on models of two classes from Keras's catalogue."""
+    some = itertools.islice(joined(0), 3 if full else 1)
+    assert violations_in_catalogue(ON_ONE_DEVICE, some) == {}
+    reported(record_property, ON_ONE_DEVICE)
+
+
+@pytest.mark.slow
+def test_relations_on_all_classes_of_the_catalogue(record_property):
+    """Models that together have every class that Keras has."""
+    assert violations_in_catalogue(ON_ONE_DEVICE, joined(1)) == {}
+    reported(record_property, ON_ONE_DEVICE)
+
+
+@pytest.mark.slow
+def test_replicas_and_compile_modes_on_many_classes(on_replicas, record_property):
+    """Three replicas, and what XLA compiles, on some of these models."""
+    relations = on_replicas | COMPILED
+    assert violations_in_catalogue(relations, itertools.islice(joined(2), 30)) == {}
+    reported(record_property, relations)
+
+
 COMPILED = {
-    "XLA compiles the pass": (Variant(jit_compile=True), not_random, 1e-5),
+    "XLA compiles the pass": (Variant(jit_compile=True), compiled_not_random, 1e-5),
     "XLA compiles element-wise operations": (Variant(jit_compile="elementwise"), any_model, 1e-5),
     "XLA compiles the update": (Variant(jit_compile="update"), any_model, 1e-5),
 }
