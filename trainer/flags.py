@@ -70,7 +70,7 @@ RARE = (
     "ema_momentum", "on_overflow", "on_nonfinite_loss", "max_consecutive_skips", "on_stuck",
     "max_overflow_records", "enable_checkpointing", "checkpoint_secs", "max_to_keep",
     "async_checkpoint", "keep_best", "best_metric", "best_is", "check_gradients",
-    "data_resume", "allow_changes", "init_from",
+    "data_resume", "allow_changes", "init_from", "init_from_skip",
 )
 GROUPS = (
     PrecisionConfig, UpdateConfig, RunConfig, CheckpointConfig, SkipPolicy, OverflowRecordConfig,
@@ -150,6 +150,8 @@ def define_setting(name: str, flag_values: flags.FlagValues, *, rare: bool = Fal
     choices, kind = field.metadata.get(CHOICES), field.type
     if choices and field.default == ():
         flags.DEFINE_multi_enum(name, [], list(choices), text, **where)
+    elif field.default == ():
+        flags.DEFINE_multi_string(name, [], text, **where)
     elif choices:
         flags.DEFINE_enum(name, field.default, list(choices), text, **where)
     elif kind is bool:

@@ -211,6 +211,9 @@ class Trainer(Task):
             changes.
         init_from: a checkpoint, a model_dir, or a file of Keras weights from which a new run loads
             its initial weights. Nothing but the weights is loaded. A resumed run ignores it.
+        init_from_skip: regular expressions of the names of weights that init_from does not load,
+            such as ("head/",) for a new head. The rest of a checkpoint is then matched by name, and
+            must be complete.
 
     Args: Skipped steps
         on_overflow: what to do with a batch whose gradients overflow. "skip" leaves the batch
@@ -313,6 +316,7 @@ class Trainer(Task):
         data_resume: str = CheckpointConfig.data_resume,
         allow_changes: Sequence[str] = CheckpointConfig.allow_changes,
         init_from: str | pathlib.Path | None = CheckpointConfig.init_from,
+        init_from_skip: Sequence[str] = CheckpointConfig.init_from_skip,
         # Skipped steps.
         on_overflow: str = SkipPolicy.on_overflow,
         max_retries: int = SkipPolicy.max_retries,

@@ -55,7 +55,7 @@ def test_every_flag_reaches_the_trainer():
     assert made.ema_momentum == 0.9
     assert made.log_interval == 14
     assert made.checkpoint_config == CheckpointConfig(
-        checkpoint_interval=21, max_to_keep=2, allow_changes=[]
+        checkpoint_interval=21, max_to_keep=2, allow_changes=[], init_from_skip=[]
     )
     assert (made.jit_compile, made.seed, made.model_dir) == (False, 3, None)
 

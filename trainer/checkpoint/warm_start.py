@@ -2,6 +2,7 @@
 
 import pathlib
 import zipfile
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -9,11 +10,12 @@ import tensorflow as tf
 from trainer.checkpoint import folder
 from trainer.checkpoint.best import KERAS_FILE
 from trainer.checkpoint.contents import describe, read_variables
+from trainer.checkpoint.partial_start import load_all_but
 from trainer.checkpoint.saver import PREFIX, check_variables, newest_intact
 from trainer.step.types import Model, Variable
 
 
-def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
+def warm_start(path: pathlib.Path, model: Model, skip: Sequence[str] = ()) -> pathlib.Path:
     """Loads the weights of another run into a model. Call it in the strategy's scope.
 
     Args:
@@ -21,6 +23,8 @@ def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
             model, `best/step-STEP`; or, for a Keras model, a `.keras` or
             `.weights.h5` file.
         model: the model, with all its variables created.
+        skip: regular expressions of the names of variables that are not loaded; see
+            `load_all_but`.
 
     Returns:
         The path of the file or folder that was read.
@@ -29,6 +33,7 @@ def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
         ValueError: if there are no weights at `path`, or if they do not fit the model.
     """
     if path.is_file() and isinstance(model, keras.Model):
+        check_no_skip(skip, path)
         return read_file(path, model)
     is_folder = (path / folder.MANIFEST).exists()
     intact = newest_intact({0: path} if is_folder else checkpoints_in(path), "init_from")
@@ -40,12 +45,29 @@ def warm_start(path: pathlib.Path, model: Model) -> pathlib.Path:
         )
     found, facts = intact
     if KERAS_FILE in facts["files"] and isinstance(model, keras.Model):
+        check_no_skip(skip, found)
         return read_file(found / KERAS_FILE, model)
     if "variables" in facts:  # the manifest of a best model does not list its variables
         saved, ours = {"model": facts["variables"]["model"]}, {"model": describe(weights_of(model))}
+        if skip:
+            load_all_but(skip, weights_of(model), saved["model"], found)
+            return found
         check_variables(saved, ours, found, "init_from")
+    else:
+        check_no_skip(skip, found)
     read_variables(tf.train.Checkpoint(model=model), found, "init_from")
     return found
+
+
+def check_no_skip(skip: Sequence[str], path: pathlib.Path) -> None:
+    """Raises ValueError if parts of a file are wanted, which only a checkpoint can give."""
+    if skip:
+        raise ValueError(
+            "`init_from_skip` must be empty unless `init_from` is a checkpoint `ckpt-STEP` or a "
+            f"model_dir; got {tuple(skip)} with {str(path)!r}. Other files do not name their "
+            "values. Use a checkpoint, or call model.load_weights(path, skip_mismatch=True) in "
+            "build_model."
+        )
 
 
 def read_file(path: pathlib.Path, model: keras.Model) -> pathlib.Path:

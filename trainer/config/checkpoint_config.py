@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -42,6 +43,24 @@ def check_allowed(name: str, value: Any) -> None:
     check_allow_changes(value)  # type: ignore[arg-type]  # any collection can be iterated over
 
 
+def check_expressions(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless `value` is a sequence of regular expressions."""
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise TypeError(
+            f"`{name}` must be a sequence of regular expressions; got {value!r}. A weight whose "
+            'name contains a match is not loaded. Pass ("head/",), for example.'
+        )
+    for each in value:
+        try:
+            re.compile(each)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"`{name}` must be a sequence of regular expressions; got {each!r} in it. That is "
+                f"no expression: {error}. "
+                'Pass ("head/",), for example.'
+            ) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints and resuming; see the arguments of the same names in `Trainer`.
@@ -63,10 +82,17 @@ class CheckpointConfig:
     init_from: str | pathlib.Path | None = checked(
         None, lambda name, value: check_checkpoint_path(name, value, "runs/digits/ckpt-1000")
     )
+    init_from_skip: Sequence[str] = checked((), check_expressions)
 
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_fields(self)
+        if self.init_from_skip and not self.init_from:
+            raise ValueError(
+                "`init_from_skip` must be empty without init_from; got "
+                f"{tuple(self.init_from_skip)}. It says which weights are not taken from there. "
+                "Pass init_from=, or leave it out."
+            )
         for name in ("checkpoint_interval", "checkpoint_secs"):
             if not self.enable_checkpointing and getattr(self, name) is not None:
                 raise ValueError(

@@ -165,7 +165,8 @@ def load_initial_weights(trainer: RunnableTrainer, *, clean_up: bool) -> None:
                 "first update would bring the old weights back. Do not call the optimizer's "
                 "build(): the trainer calls it after it has loaded the weights."
             )
-    warm_start(local_path(init_from), trainer.model)
+    skip = trainer.checkpoint_config.init_from_skip
+    warm_start(local_path(init_from), trainer.model, skip)
 
 
 def holds_copies(optimizer: keras.optimizers.Optimizer, model: Model) -> bool:
