@@ -1,9 +1,10 @@
 """Compares a run with the checkpoint it resumes from: some settings must be the same."""
 
+import functools
 import importlib.metadata
 import pathlib
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
@@ -66,7 +67,8 @@ LOGGED = {
 }
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Returns the versions of Python and of the packages that compute a step."""
     packages = ("halfstep", "tensorflow", "keras", "numpy")
     found = {name: importlib.metadata.version(name) for name in packages}

@@ -36,19 +36,32 @@ class ArrayCopies:
 
     def batches_from(self, first_pass: int) -> tf.data.Dataset:
         """Returns the batches: one pass in order; or, shuffled, all passes from one on."""
-        examples = int(present(self.tensors)[0].shape[0])
         if self.shuffle_seed is None:
-            indices = tf.data.Dataset.range(examples).batch(self.global_batch)
+            indices = tf.data.Dataset.range(self.examples).batch(self.global_batch)
         else:
-            indices = shuffled_indices(examples, self.global_batch, self.shuffle_seed, first_pass)
-
-        @without_autograph
-        def gather_rows(rows: tf.Tensor) -> Batch:
-            return tf.nest.map_structure(
-                lambda array: None if array is None else tf.gather(array, rows), self.tensors
+            indices = shuffled_indices(
+                self.examples, self.global_batch, self.shuffle_seed, first_pass
             )
+        return untuned(indices.map(without_autograph(self._rows)))
 
-        return untuned(indices.map(gather_rows))
+    def first_from(self, first_pass: int) -> Batch:
+        """Returns the first batch of a pass, at a fraction of the cost of an iterator."""
+        if self.shuffle_seed is None:
+            indices = tf.range(self.examples, dtype=tf.int64)
+        else:
+            indices = shuffled(self.examples, self.shuffle_seed, first_pass)
+        with tf.device("CPU"):
+            return self._rows(indices[: self.global_batch])
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return int(present(self.tensors)[0].shape[0])
+
+    def _rows(self, rows: tf.Tensor) -> Batch:
+        return tf.nest.map_structure(
+            lambda array: None if array is None else tf.gather(array, rows), self.tensors
+        )
 
     def hold(self, data: Any) -> bool:
         """Returns whether the arrays still have the values of the copies.
@@ -103,13 +116,25 @@ def shuffled_indices(
 
     @without_autograph
     def one_pass(number: tf.Tensor) -> tf.data.Dataset:
-        indices = tf.range(examples, dtype=tf.int64)
-        seeds = tf.stack([tf.constant(seed, tf.int64), number])
-        order = tf.random.experimental.stateless_shuffle(indices, seeds, alg="philox")
+        order = shuffled(examples, seed, number)
         return tf.data.Dataset.from_tensor_slices(order).batch(global_batch)
 
-    endless = tf.data.Dataset.counter(first_pass).flat_map(one_pass)
+    # A range takes less time to make than a counter.
+    endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
     return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
+
+
+@tf.function(reduce_retracing=True, autograph=False)  # type: ignore[untyped-decorator]
+def _shuffled(examples: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
+    indices = tf.range(examples, dtype=tf.int64)
+    return tf.random.experimental.stateless_shuffle(indices, seeds, alg="philox")
+
+
+def shuffled(examples: int, seed: int, number: int | tf.Tensor) -> tf.Tensor:
+    """Returns the order of a pass: the indices of all examples, in int64."""
+    seeds = tf.stack([tf.constant(seed, tf.int64), tf.cast(number, tf.int64)])
+    # Traced once per process: a pipeline of new arrays is then made in less time.
+    return _shuffled(tf.constant(examples, tf.int64), seeds)
 
 
 def present(data: Any) -> list[Any]:

@@ -92,7 +92,7 @@ def batches(
         dataset = data
     else:
         dataset = _from_function(cast("DatasetFunction", data), argument, strategy)
-    first = _first(dataset, argument)
+    first = arrays.first_from(first_pass) if arrays else _first(dataset, argument)
     cardinality = int(dataset.cardinality())
     if are_arrays(data):
         cardinality = -(-len(present(data)[0]) // _examples(first, argument))

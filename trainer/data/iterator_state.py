@@ -41,11 +41,16 @@ class DataPosition:
         self.data = data
         self.resume_mode = resume_mode
         self._dataset = repeat_forever(data)
-        self._shuffle_counts = iter(untuned(data.dataset))  # see the module's docstring
+        # In the pipeline of arrays nothing is counted, and calls with new arrays may be frequent.
+        self._shuffle_counts = None if data.arrays else self._uncounted()
         self.iterator = iter(self._dataset)
         self.taken = 0  # number of batches taken since the run began
         self.pipeline = ""  # description of the pipeline, if `check_savable` has been called
         self.content: Fingerprint | None = None  # None if nothing is known about the values
+
+    def _uncounted(self) -> tf.data.Iterator:
+        """Returns an iterator from which no element is taken; see the module's docstring."""
+        return iter(untuned(self.data.dataset))
 
     @property
     def error(self) -> Exception | None:
@@ -72,10 +77,11 @@ class DataPosition:
         """Writes the position into a folder if the resume mode is "exact"."""
         if self.resume_mode != "exact":
             return
-        before, after = None, write_iterator(self._shuffle_counts, f"{folder}/counts")
+        counts = self._shuffle_counts or self._uncounted()
+        before, after = None, write_iterator(counts, f"{folder}/counts")
         while before != after:  # repeat if a stage that reads ahead began a new pass meanwhile
             write_iterator(self.iterator, f"{folder}/data")
-            before, after = after, write_iterator(self._shuffle_counts, f"{folder}/counts")
+            before, after = after, write_iterator(counts, f"{folder}/counts")
 
     def read(self, folder: pathlib.Path, batches_taken: int) -> None:
         """Moves to the position at which a checkpoint was written.
@@ -91,7 +97,8 @@ class DataPosition:
             try:
                 tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
                 # Restored last, because restoring the other iterator starts a pass.
-                tf.train.Checkpoint(iterator=self._shuffle_counts).read(str(folder / "counts"))
+                counts = self._shuffle_counts or self._uncounted()
+                tf.train.Checkpoint(iterator=counts).read(str(folder / "counts"))
             except tf.errors.OpError as error:
                 raise not_restorable(folder, error) from error
         elif self.resume_mode == "skip":
