@@ -969,7 +969,7 @@ def error_of(call):
     """The error that a call raises, as Python prints it."""
     built_in = {name: getattr(factories, name) for name in ("default", "one_device", "mirrored")}
     # Only our own strategies, because an error lists the registered ones and another test may have
-    # added some; and a temporary working directory, so that no message contains a local path.
+    # added some; and a temporary working directory, whose path is left out.
     with (
         mock.patch.dict(registry._FACTORIES, built_in, clear=True),
         tempfile.TemporaryDirectory() as folder,
@@ -979,7 +979,8 @@ def error_of(call):
         try:
             call()
         except (TypeError, ValueError, RuntimeError, flags.Error) as error:
-            return f"{type(error).__name__}: {error}"
+            text = str(error).replace(f"{pathlib.Path.cwd()}/", "")
+            return f"{type(error).__name__}: {text}"
     return "accepted"
 
 

@@ -156,3 +156,19 @@ def test_a_second_call_goes_on():
     assert (first.steps_run, second.steps_run) == (2, 3)
     assert trainer.weight == 1.0 - 5
     assert trainer.totals.attempted == 5
+
+
+def test_the_folder_of_a_run_does_not_follow_the_working_directory(tmp_path, monkeypatch):
+    """A relative `model_dir` is that of the directory in which the trainer was made."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    line = Linear(model_dir="runs/a", verbose=False)
+    line.train(slopes(1.0, 1.0), 1, global_batch=2)
+    monkeypatch.chdir("elsewhere")
+    line.train(slopes(1.0, 1.0), 2, global_batch=2)
+
+    assert sorted(path.name for path in (tmp_path / "runs" / "a").glob("ckpt-*")) == [
+        "ckpt-1",
+        "ckpt-2",
+    ]
+    assert list((tmp_path / "elsewhere").iterdir()) == []

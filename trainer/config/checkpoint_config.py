@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from absl import logging
+
 from trainer.base.argument_checks import check_checkpoint_path
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
@@ -139,6 +141,11 @@ class CheckpointConfig:
             )
         # The default is no choice: without it, no result of several data sets is the best.
         chosen = self.keep_best or self.best_metric != CheckpointConfig.best_metric
+        if chosen and names is None:
+            logging.warning(
+                "best_metric=%r has no effect without eval_data, whose results it compares.",
+                self.best_metric,
+            )
         if chosen and names is not None and self.best_metric not in names:
             raise ValueError(
                 f"`best_metric` must be a result of the evaluation; got {self.best_metric!r}, but "

@@ -113,8 +113,8 @@ class RunConfig:
 
     @property
     def folder(self) -> pathlib.Path | None:
-        """`model_dir` as a path."""
-        return None if self.model_dir is None else local_path(self.model_dir)
+        """`model_dir` as an absolute path, so that it does not follow the working directory."""
+        return None if self.model_dir is None else local_path(self.model_dir).absolute()
 
 
 @dataclasses.dataclass(frozen=True)

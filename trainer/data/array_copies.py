@@ -119,8 +119,7 @@ def shuffled_indices(
         order = shuffled(examples, seed, number)
         return tf.data.Dataset.from_tensor_slices(order).batch(global_batch)
 
-    # A range takes less time to make than a counter.
-    endless = tf.data.Dataset.range(first_pass, tf.int64.max).flat_map(one_pass)
+    endless = tf.data.Dataset.counter(first_pass).flat_map(one_pass)
     return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
 
 

@@ -150,7 +150,7 @@ def check_metric_names(names: Iterable[str]) -> None:
     own = {field.name for field in dataclasses.fields(Interval)} | {"split", "learning_rate"}
     taken = own | {f"val_{name}" for name in (*names, "step", "loss")}
     for name in names:
-        if name in taken:
+        if name in taken or name.startswith("learning_rate/"):
             raise ValueError(
                 f"`metrics` must not have the name of another number in the log; got {name!r}. One "
                 "of the two numbers would be lost. Choose another name, such as "

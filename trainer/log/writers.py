@@ -7,6 +7,7 @@ curves.
 """
 
 import csv
+import itertools
 import json
 import math
 import pathlib
@@ -96,12 +97,18 @@ class RunWriters:
         """Renames the log files of an earlier run in the folder, so that they stay as they are.
 
         Returns:
-            The new names; those of a still earlier run are replaced.
+            The new names, which no file has yet.
         """
         if self._folder is None:
             return []
         found = [self._folder / name for name in LOG_FILES if (self._folder / name).exists()]
-        return [path.replace(path.with_name(f"previous-{path.name}")).name for path in found]
+        prefixes = itertools.chain(["previous-"], (f"previous-{n}-" for n in itertools.count(2)))
+        free = next(
+            prefix
+            for prefix in prefixes
+            if not any(path.with_name(f"{prefix}{path.name}").exists() for path in found)
+        )
+        return [path.replace(path.with_name(f"{free}{path.name}")).name for path in found]
 
     def rewind(self, step: int, begun: int | None = None) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.

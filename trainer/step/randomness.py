@@ -7,6 +7,7 @@ step draw the same numbers, while replicas and microbatches draw different ones.
 has to be saved or rolled back.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,12 +81,18 @@ def seed_states(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable
     return list({id(state): state for state in states}.values())
 
 
+# Graphs without stateful random ops: calls of `train` with few steps would search them each time.
+CHECKED: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
+
+
 def check_no_stateful_ops(graph: tf.Graph) -> None:
     """Raises ValueError if a step's random numbers depend on how often the step was called.
 
     Args:
-        graph: the graph of the traced step; its inner functions are searched too.
+        graph: the graph of the traced step; its inner functions are searched too, once.
     """
+    if graph in CHECKED:
+        return
     definition = graph.as_graph_def()
     inner = [node for function in definition.library.function for node in function.node_def]
     for node in [*definition.node, *inner]:
@@ -100,3 +107,4 @@ def check_no_stateful_ops(graph: tf.Graph) -> None:
                 "keras.random, or use a tf.random.Generator; create the generator together with "
                 "the model."
             )
+    CHECKED.add(graph)

@@ -21,6 +21,16 @@ def test_results_are_accepted(config, names):
     config.check_results(names)
 
 
+def test_a_metric_without_evaluations_is_named(caplog):
+    """It ranks nothing."""
+    CheckpointConfig().check_results(None)
+    assert caplog.messages == []
+    CheckpointConfig(best_metric="accuracy").check_results(None)
+    assert caplog.messages == [
+        "best_metric='accuracy' has no effect without eval_data, whose results it compares."
+    ]
+
+
 def test_keeping_the_best_models_needs_evaluations():
     """Without evaluations no model can be the best."""
     with pytest.raises(ValueError, match="`eval_data` must be given") as error:

@@ -4,6 +4,7 @@ text for each setting.
 
 import dataclasses
 import inspect
+import pathlib
 import re
 import typing
 
@@ -139,7 +140,7 @@ def test_a_group_resolves_its_names():
     assert PrecisionConfig("mixed_float16").rule == scaling.DynamicLossScale()
     assert UpdateConfig(clipnorm=2.0).clip == Clip(clipnorm=2.0)
     assert RunConfig().folder is None
-    assert RunConfig("runs/a").folder.parts == ("runs", "a")
+    assert RunConfig("runs/a").folder == pathlib.Path.cwd() / "runs" / "a"
     assert RunConfig(strategy="one_device").resolved_strategy.num_replicas_in_sync == 1
 
 

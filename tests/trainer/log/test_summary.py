@@ -132,7 +132,9 @@ def test_bytes_have_decimal_units(number, text):
     assert format_bytes(number) == text
 
 
-@pytest.mark.parametrize("name", ["loss", "step", "learning_rate", "val_loss", "val_accuracy"])
+@pytest.mark.parametrize(
+    "name", ["loss", "step", "learning_rate", "learning_rate/sgd", "val_loss", "val_accuracy"]
+)
 def test_a_metric_may_not_hide_another_number(name):
     """A metric named like a number of the log, or like another metric's evaluation, is refused."""
     check_metric_names(["accuracy", "val", "loss_2"])

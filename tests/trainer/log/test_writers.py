@@ -142,6 +142,12 @@ def test_an_earlier_log_is_set_aside(tmp_path):
     for name, text in before.items():
         assert (tmp_path / f"previous-{name}").read_text() == text
         assert not (tmp_path / name).exists()
+    write_steps(tmp_path, [7])
+    later = (tmp_path / "train.csv").read_text()
+
+    assert RunWriters(tmp_path).set_aside() == ["previous-2-metrics.jsonl", "previous-2-train.csv"]
+    assert (tmp_path / "previous-train.csv").read_text() == before["train.csv"]
+    assert (tmp_path / "previous-2-train.csv").read_text() == later
 
 
 def test_rewinding_touches_no_other_file(tmp_path):
