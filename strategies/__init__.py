@@ -9,6 +9,7 @@ from strategies.capabilities import (
     is_asynchronous,
     is_chief,
 )
+from strategies.checks import check_devices
 from strategies.cluster import find_cluster
 from strategies.division import Share, check_divisible, take, whole
 from strategies.factories import split_cpu
@@ -20,6 +21,7 @@ __all__ = [
     "agree",
     "any_worker",
     "capabilities",
+    "check_devices",
     "check_divisible",
     "create",
     "decides_inside",

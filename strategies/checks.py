@@ -26,3 +26,44 @@ def check_strategy(strategy: Any, why: str) -> None:
             f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. {why} "
             'Pass for instance strategies.create("mirrored").'
         )
+
+
+def check_devices(strategy: tf.distribute.Strategy) -> None:
+    """Raises an error if a replica's device is not one of this process.
+
+    TensorFlow would place the operations of a single missing GPU on the CPU without a word, and
+    would wait forever for several. Devices of other processes are not looked for.
+
+    Args:
+        strategy: the strategy to check. Its devices are initialized.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+        ValueError: if a device is missing.
+
+    Example:
+        >>> check_devices(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    """
+    check_strategy(strategy, "Its devices are looked for.")
+    try:
+        devices = strategy.extended.worker_devices
+    except RuntimeError:  # TensorFlow's default strategy has no devices
+        return
+    own = [name_of(device) for device in devices if device.startswith("/job:localhost/")]
+    present = [name_of(device.name) for device in tf.config.list_logical_devices()]
+    if missing := [device for device in own if device not in present]:
+        raise ValueError(
+            f"`strategy` must use devices that TensorFlow finds; got {missing[0]!r}. It finds "
+            f"{', '.join(present)}. Use these, or make the device visible: a GPU needs a driver "
+            "and a place in CUDA_VISIBLE_DEVICES, a logical CPU a call of split_cpu."
+        )
+
+
+def name_of(device: str) -> str:
+    """Returns the short name of a device.
+
+    Example:
+        >>> name_of("/job:localhost/replica:0/task:0/device:GPU:1")
+        'GPU:1'
+    """
+    return device.rpartition("/device:")[2]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from strategies import factories, tpu
+from strategies.checks import check_devices
 
 # Takes the caller's device names, or None, in which case the factory chooses the devices.
 Factory = Callable[[Sequence[str] | None], tf.distribute.Strategy]
@@ -35,8 +36,8 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
 
     Raises:
         TypeError: if `devices` is not a list.
-        ValueError: if `name` is not registered, the strategy cannot use `devices`, or its TPU or
-            job is not found.
+        ValueError: if `name` is not registered, the strategy cannot use `devices`, or a device, its
+            TPU or its job is not found.
 
     Example:
         >>> create("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
@@ -49,7 +50,9 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
             f"`strategy` must be one of {', '.join(names())}; got {name!r}. No other name "
             f"is registered. {hint}"
         )
-    return _FACTORIES[name](devices)
+    made = _FACTORIES[name](devices)
+    check_devices(made)
+    return made
 
 
 def register(name: str, factory: Factory) -> None:

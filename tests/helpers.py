@@ -81,8 +81,13 @@ def copies(variable):
 
 
 def all_copies(trainer):
-    """Every copy of every model and optimizer variable, by position and short name."""
-    variables = [*trainer.model.variables, *trainer.optimizer.variables]
+    """Every copy of every variable of model, optimizer and metrics, by position and short name."""
+    kept = [metric for metrics in trainer._parts.metrics for metric in metrics.values()]
+    variables = [
+        *trainer.model.variables,
+        *trainer.optimizer.variables,
+        *(variable for metric in kept for variable in metric.variables),
+    ]
     return {
         f"{place} {variable.path.split('/')[-1]}": copies(variable)
         for place, variable in enumerate(variables)

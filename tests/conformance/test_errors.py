@@ -312,6 +312,10 @@ STRATEGIES = {
     "is_chief": [
         ("strategy", "strategies.is_chief(None)"),
     ],
+    "check_devices": [
+        ("strategy", 'strategies.check_devices("mirrored")'),
+        ("strategy", 'strategies.check_devices(tf.distribute.OneDeviceStrategy("GPU:7"))'),
+    ],
     "check_divisible": [
         ("global_batch", "strategies.check_divisible(3, num_replicas=2, num_microbatches=2)"),
         ("global_batch", "strategies.check_divisible(4.5, num_replicas=2, num_microbatches=2)"),
@@ -326,6 +330,7 @@ STRATEGIES = {
         ("devices", 'strategies.create("one_device", "CPU:0")'),
         ("devices", 'strategies.create("mirrored", ["CPU:0", "CPU:0"])'),
         ("devices", 'strategies.create("mirrored", 2)'),
+        ("devices", 'strategies.create("mirrored", ["GPU:6", "GPU:7"])', "strategy"),
     ],
     "register": [
         ("name", 'strategies.register("mirrored", lambda devices: mirrored)'),

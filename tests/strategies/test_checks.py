@@ -53,3 +53,39 @@ def test_other_values_are_not_strategies(strategy):
         f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. It has the replicas. Pass "
         'for instance strategies.create("mirrored").'
     )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tf.distribute.get_strategy,
+        lambda: tf.distribute.OneDeviceStrategy("/cpu:1"),
+        lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:2"]),
+    ],
+    ids=["default", "one device", "mirrored"],
+)
+def test_present_devices_are_accepted(make):
+    """Devices may be named in each of TensorFlow's ways."""
+    checks.check_devices(make())
+
+
+@pytest.mark.parametrize(
+    ("make", "missing"),
+    [
+        (lambda: tf.distribute.OneDeviceStrategy("GPU:0"), "GPU:0"),
+        (lambda: tf.distribute.OneDeviceStrategy("CPU:77"), "CPU:77"),
+        (lambda: tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"]), "GPU:0"),
+    ],
+    ids=["one GPU", "a CPU too many", "two GPUs"],
+)
+def test_a_missing_device_is_named(make, missing):
+    """TensorFlow would compute on the CPU instead, or hang in the first step."""
+    present = ", ".join(f"CPU:{index}" for index in range(len(tf.config.list_logical_devices())))
+    with pytest.raises(ValueError, match="`strategy` must use devices") as error:
+        checks.check_devices(make())
+
+    assert str(error.value) == (
+        f"`strategy` must use devices that TensorFlow finds; got {missing!r}. It finds {present}. "
+        "Use these, or make the device visible: a GPU needs a driver and a place in "
+        "CUDA_VISIBLE_DEVICES, a logical CPU a call of split_cpu."
+    )

@@ -20,8 +20,13 @@ LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None
 
 
 def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Returns the strategy with the given name; returns a strategy object unchanged."""
+    """Returns the strategy with the given name; returns a strategy object unchanged.
+
+    Raises:
+        ValueError: if no strategy has this name, or if one of its devices is missing.
+    """
     if isinstance(strategy, tf.distribute.Strategy):
+        strategies.check_devices(strategy)
         return strategy
     return strategies.create(strategy)
 

@@ -36,6 +36,36 @@ def test_measuring_leaves_no_trace(make):
     assert measured.totals == fixed.totals
 
 
+@pytest.mark.usefixtures("always_measured")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_measuring_leaves_no_trace_in_metrics(mirrored, replicas):
+    """The first log line counts the run's own steps, and no measured ones."""
+    lines = []
+    for mode in ("auto", False):
+        keras.utils.set_random_seed(0)
+        trainer = Trainer(
+            model=lambda: keras.Sequential([keras.Input([8, 8, 1]), *layers()]),
+            optimizer=keras.optimizers.SGD,
+            loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            strategy=mirrored(replicas) if replicas > 1 else "default",
+            jit_compile=mode,
+            log_interval=2,
+            seed=1,
+            verbose=False,
+        )
+        found = trainer.train((IMAGES, LABELS), steps=6, global_batch=8)
+        lines.append(found.history["accuracy"].tolist())
+        copies = all_copies(trainer)
+    assert any("total" in name for name in copies)
+    assert lines[0] == lines[1]
+
+
+def layers():
+    """Layers of a small classifier."""
+    return [keras.layers.Flatten(), keras.layers.Dense(3)]
+
+
 @pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
