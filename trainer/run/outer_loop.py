@@ -203,6 +203,9 @@ class OuterLoop:
             # A run that is resumed from a checkpoint of step 0 has been evaluated already.
             if self._request.evaluate_at_start and not (self._step or self._resumed):
                 self._evaluate()
+            if self._saver.is_evaluation_due(self._step) and self._request.evaluate:
+                self._evaluate()
+                self._saver.save(self._step, again=not self._saver.evaluation_due)
             if self._recovery and self._parts.checkpoints.holds_other_variables():
                 # So that there is a checkpoint to roll back to, which fits the optimizers.
                 self._saver.save(self._step, again=True)
@@ -351,6 +354,7 @@ class OuterLoop:
     def _evaluate(self) -> None:
         """Evaluates the model, if there is anything to evaluate it on."""
         if self._request.evaluate:
+            self._saver.evaluation_due = True
             with self._saved_if_it_raises():
                 self._trainer.call_hook("on_evaluate_begin", self._step)
             with self._log.console.status("evaluating ..."), self._saved_if_it_raises():
@@ -363,6 +367,7 @@ class OuterLoop:
         with self._reporter.writing():
             self._log.log_evaluation(self._step, results)
         self._best.consider(self._step, results)
+        self._saver.evaluation_due = False
         self._trainer.call_hook("on_evaluate_end", self._step, results)
 
     def _end_early(self) -> None:

@@ -48,6 +48,12 @@ class RunSaver:
         self._log = log
         self._saved_step = parts.checkpoints.facts.get("step")
         self._saved_time = time.monotonic()
+        self.evaluation_due = False  # an evaluation of the current step has begun and not ended
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Returns whether the newest checkpoint is of `step`, whose evaluation was interrupted."""
+        facts = self._parts.checkpoints.facts
+        return facts.get("step") == step and bool(facts.get("evaluation_due"))
 
     def resume(self, log: RunLog) -> None:
         """Continues from the restored checkpoint, if there is one.
@@ -136,6 +142,7 @@ class RunSaver:
                 "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
                 "actions": [action.state() for action in self._trainer.actions],
                 "divergence": self._watch.state() if self._watch else None,
+                "evaluation_due": self.evaluation_due,
                 "callbacks": states,
                 "interval": split(self._log.unfinished(), arrays) if self._log else None,
                 **facts_of(self._parts.slots, self._trainer),

@@ -579,6 +579,7 @@ def test_a_manifest_describes_the_run(tmp_path):
         "callbacks": {},
         "interval": None,  # the step ended one
         "divergence": None,
+        "evaluation_due": False,
         "slots": {"optimizer": [[0, 0]]},
         "trained": [0],
         "step": 3,

@@ -295,3 +295,88 @@ def test_the_log_does_not_show_that_a_run_was_interrupted(tmp_path, how, at, set
     run(again)
 
     assert numbers_of_log(tmp_path / again) == numbers_of_log(tmp_path / "whole")
+
+
+class Interrupted(Linear):
+    """Is interrupted while it evaluates the model of one step: stopped, or by an error."""
+
+    def __init__(self, how=None, at=None, **arguments):
+        """Takes "stop", "stop twice" or "error", and the step."""
+        self.how, self.at, self.evaluated = how, at, []
+        super().__init__(
+            verbose=False, keep_best=1, checkpoint_interval=3, log_interval=4, **arguments
+        )
+
+    def on_evaluate_begin(self, step):
+        """Interrupts."""
+        if step == self.at and self.how == "error":
+            raise OSError("the disk is gone")
+        if step == self.at and self.how:
+            self.stop()
+
+    def on_evaluate_end(self, step, results):
+        """Counts the evaluations that ended."""
+        self.evaluated.append((step, results["loss"]))
+
+    def go(self):
+        """Trains, with an evaluation before the first step too."""
+        return self.train(
+            slopes(1.0, 2.0),
+            8,
+            global_batch=2,
+            eval_data=slopes(3.0),
+            eval_interval=4,
+            evaluate_at_start=True,
+        )
+
+
+def logged(folder):
+    """The lines of the log about training and evaluation, without times."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: value for name, value in line.items() if "second" not in name and "wait" not in name}
+        for line in lines
+        if line["split"] in {"train", "validation"}
+    ]
+
+
+KERAS_FILES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@KERAS_FILES
+@pytest.mark.parametrize("how", ["stop", "stop twice", "error"])
+@pytest.mark.parametrize("at", [0, 4, 8])
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path, how, at):
+    """The same command evaluates the step whose evaluation was interrupted, once, and ends with the
+    log and the best models of a run without interruption.
+    """
+    whole = Interrupted(model_dir=tmp_path / "whole")
+    whole.go()
+    folder = tmp_path / "cut"
+    ended = []
+    for turn in [how] * (2 if how == "stop twice" else 1) + [None, None]:
+        trainer = Interrupted(turn, at, model_dir=folder)
+        if turn == "error":
+            with pytest.raises(OSError, match="the disk is gone"):
+                trainer.go()
+        else:
+            trainer.go()
+        ended += trainer.evaluated
+
+    assert ended == whole.evaluated
+    assert [step for step, _ in ended] == [0, 4, 8]
+    assert logged(folder) == logged(tmp_path / "whole")
+    best = [sorted(p.name for p in (each / "best").iterdir()) for each in (folder, whole.model_dir)]
+    assert best[0] == best[1]
+
+
+@KERAS_FILES
+def test_an_interrupted_evaluation_is_made_up_for_in_the_same_process(tmp_path):
+    """By the next call of `train`."""
+    trainer = Interrupted("stop", 8, model_dir=tmp_path)
+    trainer.go()
+    assert [step for step, _ in trainer.evaluated] == [0, 4]
+    trainer.how = None
+    trainer.go()
+    trainer.go()
+    assert [step for step, _ in trainer.evaluated] == [0, 4, 8]
