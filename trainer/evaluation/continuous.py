@@ -187,7 +187,7 @@ def read_evaluated(path: pathlib.Path, identity: str) -> dict[int, str]:
             fingerprint, "".
     """
     evaluated: dict[int, str] = {}
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         line = parsed(text)
         if line.get("split") == EVALUATED:
             same = line.get("data") == identity

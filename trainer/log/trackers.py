@@ -118,7 +118,8 @@ class Trackers:
         """Begins to record, with the ids of the earlier process if this one has resumed the run."""
         known = {}
         if run.step and self._path and self._path.exists():
-            known = json.loads(self._path.read_text())
+            with contextlib.suppress(ValueError):  # damaged: the trackers begin new runs
+                known = dict(json.loads(self._path.read_text()))
         ids = {}
         for name, tracker in self._trackers.items():
             ids[name] = tracker.begin(run._replace(run_id=known.get(name)))

@@ -11,17 +11,21 @@ import itertools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
 SUMS = "train", "gradients", "underflow"  # lines about all steps since the one before
+OUR_HEADER = re.compile(r"step(,[^\ufffd\0]*)?\n")
+OUR_ROW = re.compile(r"\d+,[^\ufffd\0]*\n", re.ASCII)
 LOG_FILES = "metrics.jsonl", *(f"{split}.csv" for split in SPLITS)
 # Metadata that tells TensorBoard whether a value is a scalar or text. `tf.summary.scalar` and
 # `tf.summary.text` add the same metadata, but they need the tensorboard package.
@@ -113,8 +117,9 @@ class RunWriters:
     def rewind(self, step: int, begun: int | None = None) -> list[dict[str, Any]]:
         """Removes the lines of steps after `step`, because the resumed run writes them again.
 
-        Otherwise those lines would appear twice. Lines that this class cannot have written, such as
-        an incomplete last one, are removed too. No other file in the folder is touched.
+        Otherwise those lines would appear twice. An incomplete last line is removed too. Lines that
+        this class cannot have written are moved to a file `damaged-...` beside the log, and a
+        warning says so. No other file in the folder is touched.
 
         Args:
             step: the last step whose lines stay.
@@ -129,12 +134,11 @@ class RunWriters:
         begun = step + 1 if begun is None else begun
         path = self._folder / "metrics.jsonl"
         lines, kept = read_lines(path, step, begun)
+        set_lines_aside(path, [line for line in lines if is_damaged(line)])
         write_if_changed(path, lines, kept)
         for split in SPLITS:
-            path = self._folder / f"{split}.csv"
-            header, *rows = lines_of(path) or [""]
             last = begun - 1 if split == "train" else step
-            write_if_changed(path, [header, *rows], [header, *rows_until(last, rows)])
+            rewind_table(self._folder / f"{split}.csv", last)
         return [json.loads(line) for line in kept]
 
     def _event_writer(self, folder: pathlib.Path, split: str) -> tf.summary.SummaryWriter:
@@ -145,7 +149,9 @@ class RunWriters:
 
 def lines_of(path: pathlib.Path) -> list[str]:
     """Returns the lines of a file with their ends; none if there is no such file."""
-    return path.read_text().splitlines(keepends=True) if path.exists() else []
+    # What is no UTF-8 is damaged, and is found by its line.
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return [line for line in re.split(r"(?<=\n)", text) if line]
 
 
 def read_lines(path: pathlib.Path, step: int, begun: int) -> tuple[list[str], list[str]]:
@@ -165,10 +171,59 @@ def write_if_changed(path: pathlib.Path, before: list[str], after: list[str]) ->
 
 def is_kept(line: str, last_step: int, begun: int) -> bool:
     """As `stays`, for the text of a line; False if it is none of ours."""
+    fields = fields_of(line)
+    return fields is not None and stays(fields, last_step, begun)
+
+
+def is_damaged(line: str) -> bool:
+    """Returns whether a whole line of `metrics.jsonl` is none of ours."""
+    return line.endswith("\n") and fields_of(line) is None
+
+
+def fields_of(line: str) -> dict[str, Any] | None:
+    """Returns the fields of a line of `metrics.jsonl`; None if this class cannot have written it.
+
+    Example:
+        >>> fields_of('{"step": 2, "split": "train"}'), fields_of('{"step": 2, "spl')
+        ({'step': 2, 'split': 'train'}, None)
+    """
     try:
-        return stays(json.loads(line), last_step, begun)
-    except (ValueError, KeyError, TypeError):  # another process wrote it, or appended to a part
-        return False
+        fields = json.loads(line)
+        is_ours = isinstance(fields["step"], int) and isinstance(fields["split"], str)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return fields if is_ours and "\ufffd" not in line else None
+
+
+def set_lines_aside(path: pathlib.Path, lines: list[str]) -> None:
+    """Appends damaged lines of a file to another beside it, and warns."""
+    if lines:
+        aside = path.with_name(f"damaged-{path.name}")
+        with aside.open("a") as file:
+            file.writelines(lines)
+        logging.warning(
+            "%s has %d lines that were not written by this run's log. They are now in %s.",
+            path,
+            len(lines),
+            aside.name,
+        )
+
+
+def rewind_table(path: pathlib.Path, last_step: int) -> None:
+    """Removes the rows of steps after `last_step` from a CSV file, and sets damaged ones aside."""
+    lines = lines_of(path)
+    header, rows = lines[:1], lines[1:]
+    if lines and not OUR_HEADER.fullmatch(lines[0]):  # then no row can be read
+        set_lines_aside(path, lines)
+        header, rows = [], []
+    whole = [row for row in rows if row.endswith("\n")]
+    set_lines_aside(path, [row for row in whole if not OUR_ROW.fullmatch(row)])
+    ours = [row for row in whole if OUR_ROW.fullmatch(row)]
+    kept = [row for row in ours if int(row.partition(",")[0]) <= last_step]
+    if lines and not header:
+        path.unlink()
+    else:
+        write_if_changed(path, lines, [*header, *kept])
 
 
 def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:
@@ -184,12 +239,6 @@ def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:
     if line["split"] == "recovery":
         return True
     return bool(line["step"] <= last_step and (line["step"] < begun or line["split"] not in SUMS))
-
-
-def rows_until(last_step: int, rows: list[str]) -> list[str]:
-    """Returns the rows of a CSV file that stay when the run goes back to `last_step`."""
-    found = ((row, row.partition(",")[0]) for row in rows if row.endswith("\n"))
-    return [row for row, step in found if step.isdecimal() and int(step) <= last_step]
 
 
 def append_row(path: pathlib.Path, row: Mapping[str, object]) -> None:

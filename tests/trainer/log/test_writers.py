@@ -175,6 +175,41 @@ def test_rewinding_removes_odd_lines(tmp_path, odd):
     assert (tmp_path / "train.csv").read_text() == "step,loss\n1,1.0\n"
 
 
+def test_damaged_lines_are_kept_aside_and_told(tmp_path, caplog):
+    """Bytes that are no text end no run; they are moved beside the log, and the rest stays."""
+    writers = write_steps(tmp_path, [1, 2, 3])
+    for name in ("metrics.jsonl", "train.csv"):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        lines[1] = lines[1][:3] + b"\xbe\x00" + lines[1][3:]
+        (tmp_path / name).write_bytes(b"".join(lines))
+    kept = [line["step"] for line in writers.rewind(3)]
+
+    assert len(kept) == 2
+    rows = (tmp_path / "train.csv").read_text().splitlines()
+    assert (rows[0], len(rows)) == ("step,loss", 3)
+    assert caplog.messages == [
+        f"{tmp_path / name} has 1 lines that were not written by this run's log. They are now in "
+        f"damaged-{name}."
+        for name in ("metrics.jsonl", "train.csv")
+    ]
+    for name in ("metrics.jsonl", "train.csv"):
+        assert len((tmp_path / f"damaged-{name}").read_text().splitlines()) == 1
+    caplog.clear()
+    writers.rewind(3)
+    assert caplog.messages == []
+
+
+def test_a_table_without_its_header_begins_anew(tmp_path):
+    """None of its rows can be read, so all are kept aside."""
+    writers = write_steps(tmp_path, [1, 2])
+    text = (tmp_path / "train.csv").read_text().replace("step", "st\0p")
+    (tmp_path / "train.csv").write_text(text)
+    writers.rewind(2)
+
+    assert not (tmp_path / "train.csv").exists()
+    assert (tmp_path / "damaged-train.csv").read_text() == text
+
+
 def test_rewinding_keeps_recoveries(tmp_path):
     """The line about a rollback stays, although its step is later than the one gone back to."""
     writers = RunWriters(tmp_path)
