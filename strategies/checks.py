@@ -32,7 +32,8 @@ def check_devices(strategy: tf.distribute.Strategy) -> None:
     """Raises an error if a replica's device is not one of this process.
 
     TensorFlow would place the operations of a single missing GPU on the CPU without a word, and
-    would wait forever for several. Devices of other processes are not looked for.
+    would wait forever for several. Devices of other processes are not looked for, nor TPUs, which
+    TensorFlow lists when it connects to them.
 
     Args:
         strategy: the strategy to check. Its devices are initialized.
@@ -49,7 +50,8 @@ def check_devices(strategy: tf.distribute.Strategy) -> None:
         devices = strategy.extended.worker_devices
     except RuntimeError:  # TensorFlow's default strategy has no devices
         return
-    own = [name_of(device) for device in devices if device.startswith("/job:localhost/")]
+    local = [name_of(device) for device in devices if device.startswith("/job:localhost/")]
+    own = [device for device in local if not device.startswith("TPU")]
     present = [name_of(device.name) for device in tf.config.list_logical_devices()]
     if missing := [device for device in own if device not in present]:
         raise ValueError(

@@ -80,9 +80,10 @@ def copies(variable):
     return [copy.numpy() for copy in getattr(inner, "values", [inner])]
 
 
-def all_copies(trainer):
+def all_copies(trainer, *, metrics=True):
     """Every copy of every variable of model, optimizer and metrics, by position and short name."""
-    kept = [metric for metrics in trainer._parts.metrics for metric in metrics.values()]
+    groups = trainer._parts.metrics if metrics else ()
+    kept = [metric for group in groups for metric in group.values()]
     variables = [
         *trainer.model.variables,
         *trainer.optimizer.variables,

@@ -610,7 +610,7 @@ def lines_of(path):
 
 
 def test_the_log_is_rewound_with_the_run(tmp_path):
-    """Lines of later steps and partial lines are removed; "recovery" lines and all others stay."""
+    """Lines of later steps are removed, and damaged ones kept aside; all others stay."""
     files = RunWriters(tmp_path)
     path = tmp_path / "metrics.jsonl"
     files.rewind(3)
@@ -639,7 +639,8 @@ def test_the_log_is_rewound_with_the_run(tmp_path):
     before = path.stat().st_ino
     files.rewind(3)
     assert (lines_of(path), path.stat().st_ino) == (stay, before)
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert lines_of(tmp_path / "damaged-metrics.jsonl") == torn[:1]  # the end of a torn file is not
+    assert {each.name for each in tmp_path.iterdir()} == {"metrics.jsonl", "damaged-metrics.jsonl"}
 
 
 def test_a_resumed_run_logs_each_step_once(tmp_path):
