@@ -60,6 +60,16 @@ def find_cluster() -> Resolver | None:
     return found
 
 
+def addresses_of(cluster: Resolver) -> dict[str, str]:
+    """Returns the "HOST:PORT" of every process of a job, keyed by task, such as "worker 1"."""
+    spec = cluster.cluster_spec()
+    return {
+        f"{kind} {index}": spec.task_address(kind, index)
+        for kind in sorted(spec.jobs)
+        for index in spec.task_indices(kind)
+    }
+
+
 def find_public_address(cluster: Mapping[str, Any]) -> str | None:
     """Returns the first address of a cluster that is a public IP address; None if there is none.
 

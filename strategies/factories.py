@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from strategies.checks import check_count
-from strategies.cluster import find_cluster
+from strategies.cluster import addresses_of, find_cluster
 from strategies.gather import gather
+from strategies.serving import serve
 from strategies.tpu import tpu
 
 
@@ -84,13 +85,7 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
             "python -m strategies.launch --workers=2 SCRIPT, or use the strategy "
             '"mirrored" in a single process.'
         )
-    tasks = cluster.cluster_spec().as_dict()
-    addresses = {
-        f"{kind} {index}": address
-        for kind in sorted(tasks)
-        for index, address in enumerate(tasks[kind])
-    }
-    gather(addresses, f"{cluster.task_type} {cluster.task_id}")
+    gather(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
     return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=cluster)
 
 
@@ -98,7 +93,7 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """Returns a strategy with parameter servers, whose workers do not wait for each other.
 
     The call returns only in the job's chief, which sends steps to the workers. In a worker or a
-    parameter server it never returns: the process serves the chief until it is killed.
+    parameter server it never returns: the process serves the chief, and ends with it.
     """
     if devices is not None:
         raise ValueError(
@@ -116,13 +111,8 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
             "TF_CONFIG."
         )
     if cluster.task_type != "chief":
-        server = tf.distribute.Server(
-            cluster.cluster_spec(),
-            job_name=cluster.task_type,
-            task_index=cluster.task_id,
-            protocol=cluster.rpc_layer or "grpc",
-        )
-        server.join()
+        serve(cluster)
+    gather(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
     # Without this, the chief would wait for a lost worker instead of giving its step to another.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     return tf.distribute.ParameterServerStrategy(cluster)

@@ -6,8 +6,9 @@
 Every process runs the same script and finds the others through its `TF_CONFIG`. Without parameter
 servers, all workers take the same steps, and when one fails, the others are stopped. With
 parameter servers (`--ps`), a chief is started as well and runs the training, and a worker that is
-killed is restarted, up to three times. SIGINT and SIGTERM are forwarded to all processes. The exit
-code is that of the first process that failed.
+killed is restarted, up to three times. SIGINT and SIGTERM are forwarded to all workers, or to the
+chief, which saves before the servers and workers that hold its variables are stopped. The exit code
+is that of the first process that failed.
 """
 
 import argparse
@@ -64,6 +65,7 @@ class Job:
         self._output_lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._restarts = dict.fromkeys(self.tasks, 0)
+        self._stop_asked = False
         self.processes: dict[Task, subprocess.Popen[str]] = {}
 
     def start(self, task: Task) -> None:
@@ -90,7 +92,8 @@ class Job:
         """Starts all processes, waits for the end of the job and returns its exit code."""
         try:
             for task in self.tasks:
-                self.start(task)
+                if not self._stop_asked:
+                    self.start(task)
             failed = self._wait()
         finally:
             self._stop_all()
@@ -99,10 +102,23 @@ class Job:
         if failed is None:
             return 0
         code = self.processes[failed].returncode
-        self.write_line(
-            f"{failed} failed first: it {describe_exit(code)}. The other processes were stopped."
-        )
+        if self._stop_asked:
+            self.write_line(f"The job was stopped, as asked: {failed} {describe_exit(code)}.")
+        else:
+            self.write_line(
+                f"{failed} failed first: it {describe_exit(code)}. The other processes were "
+                "stopped."
+            )
         return code if code >= 0 else 128 - code
+
+    def ask_to_stop(self, number: int) -> None:
+        """Sends a signal to the processes that save the run: the chief, or else all workers."""
+        self._stop_asked = True
+        chief = self.processes.get(Task("chief", 0))
+        if chief is None:  # there is none, or it has not been started yet
+            self.signal_all(number)
+        elif chief.poll() is None:
+            chief.send_signal(number)
 
     def signal_all(self, number: int) -> None:
         """Sends a signal to all processes that are still running."""
@@ -124,7 +140,7 @@ class Job:
             failed = [task for task, code in codes.items() if code]
             for task in list(failed):
                 killed = (codes[task] or 0) < 0
-                can_restart = has_chief and task.kind == "worker"
+                can_restart = has_chief and task.kind == "worker" and not self._stop_asked
                 if killed and can_restart and self._restarts[task] < MAX_RESTARTS:
                     self._restarts[task] += 1
                     self.write_line(f"{task} {describe_exit(codes[task])}. Restarting it.")
@@ -135,7 +151,9 @@ class Job:
                 # killed or crashed is the likely cause, so it counts as the first to fail.
                 return min(failed, key=lambda task: (codes[task] not in (-9, -11, -6), task))
             awaited = [Task("chief", 0)] if has_chief else self.tasks
-            if all(codes[task] == 0 for task in awaited):
+            if all(codes.get(task) == 0 for task in awaited):
+                return None
+            if self._stop_asked and None not in codes.values():
                 return None
             time.sleep(0.05)
 
@@ -209,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
         del frame
-        job.signal_all(number)
+        job.ask_to_stop(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward_signal)

@@ -30,6 +30,8 @@ import strategies
 from scaling.base.argument_checks import did_you_mean
 from trainer.base.argument_checks import check_writable, local_path
 from trainer.base.atomic_files import write_atomically
+from trainer.checkpoint.folder import committed
+from trainer.checkpoint.saver import PREFIX
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import CHOICES, LOWER_BOUND, argument_texts
 from trainer.config.groups import (
@@ -77,6 +79,9 @@ GROUPS = (
     MonitorConfig,
 )
 # fmt: on
+
+# Flags that are paths.
+PATHS = ("model_dir", "init_from")
 
 # Maps older names of flags, which still work, to the names of the arguments that they set.
 ALIASES = {
@@ -478,6 +483,14 @@ def check_eval_mode(test_data: Any, flag_values: flags.FlagValues) -> None:
             "`test_data` must be given with --mode=eval; got None. There is nothing to evaluate "
             "on. Pass it to run_mode, or choose --mode=train."
         )
+    folder = flag_values.model_dir and local_path(flag_values.model_dir).absolute()
+    waits = flag_values.continuous or flag_values.init_from
+    if flag_values.mode == "eval" and folder and not waits and not committed(folder, PREFIX):
+        raise ValueError(
+            f"`--model_dir` must hold a checkpoint with --mode=eval; got {folder}, which has none. "
+            "The model would be evaluated untrained. Check the path, or leave out --model_dir to "
+            "evaluate a model that is trained already."
+        )
 
 
 def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:
@@ -539,11 +552,21 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
 
 
 def text_of(flag_values: flags.FlagValues) -> str:
-    """Returns the script's flags as a flag file, one per line."""
-    lines = [
-        flag.serialize()
+    """Returns the script's flags as a flag file, one per line.
+
+    Paths are absolute, so that the file means the same run from every folder. `allow_changes` is
+    left out: it permits one change, not those of every later run.
+    """
+    written = [
+        flag
         for module in (sys.argv[0], __name__)
         for flag in flag_values.get_key_flags_for_module(module)
-        if flag.value is not None and flag.name not in ALIASES
+        if flag.value is not None and flag.name not in (*ALIASES, "allow_changes")
+    ]
+    lines = [
+        f"--{flag.name}={local_path(flag.value).absolute()}"
+        if flag.name in PATHS and flag.value
+        else flag.serialize()
+        for flag in written
     ]
     return "\n".join(lines) + "\n"

@@ -27,7 +27,7 @@ from trainer.config.output_mask import (
 )
 from trainer.config.output_metrics import entries_by_name, update_by_output
 from trainer.config.resolve import check_optimizer_name, resolve_loss
-from trainer.step.gather import all_gather
+from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
 
@@ -191,6 +191,23 @@ class Task:
             TypeError, ValueError, RuntimeError: see `trainer.step.all_gather`.
         """
         return all_gather(x)
+
+    def own_rows(self, x: Any) -> Any:
+        """Returns this replica's rows of what `all_gather` returned, inside `compute_loss`.
+
+        For aux, which must have one row per example, and to find where a replica's own examples
+        stand in the global batch: `self.own_rows(tf.range(global_batch))`.
+
+        Args:
+            x: a tensor, or a structure of tensors: shape (global_batch, ...).
+
+        Returns:
+            The same structure and dtypes: shape (examples, ...).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see `trainer.step.own_rows`.
+        """
+        return own_rows(x)
 
     @without_autograph
     def example_weights(self, batch: Batch) -> tf.Tensor:

@@ -43,6 +43,7 @@ from trainer.config.groups import (
     RunConfig,
     UpdateConfig,
 )
+from trainer.config.half_probabilities import warn_of_half_probabilities
 from trainer.config.hooks import HOOKS
 from trainer.config.output_losses import OutputWeights
 from trainer.config.resolve import (
@@ -1099,6 +1100,7 @@ class Trainer(Task):
             return self._parts
         with self._seeded.in_use():
             self._parts = build(self, batch, forward or self.compute_loss, training=training)
+        warn_of_half_probabilities(self.model, self._loss_fn)
         self._setup = setup_of(self._parts.plan)
         self._started = True
         self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`

@@ -36,6 +36,10 @@ State = TypeVar("State", bound=tuple[tf.Tensor, ...])
 class LossScaleRule(Protocol):
     """The interface of a rule. Any class with these three members can be used as a rule.
 
+    `advance` runs in the graph of a step, so it chooses with `tf.where`, not with `if`. The loss
+    scale must always be a power of two between 2^-126 and 2^126: others round the gradients. A
+    `Trainer` tries a few steps of your rule before training, and refuses one that breaks this.
+
     Example:
         A scale that halves at every overflow and never grows, for a `LossScaler` or a Trainer:
 

@@ -578,6 +578,7 @@ TRAINER = {
         ("others", "started.train_on_batch(batch, batch)", "batch"),
     ],
     "Trainer.save_checkpoint": [("save_checkpoint", "started.save_checkpoint()", "model_dir")],
+    "Trainer.own_rows": [("x", "started.own_rows(tf.ragged.constant([[1], [2, 3]]))")],
     "Trainer.all_gather": [("x", "started.all_gather(tf.ragged.constant([[1], [2, 3]]))")],
     "Trainer.evaluate": [
         ("data", 'started.evaluate("test")'),
@@ -667,6 +668,7 @@ STEP = {
         ("run", "attempt_step(batch, plan, scaler)"),
         ("run", "attempt_step(batch, plan, TrainState(scaling.NoLossScale()))"),
     ],
+    "own_rows": [("x", "own_rows(tf.ragged.constant([[1], [2, 3]]))")],
     "all_gather": [("x", "all_gather(tf.ragged.constant([[1], [2, 3]]))")],
     "plan_step": [
         ("strategy", 'plan_step(strategy="mirrored")'),

@@ -242,3 +242,68 @@ def test_a_loss_fn_of_the_whole_batch_is_keras_s(mirrored):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
     expected = model.evaluate(x, y, batch_size=8, verbose=0)
     assert trainer.evaluate((x, y), global_batch=8)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+class Ranked(Triplets):
+    """Measures how often an example's nearest neighbour in the batch has its class."""
+
+    def compute_loss(self, batch, training):
+        """The triplet loss, and for each example whether its nearest neighbour is of its class."""
+        rows = self.all_gather(tf.cast(self.model(batch["a"], training=training), tf.float32))
+        labels = self.all_gather(batch["label"])
+        squares = tf.reduce_sum((rows[:, None] - rows[None]) ** 2, axis=-1)
+        nearest = tf.argmin(squares + 1e6 * tf.eye(tf.shape(rows)[0]), axis=1)
+        hits = tf.cast(tf.gather(labels, nearest) == labels, tf.float32)
+        return batch_hard(rows, labels) * self.model.temperature, self.kept(hits)
+
+    def kept(self, hits):
+        """This replica's own rows."""
+        return self.own_rows(hits)
+
+    def build_metrics(self):
+        """The share of hits, and their number."""
+        return {"hits": keras.metrics.Mean(), "rows": keras.metrics.Sum()}
+
+    def update_metrics(self, batch, aux):
+        """Counts each example once."""
+        self.metrics["hits"].update_state(aux)
+        self.metrics["rows"].update_state(tf.ones_like(aux))
+
+
+class Unranked(Ranked):
+    """Hands out the rows of the whole batch on every replica."""
+
+    def kept(self, hits):
+        """All rows, which would be cut to the first ones."""
+        return hits
+
+
+def measured(kind, strategy, size):
+    """Results of the metrics over batches, the last of which may be smaller."""
+    trainer = kind(loss_reduction="global", verbose=False, strategy=strategy)
+    whole = {name: np.concatenate([b[name] for b in batches([7, 7, 6])]) for name in ("a", "label")}
+    return trainer.evaluate(whole, global_batch=size)
+
+
+@pytest.mark.parametrize("size", [7, 10])
+def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
+    """Each replica's metrics see its own rows, also where the last batch is smaller."""
+    wanted, found = (measured(Ranked, strategy, size) for strategy in ("default", mirrored(3)))
+    assert wanted["rows"] == found["rows"] == 20
+    assert found["hits"] == pytest.approx(wanted["hits"], abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [7, 9])
+def test_gathered_rows_are_refused_as_aux(mirrored, size):
+    """They would be cut to the first rows on every replica: a wrong metric without a word."""
+    message = (
+        r"`compute_loss` must return aux with one row per example; got shape \(\S+ for \S+ "
+        "examples. Aux is cut to the real examples of each replica before the metrics see it. "
+        r"Return one value per example: of what all_gather returned, self.own_rows\(x\); of "
+        "tokens, one row of tokens for each example."
+    )
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+        measured(Unranked, mirrored(3), size)
+    trainer = Unranked(loss_reduction="global", verbose=False, strategy=mirrored(3))
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
+        trainer.train(tf.data.Dataset.from_tensors(batches([size])[0]), steps=1)

@@ -160,6 +160,31 @@ def test_flags_cfg_repeats_a_run(tmp_path, monkeypatch):
     assert make_trainer(Linear, reread).rule == scaling.FixedLossScale(1024.0)
 
 
+def test_flags_cfg_means_the_same_run_from_every_folder(tmp_path, monkeypatch):
+    """Paths are absolute, and a permission to change something is not kept for later runs."""
+    monkeypatch.setattr("sys.argv", [__name__])
+    monkeypatch.chdir(tmp_path)
+    values = parse("--model_dir=run", "--allow_changes=seed", "--allow_changes=optimizer")
+    make_trainer(Linear, values)
+    lines = (tmp_path / "run" / "flags.cfg").read_text().split("\n")
+
+    assert f"--model_dir={tmp_path / 'run'}" in lines
+    assert not [line for line in lines if "allow_changes" in line]
+
+
+def test_no_checkpoint_is_no_evaluation(tmp_path, monkeypatch):
+    """--mode=eval of a folder without checkpoints is an error, not the metrics of a random model."""
+    monkeypatch.chdir(tmp_path)
+    values = parse("--mode=eval", "--global_batch=4", "--model_dir=elsewhere")
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        run_mode(make_trainer(Linear, values), HELD_OUT, HELD_OUT, values)
+    assert str(error.value) == (
+        f"`--model_dir` must hold a checkpoint with --mode=eval; got {tmp_path / 'elsewhere'}, "
+        "which has none. The model would be evaluated untrained. Check the path, or leave out "
+        "--model_dir to evaluate a model that is trained already."
+    )
+
+
 def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
     """`flags.cfg` is replaced when training begins: not by a run that is refused, nor by an
     evaluation.

@@ -105,6 +105,16 @@ class EarlyStopping(Monitored):
         self.wait += 1
         if self.exhausted:
             self.stopped_step = step
+            restored = f" The weights are those of step {self.best_step} again."
+            logging.info(
+                "EarlyStopping ends this run at step %s: %s was %s at step %s, and not better "
+                "since.%s",
+                step,
+                self.monitor,
+                self.best,
+                self.best_step,
+                restored if self.restore_best_weights else "",
+            )
             self.trainer.stop()
 
     def on_train_end(self, summary: Any) -> None:

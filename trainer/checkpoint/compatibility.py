@@ -113,11 +113,11 @@ def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.
         if name not in allowed:
             raise not_the_same(name, found, (*allowed, name), path)
         logging.warning(
-            "%s was %r in %s and is %r now, as allow_changes permits. The run continues with %s.",
-            place_of(name, found[0]),
-            found[0].was,
-            path,
-            found[0].now,
+            "%s, as allow_changes permits. The run continues with %s.",
+            "; ".join(
+                f"{place_of(name, each)} was {each.was!r} in {path} and is {each.now!r} now"
+                for each in found
+            ),
             EFFECTS[name],
         )
     changed += warn_about_logged(before, now, path)
@@ -129,11 +129,13 @@ def not_the_same(
     name: str, found: Sequence[Difference], allowed: tuple[str, ...], path: pathlib.Path
 ) -> ValueError:
     """Returns the error for an entry that differs and may not."""
-    more = f" There are {len(found) - 1} more differences in it." if len(found) > 1 else ""
+    got = "; ".join(
+        f"{place_of(name, each)} {each.now!r}, and the checkpoint has {each.was!r}"
+        for each in found
+    )
     return ValueError(
-        f"`{ARGUMENTS[name]}` must be the same as in {path} to resume from it; got "
-        f"{place_of(name, found[0])} {found[0].now!r}, and the checkpoint has {found[0].was!r}."
-        f"{more} The run would continue with {EFFECTS[name]}. Use another model_dir, or pass "
+        f"`{ARGUMENTS[name]}` must be the same as in {path} to resume from it; got {got}. The run "
+        f"would continue with {EFFECTS[name]}. Use another model_dir, or pass "
         f"allow_changes={allowed!r}."
     )
 

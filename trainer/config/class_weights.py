@@ -70,7 +70,8 @@ def class_factors(y: tf.Tensor, class_weight: Mapping[int, float], loss_fn: Any)
         raise ValueError(
             "`class_weight` must be used with one label per example; got labels of shape "
             f"{y.shape} and {name_of(loss_fn)}. The loss of an example has the weight of its "
-            "class. Pass weights of the labels' shape as the third element of the data."
+            "class. Weight single labels by weights of the labels' shape as the third element of "
+            "the data, with a loss_fn that returns one loss for each label."
         )
     labels = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [-1])
     labels = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int32)

@@ -137,8 +137,11 @@ def example_losses(
     if weights.shape.rank > rank:
         raise ValueError(
             f"`sample_weight` must have no more dimensions than the losses; got shape "
-            f"{weights.shape} for losses of shape {elements.shape}. Each weight multiplies one "
-            "loss. Sum or average the weights over the last dimensions."
+            f"{weights.shape} for losses of shape {elements.shape} from {name_of(loss_fn)}. What "
+            "is already averaged cannot be weighted. For weights of single labels, pass a function "
+            "that returns one loss for each, such as loss_fn=lambda y, p: "
+            "keras.losses.binary_crossentropy(y[..., None], p[..., None]); for several outputs, "
+            "return losses and weights of one shape from compute_loss and example_weights."
         )
     elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, rank)))
     weights = tf.broadcast_to(weights, tf.shape(elements))
@@ -376,7 +379,7 @@ def mask_of(loss_fn: LossFunction, outputs: Any) -> tf.Tensor | None:
                 "`loss_fn` cannot use the Keras mask of one of several outputs; got "
                 f"{name_of(loss_fn)}, and a mask of shape {mask.shape}. A function of all outputs "
                 "cannot tell which of its losses the mask belongs to. Override compute_loss and "
-                "example_weights, and multiply the losses by the weights there."
+                "example_weights: return the losses of the elements, and the mask as float32."
             )
     return None
 

@@ -40,6 +40,26 @@ def makes_mask(layer: keras.Layer) -> bool:
     return not own.__module__.startswith("keras.")
 
 
+def check_mask_values(model: keras.Model) -> None:
+    """Raises ValueError if a `Masking` layer compares half-precision inputs with another number.
+
+    Keras casts the inputs of the layer, but not its value. -99.9 is -100 in bfloat16: no position
+    would be masked, and padding would count as data.
+    """
+    for layer in all_layers(model):
+        if not isinstance(layer, keras.layers.Masking):
+            continue
+        rounded = float(tf.cast(tf.constant(layer.mask_value, tf.float64), layer.compute_dtype))
+        if rounded != float(tf.constant(layer.mask_value, tf.float32)):
+            raise ValueError(
+                f"`mask_value` of Masking must be a number that {layer.compute_dtype} has; got "
+                f"{layer.mask_value!r} in layer {layer.name!r}, which is {rounded!r} there. The "
+                "layer would mask nothing, because it compares rounded inputs with the exact "
+                'number. Pad with a small integer such as -1.0 or 0.0, or pass dtype="float32" to '
+                "the layer."
+            )
+
+
 def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
     """Returns the Keras mask of a model's output for some inputs, or None; runs no layer.
 

@@ -13,7 +13,7 @@ import strategies
 from strategies.division import count_examples
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32, differentiable_moments
-from trainer.step.accumulate import real_rows
+from trainer.step.accumulate import real_aux, real_rows
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.held_back import HoldBack
@@ -315,7 +315,7 @@ def replica_evaluate(
     with without_writes(plan, source), differentiable_moments(), gathers:
         result = call_user(compute_loss, share.batch, training=False)
     losses, aux = losses_and_aux(result, share.batch, plan.objectives, global_loss=plan.global_loss)
-    call_user(task.update_metrics, real_rows(share.batch, share), real_rows(aux, share))
+    call_user(task.update_metrics, real_rows(share.batch, share), real_aux(aux, share))
     total = tf.add_n(distinct(losses.values()))
     if plan.global_loss:  # the mean over batches weights each by its number of examples
         return part_of_mean(total, share, size) * size.weight

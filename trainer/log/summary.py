@@ -159,13 +159,14 @@ def check_metric_names(names: Iterable[str]) -> None:
 
 
 def power_of_two(scale: float) -> str:
-    """Returns a loss scale as text.
+    """Returns a loss scale as text; exactly, also if a rule of the user's own leaves the powers.
 
     Example:
-        >>> power_of_two(1024.0)
-        '2^10'
+        >>> power_of_two(1024.0), power_of_two(265.42)
+        ('2^10', '265.42')
     """
-    return f"2^{round(math.log2(scale))}"
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else repr(scale)
 
 
 @dataclasses.dataclass(frozen=True)

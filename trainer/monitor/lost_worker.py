@@ -31,7 +31,8 @@ def worker_loss_explained(
     try:
         yield
     except tf.errors.OpError as error:
-        lost = strategies.has_workers(strategy) and lost_worker(strategy, error.message)
+        of_job = strategies.has_workers(strategy) or strategies.is_asynchronous(strategy)
+        lost = of_job and lost_worker(strategy, error.message)
         if not lost:
             raise
         step, checkpoint = progress()
@@ -52,7 +53,10 @@ def lost_worker(strategy: tf.distribute.Strategy, message: str) -> str | None:
     Returns:
         None if the message names no other task of the job.
     """
-    cluster = strategy.cluster_resolver
+    # A strategy of parameter servers does not tell its cluster.
+    cluster = strategy.cluster_resolver or strategies.find_cluster()
+    if cluster is None:
+        return None
     this_task = (cluster.task_type, str(cluster.task_id))
     for kind, index in TASK.findall(message):
         if (kind, index) != this_task:

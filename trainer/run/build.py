@@ -19,6 +19,7 @@ from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
+from trainer.config.output_mask import check_mask_values
 from trainer.config.resolve import dtype_policy
 from trainer.evaluation.evaluator import Evaluator, results_of
 from trainer.log.summary import check_metric_names
@@ -307,8 +308,10 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         one = cut_rows(batch, 0, 1)
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
-    if isinstance(model, keras.Model) and model.trainable_variables:
-        check_dtype_policies(model, trainer.precision)
+    if isinstance(model, keras.Model):
+        check_mask_values(model)
+        if model.trainable_variables:
+            check_dtype_policies(model, trainer.precision)
 
 
 def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:

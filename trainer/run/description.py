@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import tensorflow as tf
+
 
 def describe_trainer(trainer: Any, *, started: bool) -> str:
     """Returns one line about a trainer. Waits for the device.
@@ -12,14 +14,17 @@ def describe_trainer(trainer: Any, *, started: bool) -> str:
     """
     known = vars(trainer)
     parts = []
-    if started:
+    readable = started and tf.executing_eagerly()  # in the graph of a step, no variable is
+    if started and not readable:
+        parts.append("in a graph")
+    elif started:
         totals = trainer.totals
         parts.append(f"at step {totals.attempted}, {totals.applied} applied, {totals}")
     else:
         parts.append("not started")
     if "precision" in known:
         parts.append(trainer.precision.name)
-    if started:
+    if readable:
         parts.append(f"loss_scale {trainer.loss_scale:g}")
     if "strategy" in known:
         replicas = trainer.strategy.num_replicas_in_sync

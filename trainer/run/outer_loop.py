@@ -30,6 +30,7 @@ from trainer.loop.inner import crossed, next_stop
 from trainer.monitor.divergence import LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
+from trainer.monitor.silent_members import silent_members_end_the_run
 from trainer.replay.recorder import keep_overflow
 from trainer.run.changes import check_trained_as_saved
 from trainer.run.coupling_check import what_couples
@@ -198,8 +199,12 @@ class OuterLoop:
     def run(self) -> None:
         """Runs inner loops until the target is reached or the run is asked to stop."""
         progress = self._log.progress_bar(self._start, self._request.target)
-        explained = worker_loss_explained(self._trainer.strategy, self._progress)
-        with self._tracked(), progress, explained:
+        strategy = self._trainer.strategy
+        on_servers = strategies.is_asynchronous(strategy)  # they may be lost with the variables
+        known = self._known_progress if on_servers else self._progress
+        explained = worker_loss_explained(strategy, known)
+        watched = silent_members_end_the_run(strategy, self._known_progress)
+        with self._tracked(), progress, watched, explained:
             # A run that is resumed from a checkpoint of step 0 has been evaluated already.
             if self._request.evaluate_at_start and not (self._step or self._resumed):
                 self._evaluate()
@@ -215,7 +220,8 @@ class OuterLoop:
                     self._trainer.check_unchanged()
                 before = self._step
                 self._take_steps()
-                self._after_inner_loop(before)
+                if self._step > before:  # a loop that was asked to stop at once took no step
+                    self._after_inner_loop(before)
             if self._step < self._request.target:
                 self._end_early()
             self._parts.checkpoints.wait()
@@ -249,6 +255,10 @@ class OuterLoop:
     def _progress(self) -> tuple[int, pathlib.Path | None]:
         """Returns the number of attempted steps, and the newest checkpoint or None."""
         return Totals.from_state(self._parts.state).attempted, self._parts.checkpoints.latest
+
+    def _known_progress(self) -> tuple[int, pathlib.Path | None]:
+        """Returns the same as of the last inner loop, without reading a variable."""
+        return self._step, self._parts.checkpoints.latest
 
     def _check_graph(self) -> None:
         """Traces the step, and refuses operations that a resumed run could not repeat exactly."""

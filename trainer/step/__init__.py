@@ -2,7 +2,7 @@
 
 from trainer.step.attempt import attempt_step
 from trainer.step.clip import Clip
-from trainer.step.gather import all_gather
+from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import StepPlan, plan_step
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
@@ -14,5 +14,6 @@ __all__ = [
     "TrainState",
     "all_gather",
     "attempt_step",
+    "own_rows",
     "plan_step",
 ]

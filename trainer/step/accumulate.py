@@ -5,7 +5,8 @@ from typing import TypeVar
 import tensorflow as tf
 
 import strategies
-from strategies.division import cut_rows
+from strategies.division import count_examples, cut_rows
+from trainer.step.losses import wrong_rows
 from trainer.step.microbatch import (
     Contribution,
     Differentiate,
@@ -59,7 +60,7 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
     ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Values, Values, Aux]:
         now = microbatch_inputs(inputs, index)
         result = differentiate(now)
-        rows = real_rows(result.aux, now.share)
+        rows = real_aux(result.aux, now.share)
         return (
             index + 1,
             tf.nest.map_structure(tf.add, total, (present(result.contribution), result.nonfinite)),
@@ -131,6 +132,25 @@ def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     if tf.get_static_value(share.examples):  # known to be above 0: every row is real
         return tree
     return cut_rows(tree, 0, share.examples)
+
+
+def real_aux(aux: Aux, share: strategies.Share) -> Aux:
+    """Cuts aux to its real examples, as `real_rows` does.
+
+    Raises:
+        tf.errors.InvalidArgumentError: when the graph runs, if there is not a row per example.
+    """
+    if tf.get_static_value(share.examples):
+        return aux
+    # The placeholder row may be there, or may have been cut from the parts already.
+    held, real = tf.shape(share.weights)[0], share.examples
+    counts = [(leaf, count_examples(leaf)) for leaf in tf.nest.flatten(aux)]
+    same = [
+        tf.debugging.Assert((count == held) | (count == real), [wrong_rows(leaf, None)])
+        for leaf, count in counts
+    ]
+    with tf.control_dependencies(same):
+        return real_rows(aux, share)
 
 
 def present(contribution: Contribution) -> Contribution:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import scaling
 from scaling.rules.rule import check_rule
+from scaling.rules.trial import try_rule
 from strategies.checks import check_strategy
 from strategies.division import known_examples, tensors_in
 from trainer.base.argument_checks import check_bool, check_count, check_ema_momentum
@@ -274,9 +275,13 @@ def check_not_set_twice(
 
 
 def check_strategy_rule_and_clip(strategy: object, rule: object, clip: object) -> None:
-    """Raises TypeError unless the arguments are a strategy, a loss-scale rule and a `Clip`."""
+    """Raises TypeError unless the arguments are a strategy, a loss-scale rule and a `Clip`.
+
+    A rule that is not one of `scaling` is tried for a few steps: see `try_rule`.
+    """
     check_strategy(strategy, "The strategy's replicas compute the step.")
     check_rule(rule)
+    try_rule(rule)
     if not isinstance(clip, Clip):
         raise TypeError(
             f"`clip` must be a Clip; got {clip!r}. A Clip says which norm or value is bounded. "

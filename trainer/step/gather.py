@@ -105,6 +105,26 @@ class Gathering:
         around = [[start, whole - start - examples]] + [[0, 0]] * (x.shape.rank - 1)
         return tf.pad(x[:examples], around)  # an empty share holds one row that does not count
 
+    def own_rows(self, x: tf.Tensor) -> tf.Tensor:
+        """Returns this replica's rows of what was gathered; see `own_rows`."""
+        if self._num_replicas == 1:
+            return x
+        whole, rows = self._size.examples, self._share.weights.shape[0]
+        message = (
+            "`x` must have one row per example of the global batch, as all_gather returns; got "
+            f"shape {x.shape}. The rows of this replica are cut out of it. Pass what "
+            "all_gather returned, or what was computed from it with the same first dimension."
+        )
+        known = tf.get_static_value(whole)
+        if x.shape.rank == 0 or (known is not None and x.shape[0] not in (None, int(known))):
+            raise RowsError(message)
+        count = tf.shape(self._share.weights)[0] if rows is None else tf.constant(rows)
+        # An empty share holds one row that does not count; it must lie within `x`.
+        start = tf.minimum(first_row(whole, self._replica, self._num_replicas), whole - count)
+        same = tf.debugging.Assert(tf.shape(x)[0] == whole, [message])
+        with tf.control_dependencies([same]):
+            return tf.ensure_shape(x[start : start + count], [rows, *x.shape[1:]])
+
     def _rows_checked(self, x: tf.Tensor) -> tf.Tensor:
         """Returns `x`; raises unless it has one row per example of this replica's share."""
         rows = self._share.weights.shape[0]
@@ -208,6 +228,49 @@ def all_gather(x: Tree) -> Tree:
         lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), x
     )
     return same
+
+
+def own_rows(x: Tree) -> Tree:
+    """Returns this replica's rows of what `all_gather` returned, inside `compute_loss`.
+
+    It is the inverse of `all_gather`. A loss that compares a replica's own examples with all
+    gathered ones finds their positions by `own_rows(tf.range(global_batch))`, and metrics that
+    compare all examples get their own rows of a gathered table, as aux must have. On one replica,
+    all rows are its own.
+
+    Args:
+        x: a tensor, or a structure of tensors: shape (global_batch, ...). None stays None.
+
+    Returns:
+        The same structure and dtypes: shape (examples, ...).
+
+    Raises:
+        ValueError: if there is not one row per example of the global batch.
+        TypeError: for ragged and sparse tensors.
+        RuntimeError: on several replicas, outside of the loss of a training step or an evaluation.
+
+    Example:
+        >>> own_rows(tf.range(3)).numpy()  # one device
+        array([0, 1, 2], dtype=int32)
+    """
+    gathering = _ACTIVE.gathering
+    context = tf.distribute.get_replica_context()
+    if gathering is None and context is not None and context.num_replicas_in_sync > 1:
+        raise RuntimeError(
+            "`own_rows` was called in a replica, outside of the loss of a training step or an "
+            "evaluation. Which rows of the batch are this replica's is known only there. Call it "
+            "in compute_loss."
+        )
+
+    def cut(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        check_dense(leaf)
+        leaf = tf.convert_to_tensor(leaf)
+        return leaf if gathering is None else gathering.own_rows(leaf)
+
+    rows: Tree = tf.nest.map_structure(cut, x)
+    return rows
 
 
 def check_dense(x: Any) -> None:

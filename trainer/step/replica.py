@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.step.accumulate import accumulate, microbatch_inputs, real_rows
+from trainer.step.accumulate import accumulate, microbatch_inputs, real_aux, real_rows
 from trainer.step.clip import clip
 from trainer.step.diagnose import Evidence, count_by_variable, no_finding
 from trainer.step.held_back import read_values
@@ -82,7 +82,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         gradients=clip(unscaled, gradient_norm, plan.clip),
         written=reduced.written,
         batch=real_rows(share.batch, share),
-        aux=real_rows(local.aux, share),
+        aux=real_aux(local.aux, share),
     )
 
 

@@ -68,5 +68,6 @@ def test_several_labels_of_an_example_are_refused(shape):
     assert str(error.value) == (
         f"`class_weight` must be used with one label per example; got labels of shape "
         f"{tuple(shape)} and mean_squared_error. The loss of an example has the weight of its "
-        "class. Pass weights of the labels' shape as the third element of the data."
+        "class. Weight single labels by weights of the labels' shape as the third element of the "
+        "data, with a loss_fn that returns one loss for each label."
     )

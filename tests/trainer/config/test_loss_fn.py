@@ -448,8 +448,11 @@ PROBABILITIES = tf.fill([4, 3], 1 / 3)
             tf.ones([4, 3]),
             tf.ones([4, 3]),
             "`sample_weight` must have no more dimensions than the losses; got shape (4, 3) for losses "
-            "of shape (4,). Each weight multiplies one loss. Sum or average the weights over the "
-            "last dimensions.",
+            "of shape (4,) from MeanSquaredError. What is already averaged cannot be weighted. For "
+            "weights of single labels, pass a function that returns one loss for each, such as "
+            "loss_fn=lambda y, p: keras.losses.binary_crossentropy(y[..., None], p[..., None]); for "
+            "several outputs, return losses and weights of one shape from compute_loss and "
+            "example_weights.",
         ),
         (
             LOSSES.MeanSquaredError(),
@@ -513,8 +516,8 @@ def test_masks_that_do_not_fit_are_refused():
     assert str(error.value) == (
         "`loss_fn` cannot use the Keras mask of one of several outputs; got mean_of_tokens, and a "
         "mask of shape (4, 3). A function of all outputs cannot tell which of its losses the mask "
-        "belongs to. Override compute_loss and example_weights, and multiply the losses by the "
-        "weights there."
+        "belongs to. Override compute_loss and example_weights: return the losses of the elements, "
+        "and the mask as float32."
     )
     with pytest.raises(ValueError) as error:  # noqa: PT011
         global_loss(mean_of_tokens, y, y, tf.ones([4, 3]), None)

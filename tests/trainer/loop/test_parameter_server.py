@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import sys
 import threading
 import time
@@ -106,3 +107,72 @@ def test_a_killed_worker_is_restarted(launched, tmp_path):
     assert accuracy >= 97.0
     assert any("at step 600 after 600 steps" in line for line in lines)
     assert job.processes[Task("worker", 1)] is not victim
+
+
+def digits_in(launched, tmp_path):
+    """Starts a long run of two workers and a server, and returns when it has a checkpoint."""
+    job, thread, codes = launched(
+        ROOT / "examples" / "digits.py",
+        "--strategy=parameter_server",
+        f"--model_dir={tmp_path / 'run'}",
+        "--checkpoint_interval=40",
+        "--steps_per_loop=20",
+        "--steps=100000",
+    )
+    wait_until((tmp_path / "run" / "ckpt-40").exists, job)
+    return job, thread, codes
+
+
+def newest_step(tmp_path):
+    """Returns the step of the newest checkpoint."""
+    return max(int(path.name[5:]) for path in (tmp_path / "run").glob("ckpt-*[0-9]"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_stop_signal_saves(launched, tmp_path, to_all):
+    """A signal to the launcher, and one that a scheduler sends to every process of the job, end it
+    with 75 and with the last step saved. No process is left.
+    """
+    job, thread, codes = digits_in(launched, tmp_path)
+    send = job.signal_all if to_all else job.ask_to_stop
+    send(signal.SIGTERM)
+    thread.join(60)
+    assert codes == [75], printed(job)
+    (stopped,) = re.findall(r"stopped at step (\d+) of 100000, as asked", printed(job))
+    assert newest_step(tmp_path) == int(stopped)
+    assert all(process.poll() is not None for process in job.processes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [Task("ps", 0), Task("worker", 1), Task("chief", 0)])
+def test_a_stopped_process_is_named(launched, tmp_path, victim):
+    """A process that no longer answers is named within a minute, and the job ends with 75. Started
+    again, it continues.
+    """
+    job, thread, codes = digits_in(launched, tmp_path)
+    began = time.monotonic()
+    job.processes[victim].send_signal(signal.SIGSTOP)
+    said = {"chief": r"The chief at 127\.0\.0\.1:\d+ has not answered for 40 s"}
+    pattern = said.get(
+        victim.kind, rf"Lost {victim} \(127\.0\.0\.1:\d+\) after step \d+: it no longer"
+    )
+    wait_until(lambda: re.search(pattern, printed(job)), job, 60)
+    print(f"{victim} named after {time.monotonic() - began:.0f} s")  # noqa: T201
+    thread.join(60)
+    assert codes == [75], printed(job)
+    assert all(process.poll() is not None for process in job.processes.values())
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_named(launched, tmp_path):
+    """The chief's error names the server and the checkpoint to continue from."""
+    job, thread, codes = digits_in(launched, tmp_path)
+    job.processes[Task("ps", 0)].kill()
+    thread.join(60)
+    assert codes == [128 + signal.SIGKILL], printed(job)
+    assert "ps 0 failed first: it was killed by SIGKILL." in printed(job)
+    assert re.search(
+        r"WorkerLostError: Lost ps 0 \(127\.0\.0\.1:\d+\) after step \d+\.", printed(job)
+    )
+    assert "to continue from" in printed(job)

@@ -21,6 +21,7 @@ def strategy(monkeypatch):
     """A stand-in for the strategy of worker 0 in a job of two workers and a parameter server."""
     resolver = types.SimpleNamespace(task_type="worker", task_id=0, cluster_spec=lambda: CLUSTER)
     monkeypatch.setattr(module.strategies, "has_workers", lambda _: True)
+    monkeypatch.setattr(module.strategies, "is_asynchronous", lambda _: False)
     return types.SimpleNamespace(cluster_resolver=resolver)
 
 
@@ -51,6 +52,16 @@ def test_any_kind_of_task_can_be_lost(strategy):
     """A message may leave out the replica, and name a parameter server."""
     assert module.lost_worker(strategy, "connection to /job:ps/task:0 was lost") == "ps 0 (c:3)"
     assert module.lost_worker(strategy, "/job:worker/replica:0/task:0 ran out of memory") is None
+
+
+def test_a_server_of_a_strategy_without_a_resolver(strategy, monkeypatch):
+    """Parameter-server strategies keep no resolver, so the environment tells the cluster."""
+    resolver = strategy.cluster_resolver
+    strategy.cluster_resolver = None
+    monkeypatch.setattr(module.strategies, "find_cluster", lambda: resolver)
+    assert module.lost_worker(strategy, "target /job:ps/replica:0/task:0 while") == "ps 0 (c:3)"
+    monkeypatch.setattr(module.strategies, "find_cluster", lambda: None)
+    assert module.lost_worker(strategy, "target /job:ps/replica:0/task:0 while") is None
 
 
 @pytest.mark.parametrize("has_workers", [True, False])

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import strategies
-from trainer.step.gather import all_gather, gathering, part_of_mean, scalar_loss
+from trainer.step.gather import all_gather, gathering, own_rows, part_of_mean, scalar_loss
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.replica import my_share
 
@@ -154,6 +154,51 @@ def test_there_is_one_row_per_example(mirrored):
     expected = re.escape(message.format("(None, 2)", "its"))
     with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
         on_replicas(mirrored(3), ROWS, lambda share, _: all_gather(tf.repeat(share.batch, 2, 0)))
+
+
+@pytest.mark.parametrize("rows", [7, 6, 2, 1])
+def test_own_rows_are_the_inverse(mirrored, rows):
+    """On every replica, and with shares of different sizes, the rows that were passed come back; an
+    empty share gets a row that does not count.
+    """
+
+    def back(share, size):
+        numbers = tf.range(size.examples)
+        return (*own_rows((all_gather(share.batch), numbers)), share.batch, share.examples)
+
+    numbered = []
+    for found, number, mine, examples in on_replicas(mirrored(3), ROWS[:rows], back):
+        count = int(examples)
+        np.testing.assert_array_equal(found[:count], mine[:count])
+        assert len(found) == len(mine) == len(number)
+        numbered += number[:count].numpy().tolist()
+    assert numbered == list(range(rows))
+
+
+def test_own_rows_need_a_row_per_example_of_the_batch(mirrored):
+    """Rows that were not gathered, or of another number, are refused; one device has all rows."""
+    message = (
+        "`x` must have one row per example of the global batch, as all_gather returns; got shape "
+        "{}. The rows of this replica are cut out of it. Pass what all_gather returned, "
+        "or what was computed from it with the same first dimension."
+    )
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=re.escape(message.format("(None, 2)"))
+    ):
+        on_replicas(mirrored(3), ROWS, lambda share, _: own_rows(share.batch), global_loss=False)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        on_replicas(mirrored(3), ROWS, lambda *_: own_rows(tf.constant(1.0)))
+    assert str(error.value) == message.format("()")
+    assert own_rows((tf.ones([2]), None))[0].shape == [2]
+    with pytest.raises(RuntimeError) as error:
+        mirrored(3).run(lambda: own_rows(tf.ones([2])))
+    assert str(error.value) == (
+        "`own_rows` was called in a replica, outside of the loss of a training step or an "
+        "evaluation. Which rows of the batch are this replica's is known only there. Call it in "
+        "compute_loss."
+    )
+    with pytest.raises(TypeError, match="`x` must be a dense tensor; got a RaggedTensor"):
+        own_rows(tf.ragged.constant([[1], [2, 3]]))
 
 
 def test_outside_of_a_loss(mirrored):
