@@ -29,6 +29,7 @@ from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.elsewhere import (
     ARGUMENTS,
+    DATA_ARGUMENTS,
     METHODS,
     TRAIN_ARGUMENTS,
     check_not_inputs_and_labels,
@@ -779,6 +780,7 @@ class Trainer(Task):
         steps: int | None = None,
         precision: str = "float32",
         averaged: bool | None = None,
+        **unknown: object,
     ) -> dict[str, float]:
         """Returns the weighted mean loss and the metrics over a whole data set.
 
@@ -804,6 +806,7 @@ class Trainer(Task):
             A dict of "loss" and all metrics, keyed by name; with several data sets, by names such
             as "clean/loss". The loss does not include `model.losses`.
         """
+        check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
         self._start(first_batch(found), training=False)
@@ -874,6 +877,7 @@ class Trainer(Task):
         global_batch: int | None = None,
         precision: str = "float32",
         averaged: bool | None = None,
+        **unknown: object,
     ) -> Any:
         """Returns the model's outputs for a whole data set, in its order.
 
@@ -889,6 +893,7 @@ class Trainer(Task):
             NumPy arrays in the structure that `predict_batch` returns, with one row per example.
             Ragged outputs are a `tf.RaggedTensor`.
         """
+        check_no_unknown_arguments(unknown, Trainer.predict, DATA_ARGUMENTS, "predict")
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
         self._start(

@@ -15,6 +15,7 @@ from scaling.rules.rule import LossScaleRule
 from scaling.rules.tolerant import TolerantLossScale
 
 POWER_OF_TWO = re.compile(r"2\^(-?[0-9]{1,3})")
+NEXT_FIELD = re.compile(r"[,;]\s*([a-z_]+=)")
 
 RULES: dict[str, type] = {
     "none": NoLossScale,
@@ -69,6 +70,23 @@ def parse_rule(text: str) -> LossScaleRule:
             "no rule with that name. "
             f"{did_you_mean(name, names, 'Use for instance 1024 or dynamic.')}"
         )
+    fields = parse_fields(name, assignments, text)
+    if name == "fixed" and not fields:
+        raise ValueError(
+            f"`loss_scale` must include the value of a fixed scale; got {text!r}. There is no "
+            "default. Use for instance 1024 or fixed:loss_scale=1024."
+        )
+    return RULES[name](**fields) if name in RULES else preset(name, **fields)
+
+
+def parse_fields(name: str, assignments: list[str], text: str) -> dict[str, Any]:
+    """Returns the fields that assignments such as "growth_interval=500" give to a rule.
+
+    Args:
+        name: the rule's or preset's name.
+        assignments: what stood between the colons.
+        text: the whole text, for errors.
+    """
     known = [*fields_of(name), "version"] if name in PRESETS else rule_fields(name)
     fields: dict[str, Any] = {}
     for assignment in assignments:
@@ -84,13 +102,14 @@ def parse_rule(text: str) -> LossScaleRule:
                 f"{', '.join(known) or 'no fields'}. "
                 f"{did_you_mean(field, known, 'Use only these.' if known else 'Use ' + name + '.')}"
             )
+        if NEXT_FIELD.search(value):
+            separated = NEXT_FIELD.sub(r":\1", text)
+            raise ValueError(
+                f"`loss_scale` must separate fields by colons; got {text!r}. A comma belongs to a "
+                f"field's value. Use {separated}."
+            )
         fields[field] = value if field == "version" else parse_value(value)
-    if name == "fixed" and not fields:
-        raise ValueError(
-            f"`loss_scale` must include the value of a fixed scale; got {text!r}. There is no "
-            "default. Use for instance 1024 or fixed:loss_scale=1024."
-        )
-    return RULES[name](**fields) if name in RULES else preset(name, **fields)
+    return fields
 
 
 def rule_fields(name: str) -> list[str]:

@@ -588,6 +588,7 @@ TRAINER = {
         ("precision", 'started.evaluate(data, global_batch=4, precision="float16")'),
         ("averaged", "started.evaluate(data, global_batch=4, averaged=True)"),
         ("averaged", 'started.evaluate(data, global_batch=4, averaged="yes")'),
+        ("unknown", "started.evaluate(data, batch_size=4)", "batch_size"),
     ],
     "Trainer.evaluate_continuously": [
         ("data", 'Trainer(model_dir="runs/new").evaluate_continuously("test")'),
@@ -607,6 +608,7 @@ TRAINER = {
         ("global_batch", "started.predict(batch, global_batch=0)"),
         ("precision", 'started.predict(batch, global_batch=4, precision="half")'),
         ("averaged", "started.predict(batch, global_batch=4, averaged=True)"),
+        ("unknown", "started.predict(batch, batch_size=4)", "batch_size"),
     ],
     "Trainer.export": [
         ("export", 'Trainer().export("model.keras")'),

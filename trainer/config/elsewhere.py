@@ -77,6 +77,13 @@ TRAIN_ARGUMENTS = {
     "y": "Pass train_data=(x, y).",
 }
 
+# The same for `Trainer.evaluate` and `Trainer.predict`.
+DATA_ARGUMENTS = {
+    "batch_size": "Pass global_batch=.",
+    "callbacks": "Pass callbacks= to Trainer.",
+    "sample_weight": "Pass data of (x, y, weight), or override example_weights(batch).",
+}
+
 # What to call instead of a method of this name.
 METHODS = {
     "compile": "Pass optimizer=, loss_fn= and metrics= to Trainer.",

@@ -138,7 +138,9 @@ def check_global_loss(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> 
         divided = restoring(
             [*plan.undo, *plan.seeds],
             plan.strategy,
-            tf.function(lambda: global_loss_of(share, plan, scale_state), autograph=False),
+            tf.function(
+                lambda: global_loss_of(share, plan, scale_state), autograph=False
+            ).get_concrete_function(),
         )
     except RowsError:  # in the step the number of rows may not be static
         raise

@@ -203,7 +203,7 @@ def restoring(
         return function()
     except Exception:  # noqa: BLE001  # layers raise all kinds of errors
         write_copies(variables, before, strategy)
-        result: Result = tf.function(function, autograph=False)()
+        result: Result = tf.function(function, autograph=False).get_concrete_function()()
         return result
     finally:
         write_copies(variables, before, strategy)

@@ -69,6 +69,12 @@ KNOWN = (
             "that name. Use for instance 1024 or dynamic.",
         ),
         (
+            "dynamic:growth_interval=500,initial_scale=2^20",
+            "`loss_scale` must separate fields by colons; got "
+            "'dynamic:growth_interval=500,initial_scale=2^20'. A comma belongs to a field's value. "
+            "Use dynamic:growth_interval=500:initial_scale=2^20.",
+        ),
+        (
             "dynamic:hysteresis",
             "`loss_scale` must give fields as field=value; got 'hysteresis' in "
             "'dynamic:hysteresis'. A field needs a value. Use for instance "

@@ -8,7 +8,7 @@ import pytest
 from helpers import Linear, slopes
 
 from trainer import Trainer
-from trainer.config.elsewhere import ARGUMENTS, METHODS, OVERRIDDEN, TRAIN_ARGUMENTS
+from trainer.config.elsewhere import ARGUMENTS, DATA_ARGUMENTS, METHODS, OVERRIDDEN, TRAIN_ARGUMENTS
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 ROWS = [
@@ -22,7 +22,7 @@ OWN = {"epochs", "eval_data", "eval_interval", "eval_steps", "global_batch", "st
 OWN |= {"x", "y"}
 
 
-@pytest.mark.parametrize("table", [ARGUMENTS, TRAIN_ARGUMENTS, METHODS, OVERRIDDEN])
+@pytest.mark.parametrize("table", [ARGUMENTS, TRAIN_ARGUMENTS, DATA_ARGUMENTS, METHODS, OVERRIDDEN])
 def test_the_pages_say_what_the_errors_say(table):
     """Every name is in a row of a migration page, beside a name that the error gives too."""
     for name, answer in sorted(table.items()):
@@ -57,6 +57,20 @@ def test_an_argument_of_fit_is_answered_by_train(name):
     assert str(error.value) == (
         f"`{name}` must be an argument of train; got an unknown name. The argument would have no "
         f"effect. {answer}"
+    )
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("name", [*DATA_ARGUMENTS, "averagd"])
+def test_an_argument_of_keras_is_answered_by_evaluate_and_predict(method, name):
+    """The errors end with halfstep's name for it."""
+    with pytest.raises(TypeError) as error:
+        getattr(Trainer(), method)(slopes(1.0), **{name: 1})
+
+    answer = DATA_ARGUMENTS.get(name, "Did you mean 'averaged'?")
+    assert str(error.value) == (
+        f"`{name}` must be an argument of {method}; got an unknown name. The argument would have "
+        f"no effect. {answer}"
     )
 
 
