@@ -104,6 +104,7 @@ from trainer.run.compile_autotune import (
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
 from trainer.run.follow import calls_of
+from trainer.run.leaving import Leaving
 from trainer.run.online_loop import OnlineLoop, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
@@ -362,6 +363,7 @@ class Trainer(Task):
         self._online: OnlineLoop | None = None  # what the last call of `train_on_batch` used
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
+        self._lent = contextlib.ExitStack()  # what an evaluation has to put back
         self.stop_asked = False
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
         for callback in self.callbacks:
@@ -553,6 +555,7 @@ class Trainer(Task):
         self._end_online()
         self._withdraw_stop()
         with only_writer(folder), StopSignals(self.stop) as signals:
+            leaving = Leaving(signals)
             known = self._known_position(train_data, global_batch)
             data, target = self._read_train_data(train_data, steps, epochs, global_batch, known)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
@@ -566,18 +569,18 @@ class Trainer(Task):
             request = TrainRequest(
                 target, evaluate, eval_interval, export, evaluate_at_start, names
             )
-            loop = OuterLoop(self, self._parts, position, self._watch, log, request)
+            loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             loop.begin(first=not self._introduced)
             if not self._introduced:
                 self._introduce(loop)
             if choice:
                 log.say(str(choice))
-            self.call_hook("on_train_begin")
+            leaving.call(lambda: self.call_hook("on_train_begin"))
             loop.run()
             summary = loop.conclude(began)
-            self.call_hook("on_train_end", summary)
+            leaving.call(lambda: self.call_hook("on_train_end", summary))
             asked = strategies.any_worker(bool(signals.received), self.strategy)
-            signals.end_process(others=asked)
+            leaving.end_process(others=asked, blocked=position.given_up)
         return summary
 
     def train_on_batch(self, batch: Any, *others: Any) -> dict[str, float]:
@@ -858,6 +861,7 @@ class Trainer(Task):
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
+            Leaving(signals)  # a blocked evaluation has nothing to save
             calls = calls_of(
                 self,
                 model_dir,
@@ -1073,13 +1077,18 @@ class Trainer(Task):
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
         self._evaluating = True
         try:
-            with self._weights(averaged):
+            with self._lent as lent:
+                lent.enter_context(self._weights(averaged))
                 evaluate = self._parts.evaluator.evaluate
                 return evaluate_each(
                     found, lambda one: evaluate(one, precision, stoppable=stoppable)
                 )
         finally:
             self._evaluating = False
+
+    def put_weights_back(self) -> None:
+        """Ends the use of averaged weights in an evaluation that is blocked, if there is one."""
+        self._lent.close()
 
     def _start(
         self, batch: Batch, forward: Forward | None = None, *, training: bool = True

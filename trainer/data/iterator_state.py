@@ -11,18 +11,24 @@ iterator over a single pass is therefore saved as well. No element is ever taken
 iterator, so it is always at the beginning and holds the counts of all shuffles.
 """
 
+import concurrent.futures
+import contextlib
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from trainer.base.atomic_files import UNFINISHED
 from trainer.data.batches import Batches, repeat_forever
 from trainer.data.fingerprint import Fingerprint, of_pipeline
 from trainer.data.reader import untuned
 
 RESUME_MODES = ("exact", "skip", "restart")
+POLL_SECS = 0.05
+COUNTED = "data.counted"  # a file instead of the iterator's state; see `given_up`
 
 Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in the graph of a pipeline
 
@@ -34,7 +40,14 @@ class DataPosition:
         data: the training data.
         resume_mode: how a resumed run continues: "exact" restores the saved position; "skip" reads
             and drops as many batches as were taken; "restart" begins a new pass.
+
+    Attributes:
+        given_up: whether the iterator may wait for data without end, so that its state cannot be
+            read. An exact position is then saved as the number of batches: a pipeline that can be
+            resumed exactly yields the same batches again, only later.
     """
+
+    given_up = False
 
     def __init__(self, data: Batches, resume_mode: str) -> None:
         """Creates the iterators, at the beginning of the data."""
@@ -73,10 +86,28 @@ class DataPosition:
             self.pipeline = description(graph)
             self.content = of_pipeline(graph)
 
+    def give_up(self) -> None:
+        """Reads the iterator's state no longer if it takes long. Any thread may call it."""
+        self.given_up = True
+
     def write(self, folder: str) -> None:
         """Writes the position into a folder if the resume mode is "exact"."""
         if self.resume_mode != "exact":
             return
+        staging = f"{folder}.data{UNFINISHED}"
+        tf.io.gfile.makedirs(staging)
+        # A pipeline's state cannot be read while it waits for data. So another thread reads it.
+        written = call_unless(lambda: self.given_up, lambda: self._write_iterators(staging))
+        if not written:
+            with tf.io.gfile.GFile(f"{folder}/{COUNTED}", "w") as file:
+                file.write("The number of batches is in run.json.\n")
+            return
+        for name in tf.io.gfile.listdir(staging):
+            tf.io.gfile.rename(f"{staging}/{name}", f"{folder}/{name}", overwrite=True)
+        tf.io.gfile.rmtree(staging)
+
+    def _write_iterators(self, folder: str) -> None:
+        """Writes the states of both iterators into a folder."""
         counts = self._shuffle_counts or self._uncounted()
         before, after = None, write_iterator(counts, f"{folder}/counts")
         while before != after:  # repeat if a stage that reads ahead began a new pass meanwhile
@@ -93,7 +124,8 @@ class DataPosition:
         Raises:
             ValueError: if no position was saved, or if it was saved in a different pipeline.
         """
-        if self.resume_mode == "exact":
+        counted = self.resume_mode == "exact" and (folder / COUNTED).exists()
+        if self.resume_mode == "exact" and not counted:
             try:
                 tf.train.Checkpoint(iterator=self.iterator).read(str(folder / "data"))
                 # Restored last, because restoring the other iterator starts a pass.
@@ -101,7 +133,7 @@ class DataPosition:
                 tf.train.Checkpoint(iterator=counts).read(str(folder / "counts"))
             except tf.errors.OpError as error:
                 raise not_restorable(folder, error) from error
-        elif self.resume_mode == "skip":
+        elif self.resume_mode == "skip" or counted:
             if self.taken:
                 self.iterator = iter(self._dataset)
             self.drop(batches_taken)
@@ -112,6 +144,33 @@ class DataPosition:
         for _ in range(count):
             next(self.iterator)
         self.taken += count
+
+
+def call_unless(given_up: Callable[[], bool], function: Callable[[], object]) -> bool:
+    """Calls a function, and leaves it alone in its thread if it takes long and is given up.
+
+    Args:
+        given_up: whether to wait no longer; called again and again.
+        function: may be blocked for ever.
+
+    Returns:
+        Whether the function has ended.
+    """
+    result: concurrent.futures.Future[object] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001  # raised below
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            result.result(timeout=POLL_SECS)
+            return True
+        if given_up():
+            return False
 
 
 def write_iterator(iterator: tf.data.Iterator, prefix: str) -> bytes:

@@ -6,17 +6,18 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.base.autograph import call_user
-from trainer.step.report import StepReport, report_spec
+from trainer.loop.pending import Pending
+from trainer.step.report import StepReport
 
 
 def run_steps(
     train_step: Callable[[Any], StepReport],
     halted: tf.Variable,
     stop_requested: Callable[[], tf.Tensor],
+    pending: Pending,
     iterator: tf.data.Iterator,
     num_steps: tf.Tensor,
     *,
-    recorded: int = 0,
     keep_overflows: bool = False,
 ) -> tuple[StepReport, Any]:
     """Takes up to `num_steps` steps. Trace it in a `tf.function`, in cross-replica context.
@@ -28,11 +29,11 @@ def run_steps(
         halted: shape (), bool: whether the run must stop. If it is true, no step is taken.
         stop_requested: returns whether the run was asked to stop, possibly from another thread:
             shape (), bool. It must return the same value on every worker.
+        pending: keeps the reports of the steps while the loop runs.
         iterator: an iterator over a `tf.data.Dataset` of global batches, with at least
             `num_steps` batches left.
         num_steps: the maximum number of steps: shape (), int32. It is a tensor because a Python
             number would cause a retrace.
-        recorded: number of variables whose gradient magnitudes are counted; 0 counts none.
         keep_overflows: whether to end after the first of several consecutive skips and return the
             skipped batch, while the weights are still those that the step used.
 
@@ -40,38 +41,43 @@ def run_steps(
         The reports of the steps, each field with shape (steps, ...); and the last batch, or ()
         without `keep_overflows`.
     """
-    specs = report_spec(recorded)
-    fields = [
-        tf.TensorArray(spec.dtype, 0, dynamic_size=True, element_shape=spec.shape) for spec in specs
-    ]
     batch_spec = iterator.element_spec if keep_overflows else ()
     no_batch = tf.nest.map_structure(zeros_of, batch_spec)
 
     def body(
-        index: tf.Tensor, may_continue: tf.Tensor, kept: Any, fields: list[tf.TensorArray]
-    ) -> tuple[tf.Tensor, tf.Tensor, Any, list[tf.TensorArray]]:
+        index: tf.Tensor, may_continue: tf.Tensor, kept: Any, rows: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, Any, tf.Tensor]:
         del may_continue, kept
-        batch, waited = timed_next(iterator)
-        report = call_user(train_step, batch)._replace(data_wait_secs=waited)
-        written = [field.write(index, value) for field, value in zip(fields, report, strict=True)]
+        with tf.control_dependencies([pending.wait()]):
+            batch, waited = timed_next(iterator)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            arrived = pending.arrived()
+        with tf.control_dependencies([arrived]):
+            report = call_user(train_step, batch)._replace(data_wait_secs=waited)
+            rows = pending.write(index, report, rows)
         may_continue = ~(halted.read_value() | stop_requested())
         if keep_overflows:
             may_continue &= report.consecutive_skips != 1
-        return index + 1, may_continue, batch if keep_overflows else (), written
+        return index + 1, may_continue, batch if keep_overflows else (), rows
 
-    _, _, kept, fields = tf.while_loop(
+    taken, _, kept, _ = tf.while_loop(
         lambda index, may_continue, *_: may_continue & (index < num_steps),
         body,
-        (tf.constant(0), ~(halted.read_value() | stop_requested()), no_batch, fields),
+        (
+            tf.constant(0),
+            ~(halted.read_value() | stop_requested()),
+            no_batch,
+            pending.begin(num_steps),
+        ),
         shape_invariants=(
             tf.TensorShape([]),
             tf.TensorShape([]),
             tf.nest.map_structure(invariant_of, batch_spec),
-            [tf.TensorShape(None) for _ in fields],
+            tf.TensorShape([]),
         ),
         parallel_iterations=1,
     )
-    return StepReport(*(field.stack() for field in fields)), kept
+    return pending.read(taken), kept
 
 
 def run_batch(

@@ -1,6 +1,7 @@
 """The inner loop for parameter servers, whose workers do not wait for each other."""
 
 import collections
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from trainer.step.report import StepReport
+from trainer.loop.pending import HELD
+from trainer.step.report import StepReport, report_spec
 
 # Batches queued per worker, so that a worker has the next one as soon as it finishes a step.
 QUEUED_PER_WORKER = 2
@@ -51,6 +53,12 @@ class RemoteSteps:
         self._max_queued = QUEUED_PER_WORKER * sum("/job:worker/" in name for name in names)
         self._halted, self._stop, self._outcomes = halted, stop, outcomes
         self._step = tf.function(train_step)
+        self._lock = threading.Lock()  # of the two flags
+        self._waiting = self._held = False
+        self._scheduled: collections.deque[RemoteReport] = collections.deque()
+        self._before = 0  # steps attempted before this call
+        self._reports: list[StepReport] = []  # of this call's steps, in the order of the batches
+        self._waits: list[float] = []  # seconds spent waiting for each batch
 
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor
@@ -67,22 +75,55 @@ class RemoteSteps:
             The reports in the order of the batches, each field with shape (steps, ...); and () in
             place of a skipped batch, because none is kept.
         """
-        before = int(tf.reduce_sum(self._outcomes))
-        scheduled: collections.deque[RemoteReport] = collections.deque()
-        reports: list[StepReport] = []
-        waits: list[float] = []
+        self._before = int(tf.reduce_sum(self._outcomes))
+        self._scheduled.clear()
+        self._reports.clear()
+        self._waits.clear()
         for _ in range(int(num_steps)):
-            if self._stop.numpy() or (reports and self._halted.numpy()):
+            if self._stop.numpy() or (self._reports and self._halted.numpy()):
                 break
             start = time.perf_counter()
-            batch = next(iterator)
-            waits.append(time.perf_counter() - start)
-            scheduled.append(self._coordinator.schedule(self._step, args=(batch,)))
-            while len(scheduled) > self._max_queued:
-                reports.append(scheduled.popleft().fetch())
-        reports += [step.fetch() for step in scheduled]
-        fields = [tf.constant(np.stack(field)) for field in zip(*reports, strict=True)]
+            batch = self._next(iterator)
+            self._waits.append(time.perf_counter() - start)
+            self._scheduled.append(self._coordinator.schedule(self._step, args=(batch,)))
+            while len(self._scheduled) > self._max_queued:
+                self._reports.append(self._scheduled.popleft().fetch())
+        self._finish()
+        return self.read(len(self._reports)), ()
+
+    def _next(self, iterator: tf.data.Iterator) -> Any:
+        """Returns the next batch."""
+        self._waiting = True
+        batch = next(iterator)
+        with self._lock:
+            self._waiting = False
+            if self._held:
+                raise tf.errors.CancelledError(None, None, HELD)
+        return batch
+
+    def _finish(self) -> None:
+        """Waits for the steps that are scheduled."""
+        while self._scheduled:
+            self._reports.append(self._scheduled.popleft().fetch())
+
+    def hold(self) -> bool:
+        """Keeps the call from its next step if it waits for data, and returns whether it does.
+
+        Any thread may call it. It waits for the steps that are scheduled.
+        """
+        with self._lock:
+            self._held = self._waiting
+        if self._held:
+            self._finish()
+        return self._held
+
+    def read(self, count: int) -> StepReport:
+        """Returns the reports of the call's first steps, each field with shape (count, ...)."""
+        if not count:
+            return StepReport(*(tf.zeros([0, *spec.shape], spec.dtype) for spec in report_spec()))
+        fields = zip(*self._reports[:count], strict=True)
         # Number the steps by batch: they finish in any order, so a worker's own count may differ.
-        numbers = tf.range(before + 1, before + 1 + len(reports), dtype=tf.int64)
-        waited = tf.constant(waits, tf.float32)
-        return StepReport(*fields)._replace(step=numbers, data_wait_secs=waited), ()
+        numbers = tf.range(self._before + 1, self._before + 1 + count, dtype=tf.int64)
+        waited = tf.constant(self._waits[:count], tf.float32)
+        reports = StepReport(*(tf.constant(np.stack(field)) for field in fields))
+        return reports._replace(step=numbers, data_wait_secs=waited)

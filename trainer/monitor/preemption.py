@@ -1,15 +1,19 @@
 """SIGTERM and SIGINT during a run: the first one saves and stops, the second exits at once.
 
+What blocks the run after the first one is left after some time; see `run/leaving.py`.
+
 Python runs a signal handler only between two bytecode instructions, so a handler would have to wait
 until a graph call returns. The interpreter's C handler, however, writes the signal's number to a
 socket at once (`signal.set_wakeup_fd`), and a thread reads it from there.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -18,6 +22,9 @@ from typing import Self
 # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again.
 EXIT_CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# How long the run may take to stop. Kubernetes kills 30 s after SIGTERM; saving takes time, too.
+STOP_SECS = 15.0
+AGAIN_SECS = 1.0  # time between two attempts to leave what blocks the run
 
 # The type of the handlers that `signal.signal` takes and returns.
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -37,6 +44,13 @@ class StopSignals:
         self._request_stop = request_stop
         self._handlers: dict[signal.Signals, Handler] = {}
         self.received: signal.Signals | None = None
+        # Called from `STOP_SECS` after the first signal on, in the thread of `request_stop`.
+        self.leave: Callable[[], object] = lambda: None
+        # Called in the main thread after `wake_main_thread`, with the frame that it was in.
+        self.on_main: Callable[[FrameType | None], object] | None = None
+        self._own = 0  # signals of `wake_main_thread` that the thread has not read
+        self._woken = False  # whether the main thread has not handled such a signal yet
+        self._leave_at: float | None = None  # when to call `leave`: a value of `time.monotonic()`
 
     def __enter__(self) -> Self:
         """Installs a handler for both signals and starts the thread that reads them."""
@@ -46,7 +60,7 @@ class StopSignals:
             self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._listen, daemon=True)
             self._thread.start()
-            self._handlers = {each: signal.signal(each, ignore_signal) for each in SIGNALS}
+            self._handlers = {each: signal.signal(each, self._handle) for each in SIGNALS}
             ACTIVE.add(self)
         return self
 
@@ -75,10 +89,26 @@ class StopSignals:
             signal.set_wakeup_fd(self._wakeup)
         self._handlers = {}
 
+    def wake_main_thread(self) -> None:
+        """Has the main thread call `on_main` as soon as it runs Python code."""
+        self._own += 1
+        self._woken = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Leaves the signal to the thread that reads the socket, unless that one has sent it."""
+        del number
+        if self._woken and self.on_main:
+            self._woken = False
+            self.on_main(frame)
+
     def _listen(self) -> None:
         """Reads signal numbers, one byte each, until the other end of the socket is closed."""
-        while byte := self._reader.recv(1):
+        while byte := self._next_byte():
             if byte[0] not in SIGNALS:
+                continue
+            if self._own:
+                self._own -= 1
                 continue
             if self.received:
                 # Exit even if the write below fails or blocks, for example on a full pipe.
@@ -89,8 +119,21 @@ class StopSignals:
                 # half-written checkpoint has a temporary name, and the next run removes it.
                 os._exit(128 + byte[0])
             self.received = signal.Signals(byte[0])
+            self._leave_at = time.monotonic() + STOP_SECS
             self._request_stop()
         self._reader.close()
+
+    def _next_byte(self) -> bytes:
+        """Waits for a byte, and leaves what blocks the run when the time is over."""
+        while True:
+            left = self._leave_at and self._leave_at - time.monotonic()
+            if left is not None and left <= 0:
+                self._leave_at = time.monotonic() + AGAIN_SECS
+                self.leave()
+                continue
+            self._reader.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                return self._reader.recv(1)
 
     def end_process(self, *, others: bool = False) -> None:
         """Ends the process if a stop signal was received. Call it after everything is saved.
@@ -125,8 +168,3 @@ def restore_handlers_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=restore_handlers_in_child)
-
-
-def ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Does nothing: the thread that reads the socket handles the signal."""
-    del number, frame

@@ -25,10 +25,18 @@ from trainer.evaluation.evaluator import Evaluator, results_of
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
+from trainer.loop.pending import Pending
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.run.identity import identity_of
-from trainer.run.protocol import Metrics, Parts, RunnableTrainer, RunSteps, Slots
+from trainer.run.protocol import (
+    Metrics,
+    Parts,
+    PendingSteps,
+    RunnableTrainer,
+    RunSteps,
+    Slots,
+)
 from trainer.run.roots import roots_of
 from trainer.run.slots import (
     make_slots,
@@ -58,6 +66,7 @@ class PartsOfPlan(TypedDict):
     """The fields of `Parts` that depend on the step's plan."""
 
     plan: StepPlan
+    pending: PendingSteps
     run_steps: RunSteps
     run_batch: Any
     evaluator: Evaluator
@@ -185,9 +194,11 @@ def parts_of_plan(
     metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
+    loop, pending = make_loop(trainer, plan, state, stop)
     return {
         "plan": plan,
-        "run_steps": make_loop(trainer, plan, state, stop),
+        "run_steps": loop,
+        "pending": pending,
         "run_batch": tf.function(
             functools.partial(run_batch, trainer.train_step, lambda: results_of(metrics.train)),
             autograph=False,
@@ -202,23 +213,23 @@ def parts_of_plan(
 
 def make_loop(
     trainer: RunnableTrainer, plan: StepPlan, state: TrainState, stop: tf.Variable
-) -> RunSteps:
-    """Returns the function that takes many steps in one call."""
+) -> tuple[RunSteps, PendingSteps]:
+    """Returns the function that takes many steps in one call, and what is known while it runs."""
     strategy = trainer.strategy
     if strategies.capabilities(strategy).asynchronous:
-        return RemoteSteps(  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
-            trainer.train_step, strategy, state.halted, stop, state.outcomes
-        )
+        remote = RemoteSteps(trainer.train_step, strategy, state.halted, stop, state.outcomes)
+        return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
+    pending = Pending(plan.recorded)
     loop = functools.partial(
         run_steps,
         trainer.train_step,
         state.halted,
         lambda: strategies.any_worker(stop.read_value(), strategy),
-        recorded=plan.recorded,
+        pending,
         keep_overflows=trainer.max_overflow_records > 0,
     )
     traced: RunSteps = tf.function(loop, autograph=False)  # see `base.autograph`
-    return traced
+    return traced, pending
 
 
 def build_metrics(trainer: RunnableTrainer) -> Metrics:

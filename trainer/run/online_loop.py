@@ -13,6 +13,7 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.monitor.divergence import LossWatch
 from trainer.replay.recorder import keep_overflow
+from trainer.run.leaving import Leaving
 from trainer.run.outer_loop import OuterLoop, TrainRequest
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.step.randomness import check_no_stateful_ops
@@ -54,7 +55,8 @@ class OnlineLoop(OuterLoop):
         request: TrainRequest,
     ) -> None:
         """Begins to wait for the first batch."""
-        super().__init__(trainer, parts, position, watch, log, request._replace(target=ENDLESS))
+        request = request._replace(target=ENDLESS)
+        super().__init__(trainer, parts, position, watch, log, request, Leaving())
         self.parts = parts
         self._held = contextlib.ExitStack()  # the lock of the folder, and the trackers' run
         self._waiting_since = time.perf_counter()
@@ -129,8 +131,7 @@ class OnlineLoop(OuterLoop):
             save: whether to save the run as well.
         """
         try:
-            with self._saved_if_it_raises():
-                self._reporter.write()
+            self._call_user(self._reporter.write)
             if save:
                 self._saver.save(self._step)
             self._parts.checkpoints.wait()

@@ -8,9 +8,10 @@ first and includes the effects of all earlier items.
 """
 
 import contextlib
+import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -27,6 +28,7 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
 from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
+from trainer.loop.pending import HELD
 from trainer.monitor.divergence import LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.profiling import Profile
@@ -36,11 +38,13 @@ from trainer.run.changes import check_trained_as_saved
 from trainer.run.coupling_check import what_couples
 from trainer.run.gradient_check import check_gradients
 from trainer.run.learning_rates import learning_rates
+from trainer.run.leaving import Leaving, Phase
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.recovery import Recovery
 from trainer.run.reporting import Reporter
 from trainer.run.saving import RunSaver
 from trainer.step.randomness import check_no_stateful_ops
+from trainer.step.report import StepReport
 
 Results = dict[str, float]
 
@@ -69,6 +73,7 @@ class OuterLoop:
         watch: the loss watch, which detects divergence, or None.
         log: the run's log.
         request: the arguments of this call of `train`.
+        leaving: leaves what blocks the run after a stop signal.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class OuterLoop:
         watch: LossWatch | None,
         log: RunLog,
         request: TrainRequest,
+        leaving: Leaving,
     ) -> None:
         """Prepares saving and reporting and, if asked for, rollbacks and profiling."""
         self._trainer = trainer
@@ -86,6 +92,7 @@ class OuterLoop:
         self._position = position
         self._log = log
         self._request = request
+        self._leaving = leaving
         self._step = self._start = Totals.from_state(parts.state).attempted
         self._resumed = parts.checkpoints.latest is not None
         self._saver = RunSaver(trainer, parts, position, watch, log)
@@ -122,6 +129,7 @@ class OuterLoop:
         if first and not self._step:
             self._log.set_aside()
         self.check(first=first)
+        self._leaving.begin(self._leave, self._position.give_up)
 
     def _tell_callbacks(self) -> None:
         """Tells the callbacks about the run, and checks that it has the numbers they wait for."""
@@ -215,9 +223,7 @@ class OuterLoop:
                 # So that there is a checkpoint to roll back to, which fits the optimizers.
                 self._saver.save(self._step, again=True)
             while self._step < self._request.target and not self._stop_asked():
-                with self._saved_if_it_raises():
-                    self._trainer.call_hook("on_loop_begin", self._step)
-                    self._trainer.check_unchanged()
+                self._call_user(self._begin_inner_loop)
                 before = self._step
                 self._take_steps()
                 if self._step > before:  # a loop that was asked to stop at once took no step
@@ -225,6 +231,11 @@ class OuterLoop:
             if self._step < self._request.target:
                 self._end_early()
             self._parts.checkpoints.wait()
+
+    def _begin_inner_loop(self) -> None:
+        """Calls `on_loop_begin`, and checks that the step is still the one that was traced."""
+        self._trainer.call_hook("on_loop_begin", self._step)
+        self._trainer.check_unchanged()
 
     def conclude(self, began: float) -> TrainSummary:
         """Logs and returns a summary of the run.
@@ -275,17 +286,18 @@ class OuterLoop:
         if self._profile:
             self._profile.before(before)
         try:
-            report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
+            with self._leaving.in_steps(self._parts.pending.hold):
+                report, batch = self._parts.run_steps(iterator, tf.constant(end - before))
         except tf.errors.OpError as error:
+            if HELD in error.message:
+                self._account_for(self._pending_steps())
+                return
             self._explain(error)
             raise
-        taken = int(report.step.shape[0])
-        self._step = before + taken
+        self._account_for(report)
         if self._profile and self._profile.after(self._step):
             folder = f"{self._trainer.model_dir}/plugins/profile"
             self._log.say(f"profiled, for TensorBoard: {folder}")
-        self._log.add(report, self._step, compiling=before == self._start)
-        self._position.taken += taken
         if self._parts.recorder:
             # If there is a step to record, the loop ended right after it, so `batch` is its batch.
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
@@ -293,6 +305,37 @@ class OuterLoop:
         # and a loop that ends early, or at a step to record, may have ended for that reason.
         if self._parts.recorder or self._step < end:
             self._reporter.read()
+
+    def _account_for(self, report: StepReport) -> None:
+        """Adds the steps of an inner loop to the step, the log and the position in the data."""
+        taken, before = int(report.step.shape[0]), self._step
+        self._step = before + taken
+        self._log.add(report, self._step, compiling=before == self._start)
+        self._position.taken += taken
+
+    def _pending_steps(self) -> StepReport:
+        """Returns the reports of an inner loop that was left while it waited for data."""
+        self._position.give_up()
+        taken = Totals.from_state(self._parts.state).attempted - self._step
+        return self._parts.pending.read(taken)
+
+    def _leave(self, phase: Phase) -> str:
+        """Saves the run while the main thread is blocked. The thread of the stop signals calls it.
+
+        Args:
+            phase: what the main thread is in.
+
+        Returns:
+            What to tell the user.
+        """
+        if strategies.has_workers(self._trainer.strategy):  # they may be in the middle of a step
+            return f"stopped after step {self._step}, {phase.value}: several workers are not saved"
+        if phase is Phase.STEPS:
+            self._account_for(self._pending_steps())
+        self._trainer.put_weights_back()
+        self._end_early()
+        self._parts.checkpoints.wait()
+        return f"left at step {self._step}, {phase.value}"
 
     def _next_stop(self) -> int:
         """Returns the step at which the next inner loop ends."""
@@ -337,16 +380,15 @@ class OuterLoop:
         if self._rolled_back():
             return
         if log_now:
-            with self._saved_if_it_raises():
-                self._reporter.write()
+            self._call_user(self._reporter.write)
         if evaluate_now:
             self._evaluate()
-        with self._saved_if_it_raises():
-            for action in due:
-                action(trainer)
-            if self._epoch and crossed(self._epoch, before, step):
-                trainer.call_hook("on_epoch_end", step // self._epoch)
-            trainer.call_hook("on_loop_end", step)
+        for action in due:
+            self._call_user(functools.partial(action, trainer))
+        if self._epoch and crossed(self._epoch, before, step):
+            epoch = step // self._epoch
+            self._call_user(lambda: trainer.call_hook("on_epoch_end", epoch))
+        self._call_user(lambda: trainer.call_hook("on_loop_end", step))
         if save_now:
             self._saver.save(step)
 
@@ -364,11 +406,11 @@ class OuterLoop:
     def _evaluate(self) -> None:
         """Evaluates the model, if there is anything to evaluate it on."""
         if self._request.evaluate:
+            evaluate = self._request.evaluate
             self._saver.evaluation_due = True
-            with self._saved_if_it_raises():
-                self._trainer.call_hook("on_evaluate_begin", self._step)
-            with self._log.console.status("evaluating ..."), self._saved_if_it_raises():
-                self._keep_results(self._request.evaluate())
+            self._call_user(lambda: self._trainer.call_hook("on_evaluate_begin", self._step))
+            with self._log.console.status("evaluating ..."):
+                self._call_user(lambda: self._keep_results(evaluate()))
 
     def _keep_results(self, results: Results | None) -> None:
         """Logs the results of an evaluation, and keeps the model if it is one of the best."""
@@ -389,18 +431,16 @@ class OuterLoop:
         self._reporter.read()
         self._rolled_back()
         self._saver.save(self._step)
-        with self._saved_if_it_raises():
-            self._reporter.write()
+        self._call_user(self._reporter.write)
         self._log.say(f"stopped at step {self._step} of {self._request.target}, as asked")
 
-    @contextlib.contextmanager
-    def _saved_if_it_raises(self) -> Iterator[None]:
-        """Context manager: saves the run before re-raising an exception.
+    def _call_user(self, function: Callable[[], object]) -> None:
+        """Calls code of the user: saves the run if it raises, and may leave it after a stop signal.
 
         A run that has diverged is not saved. Use this only between steps.
         """
         try:
-            yield
+            self._leaving.call(function)
         except Exception as error:
             self._reporter.read()
             if self._reporter.diverged:

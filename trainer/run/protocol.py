@@ -40,6 +40,16 @@ class RunSteps(Protocol):
         """Returns how many times the loop was traced. `RemoteSteps` has no such method."""
 
 
+class PendingSteps(Protocol):
+    """What is known of an inner loop while it runs: `loop.pending.Pending`, or `RemoteSteps`."""
+
+    def hold(self) -> bool:
+        """Keeps the loop from its next step if it waits for data, and returns whether it does."""
+
+    def read(self, count: int) -> StepReport:
+        """Returns the reports of the loop's first steps, each field with shape (count, ...)."""
+
+
 class Metrics(NamedTuple):
     """A run's metrics, keyed by name.
 
@@ -68,6 +78,7 @@ class Parts(NamedTuple):
     plan: StepPlan
     state: TrainState
     run_steps: RunSteps  # takes many steps in one call
+    pending: PendingSteps  # what is known of `run_steps` while it runs
     run_batch: Any  # takes one step with a given batch: `loop.inner.run_batch` as a `tf.function`
     stop: tf.Variable  # shape=(), bool: any thread may set it, to end `run_steps` or an evaluation
     metrics: Metrics
@@ -158,6 +169,9 @@ class RunnableTrainer(Protocol):
 
     def check_unchanged(self) -> None:
         """Raises ValueError if a hook has changed what the step was traced with."""
+
+    def put_weights_back(self) -> None:
+        """Ends the use of averaged weights in an evaluation that is running."""
 
     def overrides(self, hook: str) -> bool:
         """Returns whether the trainer or one of its callbacks has a hook."""
