@@ -11,6 +11,7 @@ from trainer.base.keras_private import with_keras_mask
 from trainer.config.class_weights import check_class_weight, class_factors
 from trainer.config.elsewhere import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
+from trainer.config.label_ranges import label_ranges
 from trainer.config.loss_fn import (
     example_losses,
     example_weights,
@@ -27,6 +28,7 @@ from trainer.config.output_mask import (
 )
 from trainer.config.output_metrics import entries_by_name, update_by_output
 from trainer.config.resolve import check_optimizer_name, resolve_loss
+from trainer.data.value_checks import LabelRange
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
@@ -226,7 +228,7 @@ class Task:
 
         Returns:
             The weights: shape (examples,) or (examples, ...), float32. They should not be
-            negative, but this is not checked.
+            negative, which is checked with check_data=True only.
         """
         weights = None
         given = isinstance(batch, tuple) and len(batch) in (2, 3)
@@ -235,6 +237,20 @@ class Task:
             mask = mask_of_outputs(self.model, x)
             weights = example_weights(self._loss_fn, y, sample_weight, mask)
         return ones(batch) if weights is None else weights
+
+    def label_ranges(self, batch: Batch) -> list[LabelRange]:
+        """Returns the ranges of a batch's labels, if `loss_fn` is a cross-entropy of Keras."""
+        if self._loss_fn is None or not isinstance(batch, tuple) or len(batch) not in (2, 3):
+            return []
+        x, y, _ = _unpack(batch)
+        return label_ranges(self._loss_fn, y, lambda: self._output_spec(x))
+
+    def _output_spec(self, x: Batch) -> Any:
+        """Returns what the model returns for inputs like `x`, as symbolic tensors."""
+        spec = tf.nest.map_structure(tf.type_spec_from_value, x)
+        with tf.init_scope():
+            forward = tf.function(lambda x: self._call_model(x, training=False), autograph=False)
+            return forward.get_concrete_function(spec).structured_outputs
 
     def build_metrics(self) -> MetricsByName:
         """Returns a dict of new Keras metrics, keyed by name.

@@ -251,6 +251,10 @@ class Trainer(Task):
             `tf.GradientTape` before the first step. A difference is an error, and variables that
             no gradient reaches are named in a warning. A few examples are compared, once; later
             steps are not affected.
+        check_data: whether to check the values of every training batch before its step: finite
+            numbers, weights of at least 0, and labels that a cross-entropy of Keras can take. A
+            wrong batch ends the run with a DataError that says what it holds; without the check it
+            may be a skipped step, or a loss of NaN. This costs a pass over the batch per step.
         divergence: a `trainer.Divergence`, which defines when a run counts as diverged and is
             rolled back. None disables rollbacks.
         actions: a sequence of `trainer.Action`, each a function to call every given number of
@@ -336,6 +340,7 @@ class Trainer(Task):
         profile_steps: Sequence[int] | None = MonitorConfig.profile_steps,
         record_gradients: bool = MonitorConfig.record_gradients,
         check_gradients: bool = MonitorConfig.check_gradients,
+        check_data: bool = MonitorConfig.check_data,
         divergence: Divergence | None = MonitorConfig.divergence,
         actions: Sequence[Action] = MonitorConfig.actions,
         trackers: Sequence[str | Tracker] = MonitorConfig.trackers,
@@ -418,6 +423,7 @@ class Trainer(Task):
         self.profile_steps = config.profile_steps
         self.record_gradients = config.record_gradients
         self.check_gradients = config.check_gradients
+        self.check_data = config.check_data
         self.actions = list(config.actions)
         self.trackers = [make_tracker(each) for each in config.trackers]
         self.callbacks = list(config.callbacks)

@@ -144,6 +144,7 @@ class MonitorConfig:
     profile_steps: Sequence[int] | None = None
     record_gradients: bool = switch(default=False)
     check_gradients: bool = switch(default=True)
+    check_data: bool = switch(default=False)
     divergence: Divergence | None = None
     actions: Sequence[Action] = ()
     trackers: Sequence[str | Tracker] = checked((), check_trackers)

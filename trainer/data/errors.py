@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from trainer.data.reader import BatchError, Reader
 from trainer.data.source import EmptyPassError
+from trainer.data.value_checks import found_in
 
 # Matches the lines of a graph's error that say where the error occurred, not what was wrong.
 LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
@@ -46,6 +47,8 @@ def explain(
     saved = f"The last checkpoint is {latest}." if latest else "No checkpoint was saved."
     if cause is not None:
         raise source_error(cause, f"after step {done} of {target}", f" {saved}") from cause
+    if wrong := found_in(error.message):
+        raise wrong_values(wrong, f"after step {done} of {target}", f" {saved}") from error
     ahead = ""
     if latest and exact:
         ahead = (
@@ -68,6 +71,20 @@ def explain(
             f"dataset.ignore_errors() to skip elements that cannot be read.{ahead}"
         ) from error
     error.add_note(f"raised after step {done}. {saved}")
+
+
+def wrong_values(wrong: str, place: str, saved: str = "") -> DataError:
+    """Returns the error for a batch that `check_data=True` has found wrong.
+
+    Args:
+        wrong: what it must hold, and what it holds, from `value_checks.found_in`.
+        place: where the run was, for example "after step 3 of 10".
+        saved: what is on disk, as a sentence.
+    """
+    return DataError(
+        f"`train_data` must hold {wrong}, in the batch {place}. With check_data=True every "
+        f"batch is checked before its step.{saved} Correct the data, or leave such examples out."
+    )
 
 
 def source_error(cause: Exception, place: str = "", saved: str = "") -> DataError:

@@ -21,6 +21,7 @@ from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
 from trainer.config.output_mask import check_mask_values
 from trainer.config.resolve import dtype_policy
+from trainer.data.value_checks import checked
 from trainer.evaluation.evaluator import Evaluator, results_of
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
@@ -45,7 +46,7 @@ from trainer.run.slots import (
     slots_from,
     slots_now,
 )
-from trainer.step import StepPlan, TrainState, plan_step
+from trainer.step import StepPlan, StepReport, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
@@ -194,13 +195,16 @@ def parts_of_plan(
     metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
-    loop, pending = make_loop(trainer, plan, state, stop)
+    step: Callable[[Any], StepReport] = trainer.train_step
+    if trainer.check_data:
+        step = checked(step, trainer.example_weights, trainer.label_ranges)
+    loop, pending = make_loop(trainer, step, plan, state, stop)
     return {
         "plan": plan,
         "run_steps": loop,
         "pending": pending,
         "run_batch": tf.function(
-            functools.partial(run_batch, trainer.train_step, lambda: results_of(metrics.train)),
+            functools.partial(run_batch, step, lambda: results_of(metrics.train)),
             autograph=False,
             reduce_retracing=True,  # batches of many sizes share a trace
         ),
@@ -212,17 +216,21 @@ def parts_of_plan(
 
 
 def make_loop(
-    trainer: RunnableTrainer, plan: StepPlan, state: TrainState, stop: tf.Variable
+    trainer: RunnableTrainer,
+    step: Callable[[Any], StepReport],
+    plan: StepPlan,
+    state: TrainState,
+    stop: tf.Variable,
 ) -> tuple[RunSteps, PendingSteps]:
     """Returns the function that takes many steps in one call, and what is known while it runs."""
     strategy = trainer.strategy
     if strategies.capabilities(strategy).asynchronous:
-        remote = RemoteSteps(trainer.train_step, strategy, state.halted, stop, state.outcomes)
+        remote = RemoteSteps(step, strategy, state.halted, stop, state.outcomes)
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
     pending = Pending(plan.recorded)
     loop = functools.partial(
         run_steps,
-        trainer.train_step,
+        step,
         state.halted,
         lambda: strategies.any_worker(stop.read_value(), strategy),
         pending,

@@ -8,7 +8,9 @@ import tensorflow as tf
 
 from trainer.base.folder_lock import only_writer
 from trainer.config.resolve import check_one_process
+from trainer.data.errors import wrong_values
 from trainer.data.iterator_state import DataPosition
+from trainer.data.value_checks import found_in
 from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS
 from trainer.monitor.divergence import LossWatch
@@ -107,6 +109,8 @@ class OnlineLoop(OuterLoop):
         try:
             report, metrics = parts.run_batch(batch, tf.constant(waited, tf.float32))
         except tf.errors.OpError as error:
+            if wrong := found_in(error.message):
+                raise wrong_values(wrong, f"after step {before}") from error
             error.add_note(f"raised after step {before}.")
             raise
         self._step = before + 1

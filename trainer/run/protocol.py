@@ -15,6 +15,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.folder import Facts
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.skip_policy import SkipPolicy
+from trainer.data.value_checks import LabelRange
 from trainer.evaluation.evaluator import Evaluator
 from trainer.log.trackers import Tracker
 from trainer.monitor.actions import Action
@@ -117,6 +118,7 @@ class RunnableTrainer(Protocol):
     max_overflow_bytes: int
     record_gradients: bool
     check_gradients: bool
+    check_data: bool
     log_interval: int
     style: str  # of the console output; see `RunConsole`
     profile_steps: Sequence[int] | None
@@ -169,6 +171,9 @@ class RunnableTrainer(Protocol):
 
     def check_unchanged(self) -> None:
         """Raises ValueError if a hook has changed what the step was traced with."""
+
+    def label_ranges(self, batch: Batch) -> Sequence[LabelRange]:
+        """Returns the ranges of a batch's labels, as far as they are known."""
 
     def put_weights_back(self) -> None:
         """Ends the use of averaged weights in an evaluation that is running."""

@@ -307,6 +307,7 @@ CASES = {
         "nothing",
     ),
     "`record_gradients`, `check_gradients`": (A, {"check_gradients": False}, "nothing"),
+    "`check_data`": (A, {"check_data": True}, "nothing"),
 }
 
 WORDS = {

@@ -1,0 +1,208 @@
+"""`check_data=True`: a batch with wrong values ends the run before its step, and says what it holds."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import Linear, all_copies
+
+from trainer import DataError, Trainer
+
+ROWS = np.arange(32, dtype=np.float32).reshape(8, 4)
+LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+def trainer_of(loss_fn="sparse_categorical_crossentropy", outputs=3, **arguments):
+    """A trainer of a small model."""
+    return Trainer(
+        model=lambda: keras.Sequential(
+            [
+                keras.Input([4]),
+                keras.layers.Dense(
+                    outputs, activation="sigmoid" if "binary" in str(loss_fn) else "softmax"
+                ),
+            ]
+        ),
+        optimizer="adam",
+        loss_fn=loss_fn,
+        **{"verbose": False, "check_data": True, "jit_compile": False} | arguments,
+    )
+
+
+def batches(*arrays):
+    """Two batches of four examples; the arrays' last four examples are the second."""
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+
+
+def with_last(array, value):
+    """A copy whose last element is another."""
+    changed = np.array(array)
+    changed.reshape(-1)[-1] = value
+    return changed
+
+
+def error_of(trainer, data, steps=4):
+    """Trains; returns the text of the error, and the number of steps that were taken."""
+    with pytest.raises(DataError) as error:
+        trainer.train(data, steps)
+    return str(error.value), trainer.totals.attempted
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "wanted"),
+    [
+        (with_last(ROWS, np.inf), LABELS, "finite numbers in part 0 of the batch; got inf or NaN"),
+        (with_last(ROWS, np.nan), LABELS, "finite numbers in part 0 of the batch; got inf or NaN"),
+        (
+            ROWS,
+            with_last(LABELS, 3),
+            "labels from 0 to 2; got a smallest and a largest of 0 and 3",
+        ),
+        (
+            ROWS,
+            with_last(LABELS, -1),
+            "labels from 0 to 2; got a smallest and a largest of -1 and 2",
+        ),
+    ],
+)
+def test_a_wrong_batch_is_named_and_not_trained_on(x, y, wanted):
+    """The run ends after the step before, and its variables are those behind that step."""
+    trainer, other = trainer_of(seed=1), trainer_of(seed=1)
+    message, steps = error_of(trainer, batches(x, y))
+
+    assert steps == 1
+    assert message == (
+        f"`train_data` must hold {wanted}, in the batch after step 1 of 4. With check_data=True "
+        "every batch is checked before its step. No checkpoint was saved. Correct the data, or "
+        "leave such examples out."
+    )
+    other.train(batches(x, y), 1)
+    ours, theirs = (
+        [copy.tobytes() for copies in all_copies(each).values() for copy in copies]
+        for each in (trainer, other)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"), [([1.0] * 7 + [-0.5], "-0.5"), ([1.0] * 7 + [np.nan], "inf or NaN")]
+)
+def test_weights_are_checked(weights, found):
+    """A weight below 0 would make the loss smaller the worse the prediction is."""
+    data = batches(ROWS, LABELS, np.array(weights, np.float32))
+    message, steps = error_of(trainer_of(), data)
+
+    assert steps == 1
+    assert message.startswith("`train_data` must hold ")
+    assert f"; got {found}, in the batch after step 1 of 4." in message
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        "binary_crossentropy",
+        keras.losses.BinaryFocalCrossentropy(),
+        "categorical_crossentropy",
+        keras.losses.CategoricalFocalCrossentropy(),
+    ],
+)
+def test_labels_that_are_probabilities(loss_fn):
+    """They lie between 0 and 1."""
+    labels = np.zeros([8, 3], np.float32)
+    trainer = trainer_of(loss_fn)
+    trainer.train(batches(ROWS, labels), 2)
+    message, steps = error_of(trainer, batches(ROWS, with_last(labels, 2.0)), 5)
+
+    assert steps == 3
+    assert "labels from 0 to 1; got a smallest and a largest of 0 and 2, in" in message
+
+
+def test_a_class_that_is_ignored_may_be_anything():
+    """`ignore_class` is no label."""
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=-100)
+    trainer = trainer_of(loss)
+
+    assert trainer.train(batches(ROWS, with_last(LABELS, -100)), 4).step == 4
+    assert "of 0 and 7" in error_of(trainer, batches(ROWS, with_last(LABELS, 7)), 9)[0]
+
+
+def test_each_of_several_outputs_has_its_own_range():
+    """The labels are named by their output."""
+
+    def model():
+        x = keras.Input([4])
+        few = keras.layers.Dense(3, activation="softmax", name="few")(x)
+        many = keras.layers.Dense(5, activation="softmax", name="many")(x)
+        return keras.Model(x, {"few": few, "many": many})
+
+    losses = dict.fromkeys(("few", "many"), "sparse_categorical_crossentropy")
+    trainer = Trainer(model=model, optimizer="sgd", loss_fn=losses, check_data=True, verbose=False)
+
+    def data(few, many):
+        return batches(ROWS, {"few": few, "many": many})
+
+    assert trainer.train(data(LABELS, with_last(LABELS, 4)), 2).step == 2
+    message, _ = error_of(trainer, data(with_last(LABELS, 4), LABELS), 5)
+    assert "labels of few from 0 to 2; got a smallest and a largest of 0 and 4" in message
+
+
+def test_a_loss_of_ones_own_has_no_range():
+    """Nothing is known about its labels; inputs are checked all the same."""
+    trainer = trainer_of(lambda y, p: tf.reduce_mean(p, axis=-1) * tf.cast(y, tf.float32))
+
+    assert trainer.train(batches(ROWS, LABELS - 50), 2).step == 2
+    assert "part 0 of" in error_of(trainer, batches(with_last(ROWS, np.nan), LABELS), 5)[0]
+
+
+def test_batches_of_dicts_and_of_ragged_tensors():
+    """Every part is checked, and named by its keys."""
+
+    class Own(Linear):
+        def compute_loss(self, batch, training):
+            rows = tf.cast(batch["more"].to_tensor(shape=[None, 2]), tf.float32)
+            return super().compute_loss(batch, training) + tf.reduce_sum(rows, axis=1)
+
+    def data(last):
+        more = tf.ragged.constant([[1.0], [2.0, last]])
+        one = {"x": tf.ones([2, 1]), "slope": tf.ones([2]), "more": more}
+        return tf.data.Dataset.from_tensors(one)
+
+    trainer = Own(verbose=False, check_data=True, check_gradients=False)
+    assert trainer.train(data(3.0), 1).step == 1
+    assert "numbers in part more of the batch; got" in error_of(trainer, data(np.inf), 3)[0]
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.thorough)])
+def test_on_replicas_and_compiled(mirrored, replicas):
+    """The check is on the global batch, outside of what XLA compiles."""
+    for arguments in ({"strategy": mirrored(replicas)}, {"jit_compile": True}):
+        message, steps = error_of(trainer_of(**arguments), batches(ROWS, with_last(LABELS, 3)), 4)
+        assert steps == 1
+        assert "got a smallest and a largest of 0 and 3" in message
+
+
+def test_batches_of_a_program():
+    """`train_on_batch` checks as well, and goes on with the next batch."""
+    trainer = trainer_of()
+    trainer.train_on_batch((ROWS, LABELS))
+    with pytest.raises(DataError) as error:
+        trainer.train_on_batch((ROWS, with_last(LABELS, 3)))
+
+    assert str(error.value) == (
+        "`train_data` must hold labels from 0 to 2; got a smallest and a largest of 0 and 3, in "
+        "the batch after step 1. With check_data=True every batch is checked before its step. "
+        "Correct the data, or leave such examples out."
+    )
+    trainer.train_on_batch((ROWS, LABELS))
+    assert trainer.totals.attempted == 2
+
+
+def test_nothing_is_checked_by_default():
+    """The traced step holds no operation for it."""
+    for check_data, expected in ((False, False), (True, True)):
+        trainer = trainer_of(check_data=check_data)
+        trainer._start((ROWS, LABELS))
+        data = batches(ROWS, LABELS).repeat()
+        graph = trainer._parts.run_steps.get_concrete_function(iter(data), tf.constant(1)).graph
+        text = str(graph.as_graph_def())
+        assert ("check_data: " in text) is expected
