@@ -7,6 +7,7 @@ that it survives a power failure.
     folder = begin_folder(path)
     ...  # write files into `folder`
     publish_folder(path)  # or discard_folder(path)
+    remove_folder(path)  # once it is not needed any more
 """
 
 import os
@@ -57,11 +58,18 @@ def discard_folder(path: pathlib.Path) -> None:
     shutil.rmtree(unfinished(path), ignore_errors=True)
 
 
+def remove_folder(path: pathlib.Path) -> None:
+    """Removes a folder that was published, so that a reader sees all of it or none."""
+    discard_folder(path)
+    path.rename(unfinished(path))
+    shutil.rmtree(unfinished(path))
+
+
 def clean_up_folders(parent: pathlib.Path, prefix: str) -> None:
     """Cleans up the folders `prefix-*` that a killed process left behind in `parent`.
 
-    Unfinished folders are removed. A folder that was set aside to be replaced is moved back, unless
-    its replacement is in place.
+    Folders that were not yet finished, or not yet removed, are removed. A folder that was set aside
+    to be replaced is moved back, unless its replacement is in place.
     """
     for replaced in parent.glob(f"{prefix}-*{REPLACED}"):
         path = replaced.with_name(replaced.name.removesuffix(REPLACED))

@@ -2,13 +2,12 @@
 
 import math
 import pathlib
-import shutil
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
-from trainer.base.atomic_files import begin_folder, clean_up_folders
+from trainer.base.atomic_files import begin_folder, clean_up_folders, remove_folder
 from trainer.checkpoint import folder
 from trainer.step.types import Model
 
@@ -57,7 +56,7 @@ class Best:
         export(begin_folder(path))
         folder.commit(path, {"step": step, "results": results})
         for worse in list(others)[self._keep - 1 :]:
-            shutil.rmtree(worse)
+            remove_folder(worse)
         return True
 
     def ranked(self) -> dict[pathlib.Path, float]:

@@ -4,8 +4,9 @@
 in the trainer that has variables. TensorFlow saves one value per variable. Where replicas keep
 copies that may differ (`tf.VariableSynchronization.ON_READ`: metrics, and statistics of a
 `tf.Module`), that value is the sum or mean of the copies, from which the copies cannot be
-recovered. A second file, `copies`, therefore holds every copy; it is read only if the number of
-replicas is still the same. The state of the loss-scale rule is in a third file, `scale`.
+recovered. A second file, `copies`, therefore holds every copy (`copies.npz` those of several
+workers); it is read only if the number of replicas is still the same. The state of the loss-scale
+rule is in a third file, `scale`.
 """
 
 import pathlib
@@ -17,6 +18,7 @@ import keras
 import tensorflow as tf
 
 import scaling
+from trainer.checkpoint.worker_copies import read_worker_copies, write_worker_copies
 from trainer.step.held_back import is_seed_state, leaves, tensorflow_variable
 from trainer.step.reach import reach
 from trainer.step.rollback import copies_of, variables_in_reach
@@ -52,19 +54,25 @@ class Contents:
         differing += [variable for metric in metrics.values() for variable in metric.variables]
         differing = list({id(variable): variable for variable in differing}.values())
         self.differing = describe(differing)  # variables whose copies may differ
+        self._differing, self._strategy = differing, strategy
         by_place = {
             f"variable_{place}": list(copies_of(variable, strategy))
             for place, variable in enumerate(differing)
         }
-        if any(len(copies) < strategy.num_replicas_in_sync for copies in by_place.values()):
-            # The other copies are on other workers, so the chief can only keep the aggregate.
-            self.differing = ["kept: of all workers together", *self.differing]
-            by_place = {f"sum_{place}": variable for place, variable in enumerate(differing)}
+        # Whether other copies are on other workers. Then they are in another file.
+        self._on_workers = any(
+            len(copies) < strategy.num_replicas_in_sync for copies in by_place.values()
+        )
+        if self._on_workers:
+            self.differing = ["kept: of each worker", *self.differing]
         self.copies = tf.train.Checkpoint(**by_place)
 
     def write(self, folder: str) -> None:
         """Writes all variables into a folder, on any file system that TensorFlow supports."""
-        self.copies.write(f"{folder}/copies")
+        if self._on_workers:
+            write_worker_copies(folder, self._differing, self._strategy)
+        else:
+            self.copies.write(f"{folder}/copies")
         self.scale.write(f"{folder}/scale")
         self.main.write(f"{folder}/variables")
 
@@ -80,7 +88,9 @@ class Contents:
             ValueError: if the checkpoint has no value for a variable.
         """
         read_variables(self.main, folder, "model_dir")
-        if copies:
+        if copies and self._on_workers:
+            read_worker_copies(folder, self._differing, self._strategy)
+        elif copies:
             self.copies.read(str(folder / "copies")).assert_existing_objects_matched()
         if scale:
             self.scale.read(str(folder / "scale")).assert_existing_objects_matched()

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +10,13 @@ from absl import logging
 
 import scaling
 import strategies
-from trainer.base.atomic_files import begin_folder, clean_up_folders, discard_folder, unfinished
+from trainer.base.atomic_files import (
+    begin_folder,
+    clean_up_folders,
+    discard_folder,
+    remove_folder,
+    unfinished,
+)
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.checkpoint.folder import Facts
@@ -104,7 +109,7 @@ class Checkpoints:
         facts = intact[1] if intact and intact[0] == path else read_chosen(path)
         if self._keeps_files:
             for late in later:
-                shutil.rmtree(late)
+                remove_folder(late)
         self._read(path, facts)
         return path
 
@@ -285,7 +290,7 @@ class Checkpoints:
         kept = [earlier for step, earlier in found.items() if step <= facts["step"]]
         if self._max_to_keep is not None:
             for old in kept[: -self._max_to_keep]:
-                shutil.rmtree(old)
+                remove_folder(old)
 
     def _discard(self, path: pathlib.Path) -> None:
         """Removes the files of a checkpoint that could not be completed."""

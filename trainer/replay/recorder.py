@@ -9,7 +9,6 @@ reported and the settings it was computed with.
 import dataclasses
 import json
 import pathlib
-import shutil
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from trainer.base.atomic_files import begin_folder, publish_folder
+from trainer.base.atomic_files import begin_folder, clean_up_folders, publish_folder, remove_folder
 from trainer.data.batches import Spec
 from trainer.step.report import StepReport
 from trainer.step.rollback import copies_of
@@ -106,7 +105,7 @@ class FlightRecorder:
             )
             return
         path = self._folder / f"step-{record.step:08d}"
-        shutil.rmtree(path, ignore_errors=True)  # a resumed run may skip the same step again
+        clean_up_folders(self._folder, "step")
         unfinished = begin_folder(path)
         dataset = tf.data.Dataset.from_generator(lambda: [batch], output_signature=spec)
         dataset.save(str(unfinished / "batch"))
@@ -122,7 +121,7 @@ class FlightRecorder:
         # Sorted by age instead of step, because a resumed run may return to earlier steps.
         kept = sorted(self._folder.glob("step-*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
         while len(kept) > self._max_records or (len(kept) > 1 and bytes_in(kept) > self._max_bytes):
-            shutil.rmtree(kept.pop(0))
+            remove_folder(kept.pop(0))
 
 
 def keep_overflow(recorder: FlightRecorder, report: StepReport, batch: Batch, spec: Spec) -> int:

@@ -11,6 +11,7 @@ from trainer.base.atomic_files import (
     discard_folder,
     flush_to_disk,
     publish_folder,
+    remove_folder,
     unfinished,
     write_atomically,
 )
@@ -152,3 +153,22 @@ def test_flushing_what_does_not_exist_is_an_error(tmp_path):
     """A missing path is not passed over."""
     with pytest.raises(FileNotFoundError):
         flush_to_disk(tmp_path / "none")
+
+
+def test_a_folder_is_removed_at_once(tmp_path, monkeypatch):
+    """A process that is killed while it removes a folder leaves no part of it at its path."""
+    path = tmp_path / "ckpt-3"
+    publish(path, a="text", b="text")
+    (begin_folder(path) / "a").write_text("from a killed process")
+    with monkeypatch.context() as patch:
+        # As if it were killed before the last operation.
+        patch.setattr(os, "rmdir", lambda *_, **__: fail())
+        with pytest.raises(OSError, match="No space left"):
+            remove_folder(path)
+    assert not path.exists()
+    clean_up_folders(tmp_path, "ckpt")
+    assert not [*tmp_path.iterdir()]
+
+    publish(path, a="text")
+    remove_folder(path)
+    assert not [*tmp_path.iterdir()]
