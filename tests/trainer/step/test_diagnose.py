@@ -176,3 +176,22 @@ def test_counts_by_variable():
 
     assert count_by_variable(values).numpy().tolist() == [[0, 0], [0, 0], [2, 1], [0, 0]]
     assert squares_overflow(values).numpy().tolist() == [False, False, True, True]
+
+
+def test_no_slice_has_to_be_known_to_the_compiler():
+    """No slice begins at a computed position. To compile the branch of a skip, XLA would otherwise
+    compute every gradient on the host first, which takes minutes even for a small perceptron.
+    """
+    values = [tf.TensorSpec([2]), tf.TensorSpec([3])]
+
+    @tf.function
+    def run(table, summed, unscaled):
+        evidence = Evidence(NonfiniteTable(*table), tf.constant(True), summed, unscaled)
+        state = SimpleNamespace(loss_scale=tf.constant(8.0))
+        return diagnose(evidence, summed, state, RULE, single_pass=False)
+
+    table = [tf.TensorSpec([REPLICAS]), tf.TensorSpec([REPLICAS, 2]), tf.TensorSpec([REPLICAS])]
+    graph = run.get_concrete_function(table, values, values).graph
+    begins = [each.inputs[1] for each in graph.get_operations() if each.type == "StridedSlice"]
+
+    assert all(begin.op.type == "Const" for begin in begins)
