@@ -9,6 +9,7 @@ RUN/scales.png. The run must have been trained with `record_gradients=True`. The
 simulation are listed in `scaling/telemetry/play.py`.
 """
 
+import io
 import itertools
 import math
 import pathlib
@@ -93,8 +94,28 @@ def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> A
     axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
+    path = pathlib.Path(path)
+    file = io.BytesIO()
+    figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=100)
+    replace_file(path, file.getvalue())
     return figure
+
+
+def replace_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file anew. A link at its place is replaced, and what it leads to stays as it is.
+
+    Raises:
+        OSError: if the file cannot be written, for instance because a folder is in its place.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # "x" follows no link
+        file.write(content)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink()
+        raise
 
 
 def main(arguments: list[str]) -> None:
@@ -110,7 +131,13 @@ def main(arguments: list[str]) -> None:
         if plot:
             draw(record, outcomes, plot)
             print(f"Plot written to {plot}")
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except OSError as error:
+        sys.exit(
+            f"{error.filename or metrics} cannot be read or written: {error.strerror}. The program "
+            "reads the metrics.jsonl of a run, and writes the plot beside it. Pass a file that you "
+            "may read, and another --plot, or --plot= for none."
+        )
+    except (ValueError, ModuleNotFoundError) as error:
         sys.exit(str(error))
 
 

@@ -122,9 +122,11 @@ def best_fixed_scale(record: Record) -> float:
 def summarize(name: str, loss_scale: np.ndarray, skipped: np.ndarray, record: Record) -> Outcome:
     """Returns the `Outcome` of a rule, given the scales that it used and its skipped steps."""
     lost = np.zeros(len(loss_scale))
-    for scale in np.unique(loss_scale):
+    # Elements are counted by their exponents, so scales between two powers of two flush as many.
+    powers = np.ldexp(np.float32(1), np.frexp(loss_scale)[1] - 1)
+    for scale in np.unique(powers):
         lost_by_interval = flushed_share(tf.constant(record.counts), tf.constant(scale)).numpy()
-        at_scale = loss_scale == scale
+        at_scale = powers == scale
         lost[at_scale] = lost_by_interval[record.interval[at_scale]]
     return Outcome(
         name=name,

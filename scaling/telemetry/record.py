@@ -9,15 +9,21 @@ with each binary exponent.
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from scaling.base.argument_checks import is_number
+from scaling.base.number_formats import LARGEST_SCALE, SMALLEST_SCALE
 from scaling.base.verdict import Cause
+from scaling.ops.precision import COMPUTE_DTYPES
 from scaling.telemetry.stats import COUNTS, EXPONENTS, LOWEST_EXPONENT, ZERO
 
 SPLIT = "gradients"
+LAST_STEP = 2**53  # larger integers are not exact as floats
+LONGEST_LINE = 2**26  # characters; a line of a hundred thousand steps has five million
+LARGEST_MAGNITUDE = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +107,36 @@ def read_record(path: str | pathlib.Path) -> Record:
     A run that was stopped and resumed may have written a step twice; the later line counts.
 
     Raises:
-        ValueError: if the file has no recorded gradients, or a line is damaged.
+        OSError: if the file does not exist or cannot be read.
+        ValueError: if `path` is no file, or the file has no recorded gradients, or a line is
+            damaged.
     """
-    return parse_record(enumerate(pathlib.Path(path).read_text().splitlines(), start=1), path)
+    return parse_record(read_lines(path), path)
+
+
+def read_lines(path: str | pathlib.Path) -> Iterator[tuple[int, str]]:
+    """Yields the number and the text of each line, without its end.
+
+    Bytes that are no UTF-8 are replaced. Of a line that is longer than `LONGEST_LINE`, which no run
+    writes, only the beginning is kept, so that memory is bounded.
+
+    Raises:
+        OSError: if the file does not exist or cannot be read.
+        ValueError: if `path` is a folder, a pipe or a device, whose end might never come.
+    """
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(
+            f"{path} must be a file; got a folder, a pipe or a device. A run writes its log to "
+            "metrics.jsonl, in its --model_dir. Pass that file."
+        )
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        number, is_start = 0, True
+        while text := file.readline(LONGEST_LINE):
+            if is_start:
+                number += 1
+                yield number, text.removesuffix("\n")
+            is_start = text.endswith("\n")
 
 
 class _Row(NamedTuple):
@@ -116,12 +149,22 @@ class _Row(NamedTuple):
     interval: int
 
 
-def parse_record(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> Record:
+class DamagedLineError(ValueError):
+    """A line of recorded gradients has a value that no run writes."""
+
+
+def parse_record(
+    lines: Iterable[tuple[int, str]],
+    path: str | pathlib.Path,
+    on_damage: Callable[[ValueError], None] | None = None,
+) -> Record:
     """Parses the record from the lines of a `metrics.jsonl`; see `read_record`.
 
     Args:
         lines: pairs of a line's number and its text.
         path: the file that the lines come from, for errors.
+        on_damage: called with the error of each damaged line, which is then left out. None raises
+            the error.
     """
     rows: list[_Row] = []
     counts: list[np.ndarray] = []
@@ -131,14 +174,21 @@ def parse_record(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> 
             line = json.loads(text)
             if line["split"] != SPLIT:
                 continue
-            _append_rows(rows, line, interval=len(counts))
-            counts.append(_parse_counts(line))
-            precision, shares = line["precision"], line["shares"]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"Line {number} of {path} is damaged ({error!r}): {text[:60]!r}. A run that is "
-                "killed can leave a line unfinished. Delete the line."
-            ) from error
+            new, new_counts = _parse_rows(line, interval=len(counts)), _parse_counts(line)
+            precision, shares = _parse_setting(line)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            damage = ValueError(
+                f"Line {number} of {path} is damaged ({_reason(error)}): {text[:60]!r}. A run that "
+                "is killed can leave a line unfinished. Delete the line."
+            )
+            if on_damage is None:
+                raise damage from error
+            on_damage(damage)
+            continue
+        while rows and rows[-1].step >= new[0].step:
+            rows.pop()
+        rows += new
+        counts.append(new_counts)
     if not rows:
         raise ValueError(
             f"{path} has no recorded gradients. Recording takes another pass over the gradients "
@@ -158,30 +208,72 @@ def parse_record(lines: Iterable[tuple[int, str]], path: str | pathlib.Path) -> 
     )
 
 
-def _append_rows(rows: list[_Row], line: dict[str, Any], interval: int) -> None:
-    """Appends the steps of a line; they replace earlier rows of the same steps."""
+def _reason(error: Exception) -> str:
+    """Returns what is wrong with a line, in at most about a hundred characters."""
+    text = repr(error)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:
+    """Returns the steps of a line.
+
+    Raises:
+        DamagedLineError: if a value is none that a run writes.
+    """
     steps = len(line["loss_scale"])
-    first = line["step"] - steps + 1
-    while rows and rows[-1].step >= first:
-        rows.pop()
-    causes = [Cause[name.upper()] for name in line["cause"]]
+    first = _whole("step", line["step"]) - steps + 1
+    if not steps or first < 0:
+        raise DamagedLineError(f"{steps} steps up to step {line['step']}")
+    rows = []
     for offset in range(steps):
-        magnitude = line["max_magnitude"][offset]
-        rows.append(
-            _Row(
-                first + offset,
-                line["loss_scale"][offset],
-                causes[offset],
-                np.nan if magnitude is None else magnitude,
-                interval,
-            )
-        )
+        cause = Cause[line["cause"][offset].upper()]
+        magnitude = np.nan
+        if cause == Cause.NONE:
+            found = line["max_magnitude"][offset]
+            magnitude = _between("max_magnitude", found, 0.0, LARGEST_MAGNITUDE)
+        elif offset >= len(line["max_magnitude"]):
+            raise DamagedLineError("max_magnitude is too short")
+        scale = line["loss_scale"][offset]
+        scale = _between("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
+        rows.append(_Row(first + offset, scale, cause, magnitude, interval))
+    return rows
 
 
 def _parse_counts(line: dict[str, Any]) -> np.ndarray:
-    """Returns the counts of a line: shape (COUNTS,), float32."""
+    """Returns the counts of a line: shape (COUNTS,), float32.
+
+    Raises:
+        DamagedLineError: if a value is none that a run writes.
+    """
     counts = np.zeros(COUNTS, np.float32)
-    counts[ZERO] = line["zeros"]
+    counts[ZERO] = _between("zeros", line["zeros"], 0, LARGEST_MAGNITUDE)
     for exponent, count in line["exponents"].items():
-        counts[int(exponent) - LOWEST_EXPONENT] = count
+        place = int(_between("exponents", int(exponent) - LOWEST_EXPONENT, 0, EXPONENTS - 1))
+        counts[place] = _between("exponents", count, 0, LARGEST_MAGNITUDE)
     return counts
+
+
+def _parse_setting(line: dict[str, Any]) -> tuple[str, int]:
+    """Returns the precision and the number of shares of a line.
+
+    Raises:
+        DamagedLineError: if a value is none that a run writes.
+    """
+    precision = line["precision"]
+    if not isinstance(precision, str) or precision not in COMPUTE_DTYPES:
+        raise DamagedLineError(f"precision is {precision!r:.50}")
+    return precision, max(_whole("shares", line["shares"]), 1)
+
+
+def _between(name: str, value: Any, low: float, high: float) -> float:
+    """Returns a number of a line as a float, or raises DamagedLineError if it is out of bounds."""
+    if not is_number(value) or not low <= value <= high:  # also for NaN
+        raise DamagedLineError(f"{name} is {value!r:.50}")
+    return float(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    """Returns a count or a step of a line, or raises DamagedLineError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LAST_STEP:
+        raise DamagedLineError(f"{name} is {value!r:.50}")
+    return value

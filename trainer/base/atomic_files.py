@@ -31,6 +31,33 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     temporary.replace(path)
 
 
+def replace_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file atomically into a folder that others can write to, too.
+
+    No link is followed: one at the file's place is replaced, and what it leads to stays as it is.
+
+    Raises:
+        OSError: if the file cannot be written, for instance because a folder is in its place.
+
+    Example:
+        >>> import tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> (folder / "page.html").symlink_to(folder / "other.txt")
+        >>> replace_file(folder / "page.html", b"new")
+        >>> (folder / "page.html").read_text(), (folder / "other.txt").exists()
+        ('new', False)
+    """
+    temporary = unfinished(path)
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # "x" refuses a link that has appeared since
+        file.write(content)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink()
+        raise
+
+
 def begin_folder(path: pathlib.Path) -> pathlib.Path:
     """Returns an empty folder in which to write what `publish_folder` will move to `path`."""
     temporary = unfinished(path)

@@ -7,6 +7,7 @@ import sys
 
 from absl import app, flags
 
+from trainer.report.reading import clean
 from trainer.report.writing import write_report
 
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write the report to; default: RUN/report.")
@@ -19,7 +20,7 @@ def main(arguments: list[str]) -> None:
             "pass exactly one folder, the run's --model_dir: python -m trainer.report RUN"
         )
     try:
-        print(f"report in {write_report(arguments[1], OUTPUT.value)}")
+        print(f"report in {clean(write_report(arguments[1], OUTPUT.value))}")
     except (ValueError, OSError, ModuleNotFoundError) as error:
         sys.exit(str(error))
 

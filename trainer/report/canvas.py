@@ -2,6 +2,7 @@
 
 import io
 import struct
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,13 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from trainer.report.reading import Run
+from trainer.report.facts import MAX_LABEL
+from trainer.report.reading import Run, clean
 
 # The palette of Okabe and Ito, whose colors color-blind readers can distinguish. Markers encode the
 # same information.
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GRAY = "#CC79A7", "#56B4E9", "#000000", "#6B6B6B"
 
+MAX_RESUMED = 200  # dotted lines; more would be gray all over
 WIDTH = 10.0  # inches
 DPI = 144
 # Margins in inches, the same in all line plots, so that their step axes line up.
@@ -58,8 +61,8 @@ def make_panels(heights: Sequence[float], top: float) -> tuple[Figure, list[Axes
 def style_panels(panels: Sequence[Axes], run: Run) -> None:
     """Adds a grid, the step axis, and a dotted line at each step where the run was resumed."""
     for axes in panels:
-        for start in run.starts[1:]:
-            axes.axvline(start.step, color=GRAY, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+        for step in sorted({start.step for start in run.starts[1:]})[:MAX_RESUMED]:
+            axes.axvline(step, color=GRAY, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         axes.grid(color="#E3E3E3", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -82,13 +85,14 @@ def add_title(axes: Axes, text: str) -> None:
 
     The text may come from the user, so it is not parsed as a formula.
     """
-    axes.set_title(text, loc="left", fontsize=11, fontweight="bold", parse_math=False)
+    title = clean(text.replace("\n", " "), MAX_LABEL)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", parse_math=False)
 
 
 def add_legend(axes: Axes, columns: int = 8) -> None:
     """Puts the legend above the right end of a panel, where it covers nothing."""
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(
+        legend = axes.legend(
             loc="lower right",
             bbox_to_anchor=(1, 1),
             ncols=columns,
@@ -97,6 +101,9 @@ def add_legend(axes: Axes, columns: int = 8) -> None:
             columnspacing=1.4,
             handletextpad=0.5,
         )
+        for text in legend.get_texts():  # they hold names from the run, as the titles do
+            text.set_parse_math(False)
+            text.set_text(clean(text.get_text().replace("\n", " "), MAX_LABEL))
 
 
 def label_powers_of_two(axes: Axes) -> None:
@@ -114,7 +121,11 @@ def to_picture(figure: Figure, name: str, alt: str) -> Picture:
         alt: a description for readers who cannot see it.
     """
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI)
+    with warnings.catch_warnings():
+        # A name may have characters that the font has not; the page itself shows them.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
+        figure.savefig(file, format="png", dpi=DPI)
     # matplotlib rounds the size down, so read it from the PNG header, which has it at byte 16.
     width, height = struct.unpack(">II", file.getvalue()[16:24])
     return Picture(f"{name}.png", alt, file.getvalue(), width, height)

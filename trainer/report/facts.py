@@ -16,7 +16,7 @@ from scaling.telemetry.record import Record
 from scaling.telemetry.stats import GradientStats
 from trainer.log.model_table import flattened
 from trainer.log.summary import format_bytes, power_of_two
-from trainer.report.reading import Curve, Run
+from trainer.report.reading import Curve, Run, clean
 
 # Fields of a "train" line other than the user's metrics.
 NOT_METRICS = {
@@ -33,6 +33,11 @@ NOT_METRICS = {
 LEARNING_RATE = "learning_rate"  # its fields are "learning_rate" or "learning_rate/OPTIMIZER"
 HEADROOM_BITS = 4  # the default of `scaling.recommend`
 NOT_RECORDED = "not recorded"  # shown instead of a value
+MAX_CAUSES = 12  # a legend with more does not fit
+OTHER_CAUSES = "other causes"
+MAX_LABEL = 80  # characters of a name in a picture or a tile
+MAX_OTHERS = 20  # results beside the best one
+MAX_ROWS = 2000  # of the tables of settings and variables
 
 
 def is_metric(name: str) -> bool:
@@ -52,7 +57,7 @@ class Tile(NamedTuple):
 def tiles(run: Run) -> list[Tile]:
     """Returns the values of the header."""
     applied, skipped = (last(run.train.get(name)) for name in ("applied", "skipped"))
-    causes = collections.Counter(skip.cause for skip in run.skips)
+    causes = collections.Counter(causes_of(run))
     by_cause = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common())
     speed = median(run.train.get("examples_per_second"))
     wait = mean(run.train.get("data_wait"))
@@ -66,6 +71,17 @@ def tiles(run: Run) -> list[Tile]:
         Tile("waiting for data", format_share(wait), "of the time, on average"),
         start_tile(run),
     ]
+
+
+def causes_of(run: Run) -> list[str]:
+    """Returns the cause of each skipped step, for counts and legends.
+
+    A step has one of six causes, and a later version may add others. If there are more than
+    `MAX_CAUSES`, all but the most frequent are `OTHER_CAUSES`. Long causes are shortened.
+    """
+    causes = [clean(skip.cause, MAX_LABEL) for skip in run.skips]
+    frequent = {cause for cause, _ in collections.Counter(causes).most_common(MAX_CAUSES)}
+    return [cause if cause in frequent else OTHER_CAUSES for cause in causes]
 
 
 def last(curve: Curve | None) -> float:
@@ -164,7 +180,7 @@ def best_tile(run: Run) -> Tile:
     """
     settings = run.starts[-1].settings if run.starts else {}
     name = str(settings.get("best_metric", "loss"))
-    direction = settings.get("best_is", "lowest")
+    direction = "highest" if settings.get("best_is") == "highest" else "lowest"
     split, results = ("validation", run.validation) if run.validation else ("training", run.train)
     named = (result for result in results if result.endswith(f"/{name}"))  # several data sets
     name = name if name in results else next(named, name)
@@ -174,24 +190,26 @@ def best_tile(run: Run) -> Tile:
     index = int((np.nanargmax if direction == "highest" else np.nanargmin)(curve.value))
     step = int(curve.step[index])
     others = [
-        f"{other} {result:.4g}"
+        f"{clean(other, MAX_LABEL)} {result:.4g}"
         for other, values in results.items()
         if is_metric(other) and other != name
         for result in values.value[(values.step == step) & ~np.isnan(values.value)]
     ]
     value = f"{curve.value[index]:.4g}"
-    return Tile(f"{direction} {split} {name}", value, ", ".join([f"at step {step:,}", *others]))
+    notes = [f"at step {step:,}", *others[:MAX_OTHERS]]
+    label = clean(f"{direction} {split} {name}", MAX_LABEL)
+    return Tile(label, value, ", ".join(notes))
 
 
 def start_tile(run: Run) -> Tile:
     """Returns when the run started, and how often it was resumed and rolled back."""
     if not run.starts:
         return Tile("started", NOT_RECORDED)
-    day, _, clock = format_time(run.starts[0].time).partition(" ")
+    day, _, clock = clean(format_time(run.starts[0].time), MAX_LABEL).partition(" ")
     notes = [f"at {clock}"] if clock else []
     resumed = len(run.starts) - 1
     if resumed:
-        latest = format_time(run.starts[-1].time)
+        latest = clean(format_time(run.starts[-1].time), MAX_LABEL)
         notes.append(f"resumed {format_times(resumed)}, last at {latest}")
     if run.recoveries:
         notes.append(f"rolled back {format_times(len(run.recoveries))}")
@@ -207,7 +225,7 @@ def format_time(text: str) -> str:
     """
     try:
         time = datetime.fromisoformat(text).astimezone(UTC)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # a day before year 1, or after 9999
         return str(text)
     return f"{time:%Y-%m-%d %H:%M} UTC"
 

@@ -1,5 +1,6 @@
 """The heat map of underflow: how much of its gradient each variable lost, and when."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,13 +30,19 @@ def draw_underflow(lines: Sequence[Underflow], last_step: int) -> Picture | None
     If there are more than `MAX_ROWS` variables, only those with the largest mean shares are
     shown.
     """
-    names, shares = share_matrix(lines)
-    if not names:
+    means = mean_shares(lines)
+    if not means:
         return None
-    mean = np.nanmean(np.where(np.isnan(shares).all(axis=1, keepdims=True), 0.0, shares), axis=1)
-    shown = np.sort(np.argsort(-mean, kind="stable")[:MAX_ROWS])
-    labels = [shorten(names[row]) for row in shown]
-    height = ROW_HEIGHT * len(shown)
+    worst = max(means, key=means.__getitem__)
+    shown = set(sorted(means, key=means.__getitem__, reverse=True)[:MAX_ROWS])
+    names, shares = share_matrix(
+        [
+            Underflow(line.step, {n: s for n, s in line.share.items() if n in shown})
+            for line in lines
+        ]
+    )
+    labels = [shorten(name.replace("\n", " ")) for name in names]
+    height = ROW_HEIGHT * len(names)
     total = height + TOP + BOTTOM
     figure = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor="white")
     left = 0.2 + CHARACTER_WIDTH * max(map(len, labels))
@@ -45,20 +52,29 @@ def draw_underflow(lines: Sequence[Underflow], last_step: int) -> Picture | None
     largest = max(float(np.nanmax(shares, initial=0.0)), MIN_COLOR_RANGE)
     image = axes.pcolormesh(
         np.array([0, *(line.step for line in lines)]),
-        np.arange(len(shown) + 1),
-        np.ma.masked_invalid(shares[shown]),
+        np.arange(len(names) + 1),
+        np.ma.masked_invalid(shares),
         cmap=colormaps["YlGnBu"],
         norm=PowerNorm(0.5, 0.0, largest),  # keeps small shares visible next to large ones
     )
     style_heat_map(axes, labels, last_step)
     add_color_bar(figure, image, height, total)
-    worst = int(np.argmax(mean))
     return to_picture(
         figure,
         "underflow",
-        f"Share of each variable's gradient that underflowed in float16, for {len(names):,} "
-        f"variables. {names[worst]} lost most, {mean[worst]:.2%} on average.",
+        f"Share of each variable's gradient that underflowed in float16, for {len(means):,} "
+        f"variables. {worst} lost most, {means[worst]:.2%} on average.",
     )
+
+
+def mean_shares(lines: Sequence[Underflow]) -> dict[str, float]:
+    """Returns the mean share of each variable, 0 if none was measured, in the model's order."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        for name, share in line.share.items():
+            found.setdefault(name, []).append(finite_or_nan(share))
+    known = {name: [x for x in shares if not math.isnan(x)] for name, shares in found.items()}
+    return {name: math.fsum(shares) / max(len(shares), 1) for name, shares in known.items()}
 
 
 def style_heat_map(axes: Axes, labels: Sequence[str], last_step: int) -> None:

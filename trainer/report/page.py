@@ -12,9 +12,11 @@ from trainer.log.summary import power_of_two
 from trainer.report import facts
 from trainer.report.canvas import Picture
 from trainer.report.heat import MAX_ROWS
+from trainer.report.pictures import curves_left_out
 from trainer.report.reading import Run
 
 MAX_SKIPS = 50  # rows of the table of skipped steps
+MAX_RECOVERIES = 20  # sentences about rollbacks
 
 
 def render(run: Run, pictures: Mapping[str, Picture]) -> str:
@@ -36,7 +38,11 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
     environment.filters["superscript"] = superscript
     parameters, bytes_ = facts.model_totals(run)
     return environment.get_template("report.html.jinja").render(
-        run=dataclasses.replace(run, skips=run.skips[:MAX_SKIPS]),
+        run=dataclasses.replace(
+            run, skips=run.skips[:MAX_SKIPS], recoveries=run.recoveries[:MAX_RECOVERIES]
+        ),
+        more_recoveries=len(run.recoveries) - MAX_RECOVERIES,
+        curves_left_out=curves_left_out(run),
         skipped=facts.last(run.train.get("skipped")),
         more_skips=len(run.skips) - MAX_SKIPS,
         pictures=pictures,
@@ -48,6 +54,7 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         advice=facts.advise(run.record) if run.record else None,
         settings=facts.settings_rows(run),
         model=facts.model_rows(run),
+        max_rows=facts.MAX_ROWS,
         parameters=parameters,
         bytes=bytes_,
     )

@@ -30,7 +30,15 @@ from trainer.report.canvas import (
     style_panels,
     to_picture,
 )
-from trainer.report.facts import HEADROOM_BITS, LEARNING_RATE, headroom, is_metric, last, scale_path
+from trainer.report.facts import (
+    HEADROOM_BITS,
+    LEARNING_RATE,
+    causes_of,
+    headroom,
+    is_metric,
+    last,
+    scale_path,
+)
 from trainer.report.heat import draw_underflow
 from trainer.report.reading import Curve, Run
 
@@ -46,6 +54,8 @@ CAUSES = {
 # Color and marker of each data set of an evaluation.
 VALIDATION = ((VERMILLION, "D"), (GREEN, "s"), (PURPLE, "^"), (ORANGE, "v"), (SKY, "X"))
 UNKNOWN_CAUSE = (GRAY, "*")  # a cause that a later version added
+MAX_PANELS = 50  # a picture with many more would have more pixels than PNG files may
+MAX_CURVES = 12  # in a panel, besides that of the training
 MAX_MARKED_POINTS = 60  # a curve with more points has no markers
 MAX_LARGE_MARKS = 200  # with more marks than this, marks are small and have no edge
 MAX_LINE_POINTS = 1500  # a curve with more points is shown as a median and a band
@@ -97,23 +107,41 @@ def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
 
 def draw_curves(run: Run) -> Picture | None:
     """Draws the loss and each metric in its own panel, with training and validation together."""
-    names = [name for name in run.train if is_metric(name)]
-    names += [metric_of(result, run) for result in run.validation]
-    names = list(dict.fromkeys(names))
-    if not names:
+    metrics = shown_metrics(run)
+    if not metrics:
         return None
-    figure, panels = make_panels([2.5] + [1.8] * (len(names) - 1), top=0.38)
-    for axes, name in zip(panels, names, strict=True):
-        draw_metric(axes, run, name)
+    figure, panels = make_panels([2.5] + [1.8] * (len(metrics) - 1), top=0.38)
+    ends = []
+    for axes, (name, results) in zip(panels, metrics.items(), strict=True):
+        draw_metric(axes, run, name, results)
+        curves = [("training", name, run.train[name])] if name in run.train else []
+        curves += [("validation", result, run.validation[result]) for result in results]
+        ends += [f"{split} {result} ends at {last(curve):.4g}" for split, result, curve in curves]
     style_panels(panels, run)
-    ends = [
-        f"{split} {result} ends at {last(results[result]):.4g}"
-        for name in names
-        for split, results in (("training", run.train), ("validation", run.validation))
-        for result in results
-        if name == (result if split == "training" else metric_of(result, run))
-    ]
     return to_picture(figure, "loss", f"Curves over {run.last_step:,} steps: {'; '.join(ends)}.")
+
+
+def all_metrics(run: Run) -> dict[str, list[str]]:
+    """Returns the loss and the metrics, and for each the results of evaluations that have it."""
+    metrics: dict[str, list[str]] = {name: [] for name in run.train if is_metric(name)}
+    for result in run.validation:
+        metrics.setdefault(metric_of(result, run), []).append(result)
+    return metrics
+
+
+def shown_metrics(run: Run) -> dict[str, list[str]]:
+    """Returns those of `all_metrics` for which there is room."""
+    first = itertools.islice(all_metrics(run).items(), MAX_PANELS)
+    return {name: results[:MAX_CURVES] for name, results in first}
+
+
+def curves_left_out(run: Run) -> int:
+    """Returns the number of curves for which there is no room."""
+
+    def count(metrics: Mapping[str, Sequence[str]]) -> int:
+        return sum((name in run.train) + len(results) for name, results in metrics.items())
+
+    return count(all_metrics(run)) - count(shown_metrics(run))
 
 
 def metric_of(result: str, run: Run) -> str:
@@ -123,13 +151,19 @@ def metric_of(result: str, run: Run) -> str:
     return next((end for end in ends if end in run.train), result)
 
 
-def draw_metric(axes: Axes, run: Run, name: str) -> None:
-    """Draws one metric or the loss; with the loss, any nonzero regularization loss too."""
+def draw_metric(axes: Axes, run: Run, name: str, results: Sequence[str]) -> None:
+    """Draws one metric or the loss; with the loss, any nonzero regularization loss too.
+
+    Args:
+        axes: where to draw.
+        run: the run.
+        name: the metric.
+        results: the names of the results of evaluations to draw with it.
+    """
     shown = []
     if name in run.train:
         shown.append(run.train[name])
         plot(axes, run.train[name], BLUE, label="training")
-    results = [result for result in run.validation if metric_of(result, run) == name]
     for place, result in enumerate(results):
         shown.append(run.validation[result])
         color, marker = VALIDATION[place % len(VALIDATION)]
@@ -193,13 +227,14 @@ def mark_skips(axes: Axes, run: Run) -> collections.Counter[str]:
     Returns:
         The number of skipped steps by cause.
     """
-    counts = collections.Counter(skip.cause for skip in run.skips)
+    causes = causes_of(run)
+    counts = collections.Counter(causes)
     if counts:
         axes.plot([], [], " ", label="skipped:")  # the first entry of the legend
     crowded = len(run.skips) > MAX_LARGE_MARKS
     for cause in [name for name in (*CAUSES, *sorted(set(counts) - set(CAUSES))) if counts[name]]:
         color, marker = CAUSES.get(cause, UNKNOWN_CAUSE)
-        skips = [skip for skip in run.skips if skip.cause == cause]
+        skips = [skip for skip, its in zip(run.skips, causes, strict=True) if its == cause]
         axes.scatter(
             [skip.step for skip in skips],
             np.log2([skip.loss_scale for skip in skips]),
@@ -292,6 +327,7 @@ def draw_learning_rates(run: Run) -> Picture | None:
         for name, curve in run.train.items()
         if name.split("/", maxsplit=1)[0] == LEARNING_RATE and not np.isnan(curve.value).all()
     }
+    rates = dict(itertools.islice(rates.items(), MAX_CURVES))
     if not rates:
         return None
     figure, [axes] = make_panels([2.2], top=0.38 if len(rates) > 1 else 0.15)

@@ -3,6 +3,9 @@
 Each line is a JSON object whose "split" names the kind of line. A line that cannot be read, such as
 the last line of a run that was killed, is ignored and counted. If two lines of the same kind
 describe the same step, the later one counts: the run was resumed from an earlier step.
+
+Nothing in the file is trusted. Numbers are checked to be in a range that can be drawn, and texts
+are shortened and cleaned here.
 """
 
 import collections
@@ -10,14 +13,24 @@ import dataclasses
 import inspect
 import json
 import math
-import operator
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
-from scaling.telemetry.record import SPLIT, Record, parse_record
+from scaling.telemetry.record import LAST_STEP, SPLIT, Record, parse_record, read_lines
+
+MAX_DEPTH = 20  # of nested objects and lists in a line
+MAX_NAME = 200  # characters of a name
+MAX_TEXT = 10_000  # characters of any other text
+LARGEST = 1e200  # a larger value would overflow on its way through the pictures
+LONGEST_RUN = 1e12  # seconds
+# Characters that change how the text around them is shown, and halves of characters.
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
 
 
 class HasStep(Protocol):
@@ -127,6 +140,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         run_dir: the run's `model_dir`.
 
     Raises:
+        OSError: if the file may not be read.
         ValueError: if the file does not exist or has no readable line.
     """
     path = pathlib.Path(run_dir) / "metrics.jsonl"
@@ -144,19 +158,18 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
             "log line, or start the run again."
         )
     scales = by_step(lines.read("scale", parse_scale_change))
-    gradients = lines.by_split[SPLIT]
     return Run(
-        name=path.resolve().parent.name,
+        name=clean(pathlib.Path(run_dir).resolve().name),
         last_step=lines.last_step,
         train=to_curves(lines.by_split["train"]),
         validation=to_curves(lines.by_split["validation"]) | read_followed(path.parent),
         scale=to_curve({change.step: change.loss_scale for change in scales}),
         skips=by_step(lines.read("skip", parse_skip)),
         underflow=by_step(lines.read("underflow", parse_underflow)),
-        record=parse_record(lines.gradients, path) if gradients else None,
-        starts=lines.read("run", Start),
-        end=next(reversed(lines.read("end", End)), None),
-        recoveries=lines.read("recovery", Recovery),
+        record=lines.read_record(path),
+        starts=lines.read("run", parse_start),
+        end=next(reversed(lines.read("end", parse_end)), None),
+        recoveries=lines.read("recovery", parse_recovery),
         unreadable=lines.unreadable,
     )
 
@@ -177,16 +190,15 @@ class Lines:
         self.gradients: list[tuple[int, str]] = []  # line numbers and texts, for `parse_record`
         self.last_step = 0
         self.unreadable = 0  # number of lines that could not be read
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, text in enumerate(lines, start=1):
-                self._add(number, text)
+        for number, text in read_lines(path):
+            self._add(number, text)
 
     def _add(self, number: int, text: str) -> None:
         """Parses one line."""
         try:
-            line = json.loads(text)
-            split, step = str(line.pop("split")), operator.index(line["step"])
-        except (ValueError, KeyError, TypeError, AttributeError):
+            line = cleaned(json.loads(text))
+            split, step = str(line.pop("split")), check_count(line["step"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.unreadable += 1
             return
         self.by_split[split].append(line)
@@ -196,6 +208,16 @@ class Lines:
             self.by_split["end"].clear()
         if split != "recovery":  # the run rolled back from that step
             self.last_step = max(self.last_step, step)
+
+    def read_record(self, path: pathlib.Path) -> Record | None:
+        """Returns the recorded gradients, without damaged lines; None if there are none."""
+        damaged: list[ValueError] = []
+        try:
+            return parse_record(self.gradients, path, on_damage=damaged.append)
+        except ValueError:  # no line is left
+            return None
+        finally:
+            self.unreadable += len(damaged)
 
     def read(self, split: str, parse: Callable[..., T]) -> list[T]:
         """Returns the result of `parse` for each line of a split.
@@ -215,7 +237,7 @@ class Lines:
 
 
 def finite_or_nan(value: object) -> float:
-    """Returns a finite JSON number as a float, and NaN for any other value.
+    """Returns a JSON number of at most `LARGEST` as a float, and NaN for any other value.
 
     Example:
         >>> finite_or_nan(3), finite_or_nan(None), finite_or_nan("3")
@@ -223,7 +245,7 @@ def finite_or_nan(value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value) if math.isfinite(value) else math.nan
+    return float(value) if -LARGEST <= value <= LARGEST else math.nan  # false for NaN, too
 
 
 def positive_or_error(value: object) -> float:
@@ -234,28 +256,127 @@ def positive_or_error(value: object) -> float:
     return number
 
 
+def clean(text: str, longest: int = MAX_TEXT) -> str:
+    r"""Returns a text that can be shown anywhere: unprintable characters become escapes.
+
+    A text that is too long loses its middle.
+
+    Example:
+        >>> clean("a\x1b[2J"), clean("abcdefgh", 5)
+        ('a\\x1b[2J', 'ab…gh')
+    """
+    if len(text) > longest:
+        half = longest // 2
+        text = f"{text[:half]}…{text[-half:]}"
+    return UNPRINTABLE.sub(lambda found: repr(found.group())[1:-1], text)
+
+
+def cleaned(value: Any, depth: int = 0) -> Any:
+    """Returns a JSON value with all of its texts and names cleaned.
+
+    Raises:
+        ValueError: if it is nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [cleaned(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {clean(name, MAX_NAME): cleaned(item, depth + 1) for name, item in value.items()}
+    return value
+
+
+def check_count(value: object) -> int:
+    """Returns a step, or another whole number that is not negative, or raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LAST_STEP:
+        raise ValueError
+    return value
+
+
+def check_text(value: object) -> str:
+    """Returns a text, or raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
 def parse_scale_change(step: int, loss_scale: object) -> ScaleChange:
     """Makes a `ScaleChange` from the fields of a line."""
     return ScaleChange(step, positive_or_error(loss_scale))
 
 
+def parse_start(step: int, time: object, settings: object, model: object) -> Start:
+    """Makes a `Start` from the fields of a line."""
+    if not isinstance(settings, dict) or not isinstance(model, list):
+        raise ValueError
+    return Start(step, str(time), settings, [parse_variable(**row) for row in model])
+
+
+def parse_variable(
+    name: object,
+    shape: Iterable[object],
+    dtype: object,
+    compute_dtype: object,
+    parameters: object,
+    bytes: object,  # noqa: A002 - the field's name
+    **_later: object,
+) -> VariableFields:
+    """Makes the fields of a variable from those of a line."""
+    return {
+        "name": check_text(name),
+        "shape": [check_count(length) for length in shape],
+        "dtype": check_text(dtype),
+        "compute_dtype": check_text(compute_dtype),
+        "parameters": check_count(parameters),
+        "bytes": check_count(bytes),
+    }
+
+
+def parse_end(step: int, seconds: object, stopped: object) -> End:
+    """Makes an `End` from the fields of a line."""
+    duration = finite_or_nan(seconds)
+    if not 0 <= duration <= LONGEST_RUN or not isinstance(stopped, bool):
+        raise ValueError
+    return End(step, duration, stopped)
+
+
+def parse_recovery(step: int, what: object, restored: object, batches_left_out: object) -> Recovery:
+    """Makes a `Recovery` from the fields of a line."""
+    return Recovery(step, check_text(what), check_count(restored), check_count(batches_left_out))
+
+
 def parse_skip(
     step: int,
     loss_scale: object,
-    cause: str,
-    variable: str | None,
-    replica: int | None,
-    inf_count: int,
-    nan_count: int,
+    cause: object,
+    variable: object,
+    replica: object,
+    inf_count: object,
+    nan_count: object,
 ) -> Skip:
     """Makes a `Skip` from the fields of a line."""
-    scale = positive_or_error(loss_scale)
-    return Skip(step, scale, str(cause), variable, replica, inf_count, nan_count)
+    return Skip(
+        step,
+        positive_or_error(loss_scale),
+        check_text(cause),
+        None if variable is None else check_text(variable),
+        None if replica is None else check_count(replica),
+        check_count(inf_count),
+        check_count(nan_count),
+    )
 
 
 def parse_underflow(step: int, share: Mapping[str, object]) -> Underflow:
     """Makes an `Underflow` from the fields of a line."""
-    return Underflow(step, {name: finite_or_nan(value) for name, value in share.items()})
+    return Underflow(step, {name: share_or_nan(value) for name, value in share.items()})
+
+
+def share_or_nan(value: object) -> float:
+    """Returns a number from 0 to 1 as a float, and NaN for any other value."""
+    number = finite_or_nan(value)
+    return number if 0 <= number <= 1 else math.nan
 
 
 def by_step(events: Iterable[Event]) -> list[Event]:

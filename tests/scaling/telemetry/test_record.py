@@ -69,7 +69,7 @@ def test_the_later_line_counts_for_a_step_that_was_written_twice(path):
             '{"step": 1, "split": "gradients", "loss_scale": [1.0], "cause": ["bad"]}',
             "KeyError('BAD')",
         ),
-        ('{"step": 1, "split": "gradients", "loss_scale": [1.0], "cause": []}', "KeyError"),
+        ('{"step": 1, "split": "gradients", "loss_scale": [1.0], "cause": []}', "IndexError"),
         (
             '{"step": 1, "split": "gradients", "loss_scale": [1.0], "cause": ["none"], "max_magnitude": []}',
             "IndexError",
