@@ -6,8 +6,8 @@ This is a separate program, because a browser that crashes ends its process.
 
 prints "started" and then one line of JSON with the following for each page: title, headings, text,
 requested addresses, number of images, images that did not load or have no description, widths of
-window and page, height of the page, and background color. A screenshot of a page is saved to the
-file after the colon, unless that is "".
+window and page, height of the page, background color, and what could run code or has run: see
+`ACTIVE`. A screenshot of a page is saved to the file after the colon, unless that is "".
 """
 
 import json
@@ -39,7 +39,21 @@ INSPECT = """JSON.stringify({
     page_width: document.documentElement.scrollWidth,
     page_height: document.documentElement.scrollHeight,
     background: getComputedStyle(document.body).backgroundColor,
+    owned: String(window.owned),
+    active: ACTIVE,
 })"""
+# Elements and attributes that run or fetch something: a report has none of them.
+ACTIVE = """[...document.querySelectorAll("*")].flatMap(element => [
+    ..."script iframe frame object embed applet link base form input svg math audio video source template"
+        .split(" ").filter(name => name === element.localName),
+    ...[...element.attributes].filter(attribute =>
+        attribute.name.startsWith("on")
+        || attribute.name === "srcdoc"
+        || (attribute.name === "http-equiv" && attribute.value !== "Content-Security-Policy")
+        || (["src", "href"].includes(attribute.name) && !/^(#|data:image)/.test(attribute.value))
+    ).map(attribute => `${element.localName} ${attribute.name}`),
+])"""
+INSPECT = INSPECT.replace("ACTIVE", ACTIVE)
 
 
 class RequestRecorder(QWebEngineUrlRequestInterceptor):
@@ -99,7 +113,7 @@ def inspect(view, recorder, path, screenshot):
     recorder.addresses.clear()
     view.resize(WANTED["width"], 900)
     load(view, f"file://{path}")
-    pause(0.2)
+    pause(WANTED.get("pause", 0.2))
     shown = json.loads(wait(lambda done: view.page().runJavaScript(INSPECT, done)))
     shown["requested"] = list(recorder.addresses)
     if screenshot:

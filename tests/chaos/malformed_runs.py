@@ -265,34 +265,39 @@ def deep(chance, folder):
 
 def hostile(chance, folder):
     """Every text that a run can hold is one that would run as code, or confuse a terminal."""
+    lines = [line | hostile_fields(chance, line) for line in sound()]
+    escaped = chance.random() < 0.5  # as json.dumps writes it, or as it is
+    text = text_of(json.dumps(line, ensure_ascii=escaped) for line in lines)
+    save(folder, text.encode("utf-8", "surrogatepass"))
+
+
+def hostile_fields(chance, line):
+    """Returns fields for a line, with hostile names and texts."""
 
     def some():
         return chance.choice(PAYLOADS)
 
-    lines = []
-    for line in sound():
-        for name, value in line.items():
-            if name not in {"split", "cause", "precision", "time"} and isinstance(value, str):
-                line[name] = some()
-        if line["split"] == "run":
-            line["settings"] = {some(): some() for _ in range(9)} | {"best_metric": some()}
-            line["settings"][some()] = {some(): [some()]}
-            line["time"] = chance.choice([some(), line["time"]])
-            for row in line["model"]:
-                row |= {"name": some(), "dtype": some(), "compute_dtype": some()}
-        if line["split"] in {"train", "validation"}:
-            line |= {some(): chance.random() for _ in range(3)}
-            line |= {f"learning_rate/{some()}": 1.0, f"{some()}/loss": 2.0}
-        if line["split"] == "underflow":
-            line["share"] = {some(): chance.random() for _ in range(5)}
-        if line["split"] == "skip":
-            line |= {"cause": some(), "variable": some()}
-        if line["split"] == "gradients" and chance.random() < 0.1:
-            line["precision"] = some()
-        lines.append(line)
-    escaped = chance.random() < 0.5  # as json.dumps writes it, or as it is
-    text = text_of(json.dumps(line, ensure_ascii=escaped) for line in lines)
-    save(folder, text.encode("utf-8", "surrogatepass"))
+    curves = {some(): chance.random() for _ in range(3)}
+    curves |= {f"learning_rate/{some()}": 1.0, f"{some()}/loss": 2.0}
+    settings = {some(): some() for _ in range(9)} | {
+        "best_metric": some(),
+        some(): {some(): [some()]},
+    }
+    named = {"name": some(), "dtype": some(), "compute_dtype": some()}
+    precision = some() if chance.random() < 0.1 else "mixed_float16"
+    return {
+        "run": {
+            "settings": settings,
+            "time": chance.choice([some(), "2026-11-22T02:30:00+00:00"]),
+            "model": [row | named for row in line.get("model", [])],
+        },
+        "train": curves,
+        "validation": curves,
+        "underflow": {"share": {some(): chance.random() for _ in range(5)}},
+        "skip": {"cause": some(), "variable": some()},
+        "recovery": {"what": some()},
+        "gradients": {"precision": precision},
+    }.get(line["split"], {})
 
 
 def many(chance, folder):
