@@ -527,6 +527,7 @@ def followed(chance, folder):
 def unreadable(chance, folder):
     """The file or the folder may not be read, or not be written to; only `locked` makes it so."""
     save(folder, sound_bytes())
+    (folder / "report").mkdir()
     (folder / "locked").write_text(chance.choice(["metrics.jsonl", ".", "report"]))
 
 

@@ -68,18 +68,19 @@ def faults_in_browser(page, seen):
 
 def run_programs(folder, cases):
     """Runs both programs on all cases. Returns (number, damage, run, module, outcome) for each."""
-    jobs, names = [], []
+    jobs, names, permissions = [], [], {}
     for number in cases:
         damage, run = malformed_runs.write(folder, number)
+        locked = run / (run / "locked").read_text() if (run / "locked").exists() else None
+        if locked:
+            permissions[locked] = locked.stat().st_mode
+            locked.chmod(0)
         for module, argument in (
             ("trainer.report", run),
             ("scaling.simulate", run / "metrics.jsonl"),
         ):
-            locked = run / "locked"
-            if locked.exists():
-                lock(run, locked.read_text())
             arguments = [os.fsencode(argument).hex()]
-            jobs.append({"module": module, "arguments": arguments, "unprivileged": locked.exists()})
+            jobs.append({"module": module, "arguments": arguments, "unprivileged": bool(locked)})
             names.append((number, damage, run, module))
     (folder / "jobs").write_text(json.dumps(jobs))
     subprocess.run(
@@ -94,15 +95,10 @@ def run_programs(folder, cases):
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
     )
+    for path, mode in permissions.items():
+        path.chmod(mode)
     outcomes = json.loads((folder / "outcomes").read_text())
     return [(*name, outcome) for name, outcome in zip(names, outcomes, strict=True)]
-
-
-def lock(run, name):
-    """Takes away every permission of a file or folder of a run."""
-    if name == "report":
-        (run / name).mkdir(exist_ok=True)
-    (run / name).chmod(0o000)
 
 
 def judge(run, module, outcome):
