@@ -120,9 +120,11 @@ def judge(run, module, outcome):
 
 def check(folder, cases, record_property):
     """Asserts that all cases end as they must. Prints how many ended in which way."""
-    wrong, pages, counts = [], {}, collections.Counter()
+    wrong, pages, counts, seconds, megabytes = [], {}, collections.Counter(), [], []
     for number, damage, run, module, outcome in run_programs(folder, cases):
         kind, why = judge(run, module, outcome)
+        seconds.append(outcome["seconds"])
+        megabytes.append(outcome["megabytes"])
         counts[damage, module, kind] += 1
         if why:
             wrong.append(f"{number} {damage} {module}: {kind}: {why}")
@@ -139,6 +141,7 @@ def check(folder, cases, record_property):
         wrong += [f"{pages[page]} {page.name}: {fault}" for fault in found]
     for key, count in sorted(counts.items()):
         print(*key, count)  # noqa: T201
+    print(f"programs: {sum(seconds):.0f} s, at most {max(seconds)} s and {max(megabytes)} MB")  # noqa: T201
     record_property("outcomes", {" ".join(key): count for key, count in counts.items()})
     assert not wrong, "\n".join(wrong)
 
