@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> None:
             print(f"Plot written to {plot}")
     except OSError as error:
         sys.exit(
-            f"{error.filename or metrics} cannot be read or written: {error.strerror}. The program "
+            f"{error.filename2 or error.filename or metrics} cannot be read or written: {error.strerror}. The program "
             "reads the metrics.jsonl of a run, and writes the plot beside it. Pass a file that you "
             "may read, and another --plot, or --plot= for none."
         )

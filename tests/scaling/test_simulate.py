@@ -119,3 +119,23 @@ def test_errors_of_the_program(path, parsed, capsys, monkeypatch):
     with pytest.raises(app.UsageError) as usage:
         simulate.main(["simulate"])
     assert str(usage.value) == "Pass one file: python -m scaling.simulate RUN/metrics.jsonl"
+
+
+@pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
+def test_a_link_in_place_of_the_plot_is_replaced(path, parsed, kind):
+    """What it leads to stays as it is. A folder in its place is an error that names it."""
+    example_record(path)
+    parsed.rules = ["2^4"]
+    other, picture = path.with_name("other.txt"), path.with_name("scales.png")
+    other.write_text("precious")
+    getattr(picture, kind)(other)
+    simulate.main(["simulate", str(path)])
+
+    assert other.read_text() == "precious"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    picture.unlink()
+    picture.mkdir()
+    with pytest.raises(SystemExit) as error:
+        simulate.main(["simulate", str(path)])
+    assert str(error.value).startswith(f"{picture} cannot be read or written: Is a directory. ")
+    assert not picture.with_name("scales.png.tmp").exists()

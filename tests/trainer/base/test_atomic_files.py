@@ -12,6 +12,7 @@ from trainer.base.atomic_files import (
     flush_to_disk,
     publish_folder,
     remove_folder,
+    replace_file,
     unfinished,
     write_atomically,
 )
@@ -172,3 +173,26 @@ def test_a_folder_is_removed_at_once(tmp_path, monkeypatch):
     publish(path, a="text")
     remove_folder(path)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("link", ["page.html", "page.html.tmp"])
+@pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
+def test_links_are_replaced_and_not_followed(tmp_path, link, kind):
+    """The file that a link leads to keeps its text, and no temporary file is left."""
+    other, folder = tmp_path / "other.txt", tmp_path / "folder"
+    other.write_text("precious")
+    folder.mkdir()
+    getattr(folder / link, kind)(other)
+    replace_file(folder / "page.html", b"new")
+
+    assert contents(tmp_path) == {"other.txt": "precious", "folder/page.html": "new"}
+    assert not (folder / "page.html").is_symlink()
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    """The error is the system's, and no temporary file is left."""
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        replace_file(tmp_path / "page.html", b"new")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

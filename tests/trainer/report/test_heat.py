@@ -58,3 +58,10 @@ def test_long_names_lose_their_middle():
     assert len(heat.shorten(long)) == heat.MAX_NAME
     assert heat.shorten(long).startswith("aaa")
     assert heat.shorten(long).endswith("bbb")
+
+
+def test_the_mean_of_a_variable_is_over_what_was_measured():
+    """A variable that was never measured has 0, and the order is the model's."""
+    lines = [Underflow(1, {"b": 0.5, "c": math.nan}), Underflow(2, {"a": 0.25, "b": math.nan})]
+
+    assert list(heat.mean_shares(lines).items()) == [("b", 0.5), ("c", 0.0), ("a", 0.25)]

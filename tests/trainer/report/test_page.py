@@ -204,3 +204,22 @@ def test_the_page_has_a_dark_mode(rich, tmp_path):
 
     assert (light["background"], dark["background"]) == ("rgb(246, 247, 249)", "rgb(20, 23, 27)")
     assert find_faults(page, light) == find_faults(page, dark) == []
+
+
+def test_long_tables_end_with_what_they_leave_out(tmp_path):
+    """So do the sentences about rollbacks and the caption of the curves."""
+    row = {"shape": [1], "dtype": "a", "compute_dtype": "b", "parameters": 1, "bytes": 4}
+    start = {"split": "run", "step": 0, "time": "9999-12-31T23:59:59-23:59"}
+    start |= {"settings": {f"s{n}": n for n in range(2003)}}
+    start |= {"model": [row | {"name": f"v{n}"} for n in range(2004)]}
+    recovery = {"split": "recovery", "what": "x", "restored": 1, "batches_left_out": 1}
+    recoveries = [recovery | {"step": n} for n in range(25)]
+    train = TRAIN | {f"m{n}": 1.0 for n in range(55)}
+    page = page_of(write_lines(tmp_path, train, start, *recoveries))
+
+    assert "More settings, not shown: 3." in page
+    assert "More variables, not shown: 4." in page
+    assert "2,004 variables, 2,004 parameters" in page
+    assert "More rollbacks, not shown: 5." in page
+    assert "Curves for which there was no room, not shown: 6." in page
+    assert "9999-12-31T23:59:59-23:59" in page

@@ -11,7 +11,7 @@ from written_run import GRADIENTS, SKIP, TRAIN, write_lines
 from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
 from trainer.report import facts, pictures
-from trainer.report.canvas import GRAY
+from trainer.report.canvas import GRAY, MAX_RESUMED
 from trainer.report.reading import Curve, read_run
 
 
@@ -155,3 +155,39 @@ def test_values_over_a_wide_range_have_a_logarithmic_axis():
         axes = Figure().add_subplot()
         pictures.choose_scale(axes, [Curve(np.arange(2), np.array(values))])
         assert axes.get_yscale() == expected
+
+
+def test_there_is_a_limit_to_what_is_drawn(tmp_path, monkeypatch):
+    """Of thousands of metrics, data sets, learning rates, causes and restarts the first are drawn."""
+    numbers = range(1, 2001)
+    names = {f"m{n}": 1.0 for n in numbers} | {f"learning_rate/{n}": 1.0 for n in numbers}
+    validation = {"split": "validation", "step": 5} | {f"set{n}/m1": 1.0 for n in numbers}
+    skips = [SKIP | {"step": n, "cause": f"cause {n}"} for n in (*numbers, 2001, 2002)]
+    start = {"split": "run", "time": "2026", "settings": {}, "model": []}
+    starts = [start | {"step": n} for n in numbers]
+    run = read_run(write_lines(tmp_path, TRAIN | names, validation, *skips, *starts))
+    curves = figure_of(monkeypatch, pictures, lambda: pictures.draw_curves(run)).axes
+    [scale] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
+    [rates] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
+
+    assert len(curves) == pictures.MAX_PANELS
+    assert len(curves[1].get_legend().get_texts()) == 1 + pictures.MAX_CURVES
+    assert len(rates.get_legend().get_texts()) == pictures.MAX_CURVES
+    labels = [mark.get_label() for mark in scale.collections]
+    assert len(labels) == facts.MAX_CAUSES + 1
+    assert f"{2002 - facts.MAX_CAUSES:,} {facts.OTHER_CAUSES}" in labels
+    assert len(rates.get_lines()) == pictures.MAX_CURVES + MAX_RESUMED
+    drawn = pictures.MAX_PANELS + pictures.MAX_CURVES
+    assert pictures.curves_left_out(run) == 2001 + 2000 - drawn
+
+
+def test_names_in_a_legend_are_no_formulas(tmp_path, monkeypatch):
+    """They are shown as they are, and shortened."""
+    cause = "$\\x$ \n" + "a" * 200
+    run = read_run(write_lines(tmp_path, SKIP | {"cause": cause}))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_scale(run)).axes
+    [_, text] = axes.get_legend().get_texts()
+
+    assert text.get_text().startswith("1 $\\x$  aaa")
+    assert len(text.get_text()) <= facts.MAX_LABEL + 1
+    assert not text.get_parse_math()

@@ -1,11 +1,12 @@
 """Reading a run's `metrics.jsonl`."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import written_run
-from written_run import SKIP, TRAIN, write_lines
+from written_run import GRADIENTS, SKIP, TRAIN, write_lines
 
 from trainer.report import reading
 from trainer.report.reading import read_run
@@ -89,7 +90,7 @@ def test_fields_of_later_versions_are_ignored(tmp_path):
     assert run.skips == [(1, 2.0**16, "backward", "a/kernel", 0, 3, 0)]
 
 
-@pytest.mark.parametrize("value", [None, True, "1", math.inf, math.nan, [1.0]])
+@pytest.mark.parametrize("value", [None, True, "1", math.inf, math.nan, [1.0], 10**400, 1e300])
 def test_only_finite_numbers_are_numbers(value):
     """Any other value becomes NaN, and a loss scale with such a value is an error."""
     assert math.isnan(reading.finite_or_nan(value))
@@ -106,3 +107,67 @@ def test_curves_are_sorted_by_step():
     assert list(curves) == ["loss", "accuracy"]
     assert list(curves["loss"].step) == [1, 2]
     assert np.array_equal(curves["loss"].value, [math.nan, 1.0], equal_nan=True)
+
+
+START = {"split": "run", "step": 0, "time": "2026", "settings": {}, "model": []}
+VARIABLE = {"name": "a", "shape": [2], "dtype": "float32", "compute_dtype": "float16"}
+VARIABLE |= {"parameters": 2, "bytes": 8}
+END = {"split": "end", "step": 10, "seconds": 1.0, "stopped": True}
+RECOVERY = {"split": "recovery", "step": 9, "what": "x", "restored": 5, "batches_left_out": 0}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(TRAIN | {"step": step} for step in (-1, True, 1.0, 2**53 + 1, 10**400)),
+        SKIP | {"cause": 3},
+        SKIP | {"variable": ["a"]},
+        SKIP | {"replica": "0"},
+        SKIP | {"inf_count": -1},
+        SKIP | {"nan_count": None},
+        START | {"settings": []},
+        START | {"model": [3]},
+        *(START | {"model": [VARIABLE | {name: None}]} for name in VARIABLE),
+        END | {"seconds": -1.0},
+        END | {"seconds": None},
+        END | {"stopped": "no"},
+        RECOVERY | {"what": 3},
+        RECOVERY | {"restored": None},
+        {"split": "underflow", "step": 1, "share": [1]},
+        GRADIENTS | {"loss_scale": [0.0] * 3},
+        TRAIN | {"b": functools.reduce(lambda inner, _: [inner], range(30), 1)},
+        '{"split": "train", "step": 1, "a": ' + "[" * 100_000,
+    ],
+)
+def test_a_line_with_a_value_that_no_run_writes_is_unreadable(tmp_path, line):
+    """It is left out and counted, and the other lines are read."""
+    good = [TRAIN, SKIP, START | {"model": [VARIABLE]}, END, RECOVERY, GRADIENTS]
+    run = read_run(write_lines(tmp_path, *good, line))
+
+    assert run.unreadable == 1
+    assert (len(run.skips), len(run.starts), len(run.recoveries)) == (1, 1, 1)
+    assert run.starts[0].model == [VARIABLE]
+    assert run.record.step.tolist() == [1, 2, 3]
+    assert read_run(write_lines(tmp_path, *good)).unreadable == 0
+
+
+def test_texts_can_be_shown_anywhere(tmp_path):
+    """Characters that act on the text around them become escapes, in names and values. Long texts
+    lose their middle; ends of lines, emoji and other scripts stay.
+    """
+    odd = "\x1b[2J\u202e\ud800\ufeff\x00\n\t\u00e9\U0001f600"
+    line = START | {"settings": {odd: [odd, {"a" * 999: "b" * 99_999}]}}
+    [start] = read_run(write_lines(tmp_path / "\x1b", TRAIN, line)).starts
+    [(name, [value, inner])] = start.settings.items()
+
+    assert name == value == r"\x1b[2J\u202e\ud800\ufeff\x00" + "\n\t\u00e9\U0001f600"
+    assert [len(text) for text in (*inner, *inner.values())] == [201, 10_001]
+    assert read_run(tmp_path / "\x1b").name == r"\x1b"
+    assert reading.clean("abcdef", 4) == "ab…ef"
+
+
+def test_shares_are_from_0_to_1():
+    """Any other value becomes NaN."""
+    found = reading.parse_underflow(1, {"a": 0, "b": 1.0, "c": 1.1, "d": -0.1, "e": None}).share
+
+    assert [math.isnan(share) for share in found.values()] == [False, False, True, True, True]

@@ -55,3 +55,53 @@ def test_arguments_must_be_paths(tmp_path):
         write_report(3)
     with pytest.raises(TypeError, match=r"^`output` must be "):
         write_report(write_lines(tmp_path, TRAIN), output=3)
+
+
+def test_links_in_the_folder_of_the_run_are_not_followed(tmp_path):
+    """A link in place of a file is replaced. One in place of the report's folder is refused, unless
+    that folder was asked for.
+    """
+    run, mine = write_lines(tmp_path / "run", TRAIN), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "loss.png").write_text("precious")
+    (run / "report").symlink_to(mine)
+    with pytest.raises(ValueError, match="output") as error:
+        write_report(run)
+    assert str(error.value) == (
+        f"`output` must be passed for this run; got None, and '{run / 'report'}' is a link. It could "
+        "lead to files of yours, which the report would replace. Remove the link, or pass the folder "
+        "to write to."
+    )
+    assert (mine / "loss.png").read_text() == "precious"
+    (run / "report").unlink()
+    (run / "report").mkdir()
+    (run / "report" / "loss.png").symlink_to(mine / "loss.png")
+    write_report(run)
+    assert (run / "report" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert (mine / "loss.png").read_text() == "precious"
+    write_report(run, mine)
+    assert (mine / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_cannot_be_read_or_written_is_an_error(tmp_path, monkeypatch):
+    """The error names the argument and the folder."""
+    run = write_lines(tmp_path / "run", TRAIN)
+    (run / "report" / "loss.png").mkdir(parents=True)
+    with pytest.raises(ValueError, match="output") as error:
+        write_report(run)
+    assert str(error.value) == (
+        f"`output` must be a folder that can be created or written to; got '{run / 'report'}': Is a "
+        "directory. The page and its pictures are written there. Pass another folder."
+    )
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    with pytest.raises(ValueError, match="run_dir") as error:
+        write_report(run)
+    assert str(error.value) == (
+        f"`run_dir` must be a folder that you may read; got '{run}': Permission denied. The report is "
+        "made from its metrics.jsonl. Ask its owner for the permission to read it, or pass another "
+        "folder."
+    )
