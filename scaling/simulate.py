@@ -118,6 +118,16 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
         raise
 
 
+def printable(text: str) -> str:
+    r"""Returns a text for the terminal: control characters and the like become escapes.
+
+    Example:
+        >>> printable("runs/a\x1b[2J")
+        'runs/a\\x1b[2J'
+    """
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def main(arguments: list[str]) -> None:
     """Runs the program: prints the table and plots the scales."""
     if len(arguments) != 2:
@@ -130,15 +140,16 @@ def main(arguments: list[str]) -> None:
         print(table(record, outcomes))
         if plot:
             draw(record, outcomes, plot)
-            print(f"Plot written to {plot}")
+            print(f"Plot written to {printable(str(plot))}")
     except OSError as error:
+        path = printable(str(error.filename2 or error.filename or metrics))
         sys.exit(
-            f"{error.filename2 or error.filename or metrics} cannot be read or written: {error.strerror}. The program "
-            "reads the metrics.jsonl of a run, and writes the plot beside it. Pass a file that you "
-            "may read, and another --plot, or --plot= for none."
+            f"{path} cannot be read or written: {error.strerror}. The program reads the "
+            "metrics.jsonl of a run, and writes the plot beside it. Pass a file that you may read, "
+            "and another --plot, or --plot= for none."
         )
     except (ValueError, ModuleNotFoundError) as error:
-        sys.exit(str(error))
+        sys.exit(printable(str(error)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import pytest
 from chaos import malformed_runs, programs_in_forks
 
 ROOT = pathlib.Path(__file__).parents[2]
-SECONDS = 30  # for one program; most take less than one
+SECONDS = 30  # of the CPU, for one program; most take less than one
 MEGABYTES = 1500  # of which 300 are TensorFlow's
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PART = 50  # cases that share a process and a browser
@@ -91,7 +91,7 @@ def run_programs(folder, cases):
             str(folder / "outcomes"),
         ],
         check=True,
-        timeout=60 + 2 * SECONDS * len(jobs),
+        timeout=60 + programs_in_forks.PATIENCE * len(jobs),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
     )

@@ -139,3 +139,18 @@ def test_a_link_in_place_of_the_plot_is_replaced(path, parsed, kind):
         simulate.main(["simulate", str(path)])
     assert str(error.value).startswith(f"{picture} cannot be read or written: Is a directory. ")
     assert not picture.with_name("scales.png.tmp").exists()
+
+
+def test_a_folder_with_an_odd_name_does_not_act_on_the_terminal(tmp_path, parsed, capsys):
+    """Its name is printed with escapes, in errors, too."""
+    path = tmp_path / "a\x1b[2J\udcff" / "metrics.jsonl"
+    path.parent.mkdir()
+    parsed.rules = []
+    for text in ("", '{"split"'):
+        path.write_text(text)
+        with pytest.raises(SystemExit) as error:
+            simulate.main(["simulate", str(path)])
+        assert r"a\x1b[2J\udcff" in str(error.value)
+    example_record(path)
+    simulate.main(["simulate", str(path)])
+    assert r"a\x1b[2J\udcff" in capsys.readouterr().out
