@@ -312,10 +312,8 @@ def settings_rows(run: Run) -> list[tuple[str, str, str]]:
     if not run.starts:
         return []
     first, latest = (flattened(run.starts[place].settings) for place in (0, -1))
-    return [
-        (name, str(value), "" if first.get(name, value) == value else str(first[name]))
-        for name, value in latest.items()
-    ]
+    rows = [(name, str(value), str(first.get(name, value))) for name, value in latest.items()]
+    return [(name, value, "" if before == value else before) for name, value, before in rows]
 
 
 class ModelRow(NamedTuple):

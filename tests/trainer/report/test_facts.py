@@ -130,6 +130,9 @@ def test_settings_that_changed_show_their_first_value(tmp_path):
 
     assert facts.settings_rows(run) == [("seed", "0", "1"), ("note", "None", ""), ("new", "a", "")]
     assert facts.settings_rows(read_run(write_lines(tmp_path, TRAIN))) == []
+    lines = [start_line(a=math.nan), start_line(10, a=math.nan, b=math.nan)]
+    rows = facts.settings_rows(read_run(write_lines(tmp_path, *lines)))
+    assert rows == [("a", "nan", ""), ("b", "nan", "")]
 
 
 def test_the_table_of_the_model(tmp_path):
