@@ -1,6 +1,6 @@
-"""A training run that is blocked: python blocked_run.py MODEL_DIR WHERE STOP_SECS.
+"""A training run that is blocked: python blocked_run.py MODEL_DIR WHERE STOP_SECS [STRATEGY].
 
-WHERE is a key of `BLOCKS`. The run waits there until the file `go` is in the folder above
+WHERE is a key of `BLOCKS`. With several workers, only the last one is blocked. The run waits there until the file `go` is in the folder above
 MODEL_DIR; before that, it creates the file `MODEL_DIR/blocked`.
 """
 
@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from helpers import Linear, all_copies
 
+import strategies
 from trainer import Action
 from trainer.monitor import preemption
 
@@ -38,13 +39,14 @@ BLOCKS = {
 class Blocked(Linear):
     """Is blocked once: `blocked` says where."""
 
-    def __init__(self, model_dir, where):
+    def __init__(self, model_dir, where, strategy="default"):
         """With all that can go wrong: dropout, momentum, averages, log lines and evaluations."""
         self.where = where
         self.folder = model_dir
         self.trained = False
         super().__init__(
             model_dir=model_dir,
+            strategy=strategies.create(strategy),
             precision="mixed_float16",
             loss_scale="dynamic:initial_scale=2^10:growth_interval=5",
             data_resume="skip" if where == "counted pipeline" else "exact",
@@ -72,6 +74,9 @@ class Blocked(Linear):
 
     def block(self, where):
         """Waits if the run is to be blocked here."""
+        resolver = self.strategy.cluster_resolver
+        if resolver and resolver.task_type == "worker" and resolver.task_id == 0:
+            return
         if where == self.where and not (self.folder.parent / "go").exists():
             (self.folder / "blocked").touch()
             threading.Event().wait()
@@ -166,19 +171,19 @@ def evaluated(trainer):
     return batches
 
 
-def train(model_dir, where):
+def train(model_dir, where, strategy="default"):
     """Trains; returns the bits of all variables."""
     tf.random.set_seed(1)  # on which the order of the data depends
     model_dir.mkdir(exist_ok=True, parents=True)
-    trainer = Blocked(model_dir, where)
+    trainer = Blocked(model_dir, where, strategy)
     trainer.train(data(trainer), STEPS, eval_data=evaluated(trainer), eval_interval=6)
     return [each.tobytes() for found in all_copies(trainer).values() for each in found]
 
 
-def main(model_dir, where, stop_secs):
+def main(model_dir, where, stop_secs, strategy="default"):
     """Trains, and is left some seconds after SIGTERM."""
     preemption.STOP_SECS = float(stop_secs)
-    train(pathlib.Path(model_dir), where)
+    train(pathlib.Path(model_dir), where, strategy)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,15 @@ class Leaving:
             end("data that did not come after the stop signal was given up")
         self._signals.end_process(others=others)
 
+    def others_ended(self, message: str) -> None:
+        """Ends the process if SIGTERM was received: that is why another worker has ended, too.
+
+        Args:
+            message: tells the user what was saved.
+        """
+        if self._signals.received is signal.SIGTERM:
+            end(message)
+
     def _enter(self, phase: Phase) -> None:
         self._now = Now(phase, time.monotonic())
 

@@ -30,7 +30,7 @@ from trainer.log.trackers import TrackedRun
 from trainer.loop.inner import crossed, next_stop
 from trainer.loop.pending import HELD
 from trainer.monitor.divergence import LossWatch
-from trainer.monitor.lost_worker import worker_loss_explained
+from trainer.monitor.lost_worker import WorkerLostError, worker_loss_explained
 from trainer.monitor.profiling import Profile
 from trainer.monitor.silent_members import silent_members_end_the_run
 from trainer.replay.recorder import keep_overflow
@@ -48,6 +48,7 @@ from trainer.step.report import StepReport
 
 Results = dict[str, float]
 
+UNSAVED = "several workers are not saved without each other"
 # What the log and the trackers record of what makes a run the same; `run.json` has all of it.
 RECORDED = ("optimizer", "loss", "global_clipnorm", "clipnorm", "clipvalue", "ema_momentum")
 
@@ -206,6 +207,14 @@ class OuterLoop:
 
     def run(self) -> None:
         """Runs inner loops until the target is reached or the run is asked to stop."""
+        try:
+            self._run()
+        except WorkerLostError:
+            self._leaving.others_ended(f"stopped after step {self._step}: {UNSAVED}")
+            raise
+
+    def _run(self) -> None:
+        """Does what `run` says."""
         progress = self._log.progress_bar(self._start, self._request.target)
         strategy = self._trainer.strategy
         on_servers = strategies.is_asynchronous(strategy)  # they may be lost with the variables
@@ -329,7 +338,7 @@ class OuterLoop:
             What to tell the user.
         """
         if strategies.has_workers(self._trainer.strategy):  # they may be in the middle of a step
-            return f"stopped after step {self._step}, {phase.value}: several workers are not saved"
+            return f"stopped after step {self._step}, {phase.value}: {UNSAVED}"
         if phase is Phase.STEPS:
             self._account_for(self._pending_steps())
         self._trainer.put_weights_back()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import blocked_run
 import pytest
 import worker_run
 
@@ -176,3 +177,19 @@ def test_a_killed_server_is_named(launched, tmp_path):
         r"WorkerLostError: Lost ps 0 \(127\.0\.0\.1:\d+\) after step \d+\.", printed(job)
     )
     assert "to continue from" in printed(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["python data", "hook"])
+def test_a_blocked_chief_is_left(launched, tmp_path, where):
+    """The last step is saved some time after the signal, though the chief waits for ever."""
+    path = tmp_path / "run"
+    command = (TESTS / "blocked_run.py", path, where, 2.0, "parameter_server")
+    job, thread, codes = launched(*command)
+    wait_until((path / "blocked").exists, job)
+    time.sleep(1.0)  # the data is read ahead
+    job.ask_to_stop(signal.SIGTERM)
+    thread.join(60)
+    assert codes == [75], printed(job)
+    assert newest_step(tmp_path) == {"python data": blocked_run.STEP + 1, "hook": 7}[where]
+    assert all(process.poll() is not None for process in job.processes.values())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from blocked_run import BLOCKS, STEP
+from jobs import workers
 
 from trainer.checkpoint import folder
 from trainer.data.batches import batches
@@ -124,6 +125,38 @@ def test_a_blocked_run_is_left_and_resumed(started, undisturbed, where):
     bits, log = undisturbed(where)
     assert blocked_run.train(path, where) == bits
     assert log_of(path) == log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "saved"), [("python data", 5), ("hook", STEP)])
+def test_blocked_workers_end(tmp_path, where, saved):
+    """The last of two workers is blocked and the other waits for it. They save together what a hook
+    blocks, and end without saving where data does not come. The same command then ends with the log
+    of a job that was never blocked.
+    """
+
+    def job(folder):
+        strategy = "multi_worker_mirrored"
+        return workers(tmp_path, 2, "blocked_run.py", folder / "run", where, STOP_SECS, strategy)
+
+    blocked, undisturbed = tmp_path / "blocked", tmp_path / "undisturbed"
+    blocked.mkdir()
+    undisturbed.mkdir()
+    with job(blocked) as started:
+        started.wait_until((blocked / "run" / "blocked").exists)
+        time.sleep(1.0)
+        began = time.monotonic()
+        for process in started.processes:
+            process.send_signal(signal.SIGTERM)
+        codes = started.wait()
+        print(f"{where}: ended after {time.monotonic() - began:.1f} s")  # noqa: T201
+        assert set(codes) == {preemption.EXIT_CODE}, started.output()
+    assert max(folder.committed(blocked / "run", "ckpt")) == saved
+    for path in (blocked, undisturbed):
+        (path / "go").touch()
+        with job(path) as started:
+            assert started.wait() == [0, 0], started.output()
+    assert log_of(blocked / "run") == log_of(undisturbed / "run")
 
 
 def test_a_position_that_cannot_be_read_is_counted(tmp_path):
