@@ -124,7 +124,7 @@ def findings_by_cause(
         int32, each.
     """
     overflowing = tf.reduce_any(in_unscaled > 0, axis=1) | squares_overflow(unscaled)
-    bad_local = tf.gather(table.gradient, tf.maximum(first_true(table.gradient > 0), 0))
+    bad_local = at(table.gradient, first_true(table.gradient > 0))
     places = {
         scaling.Cause.WEIGHTS: (-1, first_row(in_weights), in_weights),
         scaling.Cause.BACKWARD: (
@@ -135,16 +135,23 @@ def findings_by_cause(
         scaling.Cause.REDUCTION: (-1, first_row(in_summed), in_summed),
         scaling.Cause.UNSCALING: (-1, first_true(overflowing), in_unscaled),
     }
-    # Rows are gathered, not cut out: XLA wants to know where a slice begins when it compiles the
-    # step, and would compute the whole forward and backward pass on the host to find out.
     rows = {
-        cause: tf.stack([place, variable, *tf.unstack(tf.gather(counts, tf.maximum(variable, 0)))])
-        for cause, (place, variable, counts) in places.items()
+        cause: tf.stack([replica, variable, *tf.unstack(at(counts, variable))])
+        for cause, (replica, variable, counts) in places.items()
     }
     replica = first_true(table.loss > 0)
-    losses = tf.cast(tf.gather(table.losses, tf.maximum(replica, 0)), tf.int32)
+    losses = tf.cast(at(table.losses, replica), tf.int32)
     rows[scaling.Cause.FORWARD] = tf.stack([replica, -1, *tf.unstack(losses)])
     return rows
+
+
+def at(values: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+    """Returns the row at a position, or the first one for -1.
+
+    XLA takes the index of a slice for a constant of the program: it would compile the step again
+    whenever the index depends on other numbers. The index of `tf.gather` may be any number.
+    """
+    return tf.gather(values, tf.maximum(position, 0))
 
 
 def count_by_variable(values: list[Gradient]) -> tf.Tensor:

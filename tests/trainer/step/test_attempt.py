@@ -1,5 +1,9 @@
 """One attempted step: veto, scale, reduction, clipping, statistics and kinds of models."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -653,3 +657,45 @@ def test_a_model_that_is_built_when_called(mirrored, replicas):
     assert {variable.dtype for variable in trainer.model.trainable_variables} == {"float32"}
     assert [len(copies(variable)) for variable in trainer.model.variables] == [replicas] * 5
     assert [copy.item() for copy in copies(trainer.model.calls)] == [1] * replicas
+
+
+STEPS_IN_XLA = """
+import numpy as np, tensorflow as tf
+from helpers import Linear, slopes
+
+trainer = Linear(precision="mixed_float16", loss_scale="dynamic", verbose=False)
+trainer._start(slopes(0.1, 0.5))
+step = tf.function(trainer.train_step, jit_compile=True)
+for number in (0.1, np.inf, 0.2, 1e30, 0.3):
+    batch = slopes(number, 0.5)
+    report = step({name: tf.constant(value) for name, value in batch.items()})
+    print(report.step.numpy(), report.grads_finite.numpy(), report.cause.numpy())
+"""
+
+
+@pytest.mark.thorough
+def test_xla_compiles_a_whole_step_once(tmp_path):
+    """A program of XLA that holds the whole step does not depend on the numbers of a step, with an
+    overflow or without. XLA writes a file for each program that it compiles.
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", STEPS_IN_XLA],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert found.stdout.splitlines() == [
+        "1 True 0",
+        "2 False 2",
+        "3 True 0",
+        "4 False 3",
+        "5 True 0",
+    ]
+    programs = list(tmp_path.glob("*train_step*before_optimizations.txt"))
+    assert len(programs) == 1
