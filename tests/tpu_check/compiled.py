@@ -26,44 +26,18 @@ import jax
 import numpy as np
 from jax._src import xla_bridge
 from jax._src.interpreters import mlir
-from jax._src.lib import _jax, xla_client
 from jax.experimental import topologies
 from jaxlib.mlir import ir
+from lowered_module import device_list, module_of, options
 
 REPLICAS = 4
-
-
-def module_of(path):
-    """Returns the step as StableHLO, without `mhlo.copy`, which libtpu does not support."""
-    module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(path.read_bytes()))
-
-    def nested(operation):
-        for region in operation.regions:
-            for block in region.blocks:
-                for inner in block.operations:
-                    yield inner.operation
-                    yield from nested(inner.operation)
-
-    for operation in [each for each in nested(module.operation) if each.name == "mhlo.copy"]:
-        operation.results[0].replace_all_uses_with(operation.operands[0])
-        operation.erase()
-    return module
-
-
-def options(devices):
-    """Returns compile options for four replicas, one on each device."""
-    compile_options = xla_client.CompileOptions()
-    compile_options.num_replicas = REPLICAS
-    ids = np.array([device.id for device in devices]).reshape(REPLICAS, 1)
-    compile_options.device_assignment = xla_client.DeviceAssignment.create(ids)
-    return compile_options
 
 
 def compile_for(topology, module):
     """Compiles the step for a TPU and prints the size of its code and temporary memory."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     client = devices[0].client
-    executable = client.compile(module, _jax.DeviceList(tuple(devices)), options(devices))
+    executable = client.compile(module, device_list(devices), options(devices))
     memory = executable.get_compiled_memory_stats()
     facts = {
         "code_bytes": memory.generated_code_size_in_bytes,
@@ -77,7 +51,7 @@ def run(module, out, *, poisoned):
     jax.config.update("jax_enable_x64", True)
     client = xla_bridge.get_backend("cpu")
     devices = client.local_devices()
-    executable = client.compile_and_load(module, _jax.DeviceList(tuple(devices)), options(devices))
+    executable = client.compile_and_load(module, device_list(devices), options(devices))
     facts = json.loads((out / "facts.json").read_text())
     mesh = jax.sharding.Mesh(np.array(devices), ("replica",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

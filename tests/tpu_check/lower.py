@@ -11,7 +11,6 @@ program uses private names of TensorFlow 2.21, and no package of the project imp
 import json
 import os
 import pathlib
-import re
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -20,17 +19,14 @@ import fake_tpu
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
+from lowered_step import copies, lower_replica, programs_of, started
 
 import strategies
 from trainer import Trainer
-from trainer.step.held_back import tensorflow_variable
 from trainer.step.report import Outcome
-from trainer.step.rollback import variables_in_reach
 
 CORES = 4
 BATCH = 16
-CORE_SUFFIX = "_of_core"  # ends the names of rewritten functions
 
 
 class Checked(Trainer):
@@ -96,149 +92,26 @@ def example(poisoned):
     return x, y
 
 
-def trace(trainer):
-    """Returns the concrete function of the step that `train` takes."""
-    dataset = tf.data.Dataset.from_tensors(example(poisoned=False))
-    trainer._start(next(iter(dataset)))
-    assert trainer._parts.run_steps.python_function.args[0].__func__ is Trainer.train_step
-    return tf.function(trainer.train_step).get_concrete_function(dataset.element_spec)
-
-
-def copies(trainer):
-    """Yields the path of every variable and its copies on all cores."""
-    for variable in variables_in_reach([trainer.model, trainer.optimizer], ()):
-        inner = tensorflow_variable(variable)
-        yield variable.path, list(getattr(inner, "values", [inner]))
-
-
-def cut_out(graph):
-    """Cuts the program of one core out of a graph.
-
-    Returns:
-        The program's graph, the source of each of its inputs by name, and the names of its outputs.
-    """
-    whole = graph.as_graph_def()
-    by_name = {node.name: node for node in whole.node}
-    inside = [
-        node
-        for node in whole.node
-        if (node.attr["_tpu_replicate"].s or node.op == "TPUReplicatedInput")
-        and node.op not in ("TPUReplicateMetadata", "TPUCompilationResult", "NoOp")
-    ]
-    names = {node.name for node in inside}
-    core = tf.compat.v1.GraphDef(versions=whole.versions, library=whole.library)
-    functions = {function.signature.name for function in core.library.function}
-    for function in core.library.function:
-        function.signature.name += CORE_SUFFIX
-        for node in function.node_def:
-            rewrite(node, functions)
-    inputs = {}
-    for node in inside:
-        if node.op == "TPUReplicatedInput":
-            sources = [by_name[name] for name in node.input if not name.startswith("^")]
-            values = {source.attr["value"].tensor.SerializeToString() for source in sources}
-            inputs[node.name] = "replica" if len(values) == CORES else sources[0].name
-            continue
-        copy = core.node.add()
-        copy.CopyFrom(node)
-        rewrite(copy, functions)
-        kept = [name for name in copy.input if name.split(":")[0].lstrip("^") in names]
-        del copy.input[:]
-        copy.input.extend(kept)
-    outputs = [node.input[0] for node in whole.node if node.op == "TPUReplicatedOutput"]
-    return core, inputs, outputs
-
-
-def rewrite(node, functions):
-    """Changes a node in place into one that XLA can lower for a CPU."""
-    if node.op == "CrossReplicaSum":
-        node.op = "XlaAllReduce"
-        node.attr["reduce_op"].s, node.attr["mode"].s = b"Add", b"CrossReplica"
-    elif node.op == "AllToAll":  # gives all replicas the value of the first, and they have the same
-        node.op = "Identity"
-        del node.input[1:]
-        for name in set(node.attr) - {"T"}:
-            del node.attr[name]
-    for name in [name for name in node.attr if name.startswith("_")]:
-        del node.attr[name]
-    node.device = ""
-    for attr in node.attr.values():
-        if attr.func.name in functions:
-            attr.func.name += CORE_SUFFIX
-
-
-def inputs_of_core(step, inputs, trainer):
-    """Returns the values of the program's inputs, by name.
-
-    Returns:
-        The values of all inputs that are not variables; a new variable with the value of each input
-        that is one; the paths of those variables.
-    """
-    captured = {inner.op.name: outer for outer, inner in step.graph.captures}
-    known = {id(copy.handle): (path, copy) for path, each in copies(trainer) for copy in each}
-    nodes = {node.name: node for node in step.graph.as_graph_def().node}
-    values, variables, paths = {}, {}, {}
-    for name, source in inputs.items():
-        if source in captured:
-            path, copy = known[id(captured[source])]
-            paths[name], variables[name] = path, tf.Variable(copy.read_value())
-        elif source == "replica":
-            values[name] = np.int32(0)
-        elif nodes[source].op == "Const":
-            values[name] = tf.make_ndarray(nodes[source].attr["value"].tensor)
-        else:
-            values[name] = value_of(step.graph.get_tensor_by_name(f"{source}:0"))
-    return values, variables, paths
-
-
-def as_function(core, outputs, values, variables):
-    """Returns a `tf.function` that runs the program; it takes the values and reads the variables."""
-
-    @tf.function(jit_compile=True, autograph=False)
-    def program(*arguments):
-        graph = tf.compat.v1.get_default_graph()
-        for variable in variables.values():
-            variable.read_value()  # makes it a variable of the function
-        given = dict(zip(values, arguments, strict=True))
-        given |= {name: graph.capture(variable.handle) for name, variable in variables.items()}
-        return tf.graph_util.import_graph_def(
-            core,
-            input_map={f"{name}:0": tensor for name, tensor in given.items()},
-            return_elements=[f"{name}:0" for name in outputs],
-        )
-
-    for function in core.library.function:
-        context.context().add_function_def(function)
-    return program
-
-
 def lower(trainer, out):
     """Writes `OUT/step.hlo`, `OUT/arguments.npz` and `OUT/facts.json`, which describes them."""
-    step = trace(trainer)
-    core, inputs, outputs = cut_out(step.graph)
-    values, variables, paths = inputs_of_core(step, inputs, trainer)
-    program = as_function(core, outputs, values, variables)
-    specs = [tf.TensorSpec(value.shape, value.dtype) for value in values.values()]
-    lowered = program.experimental_get_compiler_ir(*specs)
-    (out / "step.hlo").write_bytes(lowered(stage="hlo_serialized", platform_name="CPU"))
-    # The heading of the HLO says which output is the new value of which argument.
-    heading = lowered(stage="hlo", platform_name="CPU").partition("\n")[0]
-    aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", heading)
-    arrays = [*values.values(), *(variable.numpy() for variable in variables.values())]
+    spec = started(trainer, example(poisoned=False))
+    lowered, graph = lower_replica(trainer, spec, value_of)
+    (out / "step.hlo").write_bytes(lowered.hlo)
+    arrays = [*lowered.values, *(variable.numpy() for variable in lowered.variables)]
     np.savez(out / "arguments.npz", *arrays)
     facts = {
-        "programs": fake_tpu.count(step.graph, "TPUReplicateMetadata"),
-        "divergent": fake_tpu.divergent_conditions(step.graph),
-        "replica": list(inputs.values()).index("replica"),
+        "programs": programs_of(graph),
+        "divergent": fake_tpu.divergent_conditions(graph),
+        "replica": lowered.inputs.index("replica"),
         "targets": [
-            index for index, value in enumerate(values.values()) if value.shape == (BATCH, 1)
+            index for index, value in enumerate(lowered.values) if value.shape == (BATCH, 1)
         ],
         "outcome": [*Outcome._fields],
         "paths": [path for path, _ in copies(trainer)],
         # For each variable that is written: its path, and its indices among outputs and arguments.
         "written": [
-            (list(paths.values())[int(argument) - len(values)], int(output), int(argument))
-            for output, argument in aliases
+            (lowered.paths[argument - len(lowered.values)], output, argument)
+            for argument, output in lowered.written
         ],
     }
     (out / "facts.json").write_text(json.dumps(facts))
