@@ -61,17 +61,24 @@ def pipeline():
 
 
 def make(model_dir, strategy):
-    """Returns the trainer, in float16, without XLA, whose choices could differ between runs."""
+    """Returns the trainer, in float16. "auto" could compile another part of the step in each run.
+
+    Args:
+        model_dir: the run's folder.
+        strategy: a name for `strategies.create`, or "one program": the default strategy, under
+            which XLA compiles the whole step.
+    """
+    whole = strategy == "one program"
     return KilledRun(
         model_dir=model_dir,
-        strategy=strategy,
+        strategy="default" if whole else strategy,
         optimizer=lambda: keras.optimizers.SGD(0.003, momentum=0.9),
         loss_fn="mse",
         metrics=lambda: {"error": keras.metrics.MeanAbsoluteError()},
         precision="mixed_float16",
         loss_scale=scaling.DynamicLossScale(initial_scale=2.0**12, growth_interval=20),
         ema_momentum=0.9,
-        jit_compile=False,
+        jit_compile="step" if whole else False,
         steps_per_loop=LOOP,
         checkpoint_interval=CHECKPOINT_INTERVAL,
         log_interval=CHECKPOINT_INTERVAL,

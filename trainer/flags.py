@@ -57,7 +57,7 @@ TRAINING_MODES = ["train_and_eval", "train"]
 MODES = [*TRAINING_MODES, "eval", "dry_run", "overfit", "replay"]
 
 # Maps each value of the flag --jit_compile to a value of the argument `jit_compile`.
-JIT_COMPILE = {mode: mode for mode in ("auto", "update", "elementwise")} | {
+JIT_COMPILE = {mode: mode for mode in ("auto", "step", "update", "elementwise")} | {
     "true": True,
     "false": False,
 }

@@ -287,6 +287,7 @@ COMPILED = {
     "XLA compiles the pass": (Variant(jit_compile=True), compiled_not_random, 1e-5),
     "XLA compiles element-wise operations": (Variant(jit_compile="elementwise"), any_model, 1e-5),
     "XLA compiles the update": (Variant(jit_compile="update"), any_model, 1e-5),
+    "XLA compiles the step": (Variant(jit_compile="step"), compiled_not_random, 1e-5),
 }
 
 

@@ -101,6 +101,7 @@ def loops_of(model_dir):
         pytest.param("default", 5, marks=pytest.mark.thorough),
         pytest.param("default", 25, marks=pytest.mark.slow),
         pytest.param("mirrored", 25, marks=pytest.mark.slow),
+        pytest.param("one program", 8, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path, strategy, kills, capsys):

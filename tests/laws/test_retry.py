@@ -423,8 +423,9 @@ def test_retries_are_counted_separately():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    ("replicas", "jit_compile"), [(1, False), (3, False), (1, True), (3, True), (1, "step")]
+)
 def test_no_example_is_lost(mirrored, replicas, jit_compile):
     """L6: starting far too high, a pass over 12 batches whose slopes are the powers of two from
     2^-8 to 2^3 applies each exactly once: the weight is 1 minus their sum, which no other selection

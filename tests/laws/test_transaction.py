@@ -1,5 +1,7 @@
 """L6 and L10: after a skipped step nothing has moved; after an applied one, all replicas agree."""
 
+import functools
+
 import everything
 import keras
 import numpy as np
@@ -158,10 +160,20 @@ def moved(before, after):
     return [name for name in before if before[name] != after[name]]
 
 
+MAKE = {
+    "trainer": Everything,
+    "own loop": OwnLoop,
+    "one program": functools.partial(Everything, jit_compile="step"),
+}
+LOOPS = [(loop, replicas) for loop in ("trainer", "own loop") for replicas in (1, 2, 3)]
+LOOPS.append(pytest.param("one program", 1, marks=pytest.mark.replicas(1)))
+
+
 @pytest.fixture(scope="module")
 def loops(mirrored, full):
-    """The trainer and the own loop, each built and traced once per strategy and optimizer. By
-    default each runs on 3 replicas with one of the two optimizers; `--full` runs all combinations.
+    """The trainer, the own loop, and the trainer whose step is one program, each built and traced
+    once per strategy and optimizer. By default the first two run on 3 replicas with one of the two
+    optimizers; `--full` runs all combinations.
     """
     made = {}
     usual = {("trainer", "adamw"), ("own loop", "momentum")}
@@ -172,8 +184,7 @@ def loops(mirrored, full):
             pytest.skip("only with --full")
         if key not in made:
             strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
-            kind = {"trainer": Everything, "own loop": OwnLoop}[loop]
-            made[key] = kind(optimizer, strategy=strategy)
+            made[key] = MAKE[loop](optimizer, strategy=strategy)
             assert made[key].step(everything.batch(replicas=replicas)).grads_finite
         return made[key]
 
@@ -181,8 +192,7 @@ def loops(mirrored, full):
 
 
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("loop", ["trainer", "own loop"])
+@pytest.mark.parametrize(("loop", "replicas"), LOOPS)
 @pytest.mark.parametrize("place", everything.PLACES)
 @pytest.mark.parametrize("which", ["first", "last"])
 def test_nothing_moves_on_a_skip(loops, loop, replicas, optimizer, place, which):
@@ -208,8 +218,7 @@ def test_nothing_moves_on_a_skip(loops, loop, replicas, optimizer, place, which)
 
 
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("loop", ["trainer", "own loop"])
+@pytest.mark.parametrize(("loop", "replicas"), LOOPS)
 def test_everything_moves_on_an_update(loops, loop, replicas, optimizer):
     """The converse, without which the test above would show nothing: an applied step moves every
     variable except the learning rate and the state of Keras's seed generators, which get a key in

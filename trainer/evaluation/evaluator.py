@@ -24,6 +24,7 @@ from trainer.step.randomness import make_keys
 from trainer.step.replica import my_share
 from trainer.step.state import TrainState
 from trainer.step.types import MetricsByName
+from trainer.step.xla import WITH_PASSES
 
 PRECISIONS = ("float32", "train")
 
@@ -86,7 +87,7 @@ class Evaluator:
 
         def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
             in_training_precision = precision == "train" or not self._is_keras
-            compiled = plan.jit_compile is True and in_training_precision
+            compiled = plan.jit_compile in WITH_PASSES and in_training_precision
             return tf.function(method, jit_compile=True) if compiled else method
 
         self._compute_loss = {each: forward(task.compute_loss, each) for each in PRECISIONS}

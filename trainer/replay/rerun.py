@@ -24,6 +24,7 @@ from trainer.step.report import StepReport, describe_skip
 from trainer.step.rollback import copies_of
 from trainer.step.state import TrainState
 from trainer.step.types import ScaleState, StepInputs, Variable
+from trainer.step.xla import WITH_PASSES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ class ProbedPass:
                 return tf.stack([finite for _, finite in checks])
 
         self._probed = tf.function(
-            probed, autograph=False, jit_compile=plan.jit_compile is True or None
+            probed, autograph=False, jit_compile=plan.jit_compile in WITH_PASSES or None
         )
 
     def run(self, inputs: PassInputs) -> tf.Tensor:

@@ -53,7 +53,7 @@ from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
 from trainer.step.randomness import seed_states
 from trainer.step.types import Batch, MetricsByName, Model
-from trainer.step.xla import layers_without_xla, listed_layers, warn_of_plain_step
+from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, warn_of_plain_step
 
 # Maps a variable of `TrainState` to its name in checkpoints, where the two names differ. The old
 # names are kept so that checkpoints of older versions stay readable.
@@ -309,10 +309,10 @@ def check_compilable(batch: Batch, jit_compile: bool | str) -> None:
     """Raises ValueError if XLA is to compile passes over strings or ragged tensors."""
     for leaf in tensors_in(batch):
         ragged = isinstance(leaf, tf.RaggedTensor)
-        if jit_compile is True and (ragged or leaf.dtype == tf.string):
+        if jit_compile in WITH_PASSES and (ragged or leaf.dtype == tf.string):
             kind = "ragged tensors" if ragged else "strings"
             raise ValueError(
-                f"`jit_compile` must not be True for batches with {kind}; "
+                f"`jit_compile` must not be {jit_compile!r} for batches with {kind}; "
                 f"got {leaf.dtype.name} of shape {leaf.shape}. XLA does not support them. Turn "
                 'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
             )
@@ -343,7 +343,7 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     """
     skip_policy = trainer.skip_policy
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
-    if without_xla and trainer.jit_compile is True:
+    if without_xla and trainer.jit_compile in WITH_PASSES:
         warn_of_plain_step(listed_layers(without_xla), trainer.precision.compute_dtype)
     if without_xla or (trainer.compile_mode_open and gathers(trainer)):
         assign(trainer, "jit_compile", value=False)

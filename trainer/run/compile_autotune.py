@@ -30,6 +30,7 @@ from trainer.step.fused import fused_rule
 from trainer.step.plan import StepPlan, compiled_as
 from trainer.step.xla import (
     COMPILE_MODES,
+    WITH_PASSES,
     check_compile_mode,
     layers_without_xla,
     warn_of_plain_step,
@@ -128,20 +129,26 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
     """
     found = strategies.capabilities(trainer.strategy)
     several_processes = found.asynchronous or found.multi_worker
-    fixed = plan.jit_compile is True or plan.gathers
+    fixed = plan.jit_compile in WITH_PASSES or plan.gathers
     if several_processes or found.decides_in_replica or fixed:
         return [plan.jit_compile]
     unfused = any(
         fused_rule(one) is None for objective in plan.objectives for one in objective.updating
     )
-    update: list[CompileMode] = ["update"] if unfused and found.num_replicas == 1 else []
+    alone = found.num_replicas == 1
+    update: list[CompileMode] = ["update"] if unfused and alone else []
+    # Microbatches of unknown sizes cannot be compiled.
+    whole: list[CompileMode] = ["step"] if alone and plan.num_microbatches == 1 else []
     modes: list[CompileMode]
     if trainer.precision.compute_dtype == "bfloat16" and found.on_cpu:
-        # XLA's matrix products do not use the processor's bfloat16 instructions: try True last.
-        modes = [False, "elementwise", *update, True]
+        # XLA's matrix products do not use the processor's bfloat16 instructions: try them last.
+        modes = [False, "elementwise", *update, True, *whole]
+    elif found.on_cpu:
+        modes = [False, True, *update, "elementwise", *whole]
     else:
-        modes = [False, True, *update, "elementwise"]
-    return [mode for mode in modes if mode is not True or not layers_without_xla(plan.model)]
+        modes = [False, True, *whole, *update, "elementwise"]
+    without = WITH_PASSES if layers_without_xla(plan.model) else ()
+    return [mode for mode in modes if mode not in without]
 
 
 def settle(
@@ -202,16 +209,15 @@ def compilable_parts(
         ValueError: if XLA was asked to compile the step and cannot.
     """
     traced = hasattr(parts.run_steps, "get_concrete_function")
-    if parts.plan.jit_compile is not True or not traced or tf.config.functions_run_eagerly():
+    mode = parts.plan.jit_compile
+    if mode not in WITH_PASSES or not traced or tf.config.functions_run_eagerly():
         return parts
     trace(parts)
-    names = [
-        name for group in parts.plan.groups for name in operations_without_xla(group.differentiate)
-    ]
+    names = operations_without_xla(parts.run_steps)
     if not names:
         return parts
     if not auto:
-        raise not_compilable_error(names)
+        raise not_compilable_error(mode, names)
     warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
     return parts_in_mode(False, trainer, parts)
 

@@ -15,6 +15,7 @@ from trainer.monitor.hints import Curve, RunFacts
 from trainer.monitor.stuck import TrainingStuckError, check_not_stuck
 from trainer.run.learning_rates import learning_rates
 from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.step.xla import WITH_PASSES
 
 
 class Reporter:
@@ -86,7 +87,7 @@ class Reporter:
         return RunFacts(
             rule=plan.rule,
             compute_dtype=self._trainer.precision.compute_dtype,
-            xla=plan.jit_compile is True,
+            xla=plan.jit_compile in WITH_PASSES,
             learning_rates=" and ".join(rates),
             curve=self._curve,
         )

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import strategies
 from strategies.division import count_examples, cut_rows
-from trainer.step.losses import wrong_rows
+from trainer.step.losses import assert_shapes, wrong_rows
 from trainer.step.microbatch import (
     Contribution,
     Differentiate,
@@ -145,11 +145,11 @@ def real_aux(aux: Aux, share: strategies.Share) -> Aux:
     # The placeholder row may be there, or may have been cut from the parts already.
     held, real = tf.shape(share.weights)[0], share.examples
     counts = [(leaf, count_examples(leaf)) for leaf in tf.nest.flatten(aux)]
-    same = [
-        tf.debugging.Assert((count == held) | (count == real), [wrong_rows(leaf, None)])
+    checks = [
+        assert_shapes((count == held) | (count == real), [wrong_rows(leaf, None)])
         for leaf, count in counts
     ]
-    with tf.control_dependencies(same):
+    with tf.control_dependencies([check for pair in checks for check in pair]):
         return real_rows(aux, share)
 
 

@@ -28,6 +28,7 @@ from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
 from trainer.step.types import Batch, ScaleState, StepInputs
 from trainer.step.writes import nothing_written
+from trainer.step.xla import check_microbatches, compiled_step
 
 # Upper bound on simulated overflows when looking for the next scale: a rule with hysteresis keeps
 # its scale for some overflows.
@@ -69,6 +70,13 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
     inputs = StepInputs(batch, weights, state, random, in_float32)
+    check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])
+    return compiled_step(lambda inputs: attempt_with(inputs, plan, run), plan.jit_compile)(inputs)
+
+
+def attempt_with(inputs: StepInputs, plan: StepPlan, run: TrainState) -> StepReport:
+    """Attempts one update with checked inputs, and counts it; see `attempt_step`."""
+    state, weights = inputs.scale_state, inputs.weights
 
     def attempt_at(scale_state: ScaleState) -> Attempt:
         return attempt_once(inputs._replace(scale_state=scale_state), plan)
@@ -81,13 +89,13 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         run.loss_scaler.merge(state, last.scale_state)
     else:
         run.loss_scaler.assign(last.scale_state)
-    run.count(last.outcome, retries, in_float32, plan)
+    run.count(last.outcome, retries, inputs.in_float32, plan)
     return StepReport(
         step=run.step,
         loss_scale=last.loss_scale,
         retries=retries,
         consecutive_skips=run.consecutive_skips.read_value(),
-        in_float32=tf.constant(False) if in_float32 is None else in_float32,
+        in_float32=tf.constant(False) if inputs.in_float32 is None else inputs.in_float32,
         examples=tf.shape(weights, tf.int64)[0],
         weight=tf.reduce_sum(weights),
         data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data

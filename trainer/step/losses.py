@@ -63,7 +63,7 @@ def of_same_shape(losses: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
             return losses
         # Broadcasting would count one weight for several losses.
         same = tf.reduce_all(tf.shape(losses)[1:] == tf.shape(weights)[1:])
-        with tf.control_dependencies([tf.debugging.Assert(same, [message])]):
+        with tf.control_dependencies(assert_shapes(same, [message])):
             return tf.identity(losses)
     if weights.shape.rank == 1:
         raise ValueError(
@@ -230,5 +230,20 @@ def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     count = count_examples(batch)[None]
     same = tf.reduce_all(tf.shape(losses)[:1] == count)
     message = [wanted, tf.shape(losses), "for", count, "examples.", REMEDY]
-    with tf.control_dependencies([tf.debugging.Assert(same, message)]):
+    with tf.control_dependencies(assert_shapes(same, message)):
         return tf.identity(losses)
+
+
+def assert_shapes(same: tf.Tensor, message: list[Any]) -> list[tf.Operation]:
+    """Returns operations that fail when the graph runs or is compiled, unless `same` holds.
+
+    XLA leaves assertions out. But it knows all shapes when it compiles, and then refuses to reshape
+    one element into none.
+
+    Args:
+        same: computed from shapes only: shape (), bool.
+        message: of the assertion: strings and tensors.
+    """
+    wrong = tf.zeros([tf.cast(~same, tf.int32)])
+    refused = tf.reshape(wrong, [0], name="compute_loss_returned_a_wrong_shape")
+    return [tf.debugging.Assert(same, message), refused.op]

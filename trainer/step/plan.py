@@ -39,7 +39,13 @@ from trainer.step.randomness import seed_states
 from trainer.step.rollback import variables_in_reach
 from trainer.step.types import Aux, Batch, Model, Variable
 from trainer.step.writes import undoable
-from trainer.step.xla import check_compile_mode, check_model_compiles, compiled_differentiation
+from trainer.step.xla import (
+    ONE_REPLICA,
+    WITH_PASSES,
+    check_compile_mode,
+    check_model_compiles,
+    compiled_differentiation,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +189,8 @@ def plan_step(
             average.
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
-            update, on a single replica. False: nothing.
+            update, on a single replica. "step": the whole step, as one program, on a single
+            replica. False: nothing.
         record_gradients: whether reports count gradient magnitudes.
         max_retries: how many times a step whose gradients overflowed is attempted again with the
             same batch, each time at another scale; 0 skips it at once.
@@ -312,11 +319,11 @@ def with_groups(
 ) -> StepPlan:
     """Returns the plan with a group for each part of the partition, in the given compile mode."""
     # Make sparse gradients dense for XLA, which would recompile for every new number of rows.
-    dense = jit_compile in (True, "update") or plan.num_microbatches > 1
+    dense = jit_compile in (*WITH_PASSES, *ONE_REPLICA) or plan.num_microbatches > 1
     dense = dense or plan.float32_after is not None
     # Use TensorFlow's BatchNorm kernel on CPUs, where it was measured to be faster, unless XLA
     # compiles the pass, or replicas pause in it: they share the layers in which it is put.
-    fuse = jit_compile is not True and not plan.gathers
+    fuse = jit_compile not in WITH_PASSES and not plan.gathers
     fuse = fuse and strategies.capabilities(plan.strategy).on_cpu
 
     def group_of(objectives: Sequence[Objective], earlier: Sequence[str]) -> UpdateGroup:

@@ -17,9 +17,11 @@ import strategies
 from trainer.base.argument_checks import check_choice
 from trainer.base.keras_private import all_layers
 from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
-from trainer.step.types import Gradient, Model
+from trainer.step.report import StepReport
+from trainer.step.types import Gradient, Model, StepInputs
 
 UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
+StepFunction: TypeAlias = Callable[[StepInputs], StepReport]
 
 # The values of `jit_compile`, each with a description for logs of what XLA compiles.
 COMPILE_MODES: dict[bool | str, str] = {
@@ -27,7 +29,10 @@ COMPILE_MODES: dict[bool | str, str] = {
     "update": "the optimizer's update",
     "elementwise": "element-wise operations",
     True: "forward and backward passes",
+    "step": "the whole step",
 }
+WITH_PASSES = (True, "step")  # modes in which XLA compiles forward and backward passes
+ONE_REPLICA = ("update", "step")  # modes in which XLA compiles what assigns variables
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -46,13 +51,14 @@ ELEMENTWISE = frozenset({
 def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError unless XLA can compile this part of a step under this strategy."""
     check_choice("jit_compile", jit_compile, tuple(COMPILE_MODES))
-    if jit_compile == "update" and not can_compile_update(strategy):
-        others = ", ".join(repr(mode) for mode in COMPILE_MODES if mode != "update")
+    if jit_compile in ONE_REPLICA and not can_compile_update(strategy):
+        others = ", ".join(repr(mode) for mode in COMPILE_MODES if mode not in ONE_REPLICA)
         raise ValueError(
-            '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; '
-            f"got 'update' under {type(strategy).__name__} with {strategy.num_replicas_in_sync} "
-            "replicas. XLA can compile the optimizer's update only where a variable has one copy, "
-            f"on the device that updates it. Use one of {others}."
+            f'`jit_compile` must not be "{jit_compile}" with several replicas, a TPU or parameter '
+            f"servers; got {jit_compile!r} under {type(strategy).__name__} with "
+            f"{strategy.num_replicas_in_sync} replicas. XLA can compile the optimizer's update "
+            "only where a variable has one copy, on the device that updates it. "
+            f"Use one of {others}."
         )
 
 
@@ -68,10 +74,10 @@ def layers_without_xla(model: Model) -> list[keras.Layer]:
 
 def check_model_compiles(model: Model, jit_compile: bool | str) -> None:
     """Raises ValueError if XLA is to compile a layer that it cannot compile."""
-    found = layers_without_xla(model) if jit_compile is True else []
+    found = layers_without_xla(model) if jit_compile in WITH_PASSES else []
     if found:
         raise ValueError(
-            "`jit_compile` must not be True with layers that XLA cannot compile; got "
+            f"`jit_compile` must not be {jit_compile!r} with layers that XLA cannot compile; got "
             f"{listed_layers(found)}. "
             "TensorFlow would fail at the first step. Use "
             '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
@@ -102,6 +108,35 @@ def can_compile_update(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether XLA can compile the update: one replica, no TPU, no parameter servers."""
     found = strategies.capabilities(strategy)
     return found.num_replicas == 1 and not found.asynchronous and not found.decides_in_replica
+
+
+def check_microbatches(
+    jit_compile: bool | str, num_microbatches: int, examples: int | None
+) -> None:
+    """Raises ValueError if a whole step is to be compiled with microbatches of several sizes.
+
+    Args:
+        jit_compile: the compile mode.
+        num_microbatches: the number of microbatches.
+        examples: the size of the global batch; None if the trace does not know it.
+    """
+    divided = jit_compile == "step" and num_microbatches > 1
+    if divided and (examples is None or examples % num_microbatches):
+        size = "of any size" if examples is None else f"of {examples} examples"
+        raise ValueError(
+            f'`jit_compile` must not be "step" with {num_microbatches} microbatches of a batch '
+            f"{size}. XLA compiles a loop over microbatches of one size only, known when the step "
+            "is traced. Make all batches a multiple of num_microbatches, with "
+            "Dataset.batch(..., drop_remainder=True), or pass jit_compile=True."
+        )
+
+
+def compiled_step(attempt: StepFunction, jit_compile: bool | str) -> StepFunction:
+    """Returns all of a step that depends on its inputs, compiled by XLA in mode "step"."""
+    if jit_compile != "step":
+        return attempt
+    compiled: StepFunction = tf.function(attempt, autograph=False, jit_compile=True)
+    return compiled
 
 
 def compiled_differentiation(

@@ -1,4 +1,4 @@
-"""Which operations of a step XLA cannot compile, read from the traced graph before the first step.
+"""Which operations XLA is to compile and cannot, read from the traced graph before the first step.
 
 A layer may say that XLA cannot compile it (`supports_jit`), but `compute_loss` may use layers that
 are no part of the model, `tf.print`, lookup tables or Python functions. TensorFlow would fail at
@@ -16,21 +16,38 @@ SHOWN = 3  # how many operations a message names
 
 
 def operations_without_xla(function: Any) -> list[str]:
-    """Returns the names of operations that a traced function uses and XLA cannot compile.
+    """Returns the names of operations that XLA is to compile and cannot.
 
     Args:
-        function: a `tf.function` that has been traced.
+        function: a `tf.function` that has been traced. It is compiled itself, or it calls functions
+            that are, or neither.
 
     Returns:
         Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA
-        can compile the function, or if it has not been traced.
+        can compile what it is to compile, or if the function has not been traced.
     """
     found: dict[str, None] = {}  # as an ordered set
     for definition, library in traced_functions(function):
-        for node in used_nodes(definition, library, seen=set()):
-            if node.op not in (*CONTROL_FLOW, *library) and not has_xla_kernel(node.op):
-                found[node.name if node.op in node.name else f"{node.name} ({node.op})"] = None
+        seen: set[str] = set()
+        for name in compiled_functions(definition, library):
+            for node in used_nodes(library.get(name, definition), library, seen):
+                if node.op not in (*CONTROL_FLOW, *library) and not has_xla_kernel(node.op):
+                    found[node.name if node.op in node.name else f"{node.name} ({node.op})"] = None
     return list(found)
+
+
+def compiled_functions(definition: Any, library: dict[str, Any]) -> list[str]:
+    """Returns the names of the functions with `jit_compile=True` among a function and its callees.
+
+    Args:
+        definition: a `FunctionDef`.
+        library: the functions that it may call, keyed by name.
+    """
+    reached: set[str] = set()
+    for _ in used_nodes(definition, library, reached):
+        pass
+    known = {definition.signature.name: definition, **library}
+    return [name for name in sorted(reached) if known[name].attr["_XlaMustCompile"].b]
 
 
 def used_nodes(definition: Any, library: dict[str, Any], seen: set[str]) -> Iterator[Any]:
@@ -80,10 +97,10 @@ def listed_operations(names: list[str]) -> str:
     return ", ".join(map(repr, names[:SHOWN])) + more
 
 
-def not_compilable_error(names: list[str]) -> ValueError:
+def not_compilable_error(jit_compile: bool | str, names: list[str]) -> ValueError:
     """Returns the error for a step that XLA was asked to compile and cannot."""
     return ValueError(
-        "`jit_compile` must not be True for a step with operations that XLA cannot compile; got "
-        f"{listed_operations(names)}. TensorFlow would fail at the first step. Use "
+        f"`jit_compile` must not be {jit_compile!r} for a step with operations that XLA cannot "
+        f"compile; got {listed_operations(names)}. TensorFlow would fail at the first step. Use "
         '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
     )

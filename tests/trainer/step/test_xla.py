@@ -5,13 +5,16 @@ import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close, trained_small
 
+from trainer.base.keras_private import traced_functions
 from trainer.step.xla import (
     COMPILE_MODES,
     ELEMENTWISE,
+    WITH_PASSES,
     check_compile_mode,
     compiled_differentiation,
     compiled_update,
 )
+from trainer.step.xla_operations import compiled_functions, used_nodes
 
 pytestmark = pytest.mark.sampled
 
@@ -44,16 +47,17 @@ def test_elementwise_compiles_no_products_or_convolutions():
     assert not {"Conv2D", "MatMul", "Conv2DBackpropFilter"} & compiled
 
 
-def test_an_update_of_several_replicas_is_not_compiled(mirrored):
-    """jit_compile="update" is refused on several replicas, because Keras updates all copies
-    together, outside of what XLA compiles.
+@pytest.mark.parametrize("mode", ["update", "step"])
+def test_an_update_of_several_replicas_is_not_compiled(mirrored, mode):
+    """The modes that compile the update are refused on several replicas, because Keras updates all
+    copies together, outside of what XLA compiles.
     """
     with pytest.raises(ValueError, match="jit_compile") as error:
-        SmallImages(jit_compile="update", strategy=mirrored(3))
+        SmallImages(jit_compile=mode, strategy=mirrored(3))
 
     assert str(error.value) == (
-        '`jit_compile` must not be "update" with several replicas, a TPU or parameter servers; got '
-        "'update' under MirroredStrategy with 3 replicas. XLA can compile the optimizer's update "
+        f'`jit_compile` must not be "{mode}" with several replicas, a TPU or parameter servers; got '
+        f"'{mode}' under MirroredStrategy with 3 replicas. XLA can compile the optimizer's update "
         "only where a variable has one copy, on the device that updates it. Use one of False, "
         "'elementwise', True."
     )
@@ -129,14 +133,15 @@ class Turned(SmallImages):
         return keras.Sequential([keras.Input([8, 8, 1]), turn, super().build_model()])
 
 
-def test_a_layer_that_xla_cannot_compile_is_named():
-    """jit_compile=True is refused for a model with a layer that says it is not for XLA."""
-    trainer = Turned(optimizer=adam, jit_compile=True, verbose=False)
+@pytest.mark.parametrize("mode", WITH_PASSES)
+def test_a_layer_that_xla_cannot_compile_is_named(mode):
+    """These modes are refused for a model with a layer that says it is not for XLA."""
+    trainer = Turned(optimizer=adam, jit_compile=mode, verbose=False)
     with pytest.raises(ValueError, match="turn") as error:
         trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
     assert str(error.value) == (
-        "`jit_compile` must not be True with layers that XLA cannot compile; got 'turn' "
+        f"`jit_compile` must not be {mode!r} with layers that XLA cannot compile; got 'turn' "
         "(RandomRotation). TensorFlow would fail at the first step. "
         'Use "elementwise" or False, or apply such layers to the data, with Dataset.map.'
     )
@@ -149,3 +154,77 @@ def test_auto_does_not_compile_what_xla_cannot():
     trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
     assert trainer.jit_compile is False
+
+
+def test_a_whole_step_is_one_program():
+    """In mode "step", everything that the loop computes but the data and its own bookkeeping is in
+    one function, which XLA compiles.
+    """
+    trainer = trained_small(precision="mixed_float16", jit_compile="step")
+    [(definition, library)] = traced_functions(trainer._parts.run_steps)
+    [program] = compiled_functions(definition, library)
+    inside = {node.op for node in used_nodes(library[program], library, set())}
+    others = {name: function for name, function in library.items() if name != program}
+    outside = {node.op for node in used_nodes(definition, others, set())}
+    of_a_step = {"Conv2D", "Conv2DBackpropFilter", "MatMul", "IsFinite", "ResourceApplyAdam"}
+
+    assert of_a_step <= inside
+    assert not of_a_step & outside
+
+
+class WrongRows(SmallImages):
+    """Returns one row too many: of the losses, or of what goes with them."""
+
+    def __init__(self, where, **arguments):
+        """Stores where."""
+        super().__init__(optimizer=adam, verbose=False, **arguments)
+        self.where = where
+
+    def compute_loss(self, batch, training):
+        """The losses, and something for each example."""
+        losses = super().compute_loss(batch, training)
+        longer = tf.concat([losses, losses[:1]], 0)
+        return (longer, losses) if self.where == "losses" else (losses, longer)
+
+    def update_metrics(self, batch, aux):
+        """Uses the rows of both."""
+        self.metrics["mean"].update_state(aux)
+
+    def build_metrics(self):
+        """A mean."""
+        return {"mean": keras.metrics.Mean()}
+
+
+@pytest.mark.parametrize("mode", [False, *WITH_PASSES])
+@pytest.mark.parametrize("where", ["losses", "aux"])
+def test_a_row_too_many_is_noticed_where_sizes_are_unknown(where, mode):
+    """XLA leaves assertions out. Batches whose sizes the trace does not know are checked by a
+    reshape, which XLA refuses when it compiles.
+    """
+    trainer = WrongRows(where, jit_compile=mode)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?i)compute_loss"):
+        trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+
+def test_microbatches_of_a_whole_step_have_one_size():
+    """Parts of unknown or different sizes are refused by name; equal ones are trained on."""
+    data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).repeat()
+    settings = {"optimizer": adam, "seed": 1, "num_microbatches": 2, "verbose": False}
+    refused = SmallImages(jit_compile="step", **settings)
+    with pytest.raises(ValueError, match="microbatches") as error:
+        refused.train(data.batch(8), steps=1)
+
+    assert str(error.value) == (
+        '`jit_compile` must not be "step" with 2 microbatches of a batch of any size. XLA compiles '
+        "a loop over microbatches of one size only, known when the step is traced. Make all "
+        "batches a multiple of num_microbatches, with Dataset.batch(..., drop_remainder=True), or "
+        "pass jit_compile=True."
+    )
+    with pytest.raises(ValueError, match="of a batch of 7 examples"):
+        SmallImages(jit_compile="step", **settings).train(
+            data.batch(7, drop_remainder=True), steps=1
+        )
+    trainers = [SmallImages(jit_compile=mode, **settings) for mode in (False, "step")]
+    for trainer in trainers:
+        trainer.train(data.batch(8, drop_remainder=True), steps=3)
+    assert_close(*trainers)

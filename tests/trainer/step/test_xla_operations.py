@@ -19,7 +19,7 @@ def test_an_operation_without_a_kernel_is_named_wherever_it_is_called():
                 interpolation="NEAREST",
             )
 
-    @tf.function
+    @tf.function(jit_compile=True)
     def outer(x):
         tf.strings.as_string(x)  # its result is not used
         return tf.cond(tf.reduce_sum(x) > 0, lambda: inner(x), lambda: x * 2.0)
@@ -32,7 +32,7 @@ def test_an_operation_without_a_kernel_is_named_wherever_it_is_called():
 def test_an_operation_with_an_effect_counts():
     """`tf.print` has no result, but it runs."""
 
-    @tf.function
+    @tf.function(jit_compile=True)
     def printing(x):
         tf.print(x)
         return tf.nn.relu(x) @ x
@@ -46,7 +46,7 @@ def test_what_xla_compiles_is_not_named():
     """Products, loops, conditions and variables are compiled."""
     weight = tf.Variable(tf.eye(2))
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False, jit_compile=True)
     def compiled(x):
         weight.assign_add(x)
         looped = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y @ weight), [0, x])[1]
