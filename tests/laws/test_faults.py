@@ -148,7 +148,7 @@ def no_room(path, step):
 def message_of(error):
     """An error's message, with TensorFlow's part replaced."""
     without = re.sub(r"\{\{function_node \S+\}\} ", "TENSORFLOW ", str(error))
-    return re.sub(r"\.tmp/\S+; (.*) \[Op:\w+\]", r".tmp/FILE; \1 OPERATION", without)
+    return re.sub(r"\.tmp(\.data\.tmp)?/\S+; (.*) \[Op:\w+\]", r".tmp/FILE; \2 OPERATION", without)
 
 
 def error_of(function, *args, **arguments):
@@ -163,7 +163,8 @@ def error_of(function, *args, **arguments):
 @pytest.mark.thorough
 def test_a_disk_that_is_full(mount, undisturbed):
     """A checkpoint that does not fit on the disk raises a CheckpointError, whichever of its files
-    fails first. The previous checkpoint is intact, and a run with more room resumes from it.
+    fails first, and leaves no file behind. The previous checkpoint is intact, and a run with more
+    room resumes from it.
     """
     path = mount("size=512k")
 
@@ -187,6 +188,7 @@ def test_a_disk_that_is_full(mount, undisturbed):
             break
         assert message_of(error) == no_room(path, step)
         assert steps_saved(path) == [INTERVAL]
+        assert [*path.glob("*.tmp")] == []
         met.add(re.search(r"\.tmp/([a-z]+)", str(error))[1])
     print(f"no room for {', '.join(sorted(met))}")  # noqa: T201
     assert steps_saved(path) == [INTERVAL, step]

@@ -97,7 +97,11 @@ class DataPosition:
         staging = f"{folder}.data{UNFINISHED}"
         tf.io.gfile.makedirs(staging)
         # A pipeline's state cannot be read while it waits for data. So another thread reads it.
-        written = call_unless(lambda: self.given_up, lambda: self._write_iterators(staging))
+        try:
+            written = call_unless(lambda: self.given_up, lambda: self._write_iterators(staging))
+        except tf.errors.OpError:
+            tf.io.gfile.rmtree(staging)
+            raise
         if not written:
             with tf.io.gfile.GFile(f"{folder}/{COUNTED}", "w") as file:
                 file.write("The number of batches is in run.json.\n")
