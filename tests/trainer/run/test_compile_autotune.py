@@ -75,7 +75,7 @@ def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
     millisecs = kept["milliseconds_a_step"]
 
     assert kept["jit_compile"] == trainer.jit_compile == trainer._parts.plan.jit_compile
-    assert set(millisecs) == {COMPILE_MODES[mode] for mode in (False, True, "elementwise")}
+    assert set(millisecs) == {COMPILE_MODES[mode] for mode in (False, True, "elementwise", "step")}
     assert COMPILE_MODES[trainer.jit_compile] == min(millisecs, key=millisecs.get)
     assert f"XLA compiles {COMPILE_MODES[trainer.jit_compile]}: " in capsys.readouterr().out
 
@@ -114,7 +114,7 @@ def test_a_slow_mode_is_measured_once(monkeypatch):
 
     def seconds_of(parts, *_):
         turns.append(parts.plan.jit_compile)
-        return {False: 1.0, True: 2.0, "elementwise": 1.1}[parts.plan.jit_compile]
+        return {False: 1.0, True: 2.0, "elementwise": 1.1, "step": 1.2}[parts.plan.jit_compile]
 
     monkeypatch.setattr(compilation, "seconds_per_step", seconds_of)
     trainer = trained_small(jit_compile="auto")
@@ -232,7 +232,7 @@ def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
     """A record stores the chosen mode, and a trainer that has not chosen yet replays in
     that mode.
     """
-    times = {False: 2.0, True: 2.0, "elementwise": 1.0}
+    times = {False: 2.0, True: 2.0, "elementwise": 1.0, "step": 2.0}
     monkeypatch.setattr(
         compilation, "seconds_per_step", lambda parts, *_: times[parts.plan.jit_compile]
     )
