@@ -1,0 +1,315 @@
+"""Every public callable, called with one odd argument at a time, and what became of the call.
+
+The arguments come from the signatures, so a new argument is tried as soon as it exists. A callable
+needs a valid call in `CALLS`. What an argument may be comes from its annotation, and from `RANGES`
+where that says too little; a new argument of type Any needs a line there.
+"""
+
+import ast
+import collections
+import contextlib
+import inspect
+import itertools
+import os
+import pathlib
+import random
+import re
+import signal
+import tempfile
+import traceback
+import typing
+import warnings
+from unittest import mock
+
+import tensorflow as tf
+from chaos import odd_values
+from chaos.odd_ranges import fits, tensor_of
+from conformance import test_errors as errors
+
+import scaling
+from strategies import registry
+
+SECONDS = 60  # for one call; most take less than one
+LONGEST = 2000  # characters of an error
+
+# A valid call of each public callable; what a method is called on stands before its name. The call
+# may go on after the callable, for arguments whose use comes later.
+CALLS = {
+    "scaling": {
+        "DynamicLossScale": "scaling.DynamicLossScale().initial_state()",
+        "DynamicLossScale.advance": "rule.advance(state, True)",
+        "FixedLossScale": "scaling.FixedLossScale(8.0).initial_state()",
+        "FixedLossScale.advance": "scaling.FixedLossScale(8.0).advance(fixed_state, True)",
+        "GradientStats.flushed": "stats.flushed(1.0)",
+        "HeadroomLossScale": "scaling.HeadroomLossScale().initial_state()",
+        "HeadroomLossScale.advance": "scaling.HeadroomLossScale().advance("
+        "scaling.HeadroomLossScale().initial_state(), measured)",
+        "LayerwiseLossScale": "scaling.layerwise_gradients([model], batch, tf.reduce_mean, "
+        "scaling.LayerwiseLossScale())",
+        "LayerwiseLossScale.total_scale": "scaling.LayerwiseLossScale().total_scale("
+        "batch, batch, [tf.eye(2)], 1.0)",
+        "LogMaxLossScale": "scaling.LogMaxLossScale().initial_state()",
+        "LogMaxLossScale.advance": "scaling.LogMaxLossScale().advance("
+        "scaling.LogMaxLossScale().initial_state(), measured)",
+        "LossScaler": "scaling.LossScaler(rule)",
+        "LossScaler.assign": "scaler.assign(state)",
+        "LossScaler.load_state_dict": "scaler.load_state_dict(scaler.state_dict())",
+        "LossScaler.merge": "scaler.merge(state, state)",
+        "LossScaler.scale": "scaler.scale(1.0)",
+        "LossScaler.unscale": "scaler.unscale(gradients, token)",
+        "LossScaler.update": "(scaler.unscale(gradients, token), scaler.update(True))",
+        "NoLossScale.advance": "scaling.NoLossScale().advance("
+        "scaling.NoLossScale().initial_state(), True)",
+        "Precision": 'scaling.Precision("mixed_float16")',
+        "Precision.cast_to_compute": 'scaling.Precision("mixed_float16").cast_to_compute(batch)',
+        "Precision.cast_to_variable": 'scaling.Precision("float32").cast_to_variable(batch)',
+        "TolerantLossScale": "scaling.TolerantLossScale().initial_state()",
+        "TolerantLossScale.advance": "scaling.TolerantLossScale().advance("
+        "scaling.TolerantLossScale().initial_state(), True)",
+        "Verdict": "scaling.HeadroomLossScale().advance(scaling.HeadroomLossScale()"
+        ".initial_state(), scaling.Verdict(tf.constant(True), max_magnitude=tf.constant(1.0)))",
+        "all_finite": "scaling.all_finite(gradients)",
+        "as_verdict": "scaling.as_verdict(True)",
+        "coalesce": "scaling.coalesce(batch)",
+        "find_cause": "scaling.find_cause(loss_finite=True, local_gradients_finite=True, "
+        "summed_gradients_finite=True, unscaled_gradients_finite=True)",
+        "gradient_stats": "scaling.gradient_stats(gradients, state)",
+        "layerwise_gradients": "scaling.layerwise_gradients([model], batch, tf.reduce_mean)",
+        "parse_rule": 'scaling.parse_rule("dynamic")',
+        "preset": 'scaling.preset("pytorch")',
+        "recommend": "scaling.recommend(stats)",
+        "scale_loss": "scaling.scale_loss(1.0, state)",
+        "unscale_gradients": "scaling.unscale_gradients(gradients, state)",
+        "update_together": "(scaler.unscale(gradients, token), "
+        "scaling.update_together([scaler], [True]))",
+    },
+    "strategies": {
+        "agree": "strategies.agree(True)",
+        "any_worker": "strategies.any_worker(False, mirrored)",
+        "capabilities": "strategies.capabilities(mirrored)",
+        "check_devices": "strategies.check_devices(mirrored)",
+        "check_divisible": "strategies.check_divisible(4, 2, 2)",
+        "create": 'strategies.create("default")',
+        "decides_inside": "strategies.decides_inside(mirrored)",
+        "from_chief": "strategies.from_chief(1, mirrored)",
+        "has_workers": "strategies.has_workers(mirrored)",
+        "is_asynchronous": "strategies.is_asynchronous(mirrored)",
+        "is_chief": "strategies.is_chief(mirrored)",
+        "register": 'strategies.register("mine", lambda devices: mirrored)',
+        "split_cpu": "strategies.split_cpu(4)",
+        "sum_gradients": "strategies.sum_gradients(gradients)",
+        "take": "strategies.take(share, 0, 2)",
+        "whole": "strategies.whole(batch, tf.ones([4]))",
+    },
+}
+# Other arguments that a valid call needs when this one is given, or a call for this one alone.
+ALONGSIDE = {
+    ("create", "devices"): 'strategies.create("mirrored", ["CPU:0", "CPU:1"])',
+}
+
+
+class Place(typing.NamedTuple):
+    """An argument of a public callable."""
+
+    module: str
+    name: str  # of the callable: `Class.method` for a method
+    argument: str
+
+    @property
+    def parameter(self):
+        """The argument in the signature."""
+        return signature(self.module, self.name).parameters[self.argument]
+
+
+def callable_of(module, name):
+    """A public callable; of a class, what its call is passed to."""
+    value, *rest = name.split(".")
+    found = getattr(errors.MODULES[module][value], *rest) if rest else errors.MODULES[module][value]
+    if inspect.isclass(found):
+        return found.__new__ if issubclass(found, tuple) else found.__init__
+    return found
+
+
+def signature(module, name):
+    """A callable's signature, without `self`, with types for annotations."""
+    found = callable_of(module, name)
+    hints = typing.get_type_hints(found)
+    whole = inspect.signature(found)
+    kept = [
+        each.replace(annotation=hints.get(each.name, typing.Any))
+        for each in whole.parameters.values()
+        if each.name not in {"self", "_cls"} and each.kind not in {each.VAR_KEYWORD, each.VAR_POSITIONAL}
+    ]
+    return whole.replace(parameters=kept)
+
+
+def places(module):
+    """All arguments of a module's public callables, but those that users do not pass."""
+    exempt = errors.EXEMPT
+    for name in errors.ARGUMENTS[module]:
+        if (name, "*") in exempt:
+            continue
+        for argument in signature(module, name).parameters:
+            if (name, argument) not in exempt:
+                yield Place(module, name, argument)
+
+
+def call_of(place):
+    """The code of a valid call in which the name `VALUE` stands for the argument."""
+    code = ALONGSIDE.get(place[1:], CALLS[place.module][place.name])
+    tree, wanted = ast.parse(code, mode="eval"), place.name.split(".")[-1]
+    for node in ast.walk(tree):
+        called = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1]
+        if called == wanted:
+            break
+    else:
+        raise AssertionError(f"{code} does not call {wanted}")
+    order = list(signature(place.module, place.name).parameters)
+    value = ast.Name("VALUE", ast.Load())
+    if (index := order.index(place.argument)) < len(node.args):
+        node.args[index] = value
+    else:
+        node.keywords = [each for each in node.keywords if each.arg != place.argument]
+        node.keywords.append(ast.keyword(place.argument, value))
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def names(call):
+    """The names that a call uses, made anew."""
+    found = errors.names_in_examples()
+    if any(name in call for name in errors.TENSORS):
+        found |= errors.tensors_in_examples()
+    found["fixed_state"] = scaling.FixedLossScale(8.0).initial_state()
+    found["measured"] = scaling.Verdict(tf.constant(True), max_magnitude=tf.constant(1.0))
+    return found
+
+
+class TooLongError(BaseException):
+    """A call did not end in time. No code that catches an Exception catches it."""
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """Raises TooLongError if the body takes longer."""
+
+    def stop(*_):
+        raise TooLongError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def elsewhere():
+    """A folder to work in, and only our own strategies, so that no case meets another's."""
+    built_in = {name: registry._FACTORIES[name] for name in ("default", "one_device", "mirrored")}
+    with (
+        mock.patch.dict(registry._FACTORIES, built_in, clear=True),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        warnings.catch_warnings(),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        pathlib.Path("notes.txt").touch()
+        yield
+
+
+def outcome(place, code):
+    """What becomes of a call with an odd value: a kind, and a text about it.
+
+    The kinds are "clear", "documented", "obscure" and "silent".
+    """
+    call, value = call_of(place), odd_values.made(code)
+    documented = fits(place, value)
+    value = odd_values.made(code)  # an iterator may have been used up
+    try:
+        with elsewhere(), within(SECONDS):
+            eval(call, names(call) | {"VALUE": value})  # noqa: S307  # a call from above
+    except TooLongError:
+        return "obscure", f"no end within {SECONDS} s"
+    except Exception as error:  # noqa: BLE001  # all kinds are judged
+        why = unclear(place, error, odd_values.made(code))
+        return ("obscure", why) if why else ("clear", str(error))
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        return "obscure", f"{type(error).__name__}: {error}"
+    return ("documented", "") if documented else ("silent", "")
+
+
+WORDS = collections.defaultdict(set)  # other names of arguments in errors
+for _name, _argument, _, _word in errors.ALL_CASES:
+    WORDS[_name, _argument].add(_word)
+
+
+def unclear(place, error, value):
+    """What is not clear about an error, or ""."""
+    message, kind = str(error), type(error).__name__
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{pathlib.Path(last.filename).name}:{last.lineno}"
+    text = f"{kind} at {where}: {message[:300]}"
+    if type(error) not in {TypeError, ValueError, RuntimeError}:
+        return text
+    if not any(f"`{word}`" in message for word in {place.argument, *WORDS[place[1:]]}):
+        return "unnamed: " + text
+    rule, _, found = message.partition("; got ")
+    if not re.match(r"`[\w.\[\]'\"()]+` must ", rule) or not found:
+        return "form: " + text
+    if len(found.split(". ")) < 3:
+        return "sentences: " + text
+    if len(message) > LONGEST:
+        return f"{len(message)} characters: " + text
+    if re.search(r"[\x00-\x09\x0b-\x1f\ud800-\udfff]", message):
+        return "control characters: " + repr(text)
+    return "" if shows(found, value) else "value not shown: " + text
+
+
+def shows(found, value):
+    """Whether an error's text after "got" tells the value, or its type, shape, dtype or size."""
+    told = {type(value).__name__}
+    for text in (str, repr):
+        with contextlib.suppress(Exception):
+            told |= {text(value)[:12], text(value)[-12:]}
+    for name, of in itertools.product(("shape", "dtype", "name", "__name__"), (value, tensor_of(value))):
+        with contextlib.suppress(Exception):
+            each = getattr(of, name)
+            told.add(str(tuple(each)) if name == "shape" else getattr(each, "name", str(each)))
+    with contextlib.suppress(Exception):
+        told |= {str(len(value)), *(repr(each)[:12] for each in value), *map(str, value)}
+        told |= {type(each).__name__ for each in value}
+    return any(isinstance(each, str) and each and each in found for each in told) or found.startswith("an empty")
+
+
+def drawn(place, number):
+    """Codes of odd values for an argument: half from the pools near its type, half from all."""
+    chance = random.Random(str(place))  # noqa: S311  # a case depends on its place alone
+    near = pools_for(place.parameter.annotation)
+    own = list(dict.fromkeys(code for pool in near for code in odd_values.POOLS[pool]))
+    chosen = chance.sample(own, min(len(own), (number + 1) // 2))
+    others = [code for code in odd_values.ALL if code not in chosen]
+    return chosen + chance.sample(others, min(len(others), number - len(chosen)))
+
+
+def pools_for(hint):
+    """The names of the pools that hold values near a type."""
+    text = str(hint)
+    found = {
+        pool
+        for pool, words in {
+            "numbers": ("int", "float", "bool"),
+            "strings": ("str", "Literal"),
+            "paths": ("Path",),
+            "collections": ("Mapping", "Sequence", "tuple", "list", "dict"),
+            "callables": ("Callable",),
+            "tensors": ("Tensor", "Any"),
+            "objects": ("scaling", "strategies", "trainer", "keras", "Strategy"),
+        }.items()
+        if any(word in text for word in words)
+    }
+    return sorted(found) or ["objects"]

@@ -1,0 +1,257 @@
+"""What each argument may be: an oracle for the calls of `odd_inputs`, written from the docstrings.
+
+The annotation says the type. `RANGES` says what the annotation cannot: a predicate of the value, by
+(callable, argument) or by argument alone.
+"""
+
+import collections.abc
+import inspect
+import math
+import numbers
+import os
+import types
+import typing
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import scaling
+
+
+def tensor_of(value):
+    """The value as a tensor, or None."""
+    try:
+        return tf.convert_to_tensor(value)
+    except Exception:  # noqa: BLE001  # whatever TensorFlow raises
+        return None
+
+
+def leaves(value):
+    """The leaves of a structure as tensors, with None for what is none; None leaves are left out."""
+    found = []
+    for leaf in tf.nest.flatten(value):
+        if isinstance(leaf, tf.IndexedSlices):
+            leaf = leaf.values  # noqa: PLW2901
+        if leaf is not None:
+            found.append(tensor_of(leaf))
+    return found
+
+
+def is_floats(value):
+    """Whether a structure holds nothing but tensors of floats, or None."""
+    return all(leaf is not None and leaf.dtype.is_floating for leaf in leaves(value))
+
+
+def is_tensors(value):
+    """Whether a structure holds nothing but what TensorFlow converts."""
+    return all(leaf is not None for leaf in leaves(value))
+
+
+def is_flag(value):
+    """A bool of shape (), from Python, NumPy or TensorFlow."""
+    found = tensor_of(value)
+    return found is not None and found.dtype == tf.bool and found.shape.rank in (0, None)
+
+
+def is_verdict(value):
+    """A flag, or a Verdict of one."""
+    return is_flag(value.grads_finite if isinstance(value, scaling.Verdict) else value)
+
+
+def is_scale(value):
+    """A power of two between 2^-126 and 2^126."""
+    try:
+        return 2.0**-126 <= value <= 2.0**126 and math.frexp(value)[0] == 0.5
+    except (TypeError, OverflowError):
+        return False
+
+
+def is_count(value):
+    """An int from 1 to 2^30."""
+    return 1 <= value <= 2**30
+
+
+def is_state(kind):
+    """Whether a value is a state of a rule: a NamedTuple of tensors of that kind."""
+    return lambda value: isinstance(value, kind) and is_tensors(tuple(value))
+
+
+STATES = {
+    "DynamicLossScale": scaling.DynamicLossScaleState,
+    "FixedLossScale": scaling.FixedLossScaleState,
+    "HeadroomLossScale": scaling.HeadroomLossScaleState,
+    "LogMaxLossScale": scaling.LogMaxLossScaleState,
+    "NoLossScale": scaling.NoLossScaleState,
+    "TolerantLossScale": scaling.TolerantLossScaleState,
+    "LossScaler": scaling.DynamicLossScaleState,
+}
+
+
+def has_scale(value):
+    """A state of any rule: with a scale that is one."""
+    found = tensor_of(getattr(value, "loss_scale", None))
+    return isinstance(value, tuple) and found is not None and found.dtype == tf.float32 and (
+        found.shape.rank == 0 and is_scale(float(found))
+    )
+
+
+def is_fraction(value):
+    """At least 0 and below 1."""
+    return 0 <= value < 1
+
+
+def is_chain(value):
+    """Layers, each of which takes what the one before it returns; one of the pools' may be."""
+    chain = value.layers if isinstance(value, keras.Sequential) else value
+    return isinstance(chain, list | tuple) and bool(chain) and all(map(callable, chain))
+
+
+def is_rule(value):
+    """An object with the methods of a rule."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("initial_state", "advance")
+    )
+
+
+def is_pairs(value):
+    """Pairs of a scale and an interval."""
+    return all(len(pair) == 2 and is_scale(pair[0]) and is_count(pair[1]) for pair in value)
+
+
+RANGES = {
+    "initial_scale": lambda value: 2.0**-14 <= value <= 2.0**24 and is_scale(value),
+    "growth_interval": is_count,
+    "growth_factor": lambda value: is_scale(value) and value > 1,
+    "backoff_factor": lambda value: is_scale(value) and value < 1,
+    "min_scale": lambda value: is_scale(value) and value <= 2.0**15,
+    "max_scale": lambda value: is_scale(value) and value >= 2.0**15,
+    "hysteresis": is_count,
+    "grace_steps": lambda value: 0 <= value <= 2**30,
+    "low_scale_intervals": is_pairs,
+    "tolerance": is_fraction,
+    "loss_scale": is_scale,
+    ("GradientStats.flushed", "factor"): is_scale,
+    "headroom_bits": lambda value: 0 <= value <= 40,
+    "max_layer_scale": lambda value: is_scale(value) and value >= 1,
+    "max_total_scale": lambda value: is_scale(value) and value >= 1,
+    "underflow_share": lambda value: 0 < value < 1,
+    ("LayerwiseLossScale.total_scale", "gradient"): lambda value: (
+        tensor_of(value) is not None and tensor_of(value).dtype.is_floating
+    ),
+    ("LayerwiseLossScale.total_scale", "inputs"): lambda value: tensor_of(value) is not None,
+    ("LayerwiseLossScale.total_scale", "kernels"): lambda value: all(
+        tensor_of(each) is not None and tensor_of(each).shape.rank >= 2 for each in value
+    ),
+    ("LayerwiseLossScale.total_scale", "above"): lambda value: (
+        tensor_of(value).shape.rank == 0 and is_floats(value)
+    ),
+    "mean_decay": is_fraction,
+    "deviation_decay": is_fraction,
+    "deviations": lambda value: 0 <= value <= 100,
+    "rule": is_rule,
+    "state": has_scale,
+    "before": is_state(scaling.DynamicLossScaleState),
+    "after": is_state(scaling.DynamicLossScaleState),
+    ("LossScaler.load_state_dict", "state"): lambda value: False,
+    **{(f"{name}.advance", "state"): is_state(kind) for name, kind in STATES.items()},
+    ("LossScaler.assign", "state"): is_state(scaling.DynamicLossScaleState),
+    "verdict": is_verdict,
+    "grads_finite": is_flag,
+    "cause": lambda value: value in list(scaling.Cause),
+    "max_magnitude": lambda value: value is not None and is_floats(value) and (
+        tensor_of(value).shape.rank == 0
+    ),
+    "verdicts": lambda value: len(value) == 1 and is_verdict(value[0]),
+    "scalers": lambda value: len(value) > 0 and all(
+        isinstance(each, scaling.LossScaler) for each in value
+    ),
+    "loss": lambda value: tensor_of(value) is not None and is_floats([tensor_of(value)]),
+    "gradients": is_floats,
+    ("coalesce", "gradient"): lambda value: (
+        not isinstance(value, tf.IndexedSlices) or value.values.dtype.is_floating
+    ),
+    "token": lambda value: False,
+    ("Precision", "name"): lambda value: value in {"float32", "mixed_float16", "mixed_bfloat16"},
+    "tree": is_tensors,
+    "structure": is_tensors,
+    "weights_finite": is_flag,
+    "loss_finite": is_flag,
+    "local_gradients_finite": is_flag,
+    "summed_gradients_finite": is_flag,
+    "unscaled_gradients_finite": is_flag,
+    "at_min_scale": is_flag,
+    "layers": is_chain,
+    ("layerwise_gradients", "inputs"): lambda value: tensor_of(value) is not None,
+    ("layerwise_gradients", "loss_fn"): callable,
+    ("parse_rule", "text"): lambda value: value in {"0.5", "1", "2.0", "1024", "dynamic", "pytorch"},
+    ("preset", "name"): lambda value: value == "pytorch",
+    ("preset", "version"): lambda value: value in {None, "2.13"},
+    ("recommend", "stats"): lambda value: isinstance(value, scaling.GradientStats),
+    ("recommend", "names"): lambda value: value is None or len(value) == 1,
+}
+
+
+def fits(place, value):
+    """Whether an argument may have a value: by its annotation, and by its range."""
+    hint = place.parameter.annotation
+    keys = [key for key in ((place.name, place.argument), place.argument) if key in RANGES]
+    assert keys or hint is not typing.Any, f"{place} needs a line in RANGES"
+    if value is None and is_of(value, hint) and not is_any(hint):
+        return True  # None has a meaning of its own wherever the annotation names it
+    try:
+        return is_of(value, hint) and (not keys or bool(RANGES[keys[0]](value)))
+    except Exception:  # noqa: BLE001  # a value that a range cannot even look at
+        return False
+
+
+def is_any(hint):
+    """Whether every value has the type."""
+    return hint is typing.Any or isinstance(hint, typing.TypeVar)
+
+
+def is_of(value, hint):  # noqa: C901, PLR0911  # a line for each form of a type
+    """Whether a value has a type, as an annotation writes it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if is_any(hint) or isinstance(hint, str | typing.ForwardRef):
+        return True
+    if origin in {typing.Union, types.UnionType}:
+        return any(is_of(value, each) for each in inner)
+    if origin is typing.Literal:
+        return isinstance(value, str) and value in inner
+    if hint in {float, int, bool, type(None), str}:
+        return is_plain(value, hint)
+    if hint is tf.Tensor:
+        return tensor_of(value) is not None
+    if hint is scaling.LossScaleRule:
+        return is_rule(value)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin is tuple:
+        return isinstance(value, tuple) and (
+            all(is_of(each, inner[0]) for each in value)
+            if inner[-1:] == (...,)
+            else len(value) == len(inner) and all(map(is_of, value, inner))
+        )
+    if origin is collections.abc.Mapping:
+        return isinstance(value, collections.abc.Mapping) and all(
+            is_of(key, inner[0]) and is_of(each, inner[1]) for key, each in value.items()
+        )
+    if origin is collections.abc.Sequence:
+        return (isinstance(value, collections.abc.Sequence | np.ndarray)) and not isinstance(
+            value, str | bytes | bytearray
+        ) and all(is_of(each, inner[0]) for each in value)
+    if hint.__name__ == "Path":
+        return isinstance(value, os.PathLike)
+    if getattr(hint, "_is_protocol", False):
+        return all(hasattr(value, name) for name in inspect.get_annotations(hint) or {"loss_scale"})
+    return isinstance(value, origin or hint)
+
+
+def is_plain(value, hint):
+    """Whether a value is a number, a bool, a string or None. Numbers of NumPy count, bools do not."""
+    if hint is float or hint is int:
+        kind = numbers.Real if hint is float else numbers.Integral
+        finite = isinstance(value, kind) and not isinstance(value, bool | np.bool_)
+        return finite and abs(value) < math.inf
+    return isinstance(value, (bool, np.bool_) if hint is bool else hint)
