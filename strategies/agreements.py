@@ -5,7 +5,7 @@ from typing import TypeVar, cast
 import tensorflow as tf
 
 from strategies.capabilities import has_workers
-from strategies.checks import check_strategy
+from strategies.checks import check_strategy, shown
 
 Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
 Flag = TypeVar("Flag", bound=bool | tf.Tensor)
@@ -113,8 +113,8 @@ def any_worker(flag: Flag, strategy: tf.distribute.Strategy) -> Flag:
     is_tensor = isinstance(flag, tf.Tensor) and flag.dtype == tf.bool
     if not is_tensor and flag not in (True, False):
         raise TypeError(
-            f"`flag` must be True, False or a bool tensor; got {flag!r}. Each worker votes yes or "
-            "no. Pass True or False."
+            f"`flag` must be True, False or a bool tensor; got {shown(flag)}. Each worker votes "
+            "yes or no. Pass True or False."
         )
     check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
@@ -143,8 +143,8 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
     """
     if not isinstance(number, int):
         raise TypeError(
-            f"`number` must be an int; got {number!r}. The chief's number is sent to all workers "
-            "as an int64. Pass for instance a step number."
+            f"`number` must be an int; got {shown(number)}. The chief's number is sent to all "
+            "workers as an int64. Pass for instance a step number."
         )
     check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):

@@ -5,12 +5,28 @@ from typing import Any
 
 import tensorflow as tf
 
+LONGEST = 200  # characters of a value in an error
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error shows it: its repr, without the middle if it is long.
+
+    Example:
+        >>> shown("text"), len(shown(list(range(10**5))))
+        ("'text'", 200)
+    """
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001  # the error to raise is the caller's
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 53]}...{text[-50:]}"
+
 
 def check_count(name: str, value: Any, why: str) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"`{name}` must be an int of at least 1; got {value!r}. {why} Use 1 or more."
+            f"`{name}` must be an int of at least 1; got {shown(value)}. {why} Use 1 or more."
         )
 
 
@@ -23,7 +39,7 @@ def check_strategy(strategy: Any, why: str) -> None:
     """Raises TypeError unless `strategy` is a `tf.distribute.Strategy`."""
     if not isinstance(strategy, tf.distribute.Strategy):
         raise TypeError(
-            f"`strategy` must be a tf.distribute.Strategy; got {strategy!r}. {why} "
+            f"`strategy` must be a tf.distribute.Strategy; got {shown(strategy)}. {why} "
             'Pass for instance strategies.create("mirrored").'
         )
 
@@ -55,7 +71,7 @@ def check_devices(strategy: tf.distribute.Strategy) -> None:
     present = [name_of(device.name) for device in tf.config.list_logical_devices()]
     if missing := [device for device in own if device not in present]:
         raise ValueError(
-            f"`strategy` must use devices that TensorFlow finds; got {missing[0]!r}. It finds "
+            f"`strategy` must use devices that TensorFlow finds; got {shown(missing[0])}. It finds "
             f"{', '.join(present)}. Use these, or make the device visible: a GPU needs a driver "
             "and a place in CUDA_VISIBLE_DEVICES, a logical CPU a call of split_cpu."
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from strategies.checks import check_count, static_shape
+from strategies.checks import check_count, shown, static_shape
 
 # One component of a batch, of any dtype. None stays None in every part.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None"
@@ -95,7 +95,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     if not tf.is_tensor(index) and index not in range(parts):
         raise ValueError(
             f"`index` must be an int from 0 to parts - 1 = {parts - 1}, or an int32 tensor; got "
-            f"{index!r}. Parts are counted from 0. Pass the index of a replica or microbatch."
+            f"{shown(index)}. Parts are counted from 0. Pass the index of a replica or microbatch."
         )
     if parts == 1:
         return share

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from strategies.checks import check_count
+from strategies.checks import check_count, shown
 from strategies.cluster import addresses_of, find_cluster
 from strategies.gather import gather
 from strategies.serving import serve
@@ -19,7 +19,7 @@ def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """Returns TensorFlow's default strategy: one replica, operations placed by TensorFlow."""
     if devices is not None:
         raise ValueError(
-            f"`devices` must be None for the default strategy; got {devices!r}. "
+            f"`devices` must be None for the default strategy; got {shown(devices)}. "
             'TensorFlow chooses where operations run. Use "one_device" or "mirrored" to choose '
             "devices."
         )
@@ -31,7 +31,8 @@ def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     chosen = _names_of(devices) if devices is not None else _all_devices()[:1]
     if len(chosen) != 1:
         raise ValueError(
-            f"`devices` must name one device for one_device; got {devices!r}. All variables and "
+            f"`devices` must name one device for one_device; got {shown(devices)}. All variables "
+            "and "
             'operations are placed on that device. Name one device, or use "mirrored" for several.'
         )
     return tf.distribute.OneDeviceStrategy(chosen[0])
@@ -48,7 +49,8 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     chosen = _names_of(devices) if devices is not None else _all_devices()
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(
-            f"`devices` must name at least one device, and each only once; got {devices!r}. Each "
+            f"`devices` must name at least one device, and each only once; got {shown(devices)}. "
+            "Each "
             'replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for all.'
         )
     on_cpu = all("CPU" in device.upper() for device in chosen)
@@ -74,8 +76,8 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
     """
     if devices is not None:
         raise ValueError(
-            f"`devices` must be None for multi_worker_mirrored; got {devices!r}. Each process uses "
-            "all its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
+            f"`devices` must be None for multi_worker_mirrored; got {shown(devices)}. Each process "
+            "uses all its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
         )
     cluster = find_cluster()
     if cluster is None:
@@ -97,8 +99,8 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """
     if devices is not None:
         raise ValueError(
-            f"`devices` must be None for parameter_server; got {devices!r}. Each worker uses all "
-            "its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
+            f"`devices` must be None for parameter_server; got {shown(devices)}. Each worker uses "
+            "all its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
         )
     cluster = find_cluster()
     kinds = cluster.cluster_spec().jobs if cluster else []
@@ -180,7 +182,8 @@ def _names_of(devices: Sequence[str]) -> list[str]:
         )
     if not isinstance(devices, Iterable):
         raise TypeError(
-            f"`devices` must be a list of names; got {devices!r}. Each item names a device. Pass "
+            f"`devices` must be a list of names; got {shown(devices)}. Each item names a device. "
+            "Pass "
             'for instance ["GPU:0", "GPU:1"].'
         )
     return list(devices)

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO, NamedTuple
 
+from strategies.checks import shown
+
 # Time between SIGTERM and SIGKILL, so that a process can finish writing a checkpoint.
 GRACE_SECS = 30.0
 MAX_RESTARTS = 3  # restarts allowed per worker, in a job with parameter servers
@@ -221,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.ps < 0:
         parser.error(f"--ps must be at least 0; got {chosen.ps}")
     if not pathlib.Path(chosen.script).is_file():
-        parser.error(f"SCRIPT must be an existing file; got {chosen.script!r}")
+        parser.error(f"SCRIPT must be an existing file; got {shown(chosen.script)}")
     command = [sys.executable, "-u", chosen.script, *chosen.flags]
     job = Job(command, chosen.workers, chosen.ps, sys.stdout)
 

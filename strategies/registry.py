@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from strategies import factories, tpu
-from strategies.checks import check_devices
+from strategies.checks import check_devices, shown
 
 # Takes the caller's device names, or None, in which case the factory chooses the devices.
 Factory = Callable[[Sequence[str] | None], tf.distribute.Strategy]
@@ -47,7 +47,7 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
         near = difflib.get_close_matches(str(name), names(), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Add your own with strategies.register()."
         raise ValueError(
-            f"`strategy` must be one of {', '.join(names())}; got {name!r}. No other name "
+            f"`strategy` must be one of {', '.join(names())}; got {shown(name)}. No other name "
             f"is registered. {hint}"
         )
     made = _FACTORIES[name](devices)
@@ -74,7 +74,7 @@ def register(name: str, factory: Factory) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"`name` must be a string; got {name!r}. The name is passed to create() and to "
+            f"`name` must be a string; got {shown(name)}. The name is passed to create() and to "
             'Trainer(strategy=). Pass for instance "my_strategy".'
         )
     if not callable(factory):
@@ -85,8 +85,8 @@ def register(name: str, factory: Factory) -> None:
         )
     if name in _FACTORIES:
         raise ValueError(
-            f"`name` must be new; got {name!r}. A strategy of that name is already registered. "
-            f"Choose a name other than {', '.join(names())}."
+            f"`name` must be new; got {shown(name)}. A strategy of that name is already "
+            f"registered. Choose a name other than {', '.join(names())}."
         )
     _FACTORIES[name] = factory
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from strategies.checks import shown
+
 TIMEOUT_SECS = 20.0  # how long to wait for an answer from a TPU
 # The first bytes that an HTTP/2 (and so a gRPC) client sends. The server answers with a
 # SETTINGS frame, whose fourth byte is its type. Source: RFC 9113, sections 3.4, 4.1 and 6.5.
@@ -28,7 +30,8 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """
     if isinstance(devices, str) or (devices is not None and len(devices) != 1):
         raise ValueError(
-            f"`devices` must be a list of one address for tpu; got {devices!r}. All cores of a TPU "
+            f"`devices` must be a list of one address for tpu; got {shown(devices)}. All cores of "
+            "a TPU "
             'share one address. Pass for instance ["local"], or None to use TPU_NAME.'
         )
     address = devices[0] if devices else os.environ.get("TPU_NAME", "local")

@@ -27,7 +27,7 @@ from absl import flags, logging
 
 import scaling
 import strategies
-from scaling.base.argument_checks import did_you_mean
+from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.argument_checks import check_writable, local_path
 from trainer.base.atomic_files import write_atomically
 from trainer.checkpoint.folder import committed
@@ -134,8 +134,8 @@ def define_flags(flag_values: flags.FlagValues = FLAGS, **defaults: Any) -> None
         name = ALIASES.get(given, given)
         if name not in ours:
             raise ValueError(
-                f"`define_flags` must be given names of its flags; got {name!r}. The flags are "
-                f"{', '.join(ours)}. {did_you_mean(name, ours, 'Choose one of these flags.')}"
+                f"`define_flags` must be given names of its flags; got {shown(name)}. The flags "
+                f"are {', '.join(ours)}. {did_you_mean(name, ours, 'Choose one of these flags.')}"
             )
         flag_values.set_default(name, value)
 
@@ -335,7 +335,7 @@ def make_trainer(
     """
     if not callable(trainer_class):
         raise TypeError(
-            f"`trainer_class` must be Trainer or a subclass; got {trainer_class!r}. The class "
+            f"`trainer_class` must be Trainer or a subclass; got {shown(trainer_class)}. The class "
             "is called with arguments from the flags. Pass the class itself."
         )
     no_gpu = not tf.config.list_physical_devices("GPU")
@@ -505,7 +505,7 @@ def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strateg
     if strategy not in ("tpu", "auto"):
         raise ValueError(
             f"`--tpu` must be left out unless --strategy is tpu or auto; got "
-            f"{flag_values.tpu!r} with {strategy!r}. No other strategy runs on a TPU. Pass "
+            f"{shown(flag_values.tpu)} with {strategy!r}. No other strategy runs on a TPU. Pass "
             "--strategy=tpu."
         )
     return strategies.create(strategy, [flag_values.tpu])

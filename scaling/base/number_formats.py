@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 
 # All scales in this range, and their reciprocals, are normal float32 numbers: scaling is exact.
 SMALLEST_SCALE = 2.0**-126
@@ -74,8 +74,8 @@ def check_power_of_two(name: str, value: Any, suggestion: float) -> None:
     """
     if not is_power_of_two(value):
         raise ValueError(
-            f"`{name}` must be a power of two between 2^-126 and 2^126; got {value!r}. Only powers "
-            "of two scale and unscale gradients without changing their bits. "
+            f"`{name}` must be a power of two between 2^-126 and 2^126; got {shown(value)}. Only "
+            "powers of two scale and unscale gradients without changing their bits. "
             f"Use {power_of_two_text(suggestion)}."
         )
 

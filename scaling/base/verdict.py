@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_flag
+from scaling.base.argument_checks import as_flag, shown
 
 
 class Cause(enum.IntEnum):
@@ -155,8 +155,8 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
     )
     if not tf.is_tensor(verdict.cause) and verdict.cause not in list(Cause):
         raise ValueError(
-            f"`verdict.cause` must be a scaling.Cause; got {verdict.cause!r}. A cause names the "
-            "stage of the step at which a value was first not finite. Pass the result of "
+            f"`verdict.cause` must be a scaling.Cause; got {shown(verdict.cause)}. A cause names "
+            "the stage of the step at which a value was first not finite. Pass the result of "
             "scaling.find_cause(), or leave it out."
         )
     return verdict._replace(grads_finite=grads_finite)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_bool
+from scaling.base.argument_checks import as_tensor, check_bool, shown
 from scaling.base.types import Gradient
 from scaling.layerwise.rule import LayerwiseLossScale
 from scaling.ops.gradients import unscale_gradients
@@ -154,8 +154,9 @@ def _as_chain(layers: Any) -> list[Callable[..., tf.Tensor]]:
     if not isinstance(chain, list | tuple) or not chain or not all(map(callable, chain)):
         raise ValueError(
             "`layers` must be a keras.Sequential or a nonempty list of callables; got "
-            f"{layers!r}. Each layer takes the output of the previous layer: branches that join "
-            "would need equal scales. Wrap branches into one layer, and pass a list of the layers."
+            f"{shown(layers)}. Each layer takes the output of the previous layer: branches that "
+            "join would need equal scales. Wrap branches into one layer, and pass a list of the "
+            "layers."
         )
     return list(chain)
 
@@ -164,8 +165,8 @@ def _check_arguments(loss_fn: Any, rule: Any, training: Any) -> None:
     """Checks the arguments of `layerwise_gradients` before the forward pass."""
     if not callable(loss_fn):
         raise TypeError(
-            f"`loss_fn` must be a function of the last layer's outputs; got {loss_fn!r}. Names of "
-            "losses are not supported here. Pass for instance tf.reduce_mean."
+            f"`loss_fn` must be a function of the last layer's outputs; got {shown(loss_fn)}. "
+            "Names of losses are not supported here. Pass for instance tf.reduce_mean."
         )
     if not isinstance(rule, LayerwiseLossScale):
         raise TypeError(
@@ -186,8 +187,8 @@ def _check_trained_once(layers: list[Callable[..., tf.Tensor]]) -> None:
     for index, layer in enumerate(trained):
         if any(layer is other for other in trained[:index]):
             raise ValueError(
-                f"`layers` must contain each layer once; got {layer!r} twice. Its two gradients "
-                "would have different scales. Use two separate layers."
+                f"`layers` must contain each layer once; got {shown(layer)} twice. Its two "
+                "gradients would have different scales. Use two separate layers."
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_scalar, is_number
+from scaling.base.argument_checks import as_tensor, check_scalar, is_number, shown
 from scaling.base.number_formats import (
     HALF_FLUSHED,
     HALF_MAX,
@@ -72,13 +72,13 @@ class LayerwiseLossScale:
             check_power_of_two(name, bound, nearest_power_of_two(bound, default, low=2.0))
             if bound < 1:
                 raise ValueError(
-                    f"`{name}` must be at least 1; got {bound!r}. A smaller bound would shrink "
-                    f"gradients. Use {default}, the default."
+                    f"`{name}` must be at least 1; got {shown(bound)}. A smaller bound would "
+                    f"shrink gradients. Use {default}, the default."
                 )
         if not is_number(self.underflow_share) or not 0 < self.underflow_share < 1:
             raise ValueError(
-                f"`underflow_share` must be between 0 and 1; got {self.underflow_share!r}. The "
-                "share is the fraction of products that may underflow. Use 1e-3, the default."
+                f"`underflow_share` must be between 0 and 1; got {shown(self.underflow_share)}. "
+                "The share is the fraction of products that may underflow. Use 1e-3, the default."
             )
 
     def total_scale(

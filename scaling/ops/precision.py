@@ -4,7 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor
+from scaling.base.argument_checks import as_tensor, shown
 from scaling.base.types import Structure
 
 COMPUTE_DTYPES = {
@@ -43,7 +43,7 @@ class Precision:
         """Rejects unknown names."""
         if self.name not in COMPUTE_DTYPES:
             raise ValueError(
-                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {self.name!r}. "
+                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {shown(self.name)}. "
                 "Weights always stay in float32, so that small updates are not lost. Use "
                 '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
             )

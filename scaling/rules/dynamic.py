@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state, is_integer
+from scaling.base.argument_checks import check_state, is_integer, shown
 from scaling.base.number_formats import is_power_of_two, nearest_power_of_two, power_of_two_text
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
@@ -189,20 +189,21 @@ def check_low_scale_intervals(pairs: Any) -> None:
         isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
     ):
         raise ValueError(
-            f"`low_scale_intervals` must be pairs (scale, interval); got {pairs!r}. Each interval "
-            "applies while the loss scale is below its scale. Use for instance ((2.0, 25), (8.0, "
-            "100))."
+            f"`low_scale_intervals` must be pairs (scale, interval); got {shown(pairs)}. Each "
+            "interval applies while the loss scale is below its scale. Use for instance ((2.0, "
+            "25), (8.0, 100))."
         )
     for scale, interval in pairs:
         if not is_power_of_two(scale):
             suggestion = nearest_power_of_two(scale, 2.0, low=2.0**-24, high=2.0**40)
             raise ValueError(
                 "`low_scale_intervals` must have powers of two between 2^-126 and 2^126 as scales; "
-                f"got {scale!r}. The loss scale is always a power of two. "
+                f"got {shown(scale)}. The loss scale is always a power of two. "
                 f"Use ({power_of_two_text(suggestion)}, {interval!r}) for this pair."
             )
         if not is_integer(interval) or not 1 <= interval <= MAX_COUNT:
             raise ValueError(
                 "`low_scale_intervals` must have ints from 1 to 2^30 as intervals; got "
-                f"{interval!r}. An interval counts finite steps. Use ({scale!r}, 25) for this pair."
+                f"{shown(interval)}. An interval counts finite steps. Use ({scale!r}, 25) for this "
+                "pair."
             )

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state
+from scaling.base.argument_checks import check_state, shown
 from scaling.base.number_formats import HALF_BITS, HALF_MAX, floor_power_of_two
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
@@ -189,6 +189,6 @@ def check_headroom_bits(bits: int) -> None:
     check_count("headroom_bits", bits, "This argument counts factors of two.", remedy, least=0)
     if bits > HALF_BITS:
         raise ValueError(
-            f"`headroom_bits` must be at most {HALF_BITS}; got {bits!r}. Float16 has only that "
-            f"many factors of two between its smallest and its largest number. {remedy}."
+            f"`headroom_bits` must be at most {HALF_BITS}; got {shown(bits)}. Float16 has only "
+            f"that many factors of two between its smallest and its largest number. {remedy}."
         )

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state, is_number
+from scaling.base.argument_checks import check_state, is_number, shown
 from scaling.base.number_formats import HALF_MAX, two_to_the
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import check_bounds, normalize_numbers, require_magnitude, select_state
@@ -89,13 +89,13 @@ class LogMaxLossScale:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < 1:
                 raise ValueError(
-                    f"`{name}` must be a number in [0, 1); got {value!r}. At each step a running "
-                    "mean keeps this fraction of its value. Use 0.99, which averages over about "
-                    "100 steps."
+                    f"`{name}` must be a number in [0, 1); got {shown(value)}. At each step a "
+                    "running mean keeps this fraction of its value. Use 0.99, which averages over "
+                    "about 100 steps."
                 )
         if not is_number(self.deviations) or not 0 <= self.deviations <= 100:
             raise ValueError(
-                f"`deviations` must be a number from 0 to 100; got {self.deviations!r}. The "
+                f"`deviations` must be a number from 0 to 100; got {shown(self.deviations)}. The "
                 "headroom is this number of standard deviations. Use 3.09, the default."
             )
         normalize_numbers(self)

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from typing import Any
 
-from scaling.base.argument_checks import did_you_mean, is_number
+from scaling.base.argument_checks import did_you_mean, is_number, shown
 from scaling.rules.constant import FixedLossScale, NoLossScale
 from scaling.rules.dynamic import DynamicLossScale
 from scaling.rules.headroom import HeadroomLossScale
@@ -50,7 +50,8 @@ def parse_rule(text: str) -> LossScaleRule:
     """
     if not isinstance(text, str):
         raise TypeError(
-            f"`text` must be a string; got {text!r}. The text describes a rule, as in a flag. Pass "
+            f"`text` must be a string; got {shown(text)}. The text describes a rule, as in a flag. "
+            "Pass "
             'for instance "dynamic", or construct the rule itself.'
         )
     name, *assignments = text.strip().split(":")
@@ -58,22 +59,22 @@ def parse_rule(text: str) -> LossScaleRule:
         fixed = FixedLossScale(number)
         if assignments:
             raise ValueError(
-                f"`loss_scale` must not have fields after a number; got {text!r}. A number means a "
-                f"fixed scale, which has no other fields. Use {name}, or "
+                f"`loss_scale` must not have fields after a number; got {shown(text)}. A number "
+                f"means a fixed scale, which has no other fields. Use {name}, or "
                 f"dynamic:initial_scale={text}."
             )
         return fixed
     names = [*RULES, *PRESETS]
     if name not in names:
         raise ValueError(
-            f"`loss_scale` must be a number or one of {', '.join(names)}; got {text!r}. There is "
-            "no rule with that name. "
+            f"`loss_scale` must be a number or one of {', '.join(names)}; got {shown(text)}. There "
+            "is no rule with that name. "
             f"{did_you_mean(name, names, 'Use for instance 1024 or dynamic.')}"
         )
     fields = parse_fields(name, assignments, text)
     if name == "fixed" and not fields:
         raise ValueError(
-            f"`loss_scale` must include the value of a fixed scale; got {text!r}. There is no "
+            f"`loss_scale` must include the value of a fixed scale; got {shown(text)}. There is no "
             "default. Use for instance 1024 or fixed:loss_scale=1024."
         )
     return RULES[name](**fields) if name in RULES else preset(name, **fields)
@@ -93,20 +94,20 @@ def parse_fields(name: str, assignments: list[str], text: str) -> dict[str, Any]
         field, equals, value = assignment.partition("=")
         if not equals:
             raise ValueError(
-                f"`loss_scale` must give fields as field=value; got {assignment!r} in {text!r}. A "
-                "field needs a value. Use for instance dynamic:growth_interval=500."
+                f"`loss_scale` must give fields as field=value; got {shown(assignment)} in "
+                f"{text!r}. A field needs a value. Use for instance dynamic:growth_interval=500."
             )
         if field not in known:
             raise ValueError(
-                f"`loss_scale` must name fields of the rule; got {field!r} in {text!r}. {name} has "
-                f"{', '.join(known) or 'no fields'}. "
+                f"`loss_scale` must name fields of the rule; got {shown(field)} in {text!r}. "
+                f"{name} has {', '.join(known) or 'no fields'}. "
                 f"{did_you_mean(field, known, 'Use only these.' if known else 'Use ' + name + '.')}"
             )
         if NEXT_FIELD.search(value):
             separated = NEXT_FIELD.sub(r":\1", text)
             raise ValueError(
-                f"`loss_scale` must separate fields by colons; got {text!r}. A comma belongs to a "
-                f"field's value. Use {separated}."
+                f"`loss_scale` must separate fields by colons; got {shown(text)}. A comma belongs "
+                f"to a field's value. Use {separated}."
             )
         fields[field] = value if field == "version" else parse_value(value)
     return fields

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from scaling.base.argument_checks import did_you_mean
+from scaling.base.argument_checks import did_you_mean, shown
 from scaling.base.number_formats import LARGEST_SCALE, SMALLEST_SCALE
 from scaling.rules.dynamic import DynamicLossScale
 from scaling.rules.rule import LossScaleRule, check_count
@@ -112,8 +112,8 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
     if name not in PRESETS:
         remedy = "Use one of these, or scaling.DynamicLossScale with your own constants."
         raise ValueError(
-            f"`name` must be one of {', '.join(PRESETS)}; got {name!r}. A preset has the name of "
-            f"the system that it reproduces. {did_you_mean(name, PRESETS, remedy)}"
+            f"`name` must be one of {', '.join(PRESETS)}; got {shown(name)}. A preset has the name "
+            f"of the system that it reproduces. {did_you_mean(name, PRESETS, remedy)}"
         )
     versions = PRESETS[name]
     if version is not None and version not in versions:
@@ -121,8 +121,8 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
             f"be one of {', '.join(map(str, versions))}" if None not in versions else "be left out"
         )
         raise ValueError(
-            f"`version` must {requirement} for {name}; got {version!r}. Presets exist only for the "
-            "versions that were tested. Leave `version` out to get the newest one."
+            f"`version` must {requirement} for {name}; got {shown(version)}. Presets exist only "
+            "for the versions that were tested. Leave `version` out to get the newest one."
         )
     known = fields_of(name)
     unknown = sorted(set(overrides) - set(known))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_integer
+from scaling.base.argument_checks import check_integer, shown
 from scaling.base.number_formats import (
     LARGEST_SCALE,
     as_float,
@@ -118,16 +118,16 @@ def check_bounds(rule: Any) -> None:
     check_power_of_two("max_scale", high, nearest_power_of_two(high, usual, low=lowest_ceiling))
     if low > high:
         raise ValueError(
-            f"`min_scale` must be at most `max_scale`; got {low!r} and {high!r}. No scale could "
-            "satisfy both bounds. Lower `min_scale` or raise `max_scale`."
+            f"`min_scale` must be at most `max_scale`; got {shown(low)} and {high!r}. No scale "
+            "could satisfy both bounds. Lower `min_scale` or raise `max_scale`."
         )
     if not low <= initial <= high:
         bound, limit = ("max_scale", high) if initial > high else ("min_scale", low)
         raise ValueError(
             f"`initial_scale` must lie between `min_scale` ({power_of_two_text(low)}) and "
-            f"`max_scale` ({power_of_two_text(high)}); got {initial!r}. The scale never leaves "
-            f"these bounds. Set `initial_scale` to {power_of_two_text(limit)}, or `{bound}` to "
-            f"{power_of_two_text(initial)}."
+            f"`max_scale` ({power_of_two_text(high)}); got {shown(initial)}. The scale never "
+            f"leaves these bounds. Set `initial_scale` to {power_of_two_text(limit)}, or `{bound}` "
+            f"to {power_of_two_text(initial)}."
         )
 
 
@@ -137,13 +137,13 @@ def check_factors(growth_factor: float, backoff_factor: float) -> None:
     check_power_of_two("backoff_factor", backoff_factor, suggestion=0.5)
     if growth_factor <= 1:
         raise ValueError(
-            f"`growth_factor` must be greater than 1; got {growth_factor!r}. A factor of 1 or less "
-            "would never raise the scale. Use 2.0, which doubles it."
+            f"`growth_factor` must be greater than 1; got {shown(growth_factor)}. A factor of 1 or "
+            "less would never raise the scale. Use 2.0, which doubles it."
         )
     if backoff_factor >= 1:
         raise ValueError(
-            f"`backoff_factor` must be less than 1; got {backoff_factor!r}. A factor of 1 or more "
-            "would never lower the scale after an overflow. Use 0.5, which halves it."
+            f"`backoff_factor` must be less than 1; got {shown(backoff_factor)}. A factor of 1 or "
+            "more would never lower the scale after an overflow. Use 0.5, which halves it."
         )
 
 
@@ -152,8 +152,8 @@ def check_rule(rule: Any) -> None:
     is_rule = hasattr(rule, "initial_state") and hasattr(rule, "advance")
     if not is_rule or isinstance(rule, type):
         raise TypeError(
-            f"`rule` must be a loss-scale rule; got {rule!r}. A rule is an object with the methods "
-            "initial_state() and advance(). Use for instance "
+            f"`rule` must be a loss-scale rule; got {shown(rule)}. A rule is an object with the "
+            "methods initial_state() and advance(). Use for instance "
             "scaling.DynamicLossScale(growth_interval=500)."
         )
 
@@ -173,5 +173,6 @@ def check_count(name: str, value: Any, why: str, remedy: str, least: int = 1) ->
     check_integer(name, value, least, why, remedy)
     if value > MAX_COUNT:
         raise ValueError(
-            f"`{name}` must be at most 2^30; got {value!r}. {why} Counters are int32. {remedy}."
+            f"`{name}` must be at most 2^30; got {shown(value)}. {why} Counters are int32. "
+            f"{remedy}."
         )

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_bool, check_state, is_number
+from scaling.base.argument_checks import check_bool, check_state, is_number, shown
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
     check_bounds,
@@ -101,9 +101,9 @@ class TolerantLossScale:
         )
         if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError(
-                f"`tolerance` must be a number in [0, 1); got {self.tolerance!r}. The tolerance is "
-                "the fraction of steps that may overflow; with 1 the scale would never back off. "
-                "Use 0.05, the default."
+                f"`tolerance` must be a number in [0, 1); got {shown(self.tolerance)}. The "
+                "tolerance is the fraction of steps that may overflow; with 1 the scale would "
+                "never back off. Use 0.05, the default."
             )
         check_bool(
             "scale_interval",

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from scaling.base.number_formats import is_power_of_two
 from scaling.base.verdict import Cause, Verdict
 
@@ -70,8 +71,8 @@ def checked_initial_state(rule: Any, name: str) -> Any:
     if not isinstance(state, tuple) or getattr(state, "_fields", ())[:1] != ("loss_scale",):
         raise RuleError(
             f"`{name}.initial_state` must return a NamedTuple whose first field is loss_scale; got "
-            f"{state!r}. Each field becomes a variable, which checkpoints know by its name. Define "
-            "a NamedTuple of tensors for the rule's state."
+            f"{shown(state)}. Each field becomes a variable, which checkpoints know by its name. "
+            "Define a NamedTuple of tensors for the rule's state."
         )
     scale = tf.convert_to_tensor(state[0])
     if scale.dtype != tf.float32 or scale.shape.rank != 0:
@@ -90,7 +91,7 @@ def checked_next(after: Any, before: Any, name: str) -> Any:
     if type(after) is not type(before):
         raise RuleError(
             f"`{name}.advance` must return a {type(before).__name__}, the type of its state; got "
-            f"{after!r}. The state is kept in variables from step to step. Return "
+            f"{shown(after)}. The state is kept in variables from step to step. Return "
             "state._replace(...)."
         )
     tensors = [tf.convert_to_tensor(field) for field in after]
@@ -111,6 +112,6 @@ def check_scale(state: Any, place: str, when: str) -> None:
     if not is_power_of_two(scale):
         raise ValueError(
             f"`{place}` must return a loss_scale that is a power of two between 2^-126 and 2^126; "
-            f"got {scale!r}{when}. Only powers of two scale and unscale gradients without changing "
-            "their bits. Multiply and divide by powers of two, and bound the result."
+            f"got {shown(scale)}{when}. Only powers of two scale and unscale gradients without "
+            "changing their bits. Multiply and divide by powers of two, and bound the result."
         )

@@ -138,7 +138,8 @@ def signature(module, name):
     kept = [
         each.replace(annotation=hints.get(each.name, typing.Any))
         for each in whole.parameters.values()
-        if each.name not in {"self", "_cls"} and each.kind not in {each.VAR_KEYWORD, each.VAR_POSITIONAL}
+        if each.name not in {"self", "_cls"}
+        and each.kind not in {each.VAR_KEYWORD, each.VAR_POSITIONAL}
     ]
     return whole.replace(parameters=kept)
 
@@ -276,14 +277,18 @@ def shows(found, value):
     for text in (str, repr):
         with contextlib.suppress(Exception):
             told |= {text(value)[:12], text(value)[-12:]}
-    for name, of in itertools.product(("shape", "dtype", "name", "__name__"), (value, tensor_of(value))):
+    for name, of in itertools.product(
+        ("shape", "dtype", "name", "__name__"), (value, tensor_of(value))
+    ):
         with contextlib.suppress(Exception):
             each = getattr(of, name)
             told.add(str(tuple(each)) if name == "shape" else getattr(each, "name", str(each)))
     with contextlib.suppress(Exception):
         told |= {str(len(value)), *(repr(each)[:12] for each in value), *map(str, value)}
         told |= {type(each).__name__ for each in value}
-    return any(isinstance(each, str) and each and each in found for each in told) or found.startswith("an empty")
+    return any(
+        isinstance(each, str) and each and each in found for each in told
+    ) or found.startswith("an empty")
 
 
 def drawn(place, number):

@@ -91,8 +91,11 @@ STATES = {
 def has_scale(value):
     """A state of any rule: with a scale that is one."""
     found = tensor_of(getattr(value, "loss_scale", None))
-    return isinstance(value, tuple) and found is not None and found.dtype == tf.float32 and (
-        found.shape.rank == 0 and is_scale(float(found))
+    return (
+        isinstance(value, tuple)
+        and found is not None
+        and found.dtype == tf.float32
+        and (found.shape.rank == 0 and is_scale(float(found)))
     )
 
 
@@ -159,12 +162,12 @@ RANGES = {
     "verdict": is_verdict,
     "grads_finite": is_flag,
     "cause": lambda value: value in list(scaling.Cause),
-    "max_magnitude": lambda value: value is not None and is_floats(value) and (
-        tensor_of(value).shape.rank == 0
+    "max_magnitude": lambda value: (
+        value is not None and is_floats(value) and (tensor_of(value).shape.rank == 0)
     ),
     "verdicts": lambda value: len(value) == 1 and is_verdict(value[0]),
-    "scalers": lambda value: len(value) > 0 and all(
-        isinstance(each, scaling.LossScaler) for each in value
+    "scalers": lambda value: (
+        len(value) > 0 and all(isinstance(each, scaling.LossScaler) for each in value)
     ),
     "loss": lambda value: tensor_of(value) is not None and is_floats([tensor_of(value)]),
     "gradients": is_floats,
@@ -184,7 +187,9 @@ RANGES = {
     "layers": is_chain,
     ("layerwise_gradients", "inputs"): lambda value: tensor_of(value) is not None,
     ("layerwise_gradients", "loss_fn"): callable,
-    ("parse_rule", "text"): lambda value: value in {"0.5", "1", "2.0", "1024", "dynamic", "pytorch"},
+    ("parse_rule", "text"): lambda value: (
+        value in {"0.5", "1", "2.0", "1024", "dynamic", "pytorch"}
+    ),
     ("preset", "name"): lambda value: value == "pytorch",
     ("preset", "version"): lambda value: value in {None, "2.13"},
     ("recommend", "stats"): lambda value: isinstance(value, scaling.GradientStats),
@@ -238,9 +243,11 @@ def is_of(value, hint):  # noqa: C901, PLR0911  # a line for each form of a type
             is_of(key, inner[0]) and is_of(each, inner[1]) for key, each in value.items()
         )
     if origin is collections.abc.Sequence:
-        return (isinstance(value, collections.abc.Sequence | np.ndarray)) and not isinstance(
-            value, str | bytes | bytearray
-        ) and all(is_of(each, inner[0]) for each in value)
+        return (
+            (isinstance(value, collections.abc.Sequence | np.ndarray))
+            and not isinstance(value, str | bytes | bytearray)
+            and all(is_of(each, inner[0]) for each in value)
+        )
     if hint.__name__ == "Path":
         return isinstance(value, os.PathLike)
     if getattr(hint, "_is_protocol", False):

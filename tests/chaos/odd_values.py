@@ -4,17 +4,11 @@ Every value is code, so that it is made anew for each case and is its own label.
 """
 
 import collections.abc
-import dataclasses
 import decimal
-import enum
 import fractions
-import inspect
-import math
-import numbers
 import pathlib
 import sys
 import types
-import typing
 from unittest import mock
 
 import keras

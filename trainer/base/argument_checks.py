@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number
+from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number, shown
 
 
 def check_count(name: str, value: object) -> None:
@@ -31,8 +31,8 @@ def check_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(
-            f"`{name}` must be True or False; got {value!r}. This argument is an on/off switch. "
-            "Pass True or False."
+            f"`{name}` must be True or False; got {shown(value)}. This argument is an on/off "
+            "switch. Pass True or False."
         )
 
 
@@ -42,8 +42,8 @@ def check_seed(
     """Raises ValueError unless `seed` is None or an unsigned integer of at most `bits` bits."""
     if seed is not None and not (is_integer(seed) and 0 <= seed < 2**bits):
         raise ValueError(
-            f"`seed` must be an int from 0 to 2^{bits} - 1, or None; got {seed!r}. {why} Use 0, "
-            "for example."
+            f"`seed` must be an int from 0 to 2^{bits} - 1, or None; got {shown(seed)}. {why} Use "
+            "0, for example."
         )
 
 
@@ -65,7 +65,7 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
     if not isinstance(value, (str, os.PathLike)) or value == "":
         rule = "a path or None" if optional else "a path"
         raise TypeError(
-            f"`{name}` must be {rule}; got {value!r}. This argument names a file or a folder. "
+            f"`{name}` must be {rule}; got {shown(value)}. This argument names a file or a folder. "
             f'Pass "{example}", for example.'
         )
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", os.fspath(value)):
@@ -86,8 +86,8 @@ def check_checkpoint_path(name: str, value: object, example: str) -> None:
     whole = str(local_path(value).absolute())  # type: ignore[arg-type]  # it has been checked
     if found := re.search(r"[\[\\]", whole):
         raise ValueError(
-            f"`{name}` must not contain {found[0]!r}; got {whole!r}. TensorFlow reads the path of "
-            "a checkpoint as a pattern, and would not find it again. Use another name."
+            f"`{name}` must not contain {found[0]!r}; got {shown(whole)}. TensorFlow reads the "
+            "path of a checkpoint as a pattern, and would not find it again. Use another name."
         )
 
 
@@ -147,8 +147,8 @@ def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
     if not any(isinstance(each, bool) == isinstance(value, bool) for each in same):  # 1 is not True
         remedy = did_you_mean(str(value), map(str, choices), "Pass one of these values.")
         raise ValueError(
-            f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}. There are no "
-            f"other choices. {remedy}"
+            f"`{name}` must be one of {', '.join(map(repr, choices))}; got {shown(value)}. There "
+            f"are no other choices. {remedy}"
         )
 
 
@@ -175,6 +175,6 @@ def check_ema_momentum(ema_momentum: Any) -> None:
         return
     if not is_number(ema_momentum) or not 0 < ema_momentum < 1:
         raise ValueError(
-            f"`ema_momentum` must be strictly between 0 and 1; got {ema_momentum!r}. Each update "
-            "keeps this fraction of the old average. 0.999 is a common choice."
+            f"`ema_momentum` must be strictly between 0 and 1; got {shown(ema_momentum)}. Each "
+            "update keeps this fraction of the old average. 0.999 is a common choice."
         )

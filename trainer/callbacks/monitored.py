@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import did_you_mean, is_number
+from scaling.base.argument_checks import did_you_mean, is_number, shown
 from trainer.base.argument_checks import check_choice
 from trainer.monitor.callback import Callback
 
@@ -34,7 +34,8 @@ class Monitored(Callback):
         """Checks and stores the arguments; there is no best value yet."""
         if not (isinstance(monitor, str) and monitor):
             raise ValueError(
-                f"`monitor` must be the name of a number in the log; got {monitor!r}. The callback "
+                f"`monitor` must be the name of a number in the log; got {shown(monitor)}. The "
+                "callback "
                 'follows this number. Pass "val_loss" for the loss of evaluations, for example.'
             )
         check_choice("mode", mode, ("auto", "min", "max"))
@@ -104,7 +105,7 @@ def check_amount(name: str, value: object, zero: str) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
     if not (is_number(value) and 0 <= value < math.inf):
         raise ValueError(
-            f"`{name}` must be a number of at least 0; got {value!r}. The value is an amount: "
+            f"`{name}` must be a number of at least 0; got {shown(value)}. The value is an amount: "
             f"{zero}. Pass 0.001, for example."
         )
 
@@ -130,6 +131,6 @@ def check_monitored(
             else:
                 remedy = did_you_mean(name, names, f"The numbers are {', '.join(names)}.")
             raise ValueError(
-                f"`monitor` must be a number of the run; got {name!r} in {who}. The callback would "
-                f"never do anything. {remedy}"
+                f"`monitor` must be a number of the run; got {shown(name)} in {who}. The callback "
+                f"would never do anything. {remedy}"
             )

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count, check_nonnegative
 from trainer.base.keras_private import learning_rate_setting
 from trainer.callbacks.monitored import Monitored, check_amount
@@ -48,7 +48,7 @@ class ReduceLROnPlateau(Monitored):
         super().__init__(monitor, mode, min_delta)
         if not (is_number(factor) and 0 < factor < 1):
             raise ValueError(
-                f"`factor` must be between 0 and 1; got {factor!r}. The learning rate is "
+                f"`factor` must be between 0 and 1; got {shown(factor)}. The learning rate is "
                 "multiplied by it. Pass 0.1 for a tenth."
             )
         check_count("patience", patience)

@@ -4,7 +4,7 @@ import datetime as dt
 import time
 from typing import Any
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 from trainer.monitor.callback import Callback
 
 
@@ -40,8 +40,8 @@ class Timer(Callback):
             duration = duration.total_seconds()
         if not (is_number(duration) and duration > 0):
             raise ValueError(
-                f"`duration` must be a positive number or datetime.timedelta; got {given!r}. The "
-                "run ends after that time. Pass 3600 for an hour."
+                f"`duration` must be a positive number or datetime.timedelta; got {shown(given)}. "
+                "The run ends after that time. Pass 3600 for an hour."
             )
         self.duration = float(duration)
         self.elapsed = 0.0

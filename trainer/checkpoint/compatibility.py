@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
+from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_choice
 from trainer.checkpoint.folder import Facts
 from trainer.checkpoint.run_facts import Difference, differences
@@ -79,8 +80,8 @@ def check_allow_changes(names: Sequence[str]) -> None:
     """Raises TypeError or ValueError unless `names` is a valid `allow_changes`."""
     if isinstance(names, str):
         raise TypeError(
-            f"`allow_changes` must be a sequence of names; got {names!r}. Each name is a setting "
-            f"that may differ from the checkpoint. Pass ({names!r},)."
+            f"`allow_changes` must be a sequence of names; got {shown(names)}. Each name is a "
+            f"setting that may differ from the checkpoint. Pass ({names!r},)."
         )
     for name in names:
         check_choice("allow_changes", name, tuple(ARGUMENTS))

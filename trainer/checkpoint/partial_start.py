@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
+from scaling.base.argument_checks import shown
 from trainer.step.types import Variable
 
 
@@ -105,7 +106,7 @@ def check_skips(skip: Sequence[str], names: Iterable[str]) -> None:
         if not any(re.search(each, name) for name in listed):
             raise ValueError(
                 "`init_from_skip` must match names of weights of the model or of the checkpoint; "
-                f"got {each!r}. The names are {', '.join(listed)}."
+                f"got {shown(each)}. The names are {', '.join(listed)}."
             )
 
 

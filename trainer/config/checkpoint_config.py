@@ -8,6 +8,7 @@ from typing import Any
 
 from absl import logging
 
+from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_checkpoint_path
 from trainer.checkpoint.best import BETTER
 from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
@@ -30,7 +31,7 @@ def check_metric_name(name: str, value: Any) -> None:
     """Raises TypeError unless `value` is a string, the name of an evaluation result."""
     if not isinstance(value, str):
         raise TypeError(
-            f"`{name}` must be the name of an evaluation result; got {value!r}. The result "
+            f"`{name}` must be the name of an evaluation result; got {shown(value)}. The result "
             'decides which models are best. Pass "loss", or the name of a metric.'
         )
 
@@ -39,7 +40,8 @@ def check_allowed(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` names only settings that may change."""
     if not isinstance(value, Collection):
         raise TypeError(
-            f"`{name}` must be a sequence of names; got {value!r}. Each name is a setting that "
+            f"`{name}` must be a sequence of names; got {shown(value)}. Each name is a setting "
+            "that "
             'may differ from the checkpoint. Pass ("seed",), for example.'
         )
     check_allow_changes(value)  # type: ignore[arg-type]  # any collection can be iterated over
@@ -49,7 +51,8 @@ def check_expressions(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a sequence of regular expressions."""
     if isinstance(value, str) or not isinstance(value, Collection):
         raise TypeError(
-            f"`{name}` must be a sequence of regular expressions; got {value!r}. A weight whose "
+            f"`{name}` must be a sequence of regular expressions; got {shown(value)}. A weight "
+            "whose "
             'name contains a match is not loaded. Pass ("head/",), for example.'
         )
     for each in value:
@@ -57,8 +60,8 @@ def check_expressions(name: str, value: Any) -> None:
             re.compile(each)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"`{name}` must be a sequence of regular expressions; got {each!r} in it. That is "
-                f"no expression: {error}. "
+                f"`{name}` must be a sequence of regular expressions; got {shown(each)} in it. "
+                f"That is no expression: {error}. "
                 'Pass ("head/",), for example.'
             ) from error
 
@@ -148,7 +151,7 @@ class CheckpointConfig:
             )
         if chosen and names is not None and self.best_metric not in names:
             raise ValueError(
-                f"`best_metric` must be a result of the evaluation; got {self.best_metric!r}, but "
-                f"the results are {', '.join(names)}. This result decides which models are best. "
-                "Choose one of these results."
+                f"`best_metric` must be a result of the evaluation; got {shown(self.best_metric)}, "
+                f"but the results are {', '.join(names)}. This result decides which models are "
+                "best. Choose one of these results."
             )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from trainer.config.loss_fn import name_of
 from trainer.config.output_losses import is_several
 
@@ -28,8 +29,8 @@ def check_class_weight(
         return
     if not isinstance(class_weight, Mapping) or not class_weight:
         raise TypeError(
-            f"`class_weight` must be a dict of weights by class; got {class_weight!r}. The loss of "
-            f"an example is multiplied by the weight of its class. {FORM}"
+            f"`class_weight` must be a dict of weights by class; got {shown(class_weight)}. The "
+            f"loss of an example is multiplied by the weight of its class. {FORM}"
         )
     for label, weight in class_weight.items():
         is_class = isinstance(label, (int, np.integer)) and not isinstance(label, bool)
@@ -37,12 +38,12 @@ def check_class_weight(
         if not is_class or label < 0 or not is_weight or not 0.0 <= weight < math.inf:
             raise ValueError(
                 "`class_weight` must hold ints of at least 0 and finite weights of at least 0; got "
-                f"{label!r}: {weight!r}. The labels are the numbers of the classes. {FORM}"
+                f"{shown(label)}: {weight!r}. The labels are the numbers of the classes. {FORM}"
             )
     if overridden or loss_fn is None or is_several(loss_fn) or loss_reduction != "mean":
         raise ValueError(
             "`class_weight` must be None unless one loss_fn compares the labels with one output; "
-            f"got {dict(class_weight)!r}. Otherwise it is not known which labels are classes. "
+            f"got {shown(dict(class_weight))}. Otherwise it is not known which labels are classes. "
             "Multiply the losses by the weights in compute_loss."
         )
 

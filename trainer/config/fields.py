@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.base.argument_checks import is_integer, is_number
+from scaling.base.argument_checks import is_integer, is_number, shown
 from trainer.base.argument_checks import check_bool, check_choice, check_count, check_nonnegative
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
@@ -46,7 +46,7 @@ def count_or_none(default: int) -> Any:
     def check(name: str, value: Any) -> None:
         if value is not None and not (is_integer(value) and value >= 1):
             raise ValueError(
-                f"`{name}` must be an int of at least 1, or None; got {value!r}. None sets no "
+                f"`{name}` must be an int of at least 1, or None; got {shown(value)}. None sets no "
                 "limit. Pass a count or None."
             )
 
@@ -87,7 +87,7 @@ def check_seconds(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is a positive number."""
     if not (is_number(value) and value > 0):
         raise ValueError(
-            f"`{name}` must be positive, or None; got {value!r}. The value is an interval in "
+            f"`{name}` must be positive, or None; got {shown(value)}. The value is an interval in "
             "seconds. Pass 600 for every ten minutes."
         )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from scaling.base.argument_checks import did_you_mean
+from scaling.base.argument_checks import did_you_mean, shown
 from trainer.monitor.callback import Callback
 
 # The hooks of `Task` with the arguments that the trainer passes.
@@ -87,8 +87,8 @@ def check_callbacks(name: str, callbacks: Any) -> None:
             )
         if found is not callbacks or not isinstance(callback, Callback):
             raise TypeError(
-                f"`{name}` must be a list of trainer.Callback; got {callback!r}. A callback has "
-                "hooks such as on_log(step, values). Pass objects whose class derives "
+                f"`{name}` must be a list of trainer.Callback; got {shown(callback)}. A callback "
+                "has hooks such as on_log(step, values). Pass objects whose class derives "
                 "from it; to call a function every few steps, pass "
                 "actions=[Action(call, every_steps=100)]."
             )

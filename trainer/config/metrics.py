@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from scaling.base.argument_checks import did_you_mean
+from scaling.base.argument_checks import did_you_mean, shown
 from trainer.config.loss_fn import name_of
 from trainer.config.output_losses import OutputLosses
 from trainer.config.output_metrics import entries_by_name, metrics_by_output, shape_of_output
@@ -87,8 +87,8 @@ def check_names(metrics: Iterable[str | keras.metrics.Metric]) -> None:
     names = [key_of(each) for each in metrics]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(
-            f"`metrics` must have a name of its own for each metric; got {repeated[0]!r} twice. "
-            "The log has one number for each name. Pass an object with another name=."
+            f"`metrics` must have a name of its own for each metric; got {shown(repeated[0])} "
+            "twice. The log has one number for each name. Pass an object with another name=."
         )
 
 
@@ -172,7 +172,7 @@ def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:
     known = [*BY_LABELS, *vars(keras.metrics)]
     raise ValueError(
         "`metrics` must hold names of classes of keras.metrics that need no arguments; got "
-        f"{name!r}. keras.metrics makes no such metric. "
+        f"{shown(name)}. keras.metrics makes no such metric. "
         f"{did_you_mean(name, known, 'Pass an object instead.')}"
     )
 

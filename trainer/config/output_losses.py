@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from trainer.base.autograph import without_autograph
 from trainer.config.loss_fn import LossFunction, example_losses, ignore_class_of, name_of
 
@@ -127,7 +128,7 @@ def resolve_output_losses(
     losses = {key: resolve(each) for key, each in keyed.items() if each is not None}
     if not losses or any(is_several(each) or not callable(each) for each in losses.values()):
         raise TypeError(
-            f"`loss_fn` must hold a loss, or its name, for each output; got {loss_fn!r}. Each "
+            f"`loss_fn` must hold a loss, or its name, for each output; got {shown(loss_fn)}. Each "
             'output has its own loss. Pass {"a": "mse", "b": keras.losses.Huber()}, for example.'
         )
     for key, loss in losses.items():
@@ -155,7 +156,7 @@ def weights_by_key(
         given = dict(enumerate(loss_weights)) if fits else {}
     if not fits:
         raise ValueError(
-            f"`loss_weights` must have the structure of `loss_fn`; got {loss_weights!r} for "
+            f"`loss_weights` must have the structure of `loss_fn`; got {shown(loss_weights)} for "
             f"{structure_of(loss_fn)}. Each weight multiplies one loss. Pass a weight for each "
             "loss; in a dict, those that are left out are 1."
         )
@@ -163,8 +164,8 @@ def weights_by_key(
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight):
             raise ValueError(
-                f"`loss_weights` must hold finite numbers; got {weight!r} for {key!r}. Each weight "
-                "multiplies one loss. Pass 1.0 for a loss that is to stay as it is."
+                f"`loss_weights` must hold finite numbers; got {shown(weight)} for {key!r}. Each "
+                "weight multiplies one loss. Pass 1.0 for a loss that is to stay as it is."
             )
     return {key: float(given.get(key, 1.0)) for key in losses}
 
@@ -175,6 +176,7 @@ def check_loss_weights(loss_fn: object, loss_weights: object) -> None:
         found = name_of(loss_fn) if callable(loss_fn) else repr(loss_fn)
         raise ValueError(
             f"`loss_weights` must be None unless `loss_fn` has a loss for each output; got "
-            f"{loss_weights!r} with loss_fn={found}. Each weight multiplies one output's loss. "
+            f"{shown(loss_weights)} with loss_fn={found}. Each weight multiplies one output's "
+            "loss. "
             'Pass loss_fn={"a": "mse", "b": "mae"}, for example.'
         )

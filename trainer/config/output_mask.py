@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, keras_mask
 from trainer.base.warn_once import warn_once
@@ -53,8 +54,8 @@ def check_mask_values(model: keras.Model) -> None:
         if rounded != float(tf.constant(layer.mask_value, tf.float32)):
             raise ValueError(
                 f"`mask_value` of Masking must be a number that {layer.compute_dtype} has; got "
-                f"{layer.mask_value!r} in layer {layer.name!r}, which is {rounded!r} there. The "
-                "layer would mask nothing, because it compares rounded inputs with the exact "
+                f"{shown(layer.mask_value)} in layer {layer.name!r}, which is {rounded!r} there. "
+                "The layer would mask nothing, because it compares rounded inputs with the exact "
                 'number. Pad with a small integer such as -1.0 or 0.0, or pass dtype="float32" to '
                 "the layer."
             )

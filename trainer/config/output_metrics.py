@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from scaling.base.argument_checks import did_you_mean
+from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
 from trainer.config.loss_fn import example_losses
 from trainer.config.output_losses import Key, OutputLosses
@@ -66,7 +66,7 @@ def check_output_names(keys: Iterable[Key], model: Any) -> None:
         if key not in outputs:
             known = sorted(map(str, outputs))
             raise ValueError(
-                f"`metrics` must have names of outputs as keys; got {key!r}, and the model's "
+                f"`metrics` must have names of outputs as keys; got {shown(key)}, and the model's "
                 f"outputs are {', '.join(map(repr, known))}. Each metric takes one output and its "
                 f"labels. {did_you_mean(str(key), known, 'Use the names of the outputs.')}"
             )
@@ -115,8 +115,8 @@ def entries_by_name(
             name = f"{prefix_of(model, key)}_{own}"
             if name in found:
                 raise ValueError(
-                    f"`metrics` must have a name of its own for each metric; got {name!r} twice. "
-                    "A metric of one of several outputs is logged as OUTPUT_METRIC, and the "
+                    f"`metrics` must have a name of its own for each metric; got {shown(name)} "
+                    "twice. A metric of one of several outputs is logged as OUTPUT_METRIC, and the "
                     "output's loss as OUTPUT_loss. Pass an object with another name=."
                 )
             found[name] = key, metric

@@ -11,7 +11,7 @@ from absl import logging
 
 import scaling
 import strategies
-from scaling.base.argument_checks import did_you_mean
+from scaling.base.argument_checks import did_you_mean, shown
 from trainer.config.loss_fn import check_loss_fn
 from trainer.config.output_losses import is_several, resolve_output_losses
 
@@ -88,8 +88,8 @@ def resolve_loss(loss_fn: Any, loss_reduction: str = "mean", loss_weights: Any =
     except ValueError as error:
         known = [name for name, each in vars(keras.losses).items() if callable(each)]
         raise ValueError(
-            f"`loss_fn` must be the name of a Keras loss; got {loss_fn!r}. keras.losses has no "
-            f"loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
+            f"`loss_fn` must be the name of a Keras loss; got {shown(loss_fn)}. keras.losses has "
+            f"no loss of that name. {did_you_mean(loss_fn, known, 'Use for example mse.')}"
         ) from error
     if found is not None:
         check_loss_fn(found, loss_reduction)
@@ -104,8 +104,8 @@ def check_optimizer_name(name: str) -> None:
     if name.lower() not in known and keras.saving.get_registered_object(name) is None:
         remedy = did_you_mean(name.lower(), known, "Use for example adam.")
         raise ValueError(
-            f"`optimizer` must be the name of a Keras optimizer; got {name!r}. keras.optimizers "
-            f"has no optimizer of that name. {remedy}"
+            f"`optimizer` must be the name of a Keras optimizer; got {shown(name)}. "
+            f"keras.optimizers has no optimizer of that name. {remedy}"
         )
 
 

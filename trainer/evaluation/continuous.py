@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 import strategies
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count
 from trainer.checkpoint import folder
 from trainer.checkpoint.saver import PREFIX, manifest_text
@@ -247,8 +247,8 @@ def check_follower(
         check_count("last_step", last_step)
     if timeout_secs is not None and not (is_number(timeout_secs) and timeout_secs > 0):
         raise ValueError(
-            f"`timeout_secs` must be positive, or None; got {timeout_secs!r}. Evaluations end if "
-            "there is no new checkpoint for so many seconds. Pass 3600 for an hour."
+            f"`timeout_secs` must be positive, or None; got {shown(timeout_secs)}. Evaluations end "
+            "if there is no new checkpoint for so many seconds. Pass 3600 for an hour."
         )
     if trained:
         raise ValueError(

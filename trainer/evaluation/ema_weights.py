@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from scaling.base.argument_checks import shown
 from trainer.base.keras_private import built_for
 from trainer.step.plan import StepPlan
 from trainer.step.rollback import read_copies, write_copies
@@ -56,8 +57,8 @@ def evaluated_weights(
     """
     if averaged is not None and not isinstance(averaged, bool):
         raise TypeError(
-            f"`averaged` must be True, False or None; got {averaged!r}. This argument selects the "
-            "moving average of the weights. Pass None to use the average if the run keeps one."
+            f"`averaged` must be True, False or None; got {shown(averaged)}. This argument selects "
+            "the moving average of the weights. Pass None to use the average if the run keeps one."
         )
     if averaged and not keeps_average(plan):
         raise ValueError(

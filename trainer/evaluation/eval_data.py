@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_bool, check_count
 from trainer.data.batches import Batches, are_arrays, batches, check_ends, needs_batch_size
 from trainer.data.errors import reading_explained
@@ -92,7 +93,8 @@ def check_name(name: object, argument: str, *, single: bool) -> None:
     """Raises TypeError unless the name of a data set is a string that is not empty."""
     if not single and not (isinstance(name, str) and name):
         raise TypeError(
-            f"`{argument}` must have names that are strings; got {name!r}. A result is named after "
+            f"`{argument}` must have names that are strings; got {shown(name)}. A result is named "
+            "after "
             'its data set, as in "clean/loss". Pass {"clean": clean, "noisy": noisy}, for example.'
         )
 

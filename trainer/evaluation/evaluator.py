@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
+from scaling.base.argument_checks import shown
 from strategies.division import count_examples
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32, differentiable_moments
@@ -189,7 +190,7 @@ class Evaluator:
         """Returns a context manager under which a Keras model is traced in `precision`."""
         if precision not in PRECISIONS:
             raise ValueError(
-                f'`precision` must be "float32" or "train"; got {precision!r}. Evaluation and '
+                f'`precision` must be "float32" or "train"; got {shown(precision)}. Evaluation and '
                 'prediction compute in float32 or in the training precision. Pass "float32" or '
                 '"train".'
             )

@@ -127,7 +127,7 @@ def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
     style = {True: "normal", False: "quiet"}[verbose] if isinstance(verbose, bool) else verbose
     if style not in STYLES:
         raise ValueError(
-            f'`verbose` must be True, False or "detailed"; got {verbose!r}. This argument '
+            f'`verbose` must be True, False or "detailed"; got {shown(verbose)}. This argument '
             "sets how much the run prints. Leave it at True."
         )
     return style if shown else "quiet"

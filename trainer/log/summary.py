@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import scaling
+from scaling.base.argument_checks import shown
 from trainer.log.history import BestResult, History, Snapshot
 from trainer.step.report import StepReport
 from trainer.step.state import TrainState
@@ -152,9 +153,9 @@ def check_metric_names(names: Iterable[str]) -> None:
     for name in names:
         if name in taken or name.startswith("learning_rate/"):
             raise ValueError(
-                f"`metrics` must not have the name of another number in the log; got {name!r}. One "
-                "of the two numbers would be lost. Choose another name, such as "
-                f"{f'{name}_metric'!r}."
+                "`metrics` must not have the name of another number in the log; got "
+                f"{shown(name)}. One of the two numbers would be lost. Choose another name, such "
+                f"as {f'{name}_metric'!r}."
             )
 
 

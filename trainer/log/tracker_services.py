@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from scaling.base.argument_checks import shown
 from trainer.log.history import PREFIXES
 from trainer.log.model_table import flattened
 from trainer.log.trackers import TrackedRun, Tracker, check_installed
@@ -221,7 +222,8 @@ def check_text(name: str, value: object, *, optional: bool = False) -> None:
     if not (isinstance(value, str) and value) and not (optional and value is None):
         rule = "a string or None" if optional else "a string"
         raise TypeError(
-            f"`{name}` must be {rule}; got {value!r}. The tracker's package gets this value. Pass "
+            f"`{name}` must be {rule}; got {shown(value)}. The tracker's package gets this value. "
+            "Pass "
             '"digits", for example.'
         )
 

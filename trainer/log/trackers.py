@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from absl import logging
 
+from scaling.base.argument_checks import shown
 from trainer.base.atomic_files import write_atomically
 
 FILE = "trackers.json"  # in `model_dir`: each tracker's id of the run
@@ -160,12 +161,13 @@ def check_trackers(name: str, trackers: object) -> None:
                 remedy = f"The nearest is {near[0]!r}." if near else "Leave it out."
                 raise ValueError(
                     f"`{name}` must name {', '.join(map(repr, SERVICES))} or hold objects with the "
-                    f"methods of trainer.Tracker; got {tracker!r}. No other tracker has a name. "
-                    f"{remedy}"
+                    f"methods of trainer.Tracker; got {shown(tracker)}. No other tracker has a "
+                    f"name. {remedy}"
                 )
         elif found is not trackers or isinstance(tracker, type) or not isinstance(tracker, Tracker):
             raise TypeError(
-                f"`{name}` must be a list of trackers or their names; got {tracker!r}. A tracker "
+                f"`{name}` must be a list of trackers or their names; got {shown(tracker)}. A "
+                "tracker "
                 'has the methods begin, write_scalars and end. Write trackers=["mlflow"], say.'
             )
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count
 from trainer.loop.inner import crossed
 
@@ -56,8 +56,8 @@ class Action:
         secs = self.every_secs
         if secs is not None and not (is_number(secs) and secs > 0):
             raise ValueError(
-                f"`every_secs` must be a positive number; got {secs!r}. The value is a period in "
-                "seconds. Pass 60 for once a minute."
+                f"`every_secs` must be a positive number; got {shown(secs)}. The value is a period "
+                "in seconds. Pass 60 for once a minute."
             )
         self._last_call = time.monotonic()
 
@@ -94,6 +94,6 @@ def check_actions(actions: object) -> None:
     for action in found:
         if found is not actions or not isinstance(action, Action):
             raise TypeError(
-                f"`actions` must be a list of trainer.Action; got {action!r}. An Action says what "
-                "to call and how often. Pass [Action(call, every_steps=100)], for example."
+                f"`actions` must be a list of trainer.Action; got {shown(action)}. An Action says "
+                "what to call and how often. Pass [Action(call, every_steps=100)], for example."
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_bool, check_count
 from trainer.step.report import StepReport
 
@@ -58,13 +58,13 @@ class Divergence:
         bound, rise = self.loss_above, self.rise
         if bound is not None and not (is_number(bound) and math.isfinite(bound)):
             raise ValueError(
-                f"`loss_above` must be a finite number or None; got {bound!r}. Steps with a loss "
-                "of inf or NaN are skipped anyway. Pass a loss that no healthy step reaches."
+                f"`loss_above` must be a finite number or None; got {shown(bound)}. Steps with a "
+                "loss of inf or NaN are skipped anyway. Pass a loss that no healthy step reaches."
             )
         if rise is not None and not (is_number(rise) and 1.0 < rise < math.inf):
             raise ValueError(
-                f"`rise` must be a finite number above 1, or None; got {rise!r}. The bound on the "
-                "mean loss is this factor times the lowest mean so far. Pass 2.0, for example."
+                f"`rise` must be a finite number above 1, or None; got {shown(rise)}. The bound on "
+                "the mean loss is this factor times the lowest mean so far. Pass 2.0, for example."
             )
         check_count("window", self.window)
         check_count("max_recoveries", self.max_recoveries)
@@ -164,8 +164,9 @@ def check_divergence(divergence: object, model_dir: object) -> None:
     """Raises TypeError or ValueError unless `divergence` is None or usable with `model_dir`."""
     if divergence is not None and not isinstance(divergence, Divergence):
         raise TypeError(
-            f"`divergence` must be a trainer.Divergence or None; got {divergence!r}. A Divergence "
-            "holds the criteria for divergence. Pass Divergence(loss_above=100.0), for example."
+            f"`divergence` must be a trainer.Divergence or None; got {shown(divergence)}. A "
+            "Divergence holds the criteria for divergence. Pass Divergence(loss_above=100.0), for "
+            "example."
         )
     if divergence is not None and model_dir is None:
         raise ValueError(

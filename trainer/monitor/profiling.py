@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
+
 
 class Profile:
     """Starts TensorFlow's profiler before one step and stops it after another.
@@ -44,12 +46,12 @@ def check_profile(steps: Any, model_dir: object) -> None:
     are_ints = isinstance(steps, (tuple, list)) and all(type(step) is int for step in steps)
     if not are_ints or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         raise ValueError(
-            f"`profile_steps` must be the first and the last step to profile; got {steps!r}. Both "
-            "must be at least 1, and the last must not come before the first. Pass (101, 110), "
-            "for example."
+            f"`profile_steps` must be the first and the last step to profile; got {shown(steps)}. "
+            "Both must be at least 1, and the last must not come before the first. Pass (101, "
+            "110), for example."
         )
     if model_dir is None:
         raise ValueError(
-            f"`profile_steps` must be None without `model_dir`; got {steps!r}. The profile is "
+            f"`profile_steps` must be None without `model_dir`; got {shown(steps)}. The profile is "
             "written to that directory. Pass model_dir= as well."
         )

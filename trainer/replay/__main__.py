@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import strategies
+from scaling.base.argument_checks import shown
 from trainer.replay.recorder import read_record
 
 
@@ -30,8 +31,8 @@ def load(name: str) -> Callable[..., Any]:
         loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"`--trainer` must be module:Class; got {name!r}: {error}. The class is imported and "
-            "called with the settings in the record. Pass --trainer=digits:Digits, for example."
+            f"`--trainer` must be module:Class; got {shown(name)}: {error}. The class is imported "
+            "and called with the settings in the record. Pass --trainer=digits:Digits, for example."
         ) from error
     return loaded
 

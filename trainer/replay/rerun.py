@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from scaling.base.argument_checks import shown
 from trainer.data.batches import Spec
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, Setting, write_state
@@ -173,7 +174,7 @@ def check_setting(recorded: Setting, ours: Setting) -> None:
     for name, value in recorded.items():
         if name not in ("strategy", "loss_scale") and ours.get(name) != value:
             raise ValueError(
-                f"`{name}` must be the same as in the recorded run; got {ours.get(name)!r}, and "
-                f"the record has {value!r}. With another setting the step may end differently. "
+                f"`{name}` must be the same as in the recorded run; got {shown(ours.get(name))}, "
+                f"and the record has {value!r}. With another setting the step may end differently. "
                 "Create the trainer with the settings of that run."
             )

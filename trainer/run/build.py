@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
+from scaling.base.argument_checks import shown
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
 from trainer.base.keras_private import recompute_constants
@@ -299,8 +300,8 @@ def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     for name in items:
         if name in (*taken, "trainer"):
             raise ValueError(
-                f"`checkpoint_items` must return names that are not taken; got {name!r}. Every "
-                "checkpoint already holds an item of that name. Choose another name."
+                f"`checkpoint_items` must return names that are not taken; got {shown(name)}. "
+                "Every checkpoint already holds an item of that name. Choose another name."
             )
     return items
 

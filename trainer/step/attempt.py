@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
+from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user, without_autograph
 from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
@@ -118,9 +119,9 @@ def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
     in_plan, in_run = plan.rule, run.loss_scaler.rule
     if in_plan is not in_run and in_plan != in_run:
         raise ValueError(
-            f"`run` must have the same loss-scale rule as `plan`; got {in_run!r}, but the plan has "
-            f"{in_plan!r}. The plan's rule would update the state of another rule. Create `run` "
-            "with TrainState(plan.rule)."
+            f"`run` must have the same loss-scale rule as `plan`; got {shown(in_run)}, but the "
+            f"plan has {in_plan!r}. The plan's rule would update the state of another rule. Create "
+            "`run` with TrainState(plan.rule)."
         )
 
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 import scaling
+from scaling.base.argument_checks import shown
 from scaling.rules.rule import check_rule
 from scaling.rules.trial import try_rule
 from strategies.checks import check_strategy
@@ -69,9 +70,9 @@ def check_not_compiled(model: keras.Model) -> None:
     """Raises ValueError for models with training logic of their own, which would be ignored."""
     if model.compiled:
         raise ValueError(
-            f"`model` must not be compiled; got {model.name!r}, on which compile() was called. The "
-            "optimizer and loss given there would be ignored, and under mixed_float16 compile() "
-            "wraps the optimizer in a second loss scaling. Remove the call to compile()."
+            f"`model` must not be compiled; got {shown(model.name)}, on which compile() was "
+            "called. The optimizer and loss given there would be ignored, and under mixed_float16 "
+            "compile() wraps the optimizer in a second loss scaling. Remove the call to compile()."
         )
     for name, instead in OWN_STEPS.items():
         own = name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
@@ -142,8 +143,8 @@ def check_no_synchronized_layers(model: keras.Model, strategy: tf.distribute.Str
         if getattr(layer, "synchronized", False) and strategy.num_replicas_in_sync > 1:
             raise ValueError(
                 "`model` must not have synchronized layers with several replicas; got "
-                f"{layer.name!r}. Replicas communicate only after the backward pass. Leave out "
-                "synchronized=True; moving statistics are averaged over replicas without it."
+                f"{shown(layer.name)}. Replicas communicate only after the backward pass. Leave "
+                "out synchronized=True; moving statistics are averaged over replicas without it."
             )
 
 
@@ -152,7 +153,7 @@ def check_no_stateful_layers(model: keras.Model) -> None:
     for layer in all_layers(model):
         if getattr(layer, "stateful", False) is True:
             raise ValueError(
-                f"`model` must not have layers with stateful=True; got {layer.name!r}. Such a "
+                f"`model` must not have layers with stateful=True; got {shown(layer.name)}. Such a "
                 "layer continues each row of the batch where the last batch ended, but here a "
                 "batch is divided over replicas and microbatches, and may be skipped or computed "
                 "again. Train with stateful=False on whole sequences; for use step by step, build "
@@ -167,7 +168,7 @@ def check_variables(model: Model, strategy: tf.distribute.Strategy) -> None:
         dtype = tf.as_dtype(variable.dtype).name
         if dtype in SIGNIFICANT_BITS:
             raise ValueError(
-                f"`model` must keep its weights in float32; got {name!r} in {dtype}. Updates "
+                f"`model` must keep its weights in float32; got {shown(name)} in {dtype}. Updates "
                 f"smaller than 2^-{SIGNIFICANT_BITS[dtype]} of a weight would be lost. Use a "
                 "mixed_ dtype policy, which computes in half precision and keeps float32 weights."
             )
@@ -236,14 +237,14 @@ def check_optimizer(
             )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
-            f"`optimizer` must not set loss_scale_factor; got {optimizer.loss_scale_factor!r}. "
-            "The optimizer would divide gradients that are already unscaled. Leave out "
-            "loss_scale_factor=, and pass loss_scale= to the trainer."
+            "`optimizer` must not set loss_scale_factor; got "
+            f"{shown(optimizer.loss_scale_factor)}. The optimizer would divide gradients that are "
+            "already unscaled. Leave out loss_scale_factor=, and pass loss_scale= to the trainer."
         )
     if optimizer.gradient_accumulation_steps is not None:
         raise ValueError(
             "`optimizer` must not set gradient_accumulation_steps; got "
-            f"{optimizer.gradient_accumulation_steps!r}. The optimizer would accumulate over "
+            f"{shown(optimizer.gradient_accumulation_steps)}. The optimizer would accumulate over "
             "several steps, and its schedule would advance in each of them. Leave out "
             "gradient_accumulation_steps=, and pass num_microbatches= to the trainer."
         )
@@ -258,9 +259,9 @@ def check_not_set_twice(
         if value is not None and clip.bounds():
             [(ours, bound)] = clip.bounds().items()
             raise ValueError(
-                f"`{ours}` must be None if the optimizer clips; got {bound!r}, but the optimizer "
-                f"has {name}={value!r}. Gradients can be clipped only once. Set either `{ours}` or "
-                f"the optimizer's {name}, not both."
+                f"`{ours}` must be None if the optimizer clips; got {shown(bound)}, but the "
+                f"optimizer has {name}={value!r}. Gradients can be clipped only once. Set either "
+                f"`{ours}` or the optimizer's {name}, not both."
             )
     if ema_momentum is None:
         return
@@ -268,9 +269,9 @@ def check_not_set_twice(
     if optimizer.use_ema:
         raise ValueError(
             "`ema_momentum` must be None if the optimizer has use_ema=True; got "
-            f"{ema_momentum!r}, but the optimizer has ema_momentum={optimizer.ema_momentum!r}. "
-            "Only one moving average is kept. Set either `ema_momentum` or the optimizer's "
-            "use_ema, not both."
+            f"{shown(ema_momentum)}, but the optimizer has "
+            f"ema_momentum={optimizer.ema_momentum!r}. Only one moving average is kept. Set either "
+            "`ema_momentum` or the optimizer's use_ema, not both."
         )
 
 
@@ -284,8 +285,8 @@ def check_strategy_rule_and_clip(strategy: object, rule: object, clip: object) -
     try_rule(rule)
     if not isinstance(clip, Clip):
         raise TypeError(
-            f"`clip` must be a Clip; got {clip!r}. A Clip says which norm or value is bounded. "
-            "Pass Clip(global_clipnorm=1.0), for example, or Clip() for no bound."
+            f"`clip` must be a Clip; got {shown(clip)}. A Clip says which norm or value is "
+            "bounded. Pass Clip(global_clipnorm=1.0), for example, or Clip() for no bound."
         )
 
 
@@ -295,8 +296,8 @@ def check_causes_and_others(halting_causes: object, others: object) -> None:
         cause in list(scaling.Cause) for cause in halting_causes
     ):
         raise TypeError(
-            f"`halting_causes` must be a list of scaling.Cause; got {halting_causes!r}. The run "
-            "stops after a skip with one of these causes. Pass [scaling.Cause.WEIGHTS], for "
+            f"`halting_causes` must be a list of scaling.Cause; got {shown(halting_causes)}. The "
+            "run stops after a skip with one of these causes. Pass [scaling.Cause.WEIGHTS], for "
             "example."
         )
     if not isinstance(others, (tuple, list)):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import is_number
+from scaling.base.argument_checks import is_number, shown
 from trainer.step.gradients import gradient_values
 from trainer.step.types import Gradient
 
@@ -45,8 +45,8 @@ class Clip:
             if not is_number(bound) or not 0 < bound < math.inf:
                 what = "magnitude of an element" if name == "clipvalue" else "norm"
                 raise ValueError(
-                    f"`{name}` must be None, or positive and finite; got {bound!r}. The bound is "
-                    f"the maximum {what} after clipping. Use 1.0, for example."
+                    f"`{name}` must be None, or positive and finite; got {shown(bound)}. The bound "
+                    f"is the maximum {what} after clipping. Use 1.0, for example."
                 )
         if len(bounds) > 1:
             found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 import strategies
+from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_choice
 from trainer.step.microbatch import Microbatch, PassInputs
 
@@ -53,8 +54,8 @@ def check_gathers(
         )
     if jit_compile is not False:
         raise ValueError(
-            f"`jit_compile` must be False {several}; got {jit_compile!r}. XLA cannot compile a "
-            "pass in the middle of which replicas exchange rows. Leave out jit_compile=."
+            f"`jit_compile` must be False {several}; got {shown(jit_compile)}. XLA cannot compile "
+            "a pass in the middle of which replicas exchange rows. Leave out jit_compile=."
         )
     if float32_after is not None:
         raise ValueError(

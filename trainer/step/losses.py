@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 import strategies
+from scaling.base.argument_checks import shown
 from strategies.division import count_examples, known_examples
 from trainer.base.keras_private import outputs_of_called
 from trainer.step.gather import scalar_loss
@@ -118,8 +119,8 @@ def check_aux(aux: Aux, batch: Batch) -> None:
         if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
             raise ValueError(
                 "`compute_loss` must return aux of tensors whose first dimension is the example; "
-                f"got {leaf!r}. Aux is cut to each replica's real examples before the metrics see "
-                "it. Return one value per example."
+                f"got {shown(leaf)}. Aux is cut to each replica's real examples before the metrics "
+                "see it. Return one value per example."
             )
         rows = known_examples(leaf)
         if None not in (rows, examples) and rows != examples:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import keras
 
-from scaling.base.argument_checks import did_you_mean, is_integer
+from scaling.base.argument_checks import did_you_mean, is_integer, shown
 from trainer.step.types import Model, Variable
 
 # The objective's name if there is only one optimizer. No model attribute can have this name.
@@ -83,9 +83,9 @@ def positions_of_part(name: str, model: Model) -> tuple[int, ...]:
     part = getattr(model, name, None)
     if not hasattr(part, "trainable_variables"):
         raise ValueError(
-            f"`model` must have an attribute for each optimizer's name; got {name!r}, which is not "
-            f"a model, layer or module of {type(model).__name__}. Each optimizer updates the "
-            "variables of the part with its name. Use the parts' names in build_optimizer()."
+            f"`model` must have an attribute for each optimizer's name; got {shown(name)}, which "
+            f"is not a model, layer or module of {type(model).__name__}. Each optimizer updates "
+            "the variables of the part with its name. Use the parts' names in build_optimizer()."
         )
     held = {id(variable) for variable in getattr(part, "trainable_variables", ())}
     variables = enumerate(model.trainable_variables)
@@ -137,8 +137,8 @@ def check_updates_per_step(
             found = f"the optimizers are {', '.join(map(repr, names))}"
             remedy = did_you_mean(name, names, "Use the names of build_optimizer().")
             raise ValueError(
-                f"`updates_per_step` must have the names of optimizers as keys; got {name!r}, and "
-                f"{found if names else 'there is one optimizer, without a name'}. Each count "
+                f"`updates_per_step` must have the names of optimizers as keys; got {shown(name)}, "
+                f"and {found if names else 'there is one optimizer, without a name'}. Each count "
                 f"belongs to one of several optimizers. {remedy}"
             )
 
@@ -152,20 +152,20 @@ def check_update_counts(
     if not isinstance(updates_per_step, Mapping):
         raise TypeError(
             "`updates_per_step` must be a dict or None; got "
-            f"{updates_per_step!r}. Each count belongs to one of several optimizers. Pass "
+            f"{shown(updates_per_step)}. Each count belongs to one of several optimizers. Pass "
             '{"critic": 5} for five updates of the critic in each step, for example.'
         )
     for name, count in updates_per_step.items():
         if not is_integer(count) or count < 1:
             raise ValueError(
                 "`updates_per_step` must have positive integers as values; got "
-                f"{name!r}: {count!r}. Each optimizer is updated at least once in a step. Pass "
-                f"{{{name!r}: 5}}, for example."
+                f"{shown(name)}: {count!r}. Each optimizer is updated at least once in a step. "
+                f"Pass {{{name!r}: 5}}, for example."
             )
     if updates_per_step and not alternate:
         raise ValueError(
             f"`updates_per_step` must be used with {switch}=True; got "
-            f"{dict(updates_per_step)!r} without it. Unless the optimizers take turns, all "
+            f"{shown(dict(updates_per_step))} without it. Unless the optimizers take turns, all "
             "gradients of a step are computed at the old weights, and a second update would repeat "
             f"the first. Pass {switch}=True."
         )
