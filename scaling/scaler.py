@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state
+from scaling.base.argument_checks import check_state, shown
 from scaling.base.number_formats import check_power_of_two, nearest_power_of_two
 from scaling.base.types import RuleState, Structure
 from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
@@ -236,10 +236,11 @@ class LossScaler(tf.Module):
             ValueError: if the fields are not those of the rule's state, or the scale is not a
                 power of two. Nothing is changed in this case.
         """
-        if set(state) != set(self._variables):
+        if not isinstance(state, Mapping) or set(state) != set(self._variables):
+            found = ", ".join(map(str, state)) or "none" if isinstance(state, Mapping) else state
             raise ValueError(
                 f"`state` must have the fields {', '.join(self._variables)}; got "
-                f"{', '.join(state) or 'none'}. A "
+                f"{shown(found)}. A "
                 f"{type(self.rule).__name__} state has exactly the required fields. Load the state "
                 "into a scaler with the rule that it was saved from."
             )
@@ -287,7 +288,7 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         Shape (), bool: whether all gradients of all losses were finite on every replica.
 
     Raises:
-        TypeError: if `scalers` is not a list of scalers.
+        TypeError: if `scalers` is not a list of scalers, or `verdicts` is not a list.
         ValueError: if the numbers of scalers and verdicts differ.
         RuntimeError: if the loss of a scaler was not unscaled.
 
@@ -307,6 +308,11 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
         raise TypeError(
             f"`scalers` must be a list of LossScalers; got {type(scalers).__name__}. Each loss "
             "has its own scaler. Pass for instance [generator_scaler, discriminator_scaler]."
+        )
+    if not isinstance(verdicts, tuple | list) or isinstance(verdicts, Verdict):
+        raise TypeError(
+            f"`verdicts` must be a list of verdicts; got {type(verdicts).__name__}. Each scale "
+            "follows its own loss. Pass them in the order of the scalers."
         )
     if len(scalers) != len(verdicts):
         raise ValueError(

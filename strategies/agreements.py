@@ -1,11 +1,13 @@
 """Agreement among replicas and workers: sums of gradients, verdicts and decisions to stop."""
 
-from typing import TypeVar, cast
+import numbers
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import tensorflow as tf
 
 from strategies.capabilities import has_workers
-from strategies.checks import check_strategy, shown
+from strategies.checks import as_tensor, check_strategy, shown
 
 Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
 Flag = TypeVar("Flag", bound=bool | tf.Tensor)
@@ -43,8 +45,7 @@ def sum_gradients(gradients: Structure) -> Structure:
     """
     context = _replica_context("sum_gradients")
     flat = tf.nest.flatten(gradients)
-    present = [leaf for leaf in flat if leaf is not None]
-    _check_numeric(present)
+    present = [_numeric(leaf) for leaf in flat if leaf is not None]
     if context.num_replicas_in_sync == 1:
         return gradients
     sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
@@ -75,7 +76,7 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
         >>> bool(agree(tf.constant(True)))
         True
     """
-    flag = tf.convert_to_tensor(flag)
+    flag = as_tensor("flag", flag)
     if flag.dtype != tf.bool:
         raise TypeError(
             f"`flag` must be a bool; got {flag.dtype.name}. Each replica votes yes or no. Pass for "
@@ -110,11 +111,13 @@ def any_worker(flag: Flag, strategy: tf.distribute.Strategy) -> Flag:
         >>> any_worker(True, tf.distribute.get_strategy())
         True
     """
-    is_tensor = isinstance(flag, tf.Tensor) and flag.dtype == tf.bool
-    if not is_tensor and flag not in (True, False):
+    is_tensor = (
+        isinstance(flag, tf.Tensor) and flag.dtype == tf.bool and flag.shape.rank in (0, None)
+    )
+    if not is_tensor and not isinstance(flag, bool | np.bool_):
         raise TypeError(
-            f"`flag` must be True, False or a bool tensor; got {shown(flag)}. Each worker votes "
-            "yes or no. Pass True or False."
+            f"`flag` must be True, False or a scalar bool tensor; got {shown(flag)}. Each worker "
+            "votes yes or no. Pass True or False."
         )
     check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
@@ -135,16 +138,17 @@ def from_chief(number: int, strategy: tf.distribute.Strategy) -> int:
         strategy: the strategy that the workers run under.
 
     Raises:
-        TypeError: if `number` is not an int, or `strategy` is not a `tf.distribute.Strategy`.
+        TypeError: if `number` is not an int of at most 63 bits, or `strategy` is not a
+            `tf.distribute.Strategy`.
 
     Example:
         >>> from_chief(7, tf.distribute.get_strategy())
         7
     """
-    if not isinstance(number, int):
+    if not isinstance(number, numbers.Integral) or isinstance(number, bool) or abs(number) >= 2**63:
         raise TypeError(
-            f"`number` must be an int; got {shown(number)}. The chief's number is sent to all "
-            "workers as an int64. Pass for instance a step number."
+            f"`number` must be an int of at most 63 bits; got {shown(number)}. The chief's number "
+            "is sent to all workers as an int64. Pass for instance a step number."
         )
     check_strategy(strategy, "Only a strategy has workers.")
     if not has_workers(strategy):
@@ -169,12 +173,13 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     return context
 
 
-def _check_numeric(tensors: list[tf.Tensor]) -> None:
-    """Raises TypeError unless all tensors can be summed."""
-    for tensor in tensors:
-        dtype = tf.as_dtype(getattr(tensor, "dtype", type(tensor)))
-        if not (dtype.is_floating or dtype.is_integer):
-            raise TypeError(
-                f"`gradients` must contain only floats or integers; got {dtype.name}. The values "
-                "of all replicas are added. Use agree() for a bool."
-            )
+def _numeric(leaf: Any) -> Any:
+    """Returns a gradient as a tensor or `tf.IndexedSlices`; raises TypeError if it has no sum."""
+    sparse = isinstance(leaf, tf.IndexedSlices)
+    values = leaf.values if sparse else as_tensor("gradients", leaf)
+    if not (values.dtype.is_floating or values.dtype.is_integer):
+        raise TypeError(
+            f"`gradients` must contain only floats or integers; got {values.dtype.name}. The "
+            "values of all replicas are added. Use agree() for a bool."
+        )
+    return leaf if sparse else values

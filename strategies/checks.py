@@ -22,6 +22,25 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 53]}...{text[-50:]}"
 
 
+def as_tensor(name: str, value: Any) -> tf.Tensor:
+    """Returns `value` as a tensor; raises TypeError, naming the argument, if it cannot be one."""
+    try:
+        tensor = tf.convert_to_tensor(value)
+    except Exception as error:  # TensorFlow raises many kinds
+        raise not_a_tensor(name, value) from error
+    if tensor is None:  # as of the class tf.Tensor
+        raise not_a_tensor(name, value)
+    return tensor
+
+
+def not_a_tensor(name: str, value: Any) -> TypeError:
+    """Returns the error about an argument that TensorFlow cannot convert."""
+    return TypeError(
+        f"`{name}` must be convertible to tensors; got {type(value).__name__}. TensorFlow "
+        "cannot convert this type. Pass tensors, NumPy arrays or numbers."
+    )
+
+
 def check_count(name: str, value: Any, why: str) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
@@ -32,7 +51,10 @@ def check_count(name: str, value: Any, why: str) -> None:
 
 def static_shape(tensor: Any) -> tf.TensorShape:
     """Returns the static shape of a tensor; the shape of a Python number or other object is ()."""
-    return tf.TensorShape(getattr(tensor, "shape", ()))
+    try:
+        return tf.TensorShape(getattr(tensor, "shape", ()))
+    except TypeError:  # something else has this name
+        return tf.TensorShape(())
 
 
 def check_strategy(strategy: Any, why: str) -> None:

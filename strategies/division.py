@@ -6,18 +6,21 @@ is dropped: a short last batch gives shorter shares. A share that would be empty
 example instead, with weight 0, and its `examples` field is 0.
 """
 
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from strategies.checks import check_count, shown, static_shape
+from strategies.checks import as_tensor, check_count, shown, static_shape
 
 # One component of a batch, of any dtype. None stays None in every part.
 Leaf: TypeAlias = "tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None"
 # A batch in the structure of the user's data; the first dimension of every tensor counts examples.
 Batch: TypeAlias = "Leaf | Mapping[str, Batch] | tuple[Batch, ...] | list[Batch]"
 Tree = TypeVar("Tree")
+
+MOST_PARTS = 2**30
 
 
 class Share(NamedTuple):
@@ -44,6 +47,7 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
         5
     """
+    weights = as_tensor("weights", weights)
     shape = static_shape(weights)
     if shape.rank == 0:
         raise ValueError(
@@ -54,7 +58,7 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         found = static_shape(tensor)
         if not found[:1].is_compatible_with(shape[:1]):
             raise ValueError(
-                "`batch` must have as many examples as there are weights; got shapes "
+                "`batch` must have as many examples as there are `weights`; got shapes "
                 f"{tuple(found)} and {tuple(shape)}. The first dimension counts examples. Make the "
                 "first dimensions equal."
             )
@@ -75,7 +79,7 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
 
     Raises:
         TypeError: if `share` is not a `Share`.
-        ValueError: if `parts` is less than 1, or `index` is not below `parts`.
+        ValueError: if `parts` is less than 1 or more than 2^30, or `index` is not below `parts`.
 
     Example:
         >>> share = whole(tf.range(7), tf.ones([7]))
@@ -92,7 +96,12 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
             "take()."
         )
     check_count("parts", parts, "The share is divided into this many parts.")
-    if not tf.is_tensor(index) and index not in range(parts):
+    if parts > MOST_PARTS:
+        raise ValueError(
+            f"`parts` must be at most 2^30; got {shown(parts)}. Examples are counted in int32. "
+            "Divide the share into fewer parts."
+        )
+    if not _is_index(index, parts):
         raise ValueError(
             f"`index` must be an int from 0 to parts - 1 = {parts - 1}, or an int32 tensor; got "
             f"{shown(index)}. Parts are counted from 0. Pass the index of a replica or microbatch."
@@ -114,6 +123,14 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         weights=tf.where(examples > 0, share.weights[start:stop], 0.0),
         examples=examples,
     )
+
+
+def _is_index(index: Any, parts: int) -> bool:
+    """Returns whether `index` is an int below `parts`, or a scalar tensor of ints."""
+    if isinstance(index, tf.Tensor | tf.Variable):
+        return index.dtype in (tf.int32, tf.int64) and index.shape.rank in (0, None)
+    is_int = isinstance(index, numbers.Integral) and not isinstance(index, bool)
+    return is_int and 0 <= index < parts
 
 
 def first_row(examples: tf.Tensor, index: int | tf.Tensor, parts: int) -> tf.Tensor:
@@ -206,7 +223,8 @@ def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int)
     check_count("num_microbatches", num_microbatches, "Each share is divided into microbatches.")
     if global_batch < num_replicas * num_microbatches:
         raise ValueError(
-            f"`global_batch` must be at least replicas x microbatches = {num_replicas} x "
-            f"{num_microbatches}; got {global_batch}. A microbatch would be empty on every "
-            "step. Use a larger batch, or fewer replicas or microbatches."
+            "`global_batch` must be at least `num_replicas` x `num_microbatches` = "
+            f"{shown(num_replicas)} x {shown(num_microbatches)}; got {shown(global_batch)}. A "
+            "microbatch would be empty on every step. Use a larger batch, or fewer replicas or "
+            "microbatches."
         )

@@ -4,7 +4,7 @@ To add a strategy, write a function here and list it in `registry.py`.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -13,6 +13,8 @@ from strategies.cluster import addresses_of, find_cluster
 from strategies.gather import gather
 from strategies.serving import serve
 from strategies.tpu import tpu
+
+MOST_DEVICES = 1024  # logical devices of one CPU
 
 
 def default(devices: Sequence[str] | None) -> tf.distribute.Strategy:
@@ -146,10 +148,10 @@ def split_cpu(count: int) -> None:
     """Divides the CPU into logical devices, to run several replicas without a GPU.
 
     Args:
-        count: number of logical CPU devices.
+        count: number of logical CPU devices, at most 1024.
 
     Raises:
-        ValueError: if `count` is not an int of at least 1.
+        ValueError: if `count` is not an int from 1 to 1024.
         RuntimeError: if TensorFlow has already initialized its devices with another number.
 
     Example:
@@ -158,6 +160,11 @@ def split_cpu(count: int) -> None:
         '/device:CPU:3'
     """
     check_count("count", count, "The CPU is divided into this many logical devices.")
+    if count > MOST_DEVICES:
+        raise ValueError(
+            f"`count` must be at most {MOST_DEVICES}; got {shown(count)}. Each logical device has "
+            "threads of its own. Use as many as there are replicas to try."
+        )
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(
@@ -177,16 +184,25 @@ def _names_of(devices: Sequence[str]) -> list[str]:
     """Returns the given device names as a list, or raises TypeError if they are not a list."""
     if isinstance(devices, str):
         raise TypeError(
-            f"`devices` must be a list of names; got the string {devices!r}. Each item names a "
-            f"device. Pass [{devices!r}]."
+            f"`devices` must be a list of names; got the string {shown(devices)}. Each item names "
+            f"a device. Pass [{shown(devices)}]."
         )
-    if not isinstance(devices, Iterable):
+    if not isinstance(devices, list | tuple):
         raise TypeError(
             f"`devices` must be a list of names; got {shown(devices)}. Each item names a device. "
             "Pass "
             'for instance ["GPU:0", "GPU:1"].'
         )
-    return list(devices)
+    chosen = list(devices)
+    for name in chosen:
+        try:
+            tf.DeviceSpec.from_string(name)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`devices` must be names of devices; got {shown(name)}. A name is a kind and a "
+                'number. Pass for instance ["GPU:0", "GPU:1"].'
+            ) from error
+    return chosen
 
 
 def _all_devices() -> list[str]:

@@ -43,8 +43,8 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
         >>> create("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
         2
     """
-    if name not in _FACTORIES:
-        near = difflib.get_close_matches(str(name), names(), n=1)
+    if not isinstance(name, str) or name not in _FACTORIES:
+        near = difflib.get_close_matches(shown(name).strip("'"), names(), n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Add your own with strategies.register()."
         raise ValueError(
             f"`strategy` must be one of {', '.join(names())}; got {shown(name)}. No other name "

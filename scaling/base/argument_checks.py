@@ -2,7 +2,7 @@
 
 import difflib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -47,6 +47,28 @@ def not_a_tensor(name: str, value: Any) -> TypeError:
         f"`{name}` must be convertible to tensors; got {type(value).__name__}. TensorFlow "
         "cannot convert this type. Pass tensors, NumPy arrays or numbers."
     )
+
+
+def map_leaves(name: str, function: Callable[[Any], Any], structure: Any) -> Any:
+    """Returns a structure with `function` applied to each leaf.
+
+    Args:
+        name: the argument's name, for errors.
+        function: takes a leaf.
+        structure: any structure that `tf.nest` can make again.
+
+    Raises:
+        TypeError: if `tf.nest` cannot make such a structure again, as of a mapping without changes.
+    """
+    leaves = [function(leaf) for leaf in tf.nest.flatten(structure)]
+    try:
+        return tf.nest.pack_sequence_as(structure, leaves)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be a structure that tf.nest can make again; got "
+            f"{type(structure).__name__}. The results are returned in the same structure. Pass "
+            "lists, tuples and dicts."
+        ) from error
 
 
 def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:
@@ -96,27 +118,25 @@ def is_name_in(value: Any, known: Iterable[Any]) -> TypeGuard[str]:
     return isinstance(value, str) and value in known
 
 
-def check_state(state: Any, kind: type) -> None:
+def check_state(state: Any, kind: type[Any]) -> None:
     """Raises TypeError unless `state` has the type that a rule uses for its state."""
-    if not isinstance(state, kind) or not is_scalars(state):
+    if not isinstance(state, kind) or not are_numbers(state):
         raise TypeError(
             f"`state` must be a {kind.__name__}; got {state_shown(state)}. Each rule has a "
             "state type of its own. Pass what the rule's initial_state() or advance() returned."
         )
 
 
-def is_scalars(state: Any) -> bool:
-    """Returns whether a state holds nothing but numbers: Python's, or tensors of shape ()."""
+def are_numbers(fields: Iterable[Any]) -> bool:
+    """Returns whether the fields of a state are tensors of numbers, or Python's numbers."""
     return all(
-        is_number(value)
-        or (
-            tf.is_tensor(value)
-            and value.shape.rank in (0, None)
-            and not value.dtype.is_complex
-            and (value.dtype.is_floating or value.dtype.is_integer)
-        )
-        for value in state
+        is_number(field) or (tf.is_tensor(field) and is_real(field.dtype)) for field in fields
     )
+
+
+def is_real(dtype: tf.DType) -> bool:
+    """Returns whether a dtype is one of a state's fields: real numbers and bools."""
+    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
 
 
 def state_shown(state: Any) -> str:
@@ -127,14 +147,18 @@ def state_shown(state: Any) -> str:
 
 def loss_scale_of(state: RuleState) -> tf.Tensor:
     """Returns the scale in a rule's state; raises TypeError if there is no scale."""
-    fields = [getattr(state, "loss_scale", None)]
-    if not isinstance(state, tuple) or not is_scalars(fields):
+    if not hasattr(state, "loss_scale") or not are_numbers([state.loss_scale]):
         raise TypeError(
             f"`state` must be a rule's state; got {state_shown(state)}. A rule's state has the "
             "scale in its `loss_scale` field. Pass what the rule's initial_state() or advance() "
             "returned."
         )
     return state.loss_scale
+
+
+def shown_name(name: Any) -> str:
+    """Returns what similar names are looked for: the start of a string, or of another value."""
+    return name[:LONGEST] if isinstance(name, str) else shown(name)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
@@ -144,7 +168,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
         >>> did_you_mean("pytorhc", ["pytorch", "jmp"], "Use one of these.")
         "Did you mean 'pytorch'?"
     """
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(shown_name(name), known, n=1)
     return f"Did you mean {near[0]!r}?" if near else otherwise
 
 

@@ -1,11 +1,11 @@
 """The verdict on a step's gradients: whether they were finite and, if not, the cause."""
 
 import enum
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_flag, shown
+from scaling.base.argument_checks import as_flag, is_integer, shown
 
 
 class Cause(enum.IntEnum):
@@ -153,10 +153,17 @@ def as_verdict(verdict: VerdictLike) -> Verdict:
         "This flag says whether every gradient was finite.",
         "Pass scaling.all_finite(gradients)",
     )
-    if not tf.is_tensor(verdict.cause) and verdict.cause not in list(Cause):
+    if not is_cause(verdict.cause):
         raise ValueError(
             f"`verdict.cause` must be a scaling.Cause; got {shown(verdict.cause)}. A cause names "
             "the stage of the step at which a value was first not finite. Pass the result of "
             "scaling.find_cause(), or leave it out."
         )
     return verdict._replace(grads_finite=grads_finite)
+
+
+def is_cause(cause: Any) -> bool:
+    """Returns whether a value is the number of a `Cause`; of a tensor, whether it can be one."""
+    if tf.is_tensor(cause):
+        return bool(cause.dtype.is_integer) and cause.shape.rank in (0, None)
+    return is_integer(cause) and int(cause) in set(Cause)

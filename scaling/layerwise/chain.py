@@ -80,7 +80,12 @@ def layerwise_gradients(
     _check_trained_once(layers)
     with tf.GradientTape() as tape:
         tape.watch(outputs)
-        loss = loss_fn(outputs)
+        loss = as_tensor("loss_fn", loss_fn(outputs))
+    if not loss.dtype.is_floating:
+        raise TypeError(
+            f"`loss_fn` must return a float tensor; got {loss.dtype.name}. Only floats have "
+            "gradients. Return for instance tf.reduce_mean(outputs)."
+        )
     gradient, total = tape.gradient(loss, outputs), tf.constant(1.0)
     gradients, totals = [], []
     for layer_pass in reversed(passes):
@@ -108,7 +113,18 @@ def _forward(
     keywords = {"training": training} if isinstance(layer, tf.keras.layers.Layer) else {}
     with tf.GradientTape() as tape:
         tape.watch(watched_inputs)
-        outputs = layer(inputs, **keywords)
+        try:
+            outputs = layer(inputs, **keywords)
+        except Exception as error:
+            if not keywords:  # a function of the caller's own: its own error says more
+                raise
+            raise ValueError(
+                f"`inputs` must fit the layers; got shape {tuple(inputs.shape)}, "
+                f"{inputs.dtype.name}, for {type(layer).__name__}, which raised "
+                f"{type(error).__name__}. Each layer takes what the layer before it returns. The "
+                "cause is in the error above this one."
+            ) from error
+        outputs = as_tensor("layers", outputs)
     return _LayerPass(layer, inputs, watched_inputs, outputs, tape)
 
 
@@ -131,9 +147,9 @@ def _backward(
     if gradient is None:
         if variables:
             raise ValueError(
-                f"`layers` must pass a gradient to {layer_pass.layer!r}; got None. Another layer, "
-                "between this layer and the loss, is not differentiable. Set `trainable = False` "
-                "on this layer, or replace the other one."
+                f"`layers` must pass a gradient to {shown(layer_pass.layer)}; got None. Another "
+                "layer, between this layer and the loss, is not differentiable. Set `trainable = "
+                "False` on this layer, or replace the other one."
             )
         return None, [], above
     layer_variables = getattr(layer_pass.layer, "variables", ())

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_scalar, is_number, shown
+from scaling.base.argument_checks import as_tensor, check_scalar, is_integer, is_number, shown
 from scaling.base.number_formats import (
     HALF_FLUSHED,
     HALF_MAX,
@@ -41,11 +41,11 @@ class LayerwiseLossScale:
         max_layer_scale: upper bound of the scale of one layer; a power of two, at least 1.
         max_total_scale: upper bound of the product of all layers' scales; a power of two, at
             least 1.
-        underflow_share: the fraction of products that may be lost; between 0 and 1.
+        underflow_share: the fraction of products that may be lost; at least 1e-12, less than 1.
 
     Raises:
         ValueError: if a bound is not a power of two or is below 1, or the fraction is not
-            within (0, 1).
+            in [1e-12, 1).
 
     Source:
         Zhao et al., "Adaptive Loss Scaling for Mixed Precision Training", 2019,
@@ -66,7 +66,7 @@ class LayerwiseLossScale:
     underflow_share: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Rejects bounds below 1, and fractions outside (0, 1)."""
+        """Rejects bounds below 1, and fractions outside [1e-12, 1)."""
         for name, default in (("max_layer_scale", 16.0), ("max_total_scale", 1024.0)):
             bound = getattr(self, name)
             check_power_of_two(name, bound, nearest_power_of_two(bound, default, low=2.0))
@@ -75,10 +75,11 @@ class LayerwiseLossScale:
                     f"`{name}` must be at least 1; got {shown(bound)}. A smaller bound would "
                     f"shrink gradients. Use {default}, the default."
                 )
-        if not is_number(self.underflow_share) or not 0 < self.underflow_share < 1:
+        if not is_number(self.underflow_share) or not 1e-12 <= self.underflow_share < 1:
             raise ValueError(
-                f"`underflow_share` must be between 0 and 1; got {shown(self.underflow_share)}. "
-                "The share is the fraction of products that may underflow. Use 1e-3, the default."
+                "`underflow_share` must be at least 1e-12 and less than 1; got "
+                f"{shown(self.underflow_share)}. The share is the fraction of products that may "
+                "underflow. Use 1e-3, the default."
             )
 
     def total_scale(
@@ -112,22 +113,11 @@ class LayerwiseLossScale:
                 f"`gradient` must have a float dtype; got {gradient.dtype.name}. Only floats can "
                 "underflow. Pass the gradient of the layer's outputs."
             )
-        check_scalar(
-            "above",
-            as_tensor("above", above),
-            "One factor scales the whole gradient.",
-            "Pass the total scale of the layer above, or 1.0 for the last layer",
-        )
-        kernels = [tf.cast(as_tensor("kernels", kernel), tf.float32) for kernel in kernels]
-        for kernel in kernels:
-            if len(kernel.shape) < 2:
-                raise ValueError(
-                    f"`kernels` must have rank 2 or more; got shape {tuple(kernel.shape)}. "
-                    "Gradients are multiplied by matrices. Pass a list of kernels without biases."
-                )
+        above = _as_scale(above)
+        kernels = _as_kernels(kernels)
         deviation, largest = _deviation(gradient), _largest(gradient)
         if kernels:
-            rows = tf.cast(tf.size(gradient) // tf.shape(gradient)[-1], tf.float32)
+            rows = tf.cast(tf.reduce_prod(tf.shape(gradient)[:-1]), tf.float32)
             input_size = tf.maximum(_largest(inputs), 1.0) if inputs.dtype.is_floating else 1.0
             sums = [rows * input_size, *(_largest(kernel) * _terms(kernel) for kernel in kernels)]
             deviation *= tf.reduce_min([_deviation(kernel) for kernel in kernels])
@@ -139,6 +129,33 @@ class LayerwiseLossScale:
         scale = floor_power_of_two(tf.minimum(wanted, HALF_MAX / largest))
         total = tf.clip_by_value(above * scale, 1.0, self.max_total_scale)
         return tf.where(tf.math.is_finite(largest) & tf.math.is_finite(deviation), total, above)
+
+
+def _as_scale(above: Any) -> tf.Tensor:
+    """Returns the total scale of the layer above: shape (), float32."""
+    why = "One factor scales the whole gradient."
+    remedy = "Pass the total scale of the layer above, or 1.0 for the last layer"
+    scale = as_tensor("above", above)
+    check_scalar("above", scale, why, remedy)
+    if not scale.dtype.is_floating and not is_integer(above):
+        raise TypeError(f"`above` must be a float; got {scale.dtype.name}. {why} {remedy}.")
+    return tf.cast(scale, tf.float32)
+
+
+def _as_kernels(kernels: Any) -> list[tf.Tensor]:
+    """Returns a layer's kernels in float32."""
+    remedy = "Gradients are multiplied by matrices. Pass a list of kernels without biases."
+    if not isinstance(kernels, list | tuple):
+        raise TypeError(f"`kernels` must be a list; got {shown(kernels)}. {remedy}")
+    found = [as_tensor("kernels", kernel) for kernel in kernels]
+    for kernel in found:
+        if not kernel.dtype.is_floating:
+            raise TypeError(f"`kernels` must have float dtypes; got {kernel.dtype.name}. {remedy}")
+        if len(kernel.shape) < 2:
+            raise ValueError(
+                f"`kernels` must have rank 2 or more; got shape {tuple(kernel.shape)}. {remedy}"
+            )
+    return [tf.cast(kernel, tf.float32) for kernel in found]
 
 
 def _deviation(tensor: tf.Tensor) -> tf.Tensor:

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, loss_scale_of
+from scaling.base.argument_checks import as_tensor, loss_scale_of, map_leaves
 from scaling.base.types import Gradient, RuleState, Structure
 from scaling.rules.constant import NoLossScaleState
 
@@ -87,7 +87,7 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
             return gradient
         return gradient * tf.cast(reciprocal, gradient.dtype)
 
-    return tf.nest.map_structure(unscale, gradients)
+    return map_leaves("gradients", unscale, gradients)
 
 
 def coalesce(gradient: Gradient) -> Gradient:

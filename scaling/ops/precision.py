@@ -4,7 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, shown
+from scaling.base.argument_checks import as_tensor, is_name_in, map_leaves, shown
 from scaling.base.types import Structure
 
 COMPUTE_DTYPES = {
@@ -41,7 +41,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Rejects unknown names."""
-        if self.name not in COMPUTE_DTYPES:
+        if not is_name_in(self.name, COMPUTE_DTYPES):
             raise ValueError(
                 f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {shown(self.name)}. "
                 "Weights always stay in float32, so that small updates are not lost. Use "
@@ -91,4 +91,4 @@ def cast_floats(tree: Structure, dtype: str) -> Structure:
         tensor = as_tensor("tree", leaf)
         return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
 
-    return tf.nest.map_structure(cast, tree)
+    return map_leaves("tree", cast, tree)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state, is_integer, shown
+from scaling.base.argument_checks import check_state, is_integer, is_name_in, shown
 from scaling.base.number_formats import is_power_of_two, nearest_power_of_two, power_of_two_text
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
@@ -111,10 +111,10 @@ class DynamicLossScale:
             "This argument counts overflows.",
             "Use 1 to back off at every overflow",
         )
-        if self.hysteresis_refill not in ("growth", "finite_step"):
+        if not is_name_in(self.hysteresis_refill, ("growth", "finite_step")):
             raise ValueError(
                 '`hysteresis_refill` must be "growth" or "finite_step"; got '
-                f"{self.hysteresis_refill!r}. This argument says what resets the count of "
+                f"{shown(self.hysteresis_refill)}. This argument says what resets the count of "
                 'overflows. Use "growth", the default of Megatron-LM and DeepSpeed.'
             )
         check_count(

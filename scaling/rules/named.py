@@ -95,11 +95,12 @@ def parse_fields(name: str, assignments: list[str], text: str) -> dict[str, Any]
         if not equals:
             raise ValueError(
                 f"`loss_scale` must give fields as field=value; got {shown(assignment)} in "
-                f"{text!r}. A field needs a value. Use for instance dynamic:growth_interval=500."
+                f"{shown(text)}. A field needs a value. Use for instance "
+                "dynamic:growth_interval=500."
             )
         if field not in known:
             raise ValueError(
-                f"`loss_scale` must name fields of the rule; got {shown(field)} in {text!r}. "
+                f"`loss_scale` must name fields of the rule; got {shown(field)} in {shown(text)}. "
                 f"{name} has {', '.join(known) or 'no fields'}. "
                 f"{did_you_mean(field, known, 'Use only these.' if known else 'Use ' + name + '.')}"
             )
@@ -108,6 +109,11 @@ def parse_fields(name: str, assignments: list[str], text: str) -> dict[str, Any]
             raise ValueError(
                 f"`loss_scale` must separate fields by colons; got {shown(text)}. A comma belongs "
                 f"to a field's value. Use {separated}."
+            )
+        if field in fields:
+            raise ValueError(
+                f"`loss_scale` must give each field once; got {shown(field)} twice in "
+                f"{shown(text)}. Only one value can be used. Leave one of them out."
             )
         fields[field] = value if field == "version" else parse_value(value)
     return fields

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from scaling.base.argument_checks import did_you_mean, shown
+from scaling.base.argument_checks import did_you_mean, is_name_in, shown
 from scaling.base.number_formats import LARGEST_SCALE, SMALLEST_SCALE
 from scaling.rules.dynamic import DynamicLossScale
 from scaling.rules.rule import LossScaleRule, check_count
@@ -109,14 +109,14 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
         >>> preset("deepspeed", version="0.16").grace_steps
         0
     """
-    if name not in PRESETS:
+    if not is_name_in(name, PRESETS):
         remedy = "Use one of these, or scaling.DynamicLossScale with your own constants."
         raise ValueError(
             f"`name` must be one of {', '.join(PRESETS)}; got {shown(name)}. A preset has the name "
             f"of the system that it reproduces. {did_you_mean(name, PRESETS, remedy)}"
         )
     versions = PRESETS[name]
-    if version is not None and version not in versions:
+    if version is not None and not is_name_in(version, versions):
         requirement = (
             f"be one of {', '.join(map(str, versions))}" if None not in versions else "be left out"
         )

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_integer, shown
+from scaling.base.argument_checks import as_tensor, check_integer, check_scalar, shown
 from scaling.base.number_formats import (
     LARGEST_SCALE,
     as_float,
@@ -84,7 +84,8 @@ def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
     """Returns the verdict's largest magnitude: shape (), float32.
 
     Raises:
-        ValueError: if the verdict has no magnitude.
+        TypeError: if the magnitude has no float dtype.
+        ValueError: if the verdict has no magnitude, or it is no scalar.
     """
     if verdict.max_magnitude is None:
         raise ValueError(
@@ -92,7 +93,16 @@ def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
             "scale from the largest unscaled gradient magnitude. Pass "
             "scaling.Verdict(grads_finite, cause, max_magnitude)."
         )
-    return tf.cast(verdict.max_magnitude, tf.float32)
+    magnitude = as_tensor("verdict.max_magnitude", verdict.max_magnitude)
+    why = "It is the largest magnitude of all gradients."
+    remedy = "Pass a float32 tensor of shape ()"
+    if not magnitude.dtype.is_floating:
+        raise TypeError(
+            f"`verdict.max_magnitude` must have a float dtype; got {magnitude.dtype.name}. {why} "
+            f"{remedy}."
+        )
+    check_scalar("verdict.max_magnitude", magnitude, why, remedy)
+    return tf.cast(magnitude, tf.float32)
 
 
 def check_bounds(rule: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from scaling.base.number_formats import HALF_MAX, LARGEST_SCALE, SMALLEST_SCALE
 from scaling.rules.headroom import check_headroom_bits
 from scaling.telemetry.stats import GradientStats, flushed_share
@@ -57,7 +58,7 @@ def recommend(
         The scale, and the fraction of each variable's elements that it would flush to zero.
 
     Raises:
-        TypeError: if `stats` is not a `GradientStats`.
+        TypeError: if `stats` is not a `GradientStats`, or `names` is not a list of strings.
         ValueError: if the numbers of names and gradients differ, or `headroom_bits` is not
             from 0 to 40.
 
@@ -76,7 +77,12 @@ def recommend(
         )
     check_headroom_bits(headroom_bits)
     variables = int(stats.max_magnitude.shape[0])
-    names = [f"gradient {index}" for index in range(variables)] if names is None else list(names)
+    names = [f"gradient {index}" for index in range(variables)] if names is None else names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"`names` must be a list of strings; got {shown(names)}. Each gradient is called by "
+            "its name. Pass for instance [v.path for v in model.trainable_variables]."
+        )
     if len(names) != variables:
         raise ValueError(
             f"`names` must hold one name per gradient; got {len(names)} names for {variables} "
@@ -112,7 +118,7 @@ def recommend(
     )
 
 
-def advise(stats: GradientStats, names: list[str], scale: float, reason: str) -> Recommendation:
+def advise(stats: GradientStats, names: Sequence[str], scale: float, reason: str) -> Recommendation:
     """Returns a recommendation of `scale`, clipped to the valid range, with what it would lose."""
     scale = min(max(scale, SMALLEST_SCALE), LARGEST_SCALE)
     shares = np.asarray(flushed_share(stats.counts, tf.constant(scale)))

@@ -82,7 +82,7 @@ class GradientStats(NamedTuple):
             ValueError: if the factor is not a power of two.
         """
         check_power_of_two("factor", factor, suggestion=2.0)
-        return flushed_share(self.counts, self.loss_scale * factor)
+        return flushed_share(self.counts, self.loss_scale * float(factor))
 
 
 def gradient_stats(gradients: Structure, state: RuleState) -> GradientStats:

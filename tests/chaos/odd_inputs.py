@@ -9,7 +9,6 @@ import ast
 import collections
 import contextlib
 import inspect
-import itertools
 import os
 import pathlib
 import random
@@ -21,6 +20,7 @@ import typing
 import warnings
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from chaos import odd_values
 from chaos.odd_ranges import fits, tensor_of
@@ -133,7 +133,10 @@ def callable_of(module, name):
 def signature(module, name):
     """A callable's signature, without `self`, with types for annotations."""
     found = callable_of(module, name)
-    hints = typing.get_type_hints(found)
+    try:
+        hints = typing.get_type_hints(found)
+    except TypeError:  # a type that contains itself, by name
+        hints = {}
     whole = inspect.signature(found)
     kept = [
         each.replace(annotation=hints.get(each.name, typing.Any))
@@ -214,7 +217,7 @@ def elsewhere():
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
         warnings.catch_warnings(),
-        open(os.devnull, "w") as nowhere,
+        pathlib.Path(os.devnull).open("w") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
@@ -238,10 +241,28 @@ def outcome(place, code):
         return "obscure", f"no end within {SECONDS} s"
     except Exception as error:  # noqa: BLE001  # all kinds are judged
         why = unclear(place, error, odd_values.made(code))
+        if why and documented and callable(value) and fails_itself(call, code):
+            return "documented", "the function's own error"
         return ("obscure", why) if why else ("clear", str(error))
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
         return "obscure", f"{type(error).__name__}: {error}"
     return ("documented", "") if documented else ("silent", "")
+
+
+def fails_itself(call, code):
+    """Whether the error of a call comes out of the function that was passed, which raises it."""
+    function, raised = odd_values.made(code), []
+
+    def watched(*found, **named):
+        try:
+            return function(*found, **named)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    with contextlib.suppress(Exception), elsewhere(), within(SECONDS):
+        eval(call, names(call) | {"VALUE": watched})  # noqa: S307  # a call from above
+    return bool(raised)
 
 
 WORDS = collections.defaultdict(set)  # other names of arguments in errors
@@ -249,7 +270,7 @@ for _name, _argument, _, _word in errors.ALL_CASES:
     WORDS[_name, _argument].add(_word)
 
 
-def unclear(place, error, value):
+def unclear(place, error, value):  # noqa: PLR0911  # a reason each
     """What is not clear about an error, or ""."""
     message, kind = str(error), type(error).__name__
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -257,7 +278,7 @@ def unclear(place, error, value):
     text = f"{kind} at {where}: {message[:300]}"
     if type(error) not in {TypeError, ValueError, RuntimeError}:
         return text
-    if not any(f"`{word}`" in message for word in {place.argument, *WORDS[place[1:]]}):
+    if not names_argument(place, message, value):
         return "unnamed: " + text
     rule, _, found = message.partition("; got ")
     if not re.match(r"`[\w.\[\]'\"()]+` must ", rule) or not found:
@@ -268,27 +289,36 @@ def unclear(place, error, value):
         return f"{len(message)} characters: " + text
     if re.search(r"[\x00-\x09\x0b-\x1f\ud800-\udfff]", message):
         return "control characters: " + repr(text)
-    return "" if shows(found, value) else "value not shown: " + text
+    return "" if shows(message, value) else "value not shown: " + text
 
 
-def shows(found, value):
-    """Whether an error's text after "got" tells the value, or its type, shape, dtype or size."""
-    told = {type(value).__name__}
-    for text in (str, repr):
-        with contextlib.suppress(Exception):
-            told |= {text(value)[:12], text(value)[-12:]}
-    for name, of in itertools.product(
-        ("shape", "dtype", "name", "__name__"), (value, tensor_of(value))
-    ):
-        with contextlib.suppress(Exception):
-            each = getattr(of, name)
-            told.add(str(tuple(each)) if name == "shape" else getattr(each, "name", str(each)))
+def names_argument(place, message, value):
+    """Whether an error names the argument, a part of it, or a field that a text gives."""
+    words = {place.argument, place.argument.removesuffix("s"), *WORDS[place[1:]]}
+    parts = re.findall(r"`(\w+)", message)
+    return bool(words & set(parts)) or (
+        isinstance(value, str) and any(word in value for word in parts)
+    )
+
+
+def shows(message, value):
+    """Whether an error tells the value, or its type, shape, dtype, size or a part."""
+    told = {type(value).__name__, getattr(value, "__name__", "")}
+    tensor = tensor_of(value)
+    leaves = [value, tensor]
     with contextlib.suppress(Exception):
-        told |= {str(len(value)), *(repr(each)[:12] for each in value), *map(str, value)}
-        told |= {type(each).__name__ for each in value}
-    return any(
-        isinstance(each, str) and each and each in found for each in told
-    ) or found.startswith("an empty")
+        leaves += tf.nest.flatten(value)
+        leaves += list(value)
+        told.add(str(len(value)))
+    for leaf in leaves:
+        told.add(type(leaf).__name__)
+        for text in (str, repr, lambda leaf: str(np.shape(leaf)), lambda leaf: leaf.dtype.name):
+            with contextlib.suppress(Exception):
+                told |= {text(leaf)[:12], text(leaf)[-12:]}
+    with contextlib.suppress(Exception):
+        told.add(str(float(value)))
+    told = {each for each in told if isinstance(each, str) and each}
+    return any(each in message for each in told) or "got none" in message.lower()
 
 
 def drawn(place, number):

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
+import strategies
 
 
 def tensor_of(value):
@@ -89,13 +90,13 @@ STATES = {
 
 
 def has_scale(value):
-    """A state of any rule: with a scale that is one."""
+    """A state of any rule: with a number for its scale."""
     found = tensor_of(getattr(value, "loss_scale", None))
     return (
         isinstance(value, tuple)
         and found is not None
-        and found.dtype == tf.float32
-        and (found.shape.rank == 0 and is_scale(float(found)))
+        and found.shape.rank == 0
+        and (found.dtype.is_floating)
     )
 
 
@@ -115,6 +116,13 @@ def is_rule(value):
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in ("initial_state", "advance")
     )
+
+
+def is_index(value):
+    """0 or 1, as an int or a tensor of one."""
+    if isinstance(value, tf.Tensor | tf.Variable):
+        return value.dtype in {tf.int32, tf.int64} and value.shape.rank == 0
+    return is_of(value, int) and 0 <= value < 2
 
 
 def is_pairs(value):
@@ -138,25 +146,27 @@ RANGES = {
     "headroom_bits": lambda value: 0 <= value <= 40,
     "max_layer_scale": lambda value: is_scale(value) and value >= 1,
     "max_total_scale": lambda value: is_scale(value) and value >= 1,
-    "underflow_share": lambda value: 0 < value < 1,
+    "underflow_share": lambda value: 1e-12 <= value < 1,
     ("LayerwiseLossScale.total_scale", "gradient"): lambda value: (
         tensor_of(value) is not None and tensor_of(value).dtype.is_floating
     ),
     ("LayerwiseLossScale.total_scale", "inputs"): lambda value: tensor_of(value) is not None,
     ("LayerwiseLossScale.total_scale", "kernels"): lambda value: all(
-        tensor_of(each) is not None and tensor_of(each).shape.rank >= 2 for each in value
+        is_floats(each) and tensor_of(each) is not None and tensor_of(each).shape.rank >= 2
+        for each in value
     ),
     ("LayerwiseLossScale.total_scale", "above"): lambda value: (
-        tensor_of(value).shape.rank == 0 and is_floats(value)
+        tensor_of(value).shape.rank == 0 and (is_floats(value) or is_of(value, int))
     ),
     "mean_decay": is_fraction,
     "deviation_decay": is_fraction,
     "deviations": lambda value: 0 <= value <= 100,
     "rule": is_rule,
+    ("layerwise_gradients", "rule"): lambda value: isinstance(value, scaling.LayerwiseLossScale),
     "state": has_scale,
     "before": is_state(scaling.DynamicLossScaleState),
     "after": is_state(scaling.DynamicLossScaleState),
-    ("LossScaler.load_state_dict", "state"): lambda value: False,
+    ("LossScaler.load_state_dict", "state"): lambda _: False,
     **{(f"{name}.advance", "state"): is_state(kind) for name, kind in STATES.items()},
     ("LossScaler.assign", "state"): is_state(scaling.DynamicLossScaleState),
     "verdict": is_verdict,
@@ -171,10 +181,7 @@ RANGES = {
     ),
     "loss": lambda value: tensor_of(value) is not None and is_floats([tensor_of(value)]),
     "gradients": is_floats,
-    ("coalesce", "gradient"): lambda value: (
-        not isinstance(value, tf.IndexedSlices) or value.values.dtype.is_floating
-    ),
-    "token": lambda value: False,
+    "token": lambda _: False,
     ("Precision", "name"): lambda value: value in {"float32", "mixed_float16", "mixed_bfloat16"},
     "tree": is_tensors,
     "structure": is_tensors,
@@ -188,8 +195,32 @@ RANGES = {
     ("layerwise_gradients", "inputs"): lambda value: tensor_of(value) is not None,
     ("layerwise_gradients", "loss_fn"): callable,
     ("parse_rule", "text"): lambda value: (
-        value in {"0.5", "1", "2.0", "1024", "dynamic", "pytorch"}
+        value.strip() in {"0.5", "1", "2.0", "1024", "dynamic", "pytorch"}
     ),
+    ("agree", "flag"): is_flag,
+    ("any_worker", "flag"): lambda value: (
+        isinstance(value, bool | np.bool_) or (isinstance(value, tf.Tensor) and is_flag(value))
+    ),
+    "global_batch": lambda value: value >= 4,
+    "num_replicas": lambda value: 1 <= value <= 2,
+    "num_microbatches": lambda value: 1 <= value <= 2,
+    ("create", "name"): lambda value: value in {"default", "mirrored", "one_device"},
+    ("create", "devices"): bool,
+    ("from_chief", "number"): lambda value: abs(value) < 2**63,
+    ("split_cpu", "count"): lambda value: value == 4,
+    ("sum_gradients", "gradients"): lambda value: all(
+        leaf is not None and (leaf.dtype.is_floating or leaf.dtype.is_integer)
+        for leaf in leaves(value)
+    ),
+    ("take", "share"): lambda value: isinstance(value, strategies.Share),
+    ("take", "index"): is_index,
+    ("take", "parts"): lambda value: is_of(value, int) and 1 <= value <= 2**30,
+    ("whole", "batch"): lambda value: all(
+        tf.TensorShape(leaf.shape)[:1].is_compatible_with([4])
+        for leaf in tf.nest.flatten(value)
+        if leaf is not None
+    ),
+    ("whole", "weights"): lambda value: is_floats([value]) and tensor_of(value).shape[0] == 4,
     ("preset", "name"): lambda value: value == "pytorch",
     ("preset", "version"): lambda value: value in {None, "2.13"},
     ("recommend", "stats"): lambda value: isinstance(value, scaling.GradientStats),
@@ -197,10 +228,16 @@ RANGES = {
 }
 
 
+# Arguments for which the docstring says what becomes of every value.
+ANYTHING = {("coalesce", "gradient")}  # all but tf.IndexedSlices is returned unchanged
+
+
 def fits(place, value):
     """Whether an argument may have a value: by its annotation, and by its range."""
     hint = place.parameter.annotation
     keys = [key for key in ((place.name, place.argument), place.argument) if key in RANGES]
+    if (place.name, place.argument) in ANYTHING:
+        return True
     assert keys or hint is not typing.Any, f"{place} needs a line in RANGES"
     if value is None and is_of(value, hint) and not is_any(hint):
         return True  # None has a meaning of its own wherever the annotation names it

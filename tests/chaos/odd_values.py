@@ -93,7 +93,7 @@ tf.data.Dataset.from_tensors(tf.ones([4, 1])); iter(tf.data.Dataset.range(3)); t
 (np.ones([4, 1]), np.ones([4, 1])); (np.array(1.0), np.array(1.0)); np.longdouble(1); [1.0, None]
 """
 OBJECTS = """
-None; ...; NotImplemented; object(); Rude(); Exception("text"); slice(3); pathlib; tf; memoryview(b"x")
+None; ...; NotImplemented; object(); Rude(); Exception("text"); slice(3); pathlib; tf
 keras.optimizers.SGD(); keras.losses.MeanSquaredError(); keras.metrics.Mean(); keras.layers.Dense(1)
 keras.DTypePolicy("mixed_float16"); keras.Sequential(); tf.Module(); scaling.DynamicLossScale()
 scaling.Cause.WEIGHTS; scaling.Verdict(True); scaling.Verdict("text"); scaling.LayerwiseLossScale()

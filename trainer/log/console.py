@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from scaling.base import argument_checks
 from trainer.log.digits import format_number
 from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
 
@@ -125,9 +126,9 @@ def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
         ValueError: if `verbose` is neither a bool nor a style.
     """
     style = {True: "normal", False: "quiet"}[verbose] if isinstance(verbose, bool) else verbose
-    if style not in STYLES:
+    if not argument_checks.is_name_in(style, STYLES):
         raise ValueError(
-            f'`verbose` must be True, False or "detailed"; got {shown(verbose)}. This argument '
+            f'`verbose` must be True, False or "detailed"; got {argument_checks.shown(verbose)}. This argument '
             "sets how much the run prints. Leave it at True."
         )
     return style if shown else "quiet"
