@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import check_state, shown
+from scaling.base.argument_checks import LONGEST, check_state, shown
 from scaling.base.number_formats import check_power_of_two, nearest_power_of_two
 from scaling.base.types import RuleState, Structure
 from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
@@ -237,10 +237,10 @@ class LossScaler(tf.Module):
                 power of two. Nothing is changed in this case.
         """
         if not isinstance(state, Mapping) or set(state) != set(self._variables):
-            found = ", ".join(map(str, state)) or "none" if isinstance(state, Mapping) else state
+            found = ", ".join(map(str, state)) if isinstance(state, Mapping) else shown(state)
             raise ValueError(
                 f"`state` must have the fields {', '.join(self._variables)}; got "
-                f"{shown(found)}. A "
+                f"{found[:LONGEST] or 'none'}. A "
                 f"{type(self.rule).__name__} state has exactly the required fields. Load the state "
                 "into a scaler with the rule that it was saved from."
             )

@@ -1,11 +1,12 @@
 """Argument checks. They use static information only and add no operations to a graph."""
 
 import numbers
+import re
 from typing import Any
 
 import tensorflow as tf
 
-LONGEST = 200  # characters of a value in an error
+LONGEST = 400  # characters of a value in an error
 
 
 def shown(value: Any) -> str:
@@ -13,10 +14,10 @@ def shown(value: Any) -> str:
 
     Example:
         >>> shown("text"), len(shown(list(range(10**5))))
-        ("'text'", 200)
+        ("'text'", 400)
     """
     try:
-        text = repr(value)
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
     except Exception:  # noqa: BLE001  # the error to raise is the caller's
         return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 53]}...{text[-50:]}"

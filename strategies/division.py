@@ -223,7 +223,7 @@ def check_divisible(global_batch: int, num_replicas: int, num_microbatches: int)
     check_count("num_microbatches", num_microbatches, "Each share is divided into microbatches.")
     if global_batch < num_replicas * num_microbatches:
         raise ValueError(
-            "`global_batch` must be at least `num_replicas` x `num_microbatches` = "
+            "`global_batch` must be at least replicas x microbatches = "
             f"{shown(num_replicas)} x {shown(num_microbatches)}; got {shown(global_batch)}. A "
             "microbatch would be empty on every step. Use a larger batch, or fewer replicas or "
             "microbatches."

@@ -2,6 +2,7 @@
 
 import difflib
 import numbers
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from scaling.base.types import RuleState
 
-LONGEST = 200  # characters of a value in an error
+LONGEST = 400  # characters of a value in an error
 
 
 def shown(value: Any) -> str:
@@ -21,10 +22,10 @@ def shown(value: Any) -> str:
 
     Example:
         >>> shown("text"), len(shown(list(range(10**5))))
-        ("'text'", 200)
+        ("'text'", 400)
     """
     try:
-        text = repr(value)
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
     except Exception:  # noqa: BLE001  # the error to raise is the caller's
         return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 53]}...{text[-50:]}"
@@ -121,8 +122,9 @@ def is_name_in(value: Any, known: Iterable[Any]) -> TypeGuard[str]:
 def check_state(state: Any, kind: type[Any]) -> None:
     """Raises TypeError unless `state` has the type that a rule uses for its state."""
     if not isinstance(state, kind) or not are_numbers(state):
+        found = shown(state) if isinstance(state, kind) else type(state).__name__
         raise TypeError(
-            f"`state` must be a {kind.__name__}; got {state_shown(state)}. Each rule has a "
+            f"`state` must be a {kind.__name__}; got {found}. Each rule has a "
             "state type of its own. Pass what the rule's initial_state() or advance() returned."
         )
 
@@ -139,17 +141,12 @@ def is_real(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
 
 
-def state_shown(state: Any) -> str:
-    """Returns the type of what was passed as a state; of a state, also its fields."""
-    kind = type(state).__name__
-    return shown(state) if isinstance(state, tuple) and kind.endswith("State") else kind
-
-
 def loss_scale_of(state: RuleState) -> tf.Tensor:
     """Returns the scale in a rule's state; raises TypeError if there is no scale."""
     if not hasattr(state, "loss_scale") or not are_numbers([state.loss_scale]):
+        found = shown(state) if hasattr(state, "loss_scale") else type(state).__name__
         raise TypeError(
-            f"`state` must be a rule's state; got {state_shown(state)}. A rule's state has the "
+            f"`state` must be a rule's state; got {found}. A rule's state has the "
             "scale in its `loss_scale` field. Pass what the rule's initial_state() or advance() "
             "returned."
         )

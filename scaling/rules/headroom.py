@@ -137,7 +137,7 @@ class HeadroomLossScale:
         """
         check_state(state, HeadroomLossScaleState)
         verdict = as_verdict(verdict)
-        magnitude = require_magnitude(verdict, "HeadroomLossScale")
+        magnitude = require_magnitude(verdict, "HeadroomLossScale", state.loss_scale)
         tracked = self._track(state, verdict.overflowed, magnitude)
         searched = self._search(state, verdict.overflowed, magnitude)
         moved = select_state(state.found, tracked, searched)

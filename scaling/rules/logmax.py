@@ -128,7 +128,7 @@ class LogMaxLossScale:
         """
         check_state(state, LogMaxLossScaleState)
         verdict = as_verdict(verdict)
-        magnitude = require_magnitude(verdict, "LogMaxLossScale")
+        magnitude = require_magnitude(verdict, "LogMaxLossScale", state.loss_scale)
         scale, overflowed = state.loss_scale, verdict.overflowed
         x = tf.where(overflowed, LOG2_HALF_MAX - log2(scale) + 1.0, log2(magnitude))
         updated = self._update_statistics(state, x)

@@ -80,8 +80,8 @@ def select_state(condition: tf.Tensor, if_true: State, if_false: State) -> State
     return type(if_false)(*(tf.where(condition, new, old) for new, old in pairs))
 
 
-def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
-    """Returns the verdict's largest magnitude: shape (), float32.
+def require_magnitude(verdict: Verdict, rule: str, loss_scale: tf.Tensor) -> tf.Tensor:
+    """Returns the verdict's largest magnitude: float32, with the shape of `loss_scale`, ().
 
     Raises:
         TypeError: if the magnitude has no float dtype.
@@ -101,7 +101,8 @@ def require_magnitude(verdict: Verdict, rule: str) -> tf.Tensor:
             f"`verdict.max_magnitude` must have a float dtype; got {magnitude.dtype.name}. {why} "
             f"{remedy}."
         )
-    check_scalar("verdict.max_magnitude", magnitude, why, remedy)
+    if tf.convert_to_tensor(loss_scale).shape.rank == 0:  # a state may hold many scales at once
+        check_scalar("verdict.max_magnitude", magnitude, why, remedy)
     return tf.cast(magnitude, tf.float32)
 
 

@@ -268,6 +268,8 @@ def fails_itself(call, code):
 WORDS = collections.defaultdict(set)  # other names of arguments in errors
 for _name, _argument, _, _word in errors.ALL_CASES:
     WORDS[_name, _argument].add(_word)
+WORDS["check_divisible", "num_replicas"] = {"global_batch"}  # which is too small for them
+WORDS["check_divisible", "num_microbatches"] = {"global_batch"}
 
 
 def unclear(place, error, value):  # noqa: PLR0911  # a reason each

@@ -128,8 +128,9 @@ def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:
     style = {True: "normal", False: "quiet"}[verbose] if isinstance(verbose, bool) else verbose
     if not argument_checks.is_name_in(style, STYLES):
         raise ValueError(
-            f'`verbose` must be True, False or "detailed"; got {argument_checks.shown(verbose)}. This argument '
-            "sets how much the run prints. Leave it at True."
+            f'`verbose` must be True, False or "detailed"; got '
+            f"{argument_checks.shown(verbose)}. "
+            "This argument sets how much the run prints. Leave it at True."
         )
     return style if shown else "quiet"
 

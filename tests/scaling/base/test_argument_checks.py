@@ -1,5 +1,7 @@
 """The argument checks: what they accept, and the errors for the rest."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,8 +16,11 @@ from scaling.base.argument_checks import (
     check_state,
     did_you_mean,
     is_integer,
+    is_name_in,
     is_number,
     loss_scale_of,
+    map_leaves,
+    shown,
 )
 
 
@@ -138,3 +143,28 @@ def test_numbers_and_integers(value, number, integer):
     """Numbers come from Python or NumPy; bools are not numbers."""
     assert is_number(value) is number
     assert is_integer(value) is integer
+
+
+def test_a_long_value_is_shown_without_its_middle():
+    """An error stays readable whatever was passed, also an object that cannot be printed."""
+
+    class Unprintable:
+        def __repr__(self):
+            raise ArithmeticError
+
+    assert shown("text") == "'text'"
+    assert shown(Unprintable()) == "a Unprintable that cannot be printed"
+    assert len(shown("x" * 10**6)) == 400
+
+
+def test_a_name_is_looked_up_in_whatever_type_it_has():
+    """A list cannot be looked up in a dict, and a string can be part of another."""
+    assert is_name_in("a", {"a": 1})
+    assert not is_name_in(["a"], {"a": 1})
+
+
+def test_a_structure_that_cannot_be_made_again_is_refused():
+    """Of a mapping proxy tf.nest makes no second one."""
+    assert map_leaves("tree", float, {"a": 1}) == {"a": 1.0}
+    with pytest.raises(TypeError, match=r"`tree` must be a structure that tf.nest can make again"):
+        map_leaves("tree", float, types.MappingProxyType({"a": 1}))

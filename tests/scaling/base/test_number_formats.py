@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from scaling.base.number_formats import (
     ceil_log2,
     check_power_of_two,
@@ -62,8 +63,8 @@ def test_what_is_not_a_power_of_two_in_range_is_an_error(value):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
         check_power_of_two("factor", value, suggestion=2.0)
     assert str(error.value) == (
-        f"`factor` must be a power of two between 2^-126 and 2^126; got {value!r}. Only powers of "
-        "two scale and unscale gradients without changing their bits. Use 2.0."
+        f"`factor` must be a power of two between 2^-126 and 2^126; got {shown(value)}. Only powers "
+        "of two scale and unscale gradients without changing their bits. Use 2.0."
     )
 
 

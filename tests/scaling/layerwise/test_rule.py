@@ -102,12 +102,12 @@ def test_integer_inputs_do_not_limit_the_scale():
         (
             "underflow_share",
             0.0,
-            "`underflow_share` must be between 0 and 1; got 0.0. The share is the fraction of products that may underflow. Use 1e-3, the default.",
+            "`underflow_share` must be at least 1e-12 and less than 1; got 0.0. The share is the fraction of products that may underflow. Use 1e-3, the default.",
         ),
         (
             "underflow_share",
             1.0,
-            "`underflow_share` must be between 0 and 1; got 1.0. The share is the fraction of products that may underflow. Use 1e-3, the default.",
+            "`underflow_share` must be at least 1e-12 and less than 1; got 1.0. The share is the fraction of products that may underflow. Use 1e-3, the default.",
         ),
     ],
 )
