@@ -78,11 +78,7 @@ def recommend(
     check_headroom_bits(headroom_bits)
     variables = int(stats.max_magnitude.shape[0])
     names = [f"gradient {index}" for index in range(variables)] if names is None else names
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"`names` must be a list of strings; got {shown(names)}. Each gradient is called by "
-            "its name. Pass for instance [v.path for v in model.trainable_variables]."
-        )
+    check_names(names)
     if len(names) != variables:
         raise ValueError(
             f"`names` must hold one name per gradient; got {len(names)} names for {variables} "
@@ -116,6 +112,15 @@ def recommend(
         f"The largest gradient, {magnitudes[largest]:.4g} in {names[largest]}, stays at least "
         f"{headroom_bits} factors of two below the largest float16.",
     )
+
+
+def check_names(names: object) -> None:
+    """Raises TypeError unless `names` is a list of strings."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"`names` must be a list of strings; got {shown(names)}. Each gradient is called by "
+            "its name. Pass for instance [v.path for v in model.trainable_variables]."
+        )
 
 
 def advise(stats: GradientStats, names: Sequence[str], scale: float, reason: str) -> Recommendation:

@@ -272,7 +272,7 @@ WORDS["check_divisible", "num_replicas"] = {"global_batch"}  # which is too smal
 WORDS["check_divisible", "num_microbatches"] = {"global_batch"}
 
 
-def unclear(place, error, value):  # noqa: PLR0911  # a reason each
+def unclear(place, error, value):  # a reason each
     """What is not clear about an error, or ""."""
     message, kind = str(error), type(error).__name__
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -287,20 +287,17 @@ def unclear(place, error, value):  # noqa: PLR0911  # a reason each
         return "form: " + text
     if len(found.split(". ")) < 3:
         return "sentences: " + text
-    if len(message) > LONGEST:
-        return f"{len(message)} characters: " + text
-    if re.search(r"[\x00-\x09\x0b-\x1f\ud800-\udfff]", message):
-        return "control characters: " + repr(text)
-    return "" if shows(message, value) else "value not shown: " + text
+    if len(message) > LONGEST or re.search(r"[\x00-\x09\x0b-\x1f\ud800-\udfff]", message):
+        return f"cannot be printed ({len(message)} characters): {text!r}"
+    returned = callable(value) and "must return" in message  # the error is about what it returns
+    return "" if returned or shows(message, value) else "value not shown: " + text
 
 
 def names_argument(place, message, value):
     """Whether an error names the argument, a part of it, or a field that a text gives."""
     words = {place.argument, place.argument.removesuffix("s"), *WORDS[place[1:]]}
-    parts = re.findall(r"`(\w+)", message)
-    return bool(words & set(parts)) or (
-        isinstance(value, str) and any(word in value for word in parts)
-    )
+    parts = {part for name in re.findall(r"`([\w.]+)", message) for part in name.split(".")}
+    return bool(words & parts) or (isinstance(value, str) and any(word in value for word in parts))
 
 
 def shows(message, value):
