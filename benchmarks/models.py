@@ -1,4 +1,4 @@
-"""The four models that the benchmarks train, with random batches."""
+"""The eight models that the benchmarks train, with random batches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from keras import layers
 
 POLICIES = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 WINDOW, WORDS, WIDTH = 128, 256, 256  # the transformer's sizes
+ROWS, FEATURES = 50_000, 20  # the embedding's rows, and how many of them an example uses
 
 
 class Work(NamedTuple):
@@ -31,10 +32,16 @@ def work_of(model):
     if model == "transformer":
         text = generator.integers(WORDS, size=[16, WINDOW + 1]).astype(np.int32)
         return Work(build_transformer, (text[:, :-1], text[:, 1:]))
+    if model == "embedding":
+        features = generator.integers(ROWS, size=[128, FEATURES]).astype(np.int32)
+        return Work(build_embedding, (features, generator.integers(10, size=128)))
     build, shape = {
         "mlp": (build_perceptron, [128, 784]),
         "cnn": (build_cnn, [64, 32, 32, 3]),
         "resnet": (build_resnet, [32, 32, 32, 3]),
+        "small_mlp": (build_small_perceptron, [128, 784]),
+        "lstm": (build_lstm, [32, 28, 28]),
+        "separable": (build_separable, [32, 32, 32, 3]),
     }[model]
     return Work(build, (generator.random(shape, np.float32), generator.integers(10, size=shape[0])))
 
@@ -43,6 +50,33 @@ def build_perceptron():
     """Returns a perceptron of sizes 784-512-512-10."""
     hidden = [layers.Dense(512, activation="relu") for _ in range(2)]
     return keras.Sequential([keras.Input([784]), *hidden, layers.Dense(10)])
+
+
+def build_small_perceptron():
+    """Returns a perceptron of sizes 784-512-10."""
+    hidden = layers.Dense(512, activation="relu")
+    return keras.Sequential([keras.Input([784]), hidden, layers.Dense(10)])
+
+
+def build_lstm():
+    """Returns an LSTM that reads an image of 28 x 28 row by row."""
+    return keras.Sequential([keras.Input([28, 28]), layers.LSTM(128), layers.Dense(10)])
+
+
+def build_separable():
+    """Returns three separable convolutions with layer normalization."""
+    inputs = hidden = keras.Input([32, 32, 3])
+    for width, stride in ((32, 1), (64, 2), (128, 2)):
+        hidden = layers.SeparableConv2D(width, 3, stride, padding="same")(hidden)
+        hidden = layers.ReLU()(layers.LayerNormalization()(hidden))
+    return classifier(inputs, hidden)
+
+
+def build_embedding():
+    """Returns a classifier of sets of features, nearly all of whose weights are an embedding."""
+    features = keras.Input([FEATURES], dtype="int32")
+    hidden = layers.GlobalAveragePooling1D()(layers.Embedding(ROWS, 64)(features))
+    return keras.Model(features, layers.Dense(10)(layers.Dense(64, activation="relu")(hidden)))
 
 
 def build_cnn():

@@ -33,9 +33,11 @@ from turns import (
 
 from trainer.data.batches import batches
 from trainer.run.compile_autotune import MIN_STEPS, has_only_scalar_kernels, settle
+from trainer.step.xla import WITH_PASSES
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("models", ["mlp", "cnn", "resnet", "transformer"], "Models to measure.")
+MODELS = ["mlp", "cnn", "resnet", "transformer", "small_mlp", "lstm", "separable", "embedding"]
+flags.DEFINE_list("models", MODELS, "Models to measure.")
 flags.DEFINE_list("dtypes", ["float32", "bfloat16", "float16"], "Compute dtypes.")
 flags.DEFINE_integer("rounds", 15, "Number of turns of each contender.", lower_bound=3)
 flags.DEFINE_float(
@@ -53,7 +55,15 @@ flags.DEFINE_string("cell", None, "MODEL,DTYPE: the cell to measure; set for sub
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "step_time.json"
 PAGE = ROOT / "docs" / "performance.md"
-NAMES = {False: "plain", "elementwise": "elementwise", True: "XLA"}
+NAMES = {
+    False: "plain",
+    "elementwise": "elementwise",
+    "update": "XLA's update",
+    True: "XLA",
+    "step": "one program",
+}
+MEASURED = [mode for mode in NAMES if mode != "update"]  # Adam has a kernel of its own
+IN_PYTORCH = MODELS[:4]
 PAIRS = [("ours, plain", "by hand, plain"), ("ours, XLA", "by hand, XLA")]
 
 
@@ -65,15 +75,16 @@ def contenders(model, dtype):
     scalar_loops = dtype != "float32" and has_only_scalar_kernels(dtype)
     cell = (work_of(model), POLICIES[dtype])
     found = {"fit": lambda: fit(*cell)}
-    for mode, name in NAMES.items():
-        if mode is True or not scalar_loops:
-            found[f"ours, {name}"] = functools.partial(ours, *cell, jit_compile=mode)
+    for mode in MEASURED:
+        if mode in WITH_PASSES or not scalar_loops:
+            found[f"ours, {NAMES[mode]}"] = functools.partial(ours, *cell, jit_compile=mode)
     if not scalar_loops:
         found["fit, 20 steps a call"] = lambda: fit(*cell, steps_per_execution=20)
         found["by hand, plain"] = lambda: by_hand(*cell)
     found["fit, XLA"] = lambda: fit(*cell, jit_compile=True)
+    found["fit, both"] = lambda: fit(*cell, jit_compile=True, steps_per_execution=20)
     found["by hand, XLA"] = lambda: by_hand(*cell, jit_compile=True)
-    if importlib.util.find_spec("torch"):
+    if importlib.util.find_spec("torch") and model in IN_PYTORCH:
         found["PyTorch"] = lambda: pytorch(model, dtype)
     return found
 
@@ -107,8 +118,9 @@ def measure(model, dtype):
 
 def times(cells):
     """Returns a table of medians in milliseconds per step, one row per cell."""
-    names = ["fit", "fit, 20 steps a call", "fit, XLA", "by hand, plain", "by hand, XLA"]
-    names += [f"ours, {name}" for name in NAMES.values()] + ["PyTorch"]
+    names = ["fit", "fit, 20 steps a call", "fit, XLA", "fit, both"]
+    names += ["by hand, plain", "by hand, XLA"]
+    names += [f"ours, {NAMES[mode]}" for mode in MEASURED] + ["PyTorch"]
     rows = [["model, dtype", *names]]
     for title, cell in cells.items():
         found = {name: statistics.median(turns) for name, turns in cell["millisecs"].items()}
