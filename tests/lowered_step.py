@@ -132,7 +132,10 @@ def cut_out(graph, replicas):
         copy = core.node.add()
         copy.CopyFrom(node)
         rewrite(copy, functions)
-        kept = [name for name in copy.input if name.split(":")[0].lstrip("^") in names]
+        # What comes from outside is the same for all replicas, such as a constant of a layer.
+        outside = {name for name in copy.input if name.split(":")[0].lstrip("^") not in names}
+        inputs |= {name: name for name in outside if not name.startswith("^")}
+        kept = [name for name in copy.input if name not in outside or name in inputs]
         del copy.input[:]
         copy.input.extend(kept)
     outputs = [node.input[0] for node in whole.node if node.op == "TPUReplicatedOutput"]
@@ -169,9 +172,11 @@ def inputs_of_replica(step, inputs, trainer, value_of):
     nodes = {node.name: node for node in step.graph.as_graph_def().node}
     values, variables, paths = {}, {}, {}
     for name, source in inputs.items():
-        if source in captured:
+        if id(captured.get(source)) in known:
             path, copy = known[id(captured[source])]
             paths[name], variables[name] = path, tf.Variable(copy.read_value())
+        elif source in captured:
+            values[name] = captured[source].numpy()
         elif source == "replica":
             values[name] = np.int32(0)
         elif nodes[source].op == "Const":
