@@ -43,6 +43,7 @@ NOT_RUN = {
         ),
         "test_examples.py runs it and checks its accuracy",
     ),
+    "python -m pytest -n0 --full tests/gpu_check": "part of the test suite",
     "python -m pytest -n0 --full tests/tpu_check": "part of the test suite",
 }
 

@@ -221,10 +221,35 @@ class Program:
             total[outer] = sum(u.bytes for u in users) if sliced else computation[outer].bytes
         return sum(total.values())
 
-    def products(self, computations=None):
-        """Returns all products and convolutions, in kernels and by libraries."""
+    def flops_by(self, computation, kernel):
+        """Returns the additions and multiplications of the products in a kernel."""
+        inner = [self.computations[name] for name in kernel.called if kernel.opcode == "fusion"]
+        places = [(each, found) for each in inner for found in each.values()]
+        return sum(each.flops for each in self.products([(computation, kernel), *places]))
+
+    def roofline(self, card, dtype):
+        """Returns the seconds that the kernels take at least.
+
+        Args:
+            card: a `cards.Card`.
+            dtype: what the products are computed in, for the card's rate.
+        """
+        return sum(
+            max(
+                self.moved_by(*each) / card.memory_bandwidth,
+                self.flops_by(*each) / card.peak[dtype],
+            )
+            for each in self.kernels()
+        )
+
+    def products(self, instructions=None):
+        """Returns products and convolutions, in kernels and by libraries.
+
+        Args:
+            instructions: where to look, each with its computation; default: everywhere.
+        """
         found = []
-        for computation, each in computations or self.instructions():
+        for computation, each in instructions or self.instructions():
             if each.opcode in {"dot", "convolution"} or each.target in CONVOLUTIONS:
                 operands = [computation[name].arrays[0] for name in each.operands[:2]]
                 found.append(
