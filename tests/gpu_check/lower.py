@@ -1,9 +1,9 @@
 """Lowers a step of a benchmark's model: python lower.py OUT MODEL DTYPE REPLICAS FAULT.
 
-It writes `OUT/step.hlo`, and `OUT/sizes.json` with the number of the model's trained weights and of its
-other floats. With one replica that is the whole step of the default strategy; with several,
-the program of one replica, as it is traced for a TPU: MirroredStrategy has no such program, because
-TensorFlow itself, and not XLA, sums its replicas' gradients.
+It writes `OUT/step.hlo`, and `OUT/sizes.json` with the number of the model's trained weights and of
+its other floats. With one replica that is the whole step, as `jit_compile="step"` has it compiled;
+with several, the program of one replica, as it is traced for a TPU: MirroredStrategy has no such
+program, because TensorFlow itself, and not XLA, sums its replicas' gradients.
 
 FAULT is "none", or something that the check must find: see `FAULTS`.
 """
@@ -88,7 +88,7 @@ FAULTS = {
 def main(out, model, dtype, replicas, fault):
     """Lowers the step."""
     work = work_of(model)
-    settings = {"precision": POLICIES[dtype], "jit_compile": True}
+    settings = {"precision": POLICIES[dtype], "jit_compile": "step" if replicas == 1 else True}
     if fault == "no-scale":
         settings["loss_scale"] = "none"
     if fault == "apart":

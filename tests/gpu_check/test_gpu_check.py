@@ -3,9 +3,9 @@
 XLA's own compiler for GPUs, that of jaxlib, compiles it from a description of the card. So these tests
 know the program, and no time: the step has not been run on a GPU by them. They do not see either
 
-- TensorFlow's own kernels. With one GPU, `train` compiles the forward and backward pass, and
-  TensorFlow runs the rest; here, the whole step is one program. With several, it is one replica's
-  program as it is traced for a TPU, because TensorFlow, and not XLA, sums the replicas' gradients.
+- TensorFlow's own kernels. With one GPU, the step is compiled as a whole, as `jit_compile="step"` has
+  it; with other modes TensorFlow runs a part of it. With several, it is one replica's program as it is
+  traced for a TPU, because TensorFlow, and not XLA, sums the replicas' gradients.
 - which of its kernels for a product XLA would take after trying them on a card, and what cuDNN does.
 
 `pip install -e '.[gpu-check]'` installs what these tests need.
