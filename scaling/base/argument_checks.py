@@ -153,12 +153,12 @@ def loss_scale_of(state: RuleState) -> tf.Tensor:
     return state.loss_scale
 
 
-def shown_name(name: Any) -> str:
+def shown_name(name: object) -> str:
     """Returns what similar names are looked for: the start of a string, or of another value."""
     return name[:LONGEST] if isinstance(name, str) else shown(name)
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+def did_you_mean(name: object, known: Iterable[str], otherwise: str) -> str:
     """Returns a question that suggests the most similar known name, or `otherwise`.
 
     Example:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
+import trainer
 
 
 def tensor_of(value):
@@ -130,6 +131,62 @@ def is_pairs(value):
     return all(len(pair) == 2 and is_scale(pair[0]) and is_count(pair[1]) for pair in value)
 
 
+POSITIVE = (
+    "num_microbatches steps_per_loop checkpoint_interval max_to_keep max_retries "
+    "max_consecutive_skips max_overflow_bytes log_interval window max_recoveries every_steps"
+)
+
+
+def is_list_of(kind):
+    """Whether a value is a list or tuple of values of a type, or of what a predicate allows."""
+    return lambda value: (
+        isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
+    )
+
+
+TRAINER = {
+    **{("Trainer", name): lambda value: value >= 1 for name in POSITIVE.split()},
+    **{("Divergence", name): lambda value: value >= 1 for name in POSITIVE.split()},
+    ("Action", "every_steps"): lambda value: value >= 1,
+    ("Action", "every_secs"): lambda value: value > 0,
+    ("Divergence", "rise"): lambda value: value > 1,
+    ("Trainer", "precision"): lambda value: value in {"float32", "mixed_float16"},
+    ("Trainer", "loss_scale"): lambda value: (
+        value in {"pytorch", "1024", "1", "2.0", "0.5", "1000"[:0]}
+        if isinstance(value, str)
+        else is_rule(value) or is_scale(value)
+    ),
+    ("Trainer", "loss_reduction"): lambda value: value in {"mean", "global"},
+    ("Trainer", "global_clipnorm"): lambda value: value > 0,
+    ("Trainer", "clipnorm"): lambda value: value > 0,
+    ("Trainer", "clipvalue"): lambda value: value > 0,
+    ("Trainer", "ema_momentum"): lambda value: 0 < value < 1,
+    ("Trainer", "strategy"): lambda value: value == "default" if isinstance(value, str) else True,
+    ("Trainer", "jit_compile"): lambda value: isinstance(value, bool),
+    ("Trainer", "seed"): lambda value: 0 <= value < 2**32,
+    ("Trainer", "checkpoint_secs"): lambda value: value > 0,
+    ("Trainer", "keep_best"): lambda value: value >= 0,
+    ("Trainer", "best_is"): lambda value: value in {"lowest", "highest"},
+    ("Trainer", "data_resume"): lambda value: value in {"exact", "restart"},
+    ("Trainer", "allow_changes"): lambda value: is_list_of(str)(value) and {*value} <= {"seed"},
+    ("Trainer", "on_overflow"): lambda value: value in {"skip", "retry"},
+    ("Trainer", "on_nonfinite_loss"): lambda value: value in {"skip", "raise"},
+    ("Trainer", "on_stuck"): lambda value: value in {"raise", "float32"},
+    ("Trainer", "max_overflow_records"): lambda value: value >= 0,
+    ("Trainer", "verbose"): lambda value: isinstance(value, bool),
+    ("Trainer", "profile_steps"): lambda value: len(value) == 2 and 1 <= value[0] <= value[1],
+    ("Trainer", "callbacks"): is_list_of(trainer.Callback),
+    ("Trainer", "actions"): is_list_of(trainer.Action),
+    ("Trainer", "updates_per_step"): lambda value: all(each >= 1 for each in value.values()),
+    ("Trainer", "class_weight"): lambda value: all(
+        key >= 0 and 0 <= each < math.inf for key, each in value.items()
+    ),
+    ("Trainer", "loss_weights"): lambda value: {*value} <= {"a"},
+    ("Clip", "global_clipnorm"): lambda value: value > 0,
+    ("Clip", "clipnorm"): lambda value: value > 0,
+    ("Clip", "clipvalue"): lambda value: value > 0,
+    ("TrainState", "seed"): lambda value: 0 <= value < 2**63,
+}
 RANGES = {
     "initial_scale": lambda value: 2.0**-14 <= value <= 2.0**24 and is_scale(value),
     "growth_interval": is_count,
@@ -202,8 +259,9 @@ RANGES = {
         isinstance(value, bool | np.bool_) or (isinstance(value, tf.Tensor) and is_flag(value))
     ),
     "global_batch": lambda value: value >= 4,
-    "num_replicas": lambda value: 1 <= value <= 2,
-    "num_microbatches": lambda value: 1 <= value <= 2,
+    ("check_divisible", "num_replicas"): lambda value: 1 <= value <= 2,
+    ("plan_step", "num_microbatches"): lambda value: value >= 1,
+    ("check_divisible", "num_microbatches"): lambda value: 1 <= value <= 2,
     ("create", "name"): lambda value: value in {"default", "mirrored", "one_device"},
     ("create", "devices"): bool,
     ("from_chief", "number"): lambda value: abs(value) < 2**63,
@@ -221,6 +279,7 @@ RANGES = {
         if leaf is not None
     ),
     ("whole", "weights"): lambda value: is_floats([value]) and tensor_of(value).shape[0] == 4,
+    **TRAINER,
     ("preset", "name"): lambda value: value == "pytorch",
     ("preset", "version"): lambda value: value in {None, "2.13"},
     ("recommend", "stats"): lambda value: isinstance(value, scaling.GradientStats),

@@ -19,7 +19,7 @@ from conformance import test_errors as errors
 # The values themselves, numpy's matrix for one, and casts of them are warned of.
 pytestmark = pytest.mark.filterwarnings("ignore")
 PARTS = 4
-WHOLE = {"scaling": 10, "strategies": 10}  # cases for each argument
+WHOLE = {"scaling": 10, "strategies": 10, "trainer": 4, "trainer.step": 4}  # cases for each argument
 MODULES = list(WHOLE)
 
 

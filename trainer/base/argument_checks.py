@@ -68,9 +68,21 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
             f"`{name}` must be {rule}; got {shown(value)}. This argument names a file or a folder. "
             f'Pass "{example}", for example.'
         )
+    if not isinstance(os.fspath(value), str):
+        raise TypeError(
+            f"`{name}` must be a path of characters; got {shown(value)}. Names of files are put "
+            f'together from it. Pass "{example}", for example.'
+        )
+    try:
+        local_path(value)
+    except RuntimeError as error:  # of a user who does not exist
+        raise ValueError(
+            f"`{name}` must begin with an existing home folder if it begins with ~; got "
+            f"{shown(value)}. There is no such user. Write the folder's path."
+        ) from error
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", os.fspath(value)):
         raise ValueError(
-            f"`{name}` must be a local path; got {os.fspath(value)!r}. Files are locked and "
+            f"`{name}` must be a local path; got {shown(os.fspath(value))}. Files are locked and "
             "renamed as they are written, which object stores do not offer. Mount the store as a "
             "folder and pass that folder, or copy the files when the run has ended."
         )
@@ -143,9 +155,9 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
 
 def check_choice(name: str, value: object, choices: Sequence[Any]) -> None:
     """Raises ValueError, naming the argument, unless `value` is one of `choices`."""
-    same = [each for each in choices if each == value]
-    if not any(isinstance(each, bool) == isinstance(value, bool) for each in same):  # 1 is not True
-        remedy = did_you_mean(str(value), map(str, choices), "Pass one of these values.")
+    # Only values of one type are compared: 1 is not True, and an array has no single answer.
+    if not any(isinstance(value, type(each)) and value == each for each in choices):
+        remedy = did_you_mean(value, [str(each) for each in choices], "Pass one of these values.")
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, choices))}; got {shown(value)}. There "
             f"are no other choices. {remedy}"

@@ -78,10 +78,11 @@ def versions() -> Mapping[str, str]:
 
 def check_allow_changes(names: Sequence[str]) -> None:
     """Raises TypeError or ValueError unless `names` is a valid `allow_changes`."""
-    if isinstance(names, str):
+    if not isinstance(names, list | tuple):
+        remedy = f"({shown(names)},)" if isinstance(names, str) else '("seed",), for example'
         raise TypeError(
             f"`allow_changes` must be a sequence of names; got {shown(names)}. Each name is a "
-            f"setting that may differ from the checkpoint. Pass ({names!r},)."
+            f"setting that may differ from the checkpoint. Pass {remedy}."
         )
     for name in names:
         check_choice("allow_changes", name, tuple(ARGUMENTS))

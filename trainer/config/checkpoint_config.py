@@ -49,21 +49,28 @@ def check_allowed(name: str, value: Any) -> None:
 
 def check_expressions(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a sequence of regular expressions."""
-    if isinstance(value, str) or not isinstance(value, Collection):
+    if not isinstance(value, list | tuple):
         raise TypeError(
             f"`{name}` must be a sequence of regular expressions; got {shown(value)}. A weight "
-            "whose "
-            'name contains a match is not loaded. Pass ("head/",), for example.'
+            'whose name contains a match is not loaded. Pass ("head/",), for example.'
         )
     for each in value:
-        try:
-            re.compile(each)
-        except (re.error, TypeError) as error:
+        if fault := fault_of(each):
             raise ValueError(
                 f"`{name}` must be a sequence of regular expressions; got {shown(each)} in it. "
-                f"That is no expression: {error}. "
-                'Pass ("head/",), for example.'
-            ) from error
+                f'That is no expression: {fault}. Pass ("head/",), for example.'
+            )
+
+
+def fault_of(expression: Any) -> str:
+    """Returns why something is no regular expression, or ""."""
+    if not isinstance(expression, str):
+        return "it is no string"
+    try:
+        re.compile(expression)
+    except re.error as error:
+        return str(error)
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ fields have the names of the trainer's arguments:
 
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,10 +85,10 @@ def optional(check: Check) -> Check:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raises ValueError, naming the argument, unless `value` is a positive number."""
-    if not (is_number(value) and value > 0):
+    """Raises ValueError, naming the argument, unless `value` is a positive, finite number."""
+    if not (is_number(value) and 0 < value < math.inf):
         raise ValueError(
-            f"`{name}` must be positive, or None; got {shown(value)}. The value is an interval in "
+            f"`{name}` must be positive and finite, or None; got {shown(value)}. The value is an interval in "
             "seconds. Pass 600 for every ten minutes."
         )
 

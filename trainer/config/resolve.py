@@ -46,7 +46,7 @@ def resolve_rule(
         ValueError: for an unknown name, or a number that is not a power of two.
         TypeError: for an object that is not a rule.
     """
-    if loss_scale == "auto":
+    if isinstance(loss_scale, str) and loss_scale == "auto":
         loss_scale = "dynamic" if precision.needs_loss_scale else None
     if loss_scale is None:
         return scaling.NoLossScale()

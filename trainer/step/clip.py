@@ -57,9 +57,7 @@ class Clip:
 
     def bounds(self) -> dict[str, float]:
         """Returns a dict of the bounds that are set, keyed by name."""
-        return {
-            name: bound for name, bound in dataclasses.asdict(self).items() if bound is not None
-        }
+        return {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
 def clip(gradients: list[Gradient], gradient_norm: tf.Tensor, bound: Clip) -> list[Gradient]:
