@@ -106,6 +106,18 @@ CALLS["trainer"] = {
     "Action": "Action(print, 10)",
     "Divergence": "Divergence(loss_above=100.0)",
     "Trainer": "Trainer()",
+    "Trainer.all_gather": "started.all_gather(batch)",
+    "Trainer.dry_run": "Trainer().dry_run(data, global_batch=4)",
+    "Trainer.evaluate": "started.evaluate(data, global_batch=4)",
+    "Trainer.evaluate_continuously": 'Trainer(model_dir="runs/new").evaluate_continuously('
+    "data, global_batch=4, timeout_secs=0.1)",
+    "Trainer.export": 'started.export("model.keras")',
+    "Trainer.overfit_one_batch": "Trainer(check_gradients=False).overfit_one_batch("
+    "data, 2, global_batch=4)",
+    "Trainer.own_rows": "started.own_rows(batch)",
+    "Trainer.predict": "started.predict(batch, global_batch=4)",
+    "Trainer.train": "Trainer(check_gradients=False).train(data, 1, global_batch=4)",
+    "Trainer.train_on_batch": "started.train_on_batch(data)",
 }
 CALLS["trainer.step"] = {
     "Clip": "Clip()",
@@ -121,6 +133,12 @@ LEFT_OUT = {
 # Other arguments that a valid call needs when this one is given, or a call for this one alone.
 ALONGSIDE = {
     ("Action", "every_secs"): "Action(print, every_secs=60)",
+    ("Trainer.train", "epochs"): "Trainer().train(data, epochs=1, global_batch=4)",
+    **{
+        ("Trainer.train", name): "Trainer(check_gradients=False).train("
+        "data, 1, global_batch=4, eval_data=data)"
+        for name in ("eval_interval", "eval_steps", "evaluate_at_start")
+    },
     ("Divergence", "rise"): "Divergence(rise=2.0)",
     ("Trainer", "loss_weights"): 'Trainer(loss_fn={"a": "mse"})',
     ("Trainer", "updates_per_step"): "Trainer(alternate_optimizers=True)",
@@ -337,6 +355,7 @@ def shows(message, value):
                 told |= {text(leaf)[:12], text(leaf)[-12:]}
     with contextlib.suppress(Exception):
         told.add(str(float(value)))
+    with contextlib.suppress(Exception):
         told.add(value.name)
     told = {each for each in told if isinstance(each, str) and each}
     return any(each in message for each in told) or "got none" in message.lower()

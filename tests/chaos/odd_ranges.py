@@ -19,6 +19,7 @@ import tensorflow as tf
 import scaling
 import strategies
 import trainer
+from scaling.base.number_formats import as_float
 
 
 def tensor_of(value):
@@ -144,7 +145,39 @@ def is_list_of(kind):
     )
 
 
+def is_data(value):
+    """Arrays or tensors of numbers with as many examples each; or a dataset, which is read."""
+    if isinstance(value, tf.data.Dataset):
+        return True
+    found = leaves(value)
+    sizes = {leaf.shape[0] if leaf is not None and leaf.shape.rank else 0 for leaf in found}
+    return len(sizes) == 1 and sizes != {0}
+
+
+METHODS = {
+    "train_data": is_data,
+    "eval_data": is_data,
+    ("Trainer.evaluate", "data"): is_data,
+    ("Trainer.evaluate_continuously", "data"): is_data,
+    ("Trainer.predict", "data"): is_data,
+    ("Trainer.train_on_batch", "batch"): is_data,
+    "compare_on": is_data,
+    "x": is_data,
+    "steps": lambda value: value >= 1,
+    "epochs": lambda value: value >= 1,
+    "global_batch": lambda value: value >= 1,
+    "eval_interval": lambda value: value >= 1,
+    "eval_steps": lambda value: value >= 1,
+    "last_step": lambda value: value >= 1,
+    "timeout_secs": lambda value: value >= 0,
+    "averaged": lambda value: value is False,
+    ("Trainer.evaluate", "precision"): lambda value: value in {"float32", "train"},
+    ("Trainer.predict", "precision"): lambda value: value in {"float32", "train"},
+    ("Trainer.export", "precision"): lambda value: value in {"float32", "train"},
+    ("Trainer.export", "path"): lambda value: bool(os.fspath(value)),
+}
 TRAINER = {
+    **METHODS,
     **{("Trainer", name): lambda value: value >= 1 for name in POSITIVE.split()},
     **{("Divergence", name): lambda value: value >= 1 for name in POSITIVE.split()},
     ("Action", "every_steps"): lambda value: value >= 1,
@@ -152,7 +185,7 @@ TRAINER = {
     ("Divergence", "rise"): lambda value: value > 1,
     ("Trainer", "precision"): lambda value: value in {"float32", "mixed_float16"},
     ("Trainer", "loss_scale"): lambda value: (
-        value in {"pytorch", "1024", "1", "2.0", "0.5", "1000"[:0]}
+        value.strip() in {"dynamic", "pytorch", "1024", "1", "2.0", "0.5"}
         if isinstance(value, str)
         else is_rule(value) or is_scale(value)
     ),
@@ -258,7 +291,7 @@ RANGES = {
     ("any_worker", "flag"): lambda value: (
         isinstance(value, bool | np.bool_) or (isinstance(value, tf.Tensor) and is_flag(value))
     ),
-    "global_batch": lambda value: value >= 4,
+    ("check_divisible", "global_batch"): lambda value: value >= 4,
     ("check_divisible", "num_replicas"): lambda value: 1 <= value <= 2,
     ("plan_step", "num_microbatches"): lambda value: value >= 1,
     ("check_divisible", "num_microbatches"): lambda value: 1 <= value <= 2,
@@ -356,5 +389,5 @@ def is_plain(value, hint):
     if hint is float or hint is int:
         kind = numbers.Real if hint is float else numbers.Integral
         finite = isinstance(value, kind) and not isinstance(value, bool | np.bool_)
-        return finite and abs(value) < math.inf
+        return finite and (hint is int or abs(as_float(value)) < math.inf)
     return isinstance(value, (bool, np.bool_) if hint is bool else hint)

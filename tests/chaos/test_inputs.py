@@ -10,6 +10,7 @@ what becomes of it.
 """
 
 import collections
+import re
 import types
 
 import pytest
@@ -19,7 +20,12 @@ from conformance import test_errors as errors
 # The values themselves, numpy's matrix for one, and casts of them are warned of.
 pytestmark = pytest.mark.filterwarnings("ignore")
 PARTS = 4
-WHOLE = {"scaling": 10, "strategies": 10, "trainer": 4, "trainer.step": 4}  # cases for each argument
+WHOLE = {
+    "scaling": 10,
+    "strategies": 10,
+    "trainer": 4,
+    "trainer.step": 4,
+}  # cases for each argument
 MODULES = list(WHOLE)
 
 
@@ -70,8 +76,15 @@ def test_every_callable_has_a_valid_call(module):
     """A new public callable needs a line in `CALLS`; the call with its own arguments succeeds."""
     names = {place.name for place in odd_inputs.places(module)}
 
-    assert names == set(odd_inputs.CALLS[module])
-    for name, code in odd_inputs.CALLS[module].items():
+    left_out = odd_inputs.LEFT_OUT.get(module, "")
+    calls = {
+        name: code
+        for name, code in odd_inputs.CALLS[module].items()
+        if not re.fullmatch(left_out, name)
+    }
+
+    assert names == set(calls)
+    for name, code in calls.items():
         with odd_inputs.elsewhere():
             eval(code, odd_inputs.names(code))  # noqa: S307  # a call from the table
         assert name.split(".")[-1] in code

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scaling.base.argument_checks import is_integer, is_number, shown
+from scaling.base.number_formats import as_float
 from trainer.base.argument_checks import check_bool, check_choice, check_count, check_nonnegative
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
@@ -86,10 +87,10 @@ def optional(check: Check) -> Check:
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises ValueError, naming the argument, unless `value` is a positive, finite number."""
-    if not (is_number(value) and 0 < value < math.inf):
+    if not (is_number(value) and 0 < as_float(value) < math.inf):
         raise ValueError(
-            f"`{name}` must be positive and finite, or None; got {shown(value)}. The value is an interval in "
-            "seconds. Pass 600 for every ten minutes."
+            f"`{name}` must be positive and finite, or None; got {shown(value)}. The value is an "
+            "interval in seconds. Pass 600 for every ten minutes."
         )
 
 

@@ -32,7 +32,7 @@ def check_loss_fn(loss_fn: LossFunction, loss_reduction: str = "mean") -> None:
         loss_fn: a Keras loss or a function.
         loss_reduction: "mean", or "global" for a loss that need not be split.
     """
-    if loss_reduction == "global":
+    if isinstance(loss_reduction, str) and loss_reduction == "global":
         if isinstance(loss_fn, keras.losses.Loss):
             check_reduction(loss_fn)
         return

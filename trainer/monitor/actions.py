@@ -1,11 +1,13 @@
 """Functions to call at regular intervals during a run, in steps or in seconds."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from scaling.base.argument_checks import is_number, shown
+from scaling.base.number_formats import as_float
 from trainer.base.argument_checks import check_count
 from trainer.loop.inner import crossed
 
@@ -54,10 +56,10 @@ class Action:
         if self.every_steps is not None:
             check_count("every_steps", self.every_steps)
         secs = self.every_secs
-        if secs is not None and not (is_number(secs) and secs > 0):
+        if secs is not None and not (is_number(secs) and 0 < as_float(secs) < math.inf):
             raise ValueError(
-                f"`every_secs` must be a positive number; got {shown(secs)}. The value is a period "
-                "in seconds. Pass 60 for once a minute."
+                f"`every_secs` must be positive and finite; got {shown(secs)}. The value is a "
+                "period in seconds. Pass 60 for once a minute."
             )
         self._last_call = time.monotonic()
 

@@ -188,6 +188,11 @@ def check_optimizers(
 ) -> None:
     """Raises TypeError or ValueError unless the step can apply each of the optimizers."""
     optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    if not optimizers:
+        raise ValueError(
+            "`optimizer` must hold at least one optimizer; got an empty dict. Each optimizer "
+            "updates a part of the model. Pass {'critic': optimizer}, for example."
+        )
     for one in optimizers:
         check_optimizer(one, strategy)
         for single in single_optimizers(one):
@@ -293,7 +298,7 @@ def check_strategy_rule_and_clip(strategy: object, rule: object, clip: object) -
 def check_causes_and_others(halting_causes: object, others: object) -> None:
     """Raises TypeError unless `halting_causes` is a list of causes, and `others` is a list."""
     if not isinstance(halting_causes, (tuple, list)) or not all(
-        cause in list(scaling.Cause) for cause in halting_causes
+        isinstance(cause, scaling.Cause) for cause in halting_causes
     ):
         raise TypeError(
             f"`halting_causes` must be a list of scaling.Cause; got {shown(halting_causes)}. The "

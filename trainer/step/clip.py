@@ -7,6 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from scaling.base.argument_checks import is_number, shown
+from scaling.base.number_formats import as_float
 from trainer.step.gradients import gradient_values
 from trainer.step.types import Gradient
 
@@ -42,7 +43,7 @@ class Clip:
         """Checks the bounds."""
         bounds = self.bounds()
         for name, bound in bounds.items():
-            if not is_number(bound) or not 0 < bound < math.inf:
+            if not is_number(bound) or not 0 < as_float(bound) < math.inf:
                 what = "magnitude of an element" if name == "clipvalue" else "norm"
                 raise ValueError(
                     f"`{name}` must be None, or positive and finite; got {shown(bound)}. The bound "

@@ -226,7 +226,7 @@ def plan_step(
         >>> scaling.Cause(int(report.cause)).name, int(report.bad_replica), int(run.step)
         ('FORWARD', 0, 2)
     """
-    if loss_reduction == "global":
+    if isinstance(loss_reduction, str) and loss_reduction == "global":
         check_no_weights(example_weights)
     example_weights = ones if example_weights is None else example_weights
     update_metrics = no_metrics if update_metrics is None else update_metrics
