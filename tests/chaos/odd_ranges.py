@@ -154,6 +154,14 @@ def is_data(value):
     return len(sizes) == 1 and sizes != {0}
 
 
+def is_names(known=None):
+    """Whether a value is a collection of strings, as a set also is; of known ones, if any are."""
+    return lambda value: (
+        not isinstance(value, collections.abc.Mapping)
+        and all(isinstance(each, str) and (known is None or each in known) for each in value)
+    )
+
+
 METHODS = {
     "train_data": is_data,
     "eval_data": is_data,
@@ -201,7 +209,8 @@ TRAINER = {
     ("Trainer", "keep_best"): lambda value: value >= 0,
     ("Trainer", "best_is"): lambda value: value in {"lowest", "highest"},
     ("Trainer", "data_resume"): lambda value: value in {"exact", "restart"},
-    ("Trainer", "allow_changes"): lambda value: is_list_of(str)(value) and {*value} <= {"seed"},
+    ("Trainer", "allow_changes"): is_names({"seed"}),
+    ("Trainer", "init_from_skip"): is_names(),
     ("Trainer", "on_overflow"): lambda value: value in {"skip", "retry"},
     ("Trainer", "on_nonfinite_loss"): lambda value: value in {"skip", "raise"},
     ("Trainer", "on_stuck"): lambda value: value in {"raise", "float32"},
@@ -330,6 +339,8 @@ def fits(place, value):
     keys = [key for key in ((place.name, place.argument), place.argument) if key in RANGES]
     if (place.name, place.argument) in ANYTHING:
         return True
+    if isinstance(value, set | frozenset) and place.argument in {"allow_changes", "init_from_skip"}:
+        value = tuple(value)  # any collection will do
     assert keys or hint is not typing.Any, f"{place} needs a line in RANGES"
     if value is None and is_of(value, hint) and not is_any(hint):
         return True  # None has a meaning of its own wherever the annotation names it

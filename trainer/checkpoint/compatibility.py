@@ -78,7 +78,7 @@ def versions() -> Mapping[str, str]:
 
 def check_allow_changes(names: Sequence[str]) -> None:
     """Raises TypeError or ValueError unless `names` is a valid `allow_changes`."""
-    if not isinstance(names, list | tuple):
+    if isinstance(names, str | Mapping) or not isinstance(names, Collection):
         remedy = f"({shown(names)},)" if isinstance(names, str) else '("seed",), for example'
         raise TypeError(
             f"`allow_changes` must be a sequence of names; got {shown(names)}. Each name is a "

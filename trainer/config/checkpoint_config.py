@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -49,7 +49,7 @@ def check_allowed(name: str, value: Any) -> None:
 
 def check_expressions(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a sequence of regular expressions."""
-    if not isinstance(value, list | tuple):
+    if isinstance(value, str | Mapping) or not isinstance(value, Collection):
         raise TypeError(
             f"`{name}` must be a sequence of regular expressions; got {shown(value)}. A weight "
             'whose name contains a match is not loaded. Pass ("head/",), for example.'

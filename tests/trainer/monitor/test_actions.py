@@ -78,7 +78,7 @@ def test_actions_are_due_by_seconds(monkeypatch):
         ),
         (
             {"every_secs": -1.0},
-            "`every_secs` must be a positive number; got -1.0. The value is a period in seconds. "
+            "`every_secs` must be positive and finite; got -1.0. The value is a period in seconds. "
             "Pass 60 for once a minute.",
         ),
         (
