@@ -1,0 +1,149 @@
+"""What a step costs on a GPU that is not there, read from the program that XLA compiles for it.
+
+XLA's compiler for GPUs, that of jaxlib, compiles the step of each model for a card that it has only
+a description of: `pip install -e '.[gpu-check]'`. The figures are exact and the same on every
+machine, and none of them is a time that was measured. Each contender's whole step is one program:
+
+- `ours`: `Trainer.train_step`;
+- `fit`: Keras's `train_step`, as `model.fit` would run it with `jit_compile=True`;
+- `by hand`: gradients and Adam, without loss scale, verdict or report.
+
+Bytes are what the kernels read and write according to their shapes, as if nothing was in a cache.
+The roofline's time is the sum of what each kernel takes at least, by the card's bandwidth and its
+rate of products. Launching kernels takes time as well, which is not in it.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+CHECK = ROOT / "tests" / "gpu_check"
+sys.path += [str(ROOT), str(ROOT / "tests"), str(CHECK)]
+
+from cards import card_of
+from program import Program, host_reads, launches
+
+MODELS = ("mlp", "cnn", "resnet", "transformer")
+DTYPES = ("float32", "bfloat16", "float16")
+CONTENDERS = ("ours", "fit", "by hand")
+HEADINGS = {
+    "kernels": "{:,}",
+    "launches": "{:,}",
+    "MB moved": "{:.4g}",
+    "GFLOP": "{:.4g}",
+    "MB temporary": "{:.4g}",
+    "roofline, ms": "{:.3g}",
+}
+
+
+def main():
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--card", default="H100", help="A100, H100 or H200")
+    parser.add_argument("--models", default=",".join(MODELS), help="some of them, by commas")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="some of them, by commas")
+    parser.add_argument("--lower", nargs=4, metavar="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.lower:
+        lower(*arguments.lower)
+        return
+    names = ["model, dtype", "contender", *HEADINGS]
+    print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
+    cases = itertools.product(arguments.models.split(","), arguments.dtypes.split(","), CONTENDERS)
+    for model, dtype, contender in cases:
+        found = cost_of(model, dtype, contender, arguments.card)
+        cells = [text.format(found[name]) for name, text in HEADINGS.items()]
+        print(f"| {model}, {dtype} | {contender} | {' | '.join(cells)} |", flush=True)
+
+
+def cost_of(model, dtype, contender, card):
+    """Returns what a step costs, by the names of `HEADINGS`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder)
+        run(__file__, "--lower", out, model, dtype, contender)
+        run(CHECK / "compiled.py", out, card, 1)
+        program = Program((out / "program.txt").read_text())
+        launched = launches((out / "thunks.txt").read_text())
+        memory = json.loads((out / "memory.json").read_text())
+    return {
+        "kernels": sum(1 for _ in program.kernels()),
+        "launches": sum(each.depth == 0 for each in launched),
+        "host reads": host_reads(program, launched),
+        "MB moved": program.moved() / 1e6,
+        "GFLOP": sum(program.flops_by(*each) for each in program.kernels()) / 1e9,
+        "MB temporary": memory["temp"] / 1e6,
+        "roofline, ms": 1e3 * program.roofline(card_of(card), dtype),
+    }
+
+
+def run(*command):
+    """Runs one of the programs, each in a process of its own."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+    result = subprocess.run(  # noqa: S603  # the project's own programs
+        [sys.executable, *map(str, command)],
+        env=os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        sys.exit(result.stderr[-3000:])
+
+
+def lower(out, model, dtype, contender):
+    """Writes the step of a contender as HLO."""
+    from contenders import adam, dtype_policy, trainer_of
+    from lowered_step import lower_function
+    from models import POLICIES, work_of
+
+    work, policy = work_of(model), POLICIES[dtype]
+    if contender == "ours":
+        trainer, _ = trainer_of(work, policy, jit_compile="step")
+        step = trainer.train_step
+    else:
+        with dtype_policy(policy):
+            network, optimizer = work.build(), adam()
+            if contender == "fit":
+                step = fit_step(network, optimizer, work.batch)
+            else:
+                step = hand_step(network, optimizer)
+    pathlib.Path(out, "step.hlo").write_bytes(lower_function(step, work.batch))
+
+
+def fit_step(network, optimizer, batch):
+    """Returns Keras's step, which scales the loss in float16."""
+    import keras
+    import tensorflow as tf
+
+    network.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    spec = tf.data.Dataset.from_tensors(batch).element_spec
+    tf.function(network.train_step).get_concrete_function(spec)  # makes the variables
+    return network.train_step
+
+
+def hand_step(network, optimizer):
+    """Returns the shortest possible step: see `contenders.by_hand`."""
+    import tensorflow as tf
+    from models import loss_of
+
+    weights = network.trainable_variables
+    optimizer.build(weights)
+
+    def step(batch):
+        inputs, labels = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(loss_of(labels, network(inputs, training=True)))
+        optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
