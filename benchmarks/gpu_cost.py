@@ -1,8 +1,8 @@
 """What a step costs on a GPU that is not there, read from the program that XLA compiles for it.
 
 XLA's compiler for GPUs, that of jaxlib, compiles the step of each model for a card that it has only
-a description of: `pip install -e '.[gpu-check]'`. The figures are exact and the same on every
-machine, and none of them is a time that was measured. Each contender's whole step is one program:
+a description of: `pip install -e '.[gpu-check]'`. The figures are counted: the speed of this
+machine does not change them, and none is a time that was measured. Each contender's whole step is one program:
 
 - `ours`: `Trainer.train_step`;
 - `fit`: Keras's `train_step`, as `model.fit` would run it with `jit_compile=True`;
