@@ -2,7 +2,8 @@
 
 XLA's compiler for GPUs, that of jaxlib, compiles the step of each model for a card that it has only
 a description of: `pip install -e '.[gpu-check]'`. The figures are counted: the speed of this
-machine does not change them, and none is a time that was measured. Each contender's whole step is one program:
+machine does not change them, and none is a time that was measured. Each contender's whole step is
+one program:
 
 - `ours`: `Trainer.train_step`;
 - `fit`: Keras's `train_step`, as `model.fit` would run it with `jit_compile=True`;
