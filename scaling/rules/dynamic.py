@@ -177,7 +177,7 @@ class DynamicLossScale:
 
     def _interval_at(self, loss_scale: tf.Tensor) -> tf.Tensor:
         """Returns the growth interval that applies at a scale: shape (), int32."""
-        interval = tf.constant(self.growth_interval)
+        interval = tf.convert_to_tensor(self.growth_interval)
         for threshold, shorter in self.low_scale_intervals:
             interval = tf.where(loss_scale < threshold, tf.minimum(interval, shorter), interval)
         return interval

@@ -1,0 +1,1 @@
+"""Proofs about the loss-scale rules, for all constants and all states."""
