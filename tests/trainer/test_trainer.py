@@ -71,7 +71,7 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ),
         (
             {"jit_compile": "yes"},
-            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True; got "
+            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True, 'step'; got "
             "'yes'. There are no other choices. Pass one of these values.",
         ),
         (
