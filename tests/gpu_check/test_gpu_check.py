@@ -236,11 +236,10 @@ def test_a_second_sum_is_found():
     )
 
 
-# What the scale may add to the bytes that a step moves. One per cent was the aim, and the CNN meets it.
-# The others do not: the branch that finds out why a step went wrong takes the gradients as they were
-# before unscaling, and the update takes them after it. So both are written, where XLA would otherwise
-# keep one, and a model moves the more the larger its weights are beside its activations.
-SCALE_ADDS = {"mlp": 0.06, "cnn": 0.01, "resnet": 0.025, "transformer": 0.025}
+# What the scale may add to the bytes that a step moves. In ResNet, XLA computes the updates of twenty
+# convolutions in the layout of cuDNN's gradients once they are unscaled beside them, and transposes
+# both moments of Adam and the weights where it would otherwise transpose the gradient alone.
+SCALE_ADDS = {"mlp": 0.01, "cnn": 0.01, "resnet": 0.02, "transformer": 0.01}
 
 
 def added_by_scale(model, fault="none"):
@@ -251,11 +250,11 @@ def added_by_scale(model, fault="none"):
 
 @pytest.mark.parametrize("model", SCALE_ADDS)
 def test_what_the_loss_scale_moves(model):
-    """The scale of the loss and of the gradients is part of other kernels, but for `SCALE_ADDS`."""
+    """The scale of the loss and of the gradients is part of other kernels."""
     added = added_by_scale(model)
     print(f"{model}: the loss scale adds {added:.2%} to the bytes that a step moves")  # noqa: T201
 
-    assert 0 < added < SCALE_ADDS[model]
+    assert 0 < added <= SCALE_ADDS[model]
 
 
 def test_gradients_that_are_unscaled_apart_are_found():

@@ -23,7 +23,12 @@ from trainer.step.diagnose import Evidence, count_by_variable
 from trainer.step.outcomes import combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import ReplicaResult, count_nonfinite_gradients, replica_step
+from trainer.step.replica import (
+    ReplicaResult,
+    count_nonfinite_gradients,
+    replica_step,
+    taking_sums_alone,
+)
 from trainer.step.report import Outcome, StepReport, outcome_spec
 from trainer.step.rollback import Copies, read_copies, write_copies
 from trainer.step.state import TrainState
@@ -267,7 +272,8 @@ def attempt_groups(
     agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
 
     def apply() -> Outcome:
-        apply_on_all(result, agreed.written, before, group, plan, last=not following)
+        own = taking_sums_alone(result, inputs.scale_state, plan)
+        apply_on_all(own, agreed.written, before, group, plan, last=not following)
         if not following:
             return agreed.outcome
         later = attempt_groups(inputs, before, plan, first=first + 1)

@@ -14,7 +14,7 @@ from trainer.step.apply import apply_in_replica, assign_held_back, optimizers_pr
 from trainer.step.outcomes import combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
-from trainer.step.replica import replica_step
+from trainer.step.replica import replica_step, taking_sums_alone
 from trainer.step.report import Outcome
 from trainer.step.rollback import Copies
 from trainer.step.types import StepInputs
@@ -60,7 +60,8 @@ def attempt_from(
 
     def apply() -> Outcome:
         assign_held_back(result.written, plan)
-        apply_in_replica(result, before, group, plan, last=not following)
+        own = taking_sums_alone(result, inputs.scale_state, plan)
+        apply_in_replica(own, before, group, plan, last=not following)
         if not following:
             return result.outcome
         later = attempt_from(first + 1, inputs, sources, before, plan)

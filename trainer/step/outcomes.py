@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from trainer.step.diagnose import diagnose
 from trainer.step.plan import StepPlan, UpdateGroup
-from trainer.step.replica import ReplicaResult
+from trainer.step.replica import ReplicaResult, taking_sums_alone
 from trainer.step.report import Outcome
 from trainer.step.types import ScaleState
 
@@ -21,9 +21,8 @@ def diagnosed(
         tf.convert_to_tensor(plan.model.trainable_variables[position])
         for position in group.positions
     ]
-    finding = diagnose(
-        result.evidence, weights, scale_state, plan.rule, single_pass=plan.single_pass
-    )
+    evidence = taking_sums_alone(result, scale_state, plan).evidence
+    finding = diagnose(evidence, weights, scale_state, plan.rule, single_pass=plan.single_pass)
     known = finding.bad_variable >= 0
     position = tf.gather(group.positions, tf.maximum(finding.bad_variable, 0))
     finding = finding._replace(bad_variable=tf.where(known, position, -1))

@@ -22,7 +22,7 @@ from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import make_keys
 from trainer.step.reduce import sum_over_replicas
 from trainer.step.report import Outcome
-from trainer.step.types import Aux, Batch, Gradient, StepInputs, Values
+from trainer.step.types import Aux, Batch, Gradient, ScaleState, StepInputs, Values
 
 
 class ReplicaResult(NamedTuple):
@@ -83,6 +83,31 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         written=reduced.written,
         batch=real_rows(share.batch, share),
         aux=real_aux(local.aux, share),
+    )
+
+
+def taking_sums_alone(
+    result: ReplicaResult, scale_state: ScaleState, plan: StepPlan
+) -> ReplicaResult:
+    """Returns the same result for a branch after the verdict; the gradients have the same bits.
+
+    Where one program of XLA holds the whole step, what a branch takes is written to memory. One
+    branch would take the gradients as they were summed, the other as they are to be applied, and
+    both copies would be written. So the branches take the sums alone, and unscale and clip them
+    where they use them.
+
+    Args:
+        result: this replica's result.
+        scale_state: the loss-scale rule's state that the step used.
+        plan: the run's constants.
+    """
+    found = strategies.capabilities(plan.strategy)
+    if plan.jit_compile != "step" and not found.decides_in_replica:
+        return result
+    unscaled = scaling.unscale_gradients(result.evidence.summed, scale_state)
+    return result._replace(
+        evidence=result.evidence._replace(unscaled=unscaled),
+        gradients=clip(unscaled, result.outcome.gradient_norm, plan.clip),
     )
 
 

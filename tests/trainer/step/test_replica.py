@@ -9,7 +9,7 @@ from plans import Pair, keras_model, plan_of
 
 import scaling
 from trainer.step import Clip
-from trainer.step.replica import my_share, replica_step
+from trainer.step.replica import my_share, replica_step, taking_sums_alone
 from trainer.step.types import StepInputs
 
 pytestmark = pytest.mark.sampled
@@ -64,6 +64,31 @@ def test_one_bad_example_is_everybodys_verdict(mirrored, bad):
     *_, finite = step(plan, batch)
 
     assert [bool(copy) for copy in finite] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "bound", [{}, {"clipvalue": 0.3}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}]
+)
+def test_branches_that_take_the_sums_alone_find_the_same_bits(bound):
+    """In a program that holds the whole step, gradients are computed again from their sums."""
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    plan = plan_of(
+        in_scope(strategy, Pair), strategy=strategy, clip=Clip(**bound), jit_compile="step"
+    )
+    state = scaling.FixedLossScale(2.0**10).initial_state()
+    random = tf.constant([0, 0], tf.int64)
+    inputs = StepInputs(tf.constant([3.0, 0.1]), tf.ones([2]), state, random, None)
+
+    @tf.function
+    def run():
+        found = replica_step(inputs, group=plan.groups[0], plan=plan)
+        lost = found._replace(gradients=None, evidence=found.evidence._replace(unscaled=None))
+        again = taking_sums_alone(lost, state, plan)
+        return found.gradients, again.gradients, found.evidence, again.evidence
+
+    first, again, evidence, evidence_again = plan.strategy.run(run)
+    assert [each.numpy().tobytes() for each in first] == [each.numpy().tobytes() for each in again]
+    tf.nest.map_structure(np.testing.assert_array_equal, evidence, evidence_again)
 
 
 def test_gradients_are_clipped_and_the_norm_is_not():
