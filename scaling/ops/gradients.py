@@ -74,6 +74,7 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
         >>> float(half), half.dtype.name, nothing
         (0.001953125, 'float32', None)
     """
+    # Of a scalar: TensorFlow's graphs only approximate the reciprocals of vectors.
     reciprocal = 1.0 / loss_scale_of(state)
 
     def unscale(gradient: Gradient) -> Gradient:

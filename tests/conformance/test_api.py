@@ -8,11 +8,12 @@ import pkgutil
 import pytest
 
 import scaling
+import scaling.float8
 import strategies
 import trainer
 import trainer.step
 
-ROOMS = [scaling, strategies, trainer, trainer.step]
+ROOMS = [scaling, scaling.float8, strategies, trainer, trainer.step]
 MODULES = [
     importlib.import_module(found.name)
     for package in (scaling, strategies, trainer)

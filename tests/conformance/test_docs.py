@@ -17,7 +17,10 @@ from trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-ROOMS = ["scaling", "strategies", "trainer", "trainer.callbacks", "trainer.step"]
+ROOMS = [
+    *("scaling", "scaling.float8", "strategies"),
+    *("trainer", "trainer.callbacks", "trainer.step"),
+]
 # Elements and attributes that make a browser fetch a file; `link` does so only with some `rel`.
 FETCHED = {
     ("script", "src"),

@@ -119,3 +119,13 @@ def test_at_least_float32_returns_float32_tensors_unchanged():
     tensor = tf.constant(1.0)
 
     assert at_least_float32(tensor) is tensor
+
+
+def test_unscaling_is_exact_in_a_graph_at_every_power_of_two():
+    """L1: TensorFlow's graphs make an approximate reciprocal of 1 / x, which is exact for a scalar only."""
+    unscale = tf.function(scaling.unscale_gradients)
+    gradient = tf.constant([1.0, -1.7, 2.0**-20])
+    for exponent in range(-100, 101):
+        rule = scaling.FixedLossScale(2.0**exponent)
+        found = unscale(gradient * 2.0**exponent, rule.initial_state())
+        assert found.numpy().tobytes() == gradient.numpy().tobytes()
