@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from scaling.float8 import preset
+from scaling.float8 import losses_of_cast, preset
 from scaling.float8.formats import FORMATS
 
 LENGTH = 64
@@ -130,6 +130,18 @@ def test_a_preset_moves_as_its_system(system, dtype):
 def test_a_preset_moves_as_its_system_for_a_million_steps(system, dtype):
     """1,000 steps of 1,000 tensors."""
     compare(system, dtype, steps=1000, kinds=1000)
+
+
+@pytest.mark.parametrize(("system", "steps"), [("keras3", 2), ("flax", 1)])
+def test_a_tensor_that_grows_saturates_for_so_many_steps(system, steps):
+    """Keras's scale looks at the history as it was before the step, so it is a step later."""
+    rule = preset(system)
+    state, saturated = rule.initial_state(), []
+    for amax in [100.0, 100.0, 100.0, 1000.0, 1000.0, 1000.0, 1000.0]:
+        lost, _ = losses_of_cast(tf.constant([amax * 1.01]), state.scale, rule.dtype)
+        saturated.append(int(lost))
+        state = rule.advance(state, amax)
+    assert sum(saturated[3:]) == steps
 
 
 def test_an_unknown_name_is_refused():
