@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
     from trainer.monitor.lost_worker import WorkerLostError
     from trainer.monitor.stuck import TrainingStuckError
     from trainer.run.dry_run import DryRun, Overfit, find_batch_size
+    from trainer.step.float8 import convert_to_float8
     from trainer.step.report import StepReport
     from trainer.trainer import Trainer
 
@@ -49,6 +50,7 @@ _HOMES = {
     "TrainingStuckError": "trainer.monitor.stuck",
     "WandbTracker": "trainer.log.tracker_services",
     "WorkerLostError": "trainer.monitor.lost_worker",
+    "convert_to_float8": "trainer.step.float8",
     "find_batch_size": "trainer.run.dry_run",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "TrainingStuckError",
     "WandbTracker",
     "WorkerLostError",
+    "convert_to_float8",
     "find_batch_size",
 ]
 

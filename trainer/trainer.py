@@ -145,7 +145,9 @@ class Trainer(Task):
 
     Args: Precision and loss scale
         precision: the Keras dtype policy under which the model is built. One of "float32",
-            "mixed_float16" and "mixed_bfloat16"; weights are float32 in all of them.
+            "mixed_float16" and "mixed_bfloat16"; or "mixed_float8", which is "mixed_bfloat16" with
+            the products of large dense layers in float8: see `convert_to_float8`. Weights are
+            float32 in all of them.
         loss_scale: "auto" (dynamic for float16, otherwise none), a number for a fixed scale, None
             for no scaling, a rule from `scaling`, or the name of a rule or preset that
             `scaling.parse_rule` accepts.

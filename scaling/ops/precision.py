@@ -11,15 +11,17 @@ COMPUTE_DTYPES = {
     "float32": "float32",
     "mixed_float16": "float16",
     "mixed_bfloat16": "bfloat16",
+    "mixed_float8": "bfloat16",  # of what is not a product in float8
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A precision with the name of a Keras policy: a compute dtype, and float32 weights.
+    """A precision: a compute dtype, and float32 weights.
 
     Attributes:
-        name: "float32", "mixed_float16" or "mixed_bfloat16".
+        name: "float32", "mixed_float16", "mixed_bfloat16", or "mixed_float8": the products of large
+            layers in float8, all else in bfloat16.
 
     Raises:
         ValueError: for any other name. Pure half precision ("float16") is not supported
@@ -50,8 +52,13 @@ class Precision:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype that layers compute in."""
+        """The dtype that layers compute in, apart from products in float8."""
         return COMPUTE_DTYPES[self.name]
+
+    @property
+    def policy(self) -> str:
+        """The name of the Keras dtype policy under which layers are created."""
+        return "mixed_bfloat16" if self.name == "mixed_float8" else self.name
 
     @property
     def variable_dtype(self) -> str:

@@ -88,7 +88,8 @@ FAULTS = {
 def main(out, model, dtype, replicas, fault):
     """Lowers the step."""
     work = work_of(model)
-    settings = {"precision": POLICIES[dtype], "jit_compile": "step" if replicas == 1 else True}
+    policies = POLICIES | {"float8": "mixed_float8"}
+    settings = {"precision": policies[dtype], "jit_compile": "step" if replicas == 1 else True}
     if fault == "no-scale":
         settings["loss_scale"] = "none"
     if fault == "apart":

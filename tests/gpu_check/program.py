@@ -9,10 +9,10 @@ import math
 import re
 from typing import NamedTuple
 
-SIZES = {"pred": 1, "f64": 8, "c64": 8, "c128": 16, "bf16": 2} | {
+SIZES = {"pred": 1, "f64": 8, "c64": 8, "c128": 16, "bf16": 2, "f8e4m3fn": 1, "f8e5m2": 1} | {
     f"{kind}{bits}": bits // 8 for kind in "sufc" for bits in (8, 16, 32, 64)
 }
-ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%(?P<name>[\w.-]+) = (?P<rest>.*)")
 CALLED = re.compile(
     r"(?:calls|to_apply|true_computation|false_computation|body|condition|called_computations?)=\{?%([\w.-]+)"

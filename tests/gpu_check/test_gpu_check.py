@@ -77,12 +77,13 @@ CASES = [
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def run(script, *arguments):
-    """Runs one of the two programs."""
+def run(script, *arguments, flags=""):
+    """Runs one of the two programs, with flags for XLA's compiler."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
     result = subprocess.run(
         [sys.executable, HERE / script, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env=os.environ
+        | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3", "GPU_CHECK_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=400,
@@ -106,10 +107,12 @@ def compiled(case):
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)
         at_compile = case.fault == "outfeed"
-        fault = "none" if at_compile else case.fault
+        fault = "none" if at_compile or case.fault == "triton" else case.fault
+        libraries = case.dtype == "float8" and case.fault != "triton"
+        flags = "--xla_gpu_enable_triton_gemm=false" if libraries else ""
         hlo, sizes = lowered(case.model, case.dtype, case.replicas, fault)
         (out / "step.hlo").write_bytes(hlo)
-        run("compiled.py", out, case.card, case.replicas, *(["outfeed"] * at_compile))
+        run("compiled.py", out, case.card, case.replicas, *(["outfeed"] * at_compile), flags=flags)
         return Compiled(
             program=Program((out / "program.txt").read_text()),
             before=Program((out / "before.txt").read_text()),
@@ -161,6 +164,36 @@ def test_a_layer_in_float32_is_found():
     # Forward and for the weights, in the step and where its finding is made; and before XLA's passes.
     assert len(products) == 2 * 2 * 2
     assert all("tf32" in each for each in instructions)
+
+
+def float8_products(case):
+    """Returns the calls of float8 products of cuBLASLt."""
+    instructions = compiled(case).program.instructions()
+    return [each for _, each in instructions if each.target == "__cublas$lt$matmul$f8"]
+
+
+def float8_arrays(case):
+    """Returns the float8 dtypes of all results in a program."""
+    instructions = compiled(case).program.instructions()
+    dtypes = {array.dtype for _, each in instructions for array in each.arrays}
+    return {dtype for dtype in dtypes if dtype.startswith("f8")}
+
+
+@pytest.mark.parametrize(("model", "layers"), [("mlp", 1), ("transformer", 24)])
+def test_products_of_float8_layers_run_in_float8(model, layers):
+    """Each converted layer has one product forward and two backward, and all are float8 products."""
+    assert len(float8_products(Case(model, "float8"))) == 3 * layers
+
+
+def test_kernels_of_triton_have_no_float8():
+    """XLA's own kernels for products, which it takes if it cannot try any, leave the casts out.
+
+    Then nothing is in float8, neither rounding nor products, and no message says so.
+    """
+    found, lost = Case("mlp", "float8"), Case("mlp", "float8", fault="triton")
+    assert float8_products(lost) == []
+    assert float8_arrays(found) == {"f8e4m3fn", "f8e5m2"}
+    assert float8_arrays(lost) == set()
 
 
 @every_case

@@ -74,6 +74,8 @@ def layer_facts(layer: keras.Layer) -> Facts:
     else:
         facts = described(layer, "call")
     facts.pop("trainable", None)
+    if rule := getattr(layer, "float8_rule", None):
+        facts = facts | {"float8_rule": repr(rule)}
     return facts if layer.trainable else facts | {"trainable": False}
 
 

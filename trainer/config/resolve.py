@@ -155,7 +155,7 @@ def dtype_policy(precision: scaling.Precision) -> Iterator[None]:
     it uses them, to the policy's compute dtype.
     """
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(precision.name)
+    keras.config.set_dtype_policy(precision.policy)
     try:
         yield
     finally:

@@ -49,6 +49,7 @@ from trainer.run.slots import (
 )
 from trainer.step import StepPlan, StepReport, TrainState, plan_step
 from trainer.step.checks import check_dtype_policies, check_model
+from trainer.step.float8 import ensure_float8
 from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
@@ -328,6 +329,8 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         one = cut_rows(batch, 0, 1)
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
+    if trainer.precision.name == "mixed_float8":
+        ensure_float8(model)
     if isinstance(model, keras.Model):
         check_mask_values(model)
         if model.trainable_variables:

@@ -39,7 +39,7 @@ def identity_of(
             each.pop("ema_momentum", None)
     return {
         "version": VERSION,
-        "model": model_facts(trainer.model, trainer.precision.name),
+        "model": model_facts(trainer.model, trainer.precision.policy),
         "optimizer": facts,
         "loss": loss_of(trainer),
         "global_clipnorm": trainer.clip.global_clipnorm,

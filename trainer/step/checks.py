@@ -93,7 +93,7 @@ def check_dtype_policies(model: keras.Model, precision: scaling.Precision) -> No
     if others or precision.compute_dtype not in {layer.compute_dtype for layer in layers}:
         layer = (others or layers)[0]
         raise ValueError(
-            f"`model` must be built under the dtype policy {precision.name!r}; got layer "
+            f"`model` must be built under the dtype policy {precision.policy!r}; got layer "
             f"{layer.name!r} under {layer.dtype_policy.name!r}. A layer keeps the policy under "
             "which it was created. Create the model in build_model(), or pass a function as "
             "model=, and leave out dtype=; or pass the model's precision to the trainer."

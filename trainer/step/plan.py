@@ -15,6 +15,7 @@ from trainer.base.keras_private import computing_in_float32, keep_rate_tracked
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
+from trainer.step.float8 import Float8Tensor, float8_tensors
 from trainer.step.gather_checks import (
     Inlined,
     check_gathers,
@@ -93,6 +94,7 @@ class StepPlan:
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
     loss_reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
+    float8: tuple[Float8Tensor, ...] = ()  # float8 tensors whose scales a rule of ours moves
 
     @property
     def single_pass(self) -> bool:
@@ -287,6 +289,7 @@ def plan_step(
         undo=tuple(undo),
         missed=tuple(missed),
         loss_reduction=loss_reduction,
+        float8=float8_tensors(model),
     )
     if plan.gathers:
         check_gathers(strategy, jit_compile, float32_after)

@@ -14,6 +14,7 @@ import strategies
 from trainer.step.accumulate import accumulate, microbatch_inputs, real_aux, real_rows
 from trainer.step.clip import clip
 from trainer.step.diagnose import Evidence, count_by_variable, no_finding
+from trainer.step.float8 import with_own_scales
 from trainer.step.held_back import read_values
 from trainer.step.judge import judge, stay_finite
 from trainer.step.measure import global_norm, measure
@@ -80,7 +81,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         outcome=outcome,
         evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients, unscaled),
         gradients=clip(unscaled, gradient_norm, plan.clip),
-        written=reduced.written,
+        written=with_own_scales(reduced.written, before, plan.float8),
         batch=real_rows(share.batch, share),
         aux=real_aux(local.aux, share),
     )

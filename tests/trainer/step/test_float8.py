@@ -1,0 +1,315 @@
+"""Layers in float8: what is converted, and scales that are those of one device with the batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from plans import plan_of
+
+import scaling
+from scaling.float8 import DelayedScaling
+from trainer import Trainer, convert_to_float8
+from trainer.step import TrainState, attempt_step
+from trainer.step.float8 import float8_tensors, product_sizes
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept:DeprecationWarning"
+)
+
+RNG = np.random.default_rng(3)
+ROWS = RNG.integers(-8, 9, size=(8, 16)).astype(np.float32) / 4.0
+SHORT = DelayedScaling(history_length=4)
+
+
+def stack(*, rule=SHORT):
+    """Four dense layers in float8, between which all is in float32."""
+    model = keras.Sequential(
+        [
+            keras.Input([16]),
+            *(keras.layers.Dense(16, use_bias=False, name=f"dense_{at}") for at in range(4)),
+        ],
+        name="stack",
+    )
+    assert len(convert_to_float8(model, lambda _: True, rule)) == 4
+    return model
+
+
+def squared_error(model):
+    """The squared distance of the model's outputs from 1."""
+    return lambda batch, training: tf.reduce_sum((model(batch, training=training) - 1.0) ** 2, 1)
+
+
+def trained(strategy, weights=None, steps=4, rows=ROWS, scale=1.0, **settings):
+    """Variables of `stack` after steps, on every replica, with the last step's report."""
+    with strategy.scope():
+        model = stack()
+        if weights is not None:
+            model.set_weights(weights)
+        optimizer = keras.optimizers.SGD(2.0**-10)
+        rule = scaling.FixedLossScale(scale)
+        plan = plan_of(
+            model,
+            squared_error(model),
+            strategy=strategy,
+            optimizer=optimizer,
+            rule=rule,
+            **settings,
+        )
+        run = TrainState(plan.rule)
+    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
+    for _ in range(steps):
+        report = step(tf.constant(rows))
+    values = strategy.experimental_local_results
+    return model, [[one.numpy() for one in values(v.value)] for v in model.variables], report
+
+
+def exact_weights():
+    """Kernels of few bits, so that float32 sums of their products are exact in any order."""
+    weights = stack().get_weights()
+    return [np.round(w * 16) / 16 if w.ndim == 2 else w for w in weights]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "parts"),
+    [
+        (2, 2),
+        *(
+            pytest.param(replicas, parts, marks=pytest.mark.thorough)
+            for replicas, parts in [(1, 1), (1, 2), (2, 1), (3, 1), (3, 2)]
+        ),
+    ],
+)
+def test_scales_and_histories_are_those_of_one_device(mirrored, replicas, parts):
+    """L20: on any replicas and microbatches, the same bits as one device with the whole batch.
+
+    Scales are powers of two, so float32 adds the products of float8 numbers without rounding, in any
+    order.
+    """
+    weights = exact_weights()
+    model, whole, _ = trained(tf.distribute.get_strategy(), weights)
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    _, divided, _ = trained(strategy, weights, num_microbatches=parts)
+    for variable, [expected], copies in zip(model.variables, whole, divided, strict=True):
+        for copy in copies:
+            np.testing.assert_array_equal(copy, expected, err_msg=variable.path)
+        if variable.path.endswith("_scale"):
+            assert expected != 1
+        if variable.path.endswith("_history"):
+            assert np.all(expected > 0)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_scales_follow_the_rule(mirrored, replicas):
+    """A scale comes from the newest largest magnitudes, by the rule's own function, in a step."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    model, values, _ = trained(strategy, exact_weights(), steps=3)
+    found = {v.path: copies[0] for v, copies in zip(model.variables, values, strict=True)}
+    for each in float8_tensors(model):
+        layer, tensor = each.name.rsplit("/", 1)
+        history = found[f"{layer}/{tensor}_amax_history"]
+        state = each.rule.initial_state()
+        for amax in in_order(history, 3):
+            state = each.rule.advance(state, amax)
+        assert float(state.scale) == found[f"{layer}/{tensor}_scale"]
+        np.testing.assert_array_equal(state.history, history)
+    assert found["stack/dense_0/inputs_scale"] == 2.0 ** np.ceil(np.log2(np.abs(ROWS).max() / 448))
+
+
+def in_order(history, steps):
+    """What entered a history, the oldest first. The newest stands first, the others behind it."""
+    newest, *others = history
+    return [*others[len(others) - steps + 1 :], newest]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "jit_compile"),
+    [
+        (1, False),
+        *(
+            pytest.param(*setting, marks=pytest.mark.thorough)
+            for setting in [(1, True), (1, "step"), (2, False), (3, True)]
+        ),
+    ],
+)
+def test_a_skip_moves_no_bit(mirrored, replicas, jit_compile):
+    """L6, L20: an inf in the last example leaves float8 scales and histories as they were."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    weights = exact_weights()
+    rows = ROWS.copy()
+    rows[-1, 0] = np.inf
+    model, values, report = trained(strategy, weights, steps=1, rows=rows, jit_compile=jit_compile)
+    assert not bool(report.grads_finite)
+    for variable, before, copies in zip(model.variables, weights, values, strict=True):
+        for copy in copies:
+            np.testing.assert_array_equal(copy, before, err_msg=variable.path)
+
+
+def test_a_loss_scale_multiplies_the_scales_of_gradients_alone():
+    """L20: gradients are scaled when they are cast, so their scales hold the loss scale; no others."""
+    weights = exact_weights()
+    model, plain, _ = trained(tf.distribute.get_strategy(), weights, steps=3)
+    _, scaled, _ = trained(tf.distribute.get_strategy(), weights, steps=3, scale=2.0**10)
+    for variable, [expected], [found] in zip(model.variables, plain, scaled, strict=True):
+        of_gradients = "outputs_grad" in variable.path
+        np.testing.assert_array_equal(found, expected * (2.0**10 if of_gradients else 1.0))
+
+
+def test_other_tensors_are_moved_by_keras():
+    """Layers that the user has quantized with Keras keep Keras's rule."""
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16)])
+    model.layers[0].quantize("float8")
+    assert float8_tensors(model) == ()
+
+
+def test_large_and_inner_layers_are_converted():
+    """Layers at the ends, small ones, ones of other classes and quantized ones stay as they are."""
+
+    class Own(keras.layers.Dense):
+        pass
+
+    inputs = keras.Input([8], dtype="int32")
+    x = keras.layers.Embedding(100, 32)(inputs)
+    x = x + keras.layers.MultiHeadAttention(2, 16, name="attention")(x, x)
+    x = keras.layers.Dense(24, name="small")(x)
+    x = keras.layers.Dense(32, name="from_small")(x)
+    x = Own(32, name="own")(x)
+    x = keras.layers.Dense(64, activation="relu", name="large")(x)
+    model = keras.Model(inputs, keras.layers.Dense(32, name="head")(x), name="model")
+    assert convert_to_float8(model) == [
+        "attention/query",
+        "attention/key",
+        "attention/value",
+        "attention/attention_output",
+        "large",
+    ]
+    assert convert_to_float8(model, lambda layer: layer.name == "head") == ["head"]
+
+
+def test_sizes_of_a_product():
+    """Sizes are those of the kernel as a matrix, also where its labels stand apart."""
+    layer = keras.layers.EinsumDense("abc,cde->abde", output_shape=[None, 4, 16])
+    layer.build([None, 3, 48])
+    assert product_sizes(layer) == (48, 64)
+    layer = keras.layers.EinsumDense("...cd,cde->...e", output_shape=[32])
+    layer.build([None, 3, 4, 16])
+    assert product_sizes(layer) == (64, 32)
+
+
+def test_a_saved_model_is_one_of_keras(tmp_path):
+    """Keras alone loads a converted model, with the same outputs; its class is Keras's own."""
+    model = stack()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.layers[0]) is keras.layers.Dense
+    assert loaded.layers[0].quantization_mode == "float8"
+    assert loaded.layers[0].inputs_amax_history.shape == (4,)
+    np.testing.assert_array_equal(loaded(ROWS), model(ROWS))
+
+
+def test_a_trainer_in_float8(tmp_path):
+    """`precision="mixed_float8"` converts the model, trains it, resumes it, and exports it."""
+
+    def trainer(**settings):
+        def model():
+            layers = [keras.layers.Dense(16, activation="relu") for _ in range(3)]
+            return keras.Sequential([keras.Input([16]), *layers, keras.layers.Dense(1)])
+
+        return Trainer(
+            **{
+                "model": model,
+                "optimizer": lambda: keras.optimizers.Adam(0.01),
+                "loss_fn": "mse",
+                "seed": 1,
+                "precision": "mixed_float8",
+                "verbose": False,
+                "jit_compile": False,
+                **settings,
+            }
+        )
+
+    rows = np.tile(ROWS, (4, 1))
+    data = (rows, rows[:, :1])
+    whole = trainer()
+    whole.train(data, steps=20, global_batch=8)
+    trainer(model_dir=tmp_path).train(data, steps=10, global_batch=8)
+    resumed = trainer(model_dir=tmp_path)
+    resumed.train(data, steps=20, global_batch=8)
+    modes = [layer.quantization_mode for layer in resumed.model.layers]
+    assert modes == [None, "float8", "float8", None]
+    assert {layer.compute_dtype for layer in resumed.model.layers} == {"bfloat16"}
+    for ours, theirs in zip(resumed.model.variables, whole.model.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
+    resumed.export(tmp_path / "model.keras", precision="train")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
+
+
+def test_the_rule_is_part_of_the_run(tmp_path):
+    """A run that is resumed with another float8 rule is refused: its scales mean something else."""
+
+    def trainer(margin):
+        def model():
+            model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16)])
+            convert_to_float8(model, lambda _: True, DelayedScaling(margin=margin))
+            return model
+
+        return Trainer(
+            model=model,
+            optimizer="sgd",
+            loss_fn="mse",
+            precision="mixed_float8",
+            verbose=False,
+            model_dir=tmp_path,
+        )
+
+    data = (ROWS, ROWS)
+    trainer(0).train(data, steps=1, global_batch=8)
+    with pytest.raises(ValueError, match="margin"):
+        trainer(1).train(data, steps=2, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"model": tf.Module()},
+            TypeError,
+            "`model` must be a keras.Model; got Module. The layers that can compute in float8 are "
+            "those of Keras. In a tf.Module, cast with quantize() and dequantize() of scaling.float8.",
+        ),
+        (
+            {"layers": "head"},
+            TypeError,
+            "`layers` must be a function, layer -> bool, or None; got 'head'. It says which layers to "
+            'convert. Pass lambda layer: "head" not in layer.path, for example.',
+        ),
+        (
+            {"rule": scaling.DynamicLossScale()},
+            TypeError,
+            None,
+        ),
+        (
+            {"layers": lambda _: False},
+            ValueError,
+            "`layers` must choose a layer that can compute in float8; got none in 'plain', of "
+            "plain/one. By default, the first and the last layer with weights are left out, and those "
+            "whose sizes are not multiples of 16. Choose layers with convert_to_float8(model, "
+            'layers=lambda layer: ...), or pass precision="mixed_bfloat16".',
+        ),
+    ],
+)
+def test_errors(arguments, error, text):
+    """Each argument that cannot be used is named, and so is what to do."""
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16, name="one")], name="plain")
+    with pytest.raises(error) as caught:
+        convert_to_float8(**({"model": model} | arguments))
+    if text:
+        assert str(caught.value) == text
+    else:
+        assert str(caught.value).startswith("`rule` must be a DelayedScaling of scaling.float8")
+
+
+def test_a_model_without_variables_is_refused():
+    """Scales belong to layers whose sizes are known."""
+    with pytest.raises(ValueError, match="Call the model once, or begin it with"):
+        convert_to_float8(keras.Sequential([keras.layers.Dense(16)], name="unbuilt"))

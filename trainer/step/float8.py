@@ -1,0 +1,242 @@
+"""Layers whose products are in float8, and the rules that move their scales."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import keras
+
+from scaling.base.argument_checks import shown
+from scaling.float8 import DelayedScaling, DelayedScalingState
+from trainer.base.keras_private import all_layers
+from trainer.step.types import Model, Values
+
+# The tensors that a float8 layer of Keras scales, with their formats.
+FORMATS = {
+    "inputs": "float8_e4m3fn",
+    "kernel": "float8_e4m3fn",
+    "outputs_grad": "float8_e5m2",
+}
+
+# NVIDIA's float8 products need sizes that are multiples of this.
+MULTIPLE = 16
+
+
+class Float8Tensor(NamedTuple):
+    """A tensor of a layer that is cast to float8 in each pass, and the rule of its scale."""
+
+    name: str  # the layer's path and the tensor's name, such as "model/dense/inputs"
+    scale: str  # position of its scale among the variables that the model reads or assigns
+    history: str  # position of its history of largest magnitudes
+    rule: DelayedScaling
+
+
+def convert_to_float8(
+    model: keras.Model,
+    layers: Callable[[keras.Layer], bool] | None = None,
+    rule: DelayedScaling | None = None,
+) -> list[str]:
+    """Makes layers of a model compute their products in float8, in the forward and backward pass.
+
+    The layers become what `layer.quantize("float8")` of Keras makes of them: inputs and kernel are
+    cast to e4m3, the gradients of the outputs to e5m2, each at a scale of its own, and back. The
+    weights stay in float32. What moves the scales in training is `rule`, and not Keras's, which is
+    a step late. A saved model is a plain Keras model, which Keras loads by itself.
+
+    Only `Dense` and `EinsumDense` layers can be converted, and so can those inside
+    `MultiHeadAttention`, whose products of queries, keys and values stay in bfloat16.
+    `Trainer(precision="mixed_float8")` calls this function with its defaults, unless the model has
+    float8 layers already.
+
+    Args:
+        model: a model whose variables have been created.
+        layers: layer -> whether to convert it, asked for each layer that can be converted. By
+            default, those whose sizes are multiples of 16, as NVIDIA's float8 products need them,
+            and that are neither the first nor the last layer with a kernel or embeddings: these two
+            have the largest effect on the result.
+        rule: the rule of the scales, for inputs and kernels; that of gradients differs from it by
+            its format. Default: `DelayedScaling()`.
+
+    Returns:
+        The paths of the layers that were converted.
+
+    Raises:
+        TypeError: if `model`, `layers` or `rule` is something else.
+        ValueError: if the model has not been built, or if no layer was converted.
+
+    Source:
+        Micikevicius et al., "FP8 Formats for Deep Learning", 2022, sections 3 and 4,
+        https://arxiv.org/abs/2209.05433.
+
+    Example:
+        >>> sizes = [32, 64, 64, 10]
+        >>> model = keras.Sequential(
+        ...     [keras.Input([16]), *(keras.layers.Dense(n, name=f"to_{n}_{i}")
+        ...                           for i, n in enumerate(sizes))], name="model")
+        >>> convert_to_float8(model)
+        ['model/to_64_1', 'model/to_64_2']
+        >>> model.layers[1].quantization_mode
+        'float8'
+    """
+    check_arguments(model, layers, rule)
+    rule = DelayedScaling() if rule is None else rule
+    candidates = in_order_of_weights(
+        [layer for layer in all_layers(model) if can_convert(layer)], model
+    )
+    chosen = (
+        large_and_inner(model, candidates) if layers is None else list(filter(layers, candidates))
+    )
+    if not chosen:
+        raise ValueError(
+            f"`layers` must choose a layer that can compute in float8; got none in {model.name!r}, "
+            f"of {listed(candidates)}. By default, the first and the last layer with weights are "
+            f"left out, and those whose sizes are not multiples of {MULTIPLE}. Choose layers with "
+            "convert_to_float8(model, layers=lambda layer: ...), or pass "
+            'precision="mixed_bfloat16".'
+        )
+    for layer in chosen:
+        source = layer.dtype_policy.name
+        # The setter quantizes a layer that has been built.
+        layer.dtype_policy = keras.dtype_policies.QuantizedFloat8DTypePolicy(
+            "float8", source, amax_history_length=rule.history_length
+        )
+        layer.float8_rule = rule
+    return [layer.path for layer in chosen]
+
+
+def ensure_float8(model: Model) -> None:
+    """Converts a model that has no float8 layers yet; raises what `convert_to_float8` raises."""
+    if not isinstance(model, keras.Model) or not any(map(is_float8, all_layers(model))):
+        convert_to_float8(model)
+
+
+def check_arguments(model: object, layers: object, rule: object) -> None:
+    """Raises TypeError or ValueError for arguments that `convert_to_float8` cannot use."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` must be a keras.Model; got {type(model).__name__}. The layers that can "
+            "compute in float8 are those of Keras. In a tf.Module, cast with quantize() and "
+            "dequantize() of scaling.float8."
+        )
+    if not model.built:
+        raise ValueError(
+            f"`model` must have been built; got {model.name!r}, which has no variables yet. The "
+            "scales belong to layers whose sizes are known. Call the model once, or begin it with "
+            "keras.Input."
+        )
+    if layers is not None and not callable(layers):
+        raise TypeError(
+            f"`layers` must be a function, layer -> bool, or None; got {shown(layers)}. It says "
+            'which layers to convert. Pass lambda layer: "head" not in layer.path, for example.'
+        )
+    if rule is not None and not isinstance(rule, DelayedScaling):
+        raise TypeError(
+            f"`rule` must be a DelayedScaling of scaling.float8, or None; got {shown(rule)}. It "
+            "moves the scales of float8 tensors. A loss scale is given to the trainer, as "
+            "loss_scale=."
+        )
+
+
+def listed(layers: Sequence[keras.Layer]) -> str:
+    """Returns the names of the first layers, for an error."""
+    names = [layer.path for layer in layers[:4]]
+    more = len(layers) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "") if names else "no candidates"
+
+
+def can_convert(layer: keras.Layer) -> bool:
+    """Returns whether a layer is a built `Dense` or `EinsumDense` that is not quantized.
+
+    A subclass is not: its own `call` may not be the one that Keras replaces.
+    """
+    plain = type(layer) in (keras.layers.Dense, keras.layers.EinsumDense)
+    return plain and layer.built and layer.quantization_mode is None
+
+
+def large_and_inner(model: keras.Model, candidates: Sequence[keras.Layer]) -> list[keras.Layer]:
+    """Returns the layers that float8 products can speed up, but for the model's first and last."""
+    weighted = in_order_of_weights(
+        [layer for layer in all_layers(model) if has_table(layer)], model
+    )
+    ends = {id(weighted[0]), id(weighted[-1])} if weighted else set()
+    return [
+        layer
+        for layer in candidates
+        if id(layer) not in ends and all(size % MULTIPLE == 0 for size in product_sizes(layer))
+    ]
+
+
+def in_order_of_weights(layers: Sequence[keras.Layer], model: keras.Model) -> list[keras.Layer]:
+    """Returns layers in the order in which the model lists their weights."""
+    place = {id(weight): at for at, weight in enumerate(model.weights)}
+    return sorted(layers, key=lambda layer: min(place[id(weight)] for weight in layer.weights))
+
+
+def has_table(layer: keras.Layer) -> bool:
+    """Returns whether a layer has a kernel or embeddings of its own."""
+    names = ("kernel", "embeddings")
+    return layer.built and any(getattr(layer, name, None) is not None for name in names)
+
+
+def product_sizes(layer: keras.Layer) -> tuple[int, int]:
+    """Returns the sizes of a layer's kernel as a matrix: what is summed, and what is put out."""
+    shape = layer.kernel.shape
+    if isinstance(layer, keras.layers.Dense):
+        return shape[0], shape[1]
+    operands, output = layer.equation.replace("...", "").split("->")
+    labels = operands.split(",")[1]
+    summed = put_out = 1
+    for label, size in zip(labels, shape, strict=True):
+        if label in output:
+            put_out *= size
+        else:
+            summed *= size
+    return summed, put_out
+
+
+def is_float8(layer: keras.Layer) -> bool:
+    """Returns whether a layer computes its products in float8, converted by us or by Keras."""
+    return bool(layer.quantization_mode == "float8")
+
+
+def float8_layers(model: Model) -> Iterator[keras.Layer]:
+    """Yields the layers that `convert_to_float8` has converted."""
+    if isinstance(model, keras.Model):
+        for layer in all_layers(model):
+            if is_float8(layer) and hasattr(layer, "float8_rule"):
+                yield layer
+
+
+def float8_tensors(model: Model) -> tuple[Float8Tensor, ...]:
+    """Returns the float8 tensors of a model whose scales a rule of ours moves.
+
+    Frozen layers have none: no new values are found for their scales.
+    """
+    positions = {id(one): str(at) for at, one in enumerate(model.trainable_variables)}
+    found = []
+    for layer in float8_layers(model):
+        for name, form in FORMATS.items():
+            scale = positions.get(id(getattr(layer, f"{name}_scale")))
+            history = positions.get(id(getattr(layer, f"{name}_amax_history")))
+            if scale is not None and history is not None:
+                rule = dataclasses.replace(layer.float8_rule, dtype=form)
+                found.append(Float8Tensor(f"{layer.path}/{name}", scale, history, rule))
+    return tuple(found)
+
+
+def with_own_scales(written: Values, before: Values, tensors: Sequence[Float8Tensor]) -> Values:
+    """Returns what a step would assign, with scales and histories as their rules move them.
+
+    Args:
+        written: what would be assigned, the same on every replica. A history that Keras has moved
+            begins with the step's largest magnitude, the maximum over replicas and microbatches.
+        before: the values of the same variables before the step.
+        tensors: the float8 tensors; those that this update does not reach are left alone.
+    """
+    moved = dict(written)
+    for each in tensors:
+        if each.history in written:
+            state = DelayedScalingState(before[each.scale], before[each.history])
+            after = each.rule.advance(state, written[each.history][0])
+            moved |= {each.scale: after.scale, each.history: after.history}
+    return moved
