@@ -36,7 +36,9 @@ def decoder():
         hidden = hidden + attention(normed, normed, use_causal_mask=True)
         wide = layers.Dense(4 * WIDTH, activation="relu")(layers.LayerNormalization()(hidden))
         hidden = hidden + layers.Dense(WIDTH)(wide)
-    return keras.Model(text, layers.Dense(256, dtype="float32")(layers.LayerNormalization()(hidden)))
+    return keras.Model(
+        text, layers.Dense(256, dtype="float32")(layers.LayerNormalization()(hidden))
+    )
 
 
 def cross_entropy(next_bytes, logits):

@@ -628,6 +628,13 @@ TRAINER = {
         ("steps", "Trainer().overfit_one_batch(data, 0, global_batch=4)"),
         ("global_batch", "Trainer().overfit_one_batch(data)"),
     ],
+    "convert_to_float8": [
+        ("model", "convert_to_float8(tf.Module())"),
+        ("model", "convert_to_float8(keras.Sequential([keras.layers.Dense(16)], name='stack'))"),
+        ("layers", 'convert_to_float8(model, layers="head")'),
+        ("layers", "convert_to_float8(model, layers=lambda _: False)"),
+        ("rule", "convert_to_float8(model, rule=scaling.DynamicLossScale())"),
+    ],
     "find_batch_size": [
         ("make", "find_batch_size(Trainer(), data, 4)"),
         ("data", "find_batch_size(lambda parts: Trainer(), 3)", "train_data"),
@@ -887,7 +894,8 @@ EXEMPT = {
 def shared_values():
     """Values for the examples that are slow to build and do not change."""
     strategy, rule = tf.distribute.get_strategy(), scaling.DynamicLossScale()
-    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)], name="model")
+    dense = keras.layers.Dense(1, name="dense")  # errors name it
+    model = keras.Sequential([keras.Input([1]), dense], name="model")
     plan_step = functools.partial(
         trainer.step.plan_step,
         strategy=strategy,

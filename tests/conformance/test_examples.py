@@ -239,6 +239,18 @@ def test_the_language_model_learns():
 
 
 @pytest.mark.slow
+def test_float8_learns_as_the_others():
+    """In 100 steps, the losses of the three precisions are nearly the same."""
+    lines = run("float8.py", "--steps=100")[-3:]
+    rows = [re.fullmatch(r"(\w+) +([\d.]+) bits per byte", line) for line in lines]
+
+    assert [row[1] for row in rows] == ["float32", "mixed_bfloat16", "mixed_float8"]
+    losses = [float(row[2]) for row in rows]
+    assert max(losses) < 4.0
+    assert max(losses) - min(losses) < 0.2
+
+
+@pytest.mark.slow
 def test_a_custom_rule_moves_the_scale():
     """`Patient` trains as well as `dynamic`, and skips fewer than half as many steps because it waits
     longer and longer.
@@ -329,6 +341,7 @@ def test_every_example_shows_its_command(path):
         ("gpus.py", 70),
         ("custom_rule.py", 100),
         ("language_model.py", 105),
+        ("float8.py", 90),
         ("distillation.py", 95),
         ("fine_tuning.py", 105),
         ("maml.py", 110),

@@ -330,7 +330,7 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
     if trainer.precision.name == "mixed_float8":
-        ensure_float8(model)
+        ensure_float8(model, trainer.strategy)
     if isinstance(model, keras.Model):
         check_mask_values(model)
         if model.trainable_variables:

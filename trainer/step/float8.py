@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
+import strategies
 from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
 from trainer.base.keras_private import all_layers
@@ -104,8 +106,18 @@ def convert_to_float8(
     return [layer.path for layer in chosen]
 
 
-def ensure_float8(model: Model) -> None:
-    """Converts a model that has no float8 layers yet; raises what `convert_to_float8` raises."""
+def ensure_float8(model: Model, strategy: tf.distribute.Strategy) -> None:
+    """Converts a model that has no float8 layers yet, for `precision="mixed_float8"`.
+
+    Raises:
+        TypeError, ValueError: what `convert_to_float8` raises, or if the strategy is asynchronous.
+    """
+    if strategies.capabilities(strategy).asynchronous:
+        raise ValueError(
+            '`precision` must not be "mixed_float8" with a parameter server; got '
+            f"{type(strategy).__name__}. The scales follow the largest magnitude over all workers "
+            'in a step, and its workers take no steps together. Pass precision="mixed_bfloat16".'
+        )
     if not isinstance(model, keras.Model) or not any(map(is_float8, all_layers(model))):
         convert_to_float8(model)
 

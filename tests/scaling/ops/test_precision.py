@@ -12,14 +12,16 @@ from scaling import Precision
         ("float32", "float32", False),
         ("mixed_float16", "float16", True),
         ("mixed_bfloat16", "bfloat16", False),
+        ("mixed_float8", "bfloat16", False),
     ],
 )
-def test_the_three_precisions(name, compute, needs):
+def test_the_precisions(name, compute, needs):
     """L13: each has its own compute dtype, and all have float32 variables."""
     precision = Precision(name)
 
     assert (precision.compute_dtype, precision.needs_loss_scale) == (compute, needs)
     assert precision.variable_dtype == "float32"
+    assert precision.policy == name.replace("float8", "bfloat16")
 
 
 def test_casts_change_only_floats():
@@ -53,7 +55,7 @@ def test_an_unknown_precision_is_an_error():
         Precision("float16")
 
     assert str(error.value) == (
-        "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'float16'. "
+        "`precision` must be one of float32, mixed_float16, mixed_bfloat16, mixed_float8; got 'float16'. "
         "Weights always stay in float32, so that small updates are not lost. Use "
         '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
     )

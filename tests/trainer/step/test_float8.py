@@ -1,5 +1,7 @@
 """Layers in float8: what is converted, and scales that are those of one device with the batch."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -7,10 +9,11 @@ import tensorflow as tf
 from plans import plan_of
 
 import scaling
+import strategies
 from scaling.float8 import DelayedScaling
 from trainer import Trainer, convert_to_float8
 from trainer.step import TrainState, attempt_step
-from trainer.step.float8 import float8_tensors, product_sizes
+from trainer.step.float8 import ensure_float8, float8_tensors, product_sizes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"
@@ -307,6 +310,23 @@ def test_errors(arguments, error, text):
         assert str(caught.value) == text
     else:
         assert str(caught.value).startswith("`rule` must be a DelayedScaling of scaling.float8")
+
+
+def test_a_parameter_server_is_refused(monkeypatch):
+    """Its workers take no steps together, so that there is no maximum over them."""
+    capabilities = strategies.capabilities
+    monkeypatch.setattr(
+        strategies,
+        "capabilities",
+        lambda strategy: dataclasses.replace(capabilities(strategy), asynchronous=True),
+    )
+    with pytest.raises(ValueError, match="parameter server") as caught:
+        ensure_float8(keras.Sequential(), tf.distribute.get_strategy())
+    assert str(caught.value) == (
+        '`precision` must not be "mixed_float8" with a parameter server; got '
+        "_DefaultDistributionStrategy. The scales follow the largest magnitude over all workers in a "
+        'step, and its workers take no steps together. Pass precision="mixed_bfloat16".'
+    )
 
 
 def test_a_model_without_variables_is_refused():
