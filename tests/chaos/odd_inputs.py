@@ -118,6 +118,8 @@ CALLS["trainer"] = {
     "Trainer.predict": "started.predict(batch, global_batch=4)",
     "Trainer.train": "Trainer(check_gradients=False).train(data, 1, global_batch=4)",
     "Trainer.train_on_batch": "started.train_on_batch(data)",
+    "convert_to_float8": "convert_to_float8(keras.Sequential([keras.Input([16]), "
+    "keras.layers.Dense(16)]), lambda _: True)",
 }
 CALLS["trainer.step"] = {
     "Clip": "Clip()",

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
+import scaling.float8
 import strategies
 import trainer
 from scaling.base.number_formats import as_float
@@ -261,6 +262,11 @@ RANGES = {
     "deviation_decay": is_fraction,
     "deviations": lambda value: 0 <= value <= 100,
     "rule": is_rule,
+    ("convert_to_float8", "rule"): lambda value: (
+        value is None or isinstance(value, scaling.float8.DelayedScaling)
+    ),
+    ("convert_to_float8", "layers"): callable,  # the valid call's model is too small for None
+    ("convert_to_float8", "model"): lambda value: isinstance(value, keras.Model) and value.built,
     ("layerwise_gradients", "rule"): lambda value: isinstance(value, scaling.LayerwiseLossScale),
     "state": has_scale,
     "before": is_state(scaling.DynamicLossScaleState),

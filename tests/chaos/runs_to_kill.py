@@ -30,7 +30,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer import Trainer
+from trainer import Trainer, convert_to_float8
 from trainer.run import compile_autotune
 from trainer.step.rollback import copies_of, variables_in_reach
 
@@ -39,6 +39,8 @@ EXAMPLES = 100  # 13 batches in a pass, the last of them with four examples
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
 IN_FOLDER = {"os.remove": 1, "os.rmdir": 1}  # the place of `dir_fd` in the arguments
 DYNAMIC = scaling.DynamicLossScale(2.0**17, growth_interval=3)
+# Overflows in float32 and bfloat16 too.
+HUGE = scaling.DynamicLossScale(2.0**126, growth_interval=3, max_scale=2.0**126)
 
 # What is special about each kind of run. Those with `eval_interval` evaluate.
 KINDS = {
@@ -51,7 +53,15 @@ KINDS = {
     "auto": {
         "jit_compile": "auto",
         "precision": "float32",
-        "loss_scale": scaling.DynamicLossScale(2.0**126, growth_interval=3, max_scale=2.0**126),
+        "loss_scale": HUGE,
+    },
+    "float8": {
+        "strategy": "mirrored",
+        "precision": "mixed_float8",
+        "loss_scale": HUGE,
+        "on_overflow": "retry",
+        "max_retries": 1,
+        "eval_interval": 5,
     },
     "optimizers": {"alternate_optimizers": True, "updates_per_step": {"first": 2}},
 }
@@ -82,7 +92,10 @@ class RunToKill(Trainer):
         if self.alternate_optimizers:
             return Halves()
         halves = Halves()
-        return keras.Sequential([keras.Input([4]), *halves.first.layers, *halves.second.layers])
+        model = keras.Sequential([keras.Input([4]), *halves.first.layers, *halves.second.layers])
+        if self.precision.name == "mixed_float8":  # all of its layers are too small
+            convert_to_float8(model, lambda _: True)
+        return model
 
     def build_optimizer(self):
         """With slots."""
@@ -231,7 +244,7 @@ def run(kind, folder, final, *, at=None, later=0.0, written=0.5, **arguments):
         written: as above.
         **arguments: of the trainer, instead of those of the kind.
     """
-    if kind == "replicas":
+    if KINDS[kind].get("strategy") == "mirrored":
         strategies.split_cpu(2)
     compile_autotune.MIN_STEPS, compile_autotune.TURN_SECS = 1, 0.005
     trainer = make(kind, pathlib.Path(folder), **arguments)

@@ -1,6 +1,6 @@
 """Runs are killed at random and started again: they end as runs that nobody has killed.
 
-Each case starts one of eight kinds of runs, kills it, starts the same command again, kills it again,
+Each case starts one of nine kinds of runs, kills it, starts the same command again, kills it again,
 and lets it come to its end. Most runs die by SIGKILL at an operation on a file that was drawn at random,
 or in the middle of a text that they write; some die a random time after it, or after their first step,
 wherever C++ may be then. What is left must be what a run without interruption leaves: every bit of

@@ -47,7 +47,7 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ),
         (
             {"precision": "fp16"},
-            "`precision` must be one of float32, mixed_float16, mixed_bfloat16; got 'fp16'. "
+            "`precision` must be one of float32, mixed_float16, mixed_bfloat16, mixed_float8; got 'fp16'. "
             "Weights always stay in float32, so that small updates are not lost. Use "
             '"mixed_float16" or "mixed_bfloat16" to compute in half precision.',
         ),

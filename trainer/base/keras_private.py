@@ -331,23 +331,25 @@ def added_losses_kept(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_calls(
-    layers: Sequence[keras.Layer], make: Callable[[keras.Layer], Callable[..., Any]]
+    layers: Sequence[keras.Layer],
+    make: Callable[[keras.Layer], Callable[..., Any]],
+    name: str = "call",
 ) -> Iterator[None]:
     """Replaces each layer's `call` with `make(layer)` inside the `with` block.
 
     `call` is public; that Keras looks it up on the instance, and not on the class, is an
-    implementation detail.
+    implementation detail. So is `quantized_call`, the method that a quantized layer runs instead.
     """
-    before = [vars(layer).get("call") for layer in layers]
+    before = [vars(layer).get(name) for layer in layers]
     for layer in layers:
-        layer.call = make(layer)
+        setattr(layer, name, make(layer))
     try:
         yield
     finally:
         for layer, call in zip(layers, before, strict=True):
-            del layer.call
+            delattr(layer, name)
             if call is not None:
-                layer.call = call
+                setattr(layer, name, call)
 
 
 @contextlib.contextmanager

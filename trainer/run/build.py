@@ -329,12 +329,12 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
         one = cut_rows(batch, 0, 1)
         with dtype_policy(trainer.precision), keras.StatelessScope():
             forward(one, training=False)
-    if trainer.precision.name == "mixed_float8":
-        ensure_float8(model, trainer.strategy)
     if isinstance(model, keras.Model):
         check_mask_values(model)
         if model.trainable_variables:
             check_dtype_policies(model, trainer.precision)
+    if trainer.precision.name == "mixed_float8":
+        ensure_float8(model, trainer.strategy)
 
 
 def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:

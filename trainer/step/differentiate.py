@@ -14,6 +14,7 @@ import scaling
 from trainer.base.keras_private import differentiable_moments
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
+from trainer.step.float8 import called_once
 from trainer.step.forward import forward, recomputing, written_by
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.gradients import count_nonfinite
@@ -42,7 +43,11 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
         # A layer may have been created frozen, so watch its weights explicitly.
         tape.watch([*weights, *weights_among(inputs.values, len(weights))])
-        with fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm), gathers(inputs, plan):
+        with (
+            fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm),
+            called_once(plan.model),
+            gathers(inputs, plan),
+        ):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
         warn_of_losses_per_example(plan.model, passed.added, share.weights)
         means = {

@@ -1,6 +1,10 @@
 """Layers whose products are in float8, and the rules that move their scales."""
 
+import collections
+import contextlib
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,7 +14,7 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import all_layers, replaced_calls
 from trainer.step.types import Model, Values
 
 # The tensors that a float8 layer of Keras scales, with their formats.
@@ -22,6 +26,12 @@ FORMATS = {
 
 # NVIDIA's float8 products need sizes that are multiples of this.
 MULTIPLE = 16
+
+
+CALL = "quantized_call"  # what Keras runs in place of a quantized layer's `call`
+
+# Calls by a layer's path and the thread: each replica's pass is traced in a thread of its own.
+Calls = collections.Counter[tuple[str, int]]
 
 
 class Float8Tensor(NamedTuple):
@@ -159,10 +169,14 @@ def listed(layers: Sequence[keras.Layer]) -> str:
 def can_convert(layer: keras.Layer) -> bool:
     """Returns whether a layer is a built `Dense` or `EinsumDense` that is not quantized.
 
-    A subclass is not: its own `call` may not be the one that Keras replaces.
+    A subclass is not: its own `call` may not be the one that Keras replaces. Nor is a layer with
+    adapters (LoRA), or one whose policy is looked up in a table.
     """
     plain = type(layer) in (keras.layers.Dense, keras.layers.EinsumDense)
-    return plain and layer.built and layer.quantization_mode is None
+    table = isinstance(layer.dtype_policy, keras.dtype_policies.DTypePolicyMap)
+    if not plain or not layer.built or table or layer.quantization_mode is not None:
+        return False
+    return not layer.lora_enabled
 
 
 def large_and_inner(model: keras.Model, candidates: Sequence[keras.Layer]) -> list[keras.Layer]:
@@ -217,6 +231,58 @@ def float8_layers(model: Model) -> Iterator[keras.Layer]:
         for layer in all_layers(model):
             if is_float8(layer) and hasattr(layer, "float8_rule"):
                 yield layer
+
+
+@contextlib.contextmanager
+def called_once(model: Model) -> Iterator[None]:
+    """Context manager for a forward pass: raises ValueError if a float8 layer runs more than once.
+
+    Each call of such a layer finds new values for its scales, and a tape adds what several calls
+    have found for a variable, as it must with gradients. The sum of two scales is no scale.
+    """
+    calls: Calls = collections.Counter()
+    layers = [each for each in trained_float8_layers(model) if CALL not in vars(each)]
+
+    def counted(layer: keras.Layer) -> Callable[..., tf.Tensor]:
+        return functools.partial(counted_call, layer, getattr(layer, CALL), calls)
+
+    with replaced_calls(layers, counted, CALL):
+        yield
+    if repeated := [path for (path, _), count in calls.items() if count > 1]:
+        raise ValueError(
+            f"`model` must call each float8 layer once in a pass; got {repeated[0]!r}, which is "
+            "called again or in a loop. Each call finds a new scale, and TensorFlow would add "
+            "them. Call the model once, with all inputs in one batch, or leave this layer in "
+            "bfloat16: convert_to_float8(model, layers=lambda layer: ...)."
+        )
+
+
+def counted_call(
+    layer: keras.Layer,
+    call: Callable[..., tf.Tensor],
+    calls: Calls,
+    *args: object,
+    **kwargs: object,
+) -> tf.Tensor:
+    """Calls a layer and counts it; a call in the body of a loop counts twice."""
+    calls[layer.path, threading.get_ident()] += 2 if in_loop() else 1
+    return call(*args, **kwargs)
+
+
+def in_loop() -> bool:
+    """Returns whether the body of a `tf.while_loop` is being traced, as in `tf.scan` and `RNN`."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if "while_body" in getattr(graph, "name", ""):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def trained_float8_layers(model: Model) -> list[keras.Layer]:
+    """Returns the float8 layers whose scales move, converted by us or by Keras."""
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    return [layer for layer in layers if is_float8(layer) and layer.trainable]
 
 
 def float8_tensors(model: Model) -> tuple[Float8Tensor, ...]:

@@ -1,6 +1,7 @@
 """Layers in float8: what is converted, and scales that are those of one device with the batch."""
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -333,3 +334,66 @@ def test_a_model_without_variables_is_refused():
     """Scales belong to layers whose sizes are known."""
     with pytest.raises(ValueError, match="Call the model once, or begin it with"):
         convert_to_float8(keras.Sequential([keras.layers.Dense(16)], name="unbuilt"))
+
+
+def scanned(layer):
+    """Calls a layer in the loop of a scan."""
+    return lambda x: tf.scan(lambda _, row: layer(row[None])[0], x)
+
+
+@pytest.mark.parametrize("kind", ["twice", "in a scan"])
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_layer_that_is_called_twice_is_refused(kind, converted):
+    """A tape adds what two calls find: the sum of two scales is no scale. In Keras alone, it is used."""
+    layer = keras.layers.Dense(16, name="shared")
+    model = keras.Sequential([keras.Input([16]), layer], name="twin")
+    if converted:
+        convert_to_float8(model, lambda _: True)
+    else:
+        layer.quantize("float8")
+
+    def losses(batch, training):
+        if kind == "twice":
+            return tf.reduce_sum(model(batch, training=training) - model(2.0 * batch), axis=1)
+        return tf.reduce_sum(scanned(layer)(batch), axis=1)
+
+    plan = plan_of(model, losses)
+    run = TrainState(plan.rule)
+    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
+    with pytest.raises(ValueError, match="must call each float8 layer once") as caught:
+        step(tf.constant(ROWS))
+    assert str(caught.value) == (
+        "`model` must call each float8 layer once in a pass; got 'twin/shared', which is called again "
+        "or in a loop. Each call finds a new scale, and TensorFlow would add them. Call the model "
+        "once, with all inputs in one batch, or leave this layer in bfloat16: "
+        "convert_to_float8(model, layers=lambda layer: ...)."
+    )
+
+
+class Recomputed(keras.layers.Layer):
+    """A float8 layer whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        """Creates and converts the inner layer."""
+        super().__init__()
+        self.inner = keras.layers.Dense(16)
+
+    def build(self, shape):
+        """Creates the inner layer's variables."""
+        self.inner.build(shape)
+        self.inner.quantize("float8")
+
+    def call(self, inputs, training=False):
+        """The inner layer's outputs."""
+        # Keras knows nothing of the training when the layer runs again.
+        return tf.recompute_grad(functools.partial(self.inner, training=training))(inputs)
+
+
+def test_a_rematerialized_layer_is_called_once():
+    """It runs again in the backward pass, and finds its scales once."""
+    model = keras.Sequential([keras.Input([16]), Recomputed(), keras.layers.Dense(1)])
+    plan = plan_of(model, squared_error(model))
+    run = TrainState(plan.rule)
+    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
+    assert bool(step(tf.constant(ROWS)).grads_finite)
+    assert float(model.layers[0].inner.inputs_amax_history[0]) == np.abs(ROWS).max()
