@@ -241,10 +241,11 @@ def called_once(model: Model) -> Iterator[None]:
     have found for a variable, as it must with gradients. The sum of two scales is no scale.
     """
     calls: Calls = collections.Counter()
+    outside = tf.compat.v1.get_default_graph()
     layers = [each for each in trained_float8_layers(model) if CALL not in vars(each)]
 
     def counted(layer: keras.Layer) -> Callable[..., tf.Tensor]:
-        return functools.partial(counted_call, layer, getattr(layer, CALL), calls)
+        return functools.partial(counted_call, layer, getattr(layer, CALL), calls, outside)
 
     with replaced_calls(layers, counted, CALL):
         yield
@@ -261,18 +262,23 @@ def counted_call(
     layer: keras.Layer,
     call: Callable[..., tf.Tensor],
     calls: Calls,
+    outside: tf.Graph,
     *args: object,
     **kwargs: object,
 ) -> tf.Tensor:
     """Calls a layer and counts it; a call in the body of a loop counts twice."""
-    calls[layer.path, threading.get_ident()] += 2 if in_loop() else 1
+    calls[layer.path, threading.get_ident()] += 2 if in_loop(outside) else 1
     return call(*args, **kwargs)
 
 
-def in_loop() -> bool:
-    """Returns whether the body of a `tf.while_loop` is being traced, as in `tf.scan` and `RNN`."""
+def in_loop(outside: tf.Graph) -> bool:
+    """Returns whether the body of a loop is being traced, as those of `tf.scan` and `RNN`.
+
+    Args:
+        outside: the graph of the pass, which may itself be in the loop over microbatches or steps.
+    """
     graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
+    while graph is not None and graph is not outside:
         if "while_body" in getattr(graph, "name", ""):
             return True
         graph = getattr(graph, "outer_graph", None)
