@@ -34,6 +34,7 @@ OTHERS = [
     "docs/performance.md",
     "docs/peers_tests.md",
     "docs/skipped-steps.md",
+    "docs/versions.md",
     "CONTRIBUTING.md",
     "examples/README.md",
 ]
