@@ -9,10 +9,11 @@ import importlib
 import pathlib
 import typing
 
-from trainer.base import sibling_packages, tensorflow_startup
+from trainer.base import sibling_packages, supported_versions, tensorflow_startup
 
 sibling_packages.check_siblings(pathlib.Path(__file__).parents[1])
 tensorflow_startup.import_tensorflow()  # before anything else imports it
+supported_versions.check_versions(supported_versions.installed())
 
 if typing.TYPE_CHECKING:
     from trainer.checkpoint import CheckpointError

@@ -1,0 +1,107 @@
+"""Which versions of TensorFlow and Keras are accepted, and what an import says about others."""
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import keras
+import pytest
+import tensorflow as tf
+
+from trainer.base.supported_versions import (
+    SUPPORTED,
+    check_versions,
+    installed,
+    numbers,
+)
+
+ROOT = pathlib.Path(__file__).parents[3]
+WHY = (
+    " halfstep uses private names of TensorFlow and Keras, which change between versions, and its "
+    "numbers were compared with these versions only. Run pip install 'tensorflow>=2.21,<2.22' "
+    "'keras>=3.15,<4'."
+)
+
+
+def test_the_bounds_are_those_of_the_package():
+    """What an import accepts is what `pyproject.toml` lets pip install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    for package, (first, end) in SUPPORTED.items():
+        assert f"{package}>={first},<{end}" in project["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "accepted"),
+    [
+        ("tensorflow", "2.20.0", False),
+        ("tensorflow", "2.9.1", False),
+        ("tensorflow", "2.21.0", True),
+        ("tensorflow", "2.21.0-rc1", True),
+        ("tensorflow", "2.22.0-dev20260301", False),
+        ("tensorflow", "3.0.0", False),
+        ("keras", "3.14.1", False),
+        ("keras", "3.15.0", True),
+        ("keras", "3.16.0", True),
+        ("keras", "4.0.0", False),
+    ],
+)
+def test_bounds(package, version, accepted):
+    """The first bound is accepted, the second is not; numbers are compared as numbers."""
+    first, end = SUPPORTED[package]
+    if accepted:
+        check_versions({package: version})
+        return
+    with pytest.raises(ImportError) as refused:
+        check_versions({package: version})
+
+    assert (
+        str(refused.value)
+        == f"halfstep needs {package}>={first},<{end}; got {package} {version}." + WHY
+    )
+    assert refused.value.name == package
+
+
+def test_numbers():
+    """Two numbers are read of any version."""
+    assert [numbers(text) for text in ("4", "2.21", "2.21.0-rc1")] == [(4, 0), (2, 21), (2, 21)]
+
+
+def test_keras_of_another_name(monkeypatch):
+    """A nightly build is another distribution; nothing is known about its version then."""
+    assert installed() == {"tensorflow": tf.__version__, "keras": keras.__version__}
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert installed() == {"tensorflow": tf.__version__}
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "keras"])
+def test_an_import_with_another_version(package, tmp_path):
+    """`import trainer` ends with this error, not with a name that Keras lacks."""
+    (tmp_path / "tensorflow.py").write_text(
+        f"__version__ = '{'2.20.0' if package == 'tensorflow' else '2.21.0'}'\n"
+        "class config: list_physical_devices = list\n"
+    )
+    (tmp_path / "keras-3.14.1.dist-info").mkdir()
+    (tmp_path / "keras-3.14.1.dist-info" / "METADATA").write_text("Name: keras\nVersion: 3.14.1\n")
+    got = {"tensorflow": "2.20.0", "keras": "3.14.1"}[package]
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", "import trainer"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
+    first, end = SUPPORTED[package]
+
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        f"ImportError: halfstep needs {package}>={first},<{end}; got {package} {got}." + WHY
+    )
