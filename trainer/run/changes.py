@@ -28,9 +28,6 @@ from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
 from trainer.step.types import Variable
 
-# Attributes of layers and models that say what has happened, or that are compared by themselves.
-NO_SETTINGS = ("built", "trainable", "stop_training")
-
 
 class Setup(NamedTuple):
     """What a step was planned for. Objects are held, so that no other can have their id."""

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import tensorflow as tf
+from typing_extensions import deprecated
 
 import scaling
 from scaling.telemetry.stats import COUNTS
@@ -60,6 +61,10 @@ class StepReport(NamedTuple):
     underflow: tf.Tensor
 
     @property
+    @deprecated(
+        "`StepReport.skips_in_a_row` is deprecated since halfstep 0.1 and will be removed in "
+        "0.3. Use `consecutive_skips`."
+    )
     def skips_in_a_row(self) -> tf.Tensor:
         """The old name of `consecutive_skips`."""
         return self.consecutive_skips

@@ -4,6 +4,7 @@ import secrets
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import deprecated
 
 import scaling
 from trainer.base.argument_checks import check_seed
@@ -49,6 +50,10 @@ class TrainState(tf.Module):
         return tf.reduce_sum(self.outcomes)
 
     @property
+    @deprecated(
+        "`TrainState.skips_in_a_row` is deprecated since halfstep 0.1 and will be removed in "
+        "0.3. Use `consecutive_skips`."
+    )
     def skips_in_a_row(self) -> tf.Variable:
         """The old name of `consecutive_skips`."""
         return self.consecutive_skips

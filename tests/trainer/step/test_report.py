@@ -97,9 +97,17 @@ def test_step_of():
 
 
 def test_the_old_name_of_consecutive_skips_still_works():
-    """`skips_in_a_row` was public before it was renamed, in reports and in the state of a run."""
+    """`skips_in_a_row`, in reports and in the state of a run, has the value of its new name and warns
+    where it is read.
+    """
     report = StepReport(**dict.fromkeys(StepReport._fields, 0) | {"consecutive_skips": 3})
     state = TrainState(scaling.NoLossScale())
+    said = " is deprecated since halfstep 0.1 and will be removed in 0.3. Use `consecutive_skips`."
 
-    assert report.skips_in_a_row == 3
-    assert state.skips_in_a_row is state.consecutive_skips
+    with pytest.warns(DeprecationWarning, match="since") as of_report:
+        assert report.skips_in_a_row == 3
+    with pytest.warns(DeprecationWarning, match="since") as of_state:
+        assert state.skips_in_a_row is state.consecutive_skips
+    for [warning], name in ((of_report, "StepReport"), (of_state, "TrainState")):
+        assert str(warning.message) == f"`{name}.skips_in_a_row`" + said
+        assert warning.filename == __file__
