@@ -1,0 +1,154 @@
+"""The nightly run: its parts together are all of it, and its summary says what happened."""
+
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+ROOT = pathlib.Path(__file__).parents[2]
+LOADER = importlib.machinery.SourceFileLoader("nightly_parts", str(ROOT / ".ci" / "nightly_parts"))
+nightly = importlib.util.module_from_spec(importlib.util.spec_from_loader("nightly_parts", LOADER))
+LOADER.exec_module(nightly)
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.laws.test_a" name="test_sound"/>
+<testcase classname="tests.laws.test_a" name="test_other"/>
+<testcase classname="tests.laws.test_a" name="test_left_out"><skipped message="jax
+ is missing"/></testcase>
+<testcase classname="tests.laws.test_a" name="test_broken[3]"><failure message="1 != 2"/></testcase>
+<testcase classname="tests.laws.test_a" name="test_no_fixture"><error message="no"/></testcase>
+</testsuite></testsuites>"""
+
+
+def selects(part, path):
+    """Returns whether a part runs a test file."""
+    ignored = [each.removeprefix("--ignore=") for each in part.tests if each.startswith("--")]
+    inside = [path == each or path.startswith(f"{each}/") for each in part.tests]
+    return any(inside) and not any(path == each or path.startswith(f"{each}/") for each in ignored)
+
+
+def test_every_test_file_is_in_one_part():
+    """No slow test is left out, and none runs twice; the catalogue's five groups are one."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert files
+    for path in files:
+        found = {name.split("-")[0] for name, part in nightly.PARTS.items() if selects(part, path)}
+        assert len(found) == 1, (path, found)
+
+
+def test_the_groups_of_the_catalogue_are_all():
+    """Each group of the catalogue is a part, under its number."""
+    options = [part.options for name, part in nightly.PARTS.items() if name.startswith("catalogue")]
+
+    assert [each[-2:] for each in options] == [
+        ("--splits=5", f"--group={group}") for group in range(1, 6)
+    ]
+
+
+def test_the_workflow_runs_every_part():
+    """Each part is a job of its own, with time for its limit and for the installation."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
+    job = workflow["jobs"]["nightly"]
+
+    assert job["strategy"]["matrix"]["part"] == list(nightly.PARTS)
+    assert not job["strategy"]["fail-fast"]
+    limits = [part.minutes for part in nightly.PARTS.values()]
+    assert max(limits) + 15 <= job["timeout-minutes"]
+
+
+def test_what_is_committed_is_a_summary():
+    """tests/NIGHTLY.md is what the script writes, for the parts that there are."""
+    text = nightly.PAGE.read_text()
+
+    assert nightly.page(nightly.read(text)) == text
+
+
+def test_the_counts_of_a_part(tmp_path):
+    """Tests are counted by outcome, skips by reason; failed tests are named."""
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    results = nightly.counts_of(report)
+
+    assert nightly.lines_of("laws", 1, 150.0, results) == (
+        "| laws | FAILED | 2 | 1 | 2 | 2.5 | 30 |",
+        [
+            "- laws: 1 skipped: jax is missing",
+            "- laws: FAILED: laws.test_a::test_broken[3]",
+            "- laws: FAILED: laws.test_a::test_no_fixture",
+        ],
+    )
+    nothing = nightly.counts_of(tmp_path / "missing.xml")
+    assert nightly.lines_of("laws", None, 1800.0, nothing)[0] == (
+        "| laws | ended at its limit | 0 | 0 | 0 | 30.0 | 30 |"
+    )
+
+
+def test_a_part_keeps_the_rows_of_the_others():
+    """A part that runs again replaces its own row and lines; parts that never ran say so."""
+    first = ("| laws | FAILED | 2 | 1 | 2 | 2.5 | 30 |", ["- laws: FAILED: laws.test_a::test_b"])
+    second = ("| chaos | passed | 9 | 0 | 0 | 1.0 | 25 |", ["- chaos: 1 skipped: no disk"])
+    text = nightly.page({"laws": first, "chaos": second})
+
+    assert nightly.read(text) == {"laws": first, "chaos": second}
+    assert "| step | not run in this form |  |  |  |  | 25 |" in text
+    again = ("| laws | passed | 4 | 1 | 0 | 2.5 | 30 |", [])
+    text = nightly.page(nightly.read(text) | {"laws": again})
+    assert nightly.read(text) == {"laws": again, "chaos": second}
+
+
+@pytest.mark.parametrize(
+    ("program", "minutes", "status"),
+    [("pass", 1, 0), ("raise SystemExit(3)", 1, 3), (None, 1 / 60, None)],
+)
+def test_a_part_ends_within_its_limit(program, minutes, status, tmp_path, monkeypatch):
+    """A part that needs longer is ended, with the processes that it started."""
+    pid = tmp_path / "pid"
+    waits = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    part = nightly.Part(minutes, options=("program",))
+    monkeypatch.setattr(nightly, "PARTS", {"laws": part})
+    command = [sys.executable, "-c", program or waits]
+    monkeypatch.setattr(nightly, "command_of", lambda *_: command)
+    found, _ = nightly.run("laws", tmp_path / "report.xml", tmp_path / "output")
+
+    assert found == status
+    if pid.exists():
+        for _ in range(500):  # until the kernel has ended the child
+            if not running(int(pid.read_text())):
+                break
+            time.sleep(0.01)
+        assert not running(int(pid.read_text()))
+
+
+def running(pid):
+    """Returns whether a process runs."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_an_unknown_part():
+    """The error lists the parts."""
+    ended = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "nightly_parts", "law"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ,
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("no part is called law; there are laws, step, ")
