@@ -5,7 +5,8 @@ from typing import Any
 
 import z3
 
-from proofs.dynamic import Step, all_equal, in_bounds, interval, possible, power_of_two
+from proofs.dynamic import Step, in_bounds, interval, possible
+from proofs.transition import all_equal, power_of_two
 
 Claim = Callable[[Step], Any]
 

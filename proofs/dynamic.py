@@ -1,6 +1,6 @@
 """`DynamicLossScale` as formulas of its constants and its state, traced from its own `advance`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -8,6 +8,7 @@ import z3
 
 import scaling
 from proofs.formulas import FLOAT, formulas_of
+from proofs.transition import LARGEST_COUNT, overflowed, power_of_two
 from scaling.rules.dynamic import DynamicLossScale, DynamicLossScaleState
 
 SPECS = {"float": tf.TensorSpec([], tf.float32), "int": tf.TensorSpec([], tf.int32)}
@@ -21,7 +22,6 @@ CONSTANTS = {
     "grace_steps": "int",
 }
 STATE = {"loss_scale": "float", "finite_steps": "int", "overflows_left": "int"}
-LARGEST_COUNT = 2**30  # of the constants that count
 
 
 class Step(NamedTuple):
@@ -38,8 +38,7 @@ class Step(NamedTuple):
     @property
     def overflowed(self) -> Any:
         """Whether the step was not finite and a smaller scale may help."""
-        causes = [int(scaling.Cause.BACKWARD), int(scaling.Cause.REDUCTION)]
-        return z3.And(z3.Not(self.finite), z3.Or(*(self.cause == each for each in causes)))
+        return overflowed(self.finite, self.cause)
 
 
 def variable(name: str, kind: str) -> Any:
@@ -90,12 +89,9 @@ def step_of(
     return Step(constants, low, state, finite, cause, dict(zip(STATE, after, strict=True)), refill)
 
 
-def power_of_two(term: Any) -> Any:
-    """Returns whether a float is a power of two from 2^-126 to 2^126."""
-    bits = z3.fpToIEEEBV(term)
-    exponent = z3.Extract(30, 23, bits)
-    plain = z3.And(z3.Extract(31, 31, bits) == 0, z3.Extract(22, 0, bits) == 0)
-    return z3.And(plain, z3.UGE(exponent, 1), z3.ULE(exponent, 253))
+def given(step: Step) -> list[Any]:
+    """Returns what the constructor demands, and what holds of every possible state."""
+    return [*valid_constants(step), *possible(step.state)]
 
 
 def valid_constants(step: Step) -> list[Any]:
@@ -137,8 +133,3 @@ def interval(step: Step) -> Any:
         shorter = z3.And(step.state["loss_scale"] < scale, count < shortest)
         shortest = z3.If(shorter, count, shortest)
     return shortest
-
-
-def all_equal(one: Sequence[Any], other: Sequence[Any]) -> Any:
-    """Returns whether all terms are equal, bit for bit."""
-    return z3.And(*(a == b for a, b in zip(one, other, strict=True)))

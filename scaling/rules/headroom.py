@@ -12,6 +12,7 @@ from scaling.rules.rule import (
     check_bounds,
     check_count,
     check_factors,
+    moves_by_magnitude,
     normalize_numbers,
     require_magnitude,
     select_state,
@@ -125,7 +126,7 @@ class HeadroomLossScale:
         Args:
             state: the state before the step.
             verdict: a `Verdict` with an unscaled `max_magnitude`, which is ignored if the step
-                was not finite.
+                was not finite. On a finite step, an inf or NaN moves nothing.
 
         Returns:
             The state after the step.
@@ -141,7 +142,7 @@ class HeadroomLossScale:
         tracked = self._track(state, verdict.overflowed, magnitude)
         searched = self._search(state, verdict.overflowed, magnitude)
         moved = select_state(state.found, tracked, searched)
-        return select_state(verdict.moves_scale, moved, state)
+        return select_state(moves_by_magnitude(verdict, magnitude), moved, state)
 
     def _search(
         self, state: HeadroomLossScaleState, overflowed: tf.Tensor, magnitude: tf.Tensor

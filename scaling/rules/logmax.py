@@ -9,7 +9,14 @@ import tensorflow as tf
 from scaling.base.argument_checks import check_state, is_number, shown
 from scaling.base.number_formats import HALF_MAX, two_to_the
 from scaling.base.verdict import VerdictLike, as_verdict
-from scaling.rules.rule import check_bounds, normalize_numbers, require_magnitude, select_state
+from scaling.rules.rule import (
+    MAX_COUNT,
+    check_bounds,
+    moves_by_magnitude,
+    normalize_numbers,
+    require_magnitude,
+    select_state,
+)
 
 LOG2_HALF_MAX = math.log2(HALF_MAX)
 
@@ -23,7 +30,7 @@ class LogMaxLossScaleState(NamedTuple):
     """
 
     loss_scale: tf.Tensor  # shape=(), float32
-    steps: tf.Tensor  # shape=(), int32: number of steps in the statistics
+    steps: tf.Tensor  # shape=(), int32: number of steps in the statistics, at most 2^30
     mean: tf.Tensor  # shape=(), float32: running mean of x, with `mean_decay`
     slow_mean: tf.Tensor  # shape=(), float32: running mean of x, with `deviation_decay`
     variance: tf.Tensor  # shape=(), float32: variance of x around `slow_mean`, same decay
@@ -116,7 +123,7 @@ class LogMaxLossScale:
         Args:
             state: the state before the step.
             verdict: a `Verdict` with an unscaled `max_magnitude`, which is ignored if the step
-                was not finite.
+                was not finite. On a finite step, an inf or NaN moves nothing.
 
         Returns:
             The state after the step.
@@ -138,11 +145,11 @@ class LogMaxLossScale:
         )
         doubled = state._replace(loss_scale=self._clip(scale * 2.0))
         moved = select_state(overflowed | (magnitude > 0), updated, doubled)
-        return select_state(verdict.moves_scale, moved, state)
+        return select_state(moves_by_magnitude(verdict, magnitude), moved, state)
 
     def _update_statistics(self, state: LogMaxLossScaleState, x: tf.Tensor) -> LogMaxLossScaleState:
         """Returns the state with one more value in its statistics."""
-        steps = state.steps + 1
+        steps = tf.minimum(state.steps, MAX_COUNT - 1) + 1  # int32 must not wrap
         weight = newest_weight(self.mean_decay, steps)
         slow_weight = newest_weight(self.deviation_decay, steps)
         deviation = x - state.slow_mean

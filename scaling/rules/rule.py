@@ -106,6 +106,16 @@ def require_magnitude(verdict: Verdict, rule: str, loss_scale: tf.Tensor) -> tf.
     return tf.cast(magnitude, tf.float32)
 
 
+def moves_by_magnitude(verdict: Verdict, magnitude: tf.Tensor) -> tf.Tensor:
+    """Returns whether a step may move a rule that goes by magnitudes: shape (), bool.
+
+    A finite step whose largest magnitude is inf or NaN contradicts itself, so it moves nothing.
+    In the statistics of a rule, such a number would never go away.
+    """
+    measured = tf.convert_to_tensor(verdict.grads_finite) & tf.math.is_finite(magnitude)
+    return verdict.overflowed | measured
+
+
 def check_bounds(rule: Any) -> None:
     """Checks the `initial_scale`, `min_scale` and `max_scale` of a rule.
 

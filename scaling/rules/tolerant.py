@@ -8,15 +8,13 @@ import tensorflow as tf
 from scaling.base.argument_checks import check_bool, check_state, is_number, shown
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
+    MAX_COUNT,
     check_bounds,
     check_count,
     check_factors,
     normalize_numbers,
     select_state,
 )
-
-# The growth interval is capped here, so that it always fits into int32; no run is that long.
-LONGEST_INTERVAL = 2**30
 
 
 class TolerantLossScaleState(NamedTuple):
@@ -30,7 +28,7 @@ class TolerantLossScaleState(NamedTuple):
 
     loss_scale: tf.Tensor  # shape=(), float32
     finite_steps: tf.Tensor  # shape=(), int32: finite steps since the last overflow
-    steps: tf.Tensor  # shape=(), int32: steps since the scale last moved
+    steps: tf.Tensor  # shape=(), int32: steps since the scale last moved, at most 2^30
     overflows: tf.Tensor  # shape=(), int32: overflows since the scale last backed off
     growth_interval: tf.Tensor  # shape=(), int32: constant unless `scale_interval` is set
 
@@ -144,9 +142,11 @@ class TolerantLossScale:
         verdict = as_verdict(verdict)
         overflowed = verdict.overflowed
         interval = state.growth_interval if self.scale_interval else self.growth_interval
-        finite_steps, steps = state.finite_steps + 1, state.steps + 1
+        # int32 must not wrap: `steps` stops at 2^30; `finite_steps` then forgets whole intervals.
+        finite_steps, steps = state.finite_steps + 1, tf.minimum(state.steps, MAX_COUNT - 1) + 1
         overflows = state.overflows + tf.cast(overflowed, tf.int32)
-        grows = verdict.grads_finite & (finite_steps % interval == 0)
+        phase = finite_steps % interval
+        grows = verdict.grads_finite & (phase == 0)
         # Divide in float64, like fairseq, so that 1/20 reaches a tolerance of 0.05.
         share = tf.cast(overflows, tf.float64) / tf.cast(steps, tf.float64)
         backs_off = overflowed & (share >= self.tolerance)
@@ -155,7 +155,9 @@ class TolerantLossScale:
         moved = TolerantLossScaleState(
             # Clip on every step: the state may have been saved with other bounds.
             loss_scale=tf.clip_by_value(state.loss_scale * factor, self.min_scale, self.max_scale),
-            finite_steps=tf.where(overflowed, 0, finite_steps),
+            finite_steps=tf.where(
+                overflowed, 0, tf.where(finite_steps < MAX_COUNT, finite_steps, phase)
+            ),
             steps=tf.where(grows | backs_off, 0, steps),
             overflows=tf.where(backs_off, 0, overflows),
             growth_interval=self._next_interval(state.growth_interval, grows, backs_off),
@@ -168,8 +170,8 @@ class TolerantLossScale:
         """Returns the growth interval after a step: shape (), int32."""
         if not self.scale_interval:
             return interval
-        backoff = min(round(1 / self.backoff_factor), LONGEST_INTERVAL)
-        growth = min(round(self.growth_factor), LONGEST_INTERVAL)
+        backoff = tf.cast(tf.minimum(1 / self.backoff_factor, MAX_COUNT), tf.int32)
+        growth = tf.cast(tf.minimum(self.growth_factor, MAX_COUNT), tf.int32)
         shorter = tf.maximum(interval // backoff, 1)
-        longer = tf.minimum(interval, LONGEST_INTERVAL // growth) * growth
+        longer = tf.minimum(interval, MAX_COUNT // growth) * growth
         return tf.where(backs_off, shorter, tf.where(grows, longer, interval))

@@ -15,10 +15,11 @@ import z3
 
 import scaling
 from proofs.claims import CLAIMS
-from proofs.dynamic import CONSTANTS, STATE, power_of_two, step_of, valid_constants
+from proofs.dynamic import CONSTANTS, STATE, given, step_of, valid_constants
 from proofs.evaluate import evaluate
 from proofs.formulas import FLOAT
 from proofs.prove import answer
+from proofs.transition import power_of_two
 from scaling.rules import dynamic
 from scaling.rules.dynamic import DynamicLossScale, DynamicLossScaleState
 from scaling.rules.presets import PRESETS
@@ -35,7 +36,8 @@ VARIANTS = [("growth", 0), ("growth", 2), ("finite_step", 0), ("finite_step", 2)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_holds_for_all_constants_and_states(name, refill, pairs):
     """No constants, no state and no verdict break it."""
-    found = answer(CLAIMS[name], step_of(refill, pairs))
+    step = step_of(refill, pairs)
+    found = answer(CLAIMS[name](step), given(step))
 
     assert found.verdict == "proved", found
 
@@ -83,7 +85,7 @@ def test_a_mutant_is_refuted(what):
     found = {}
     for refill in ("growth", "finite_step"):
         step = step_of(refill, advance=mutant(*MUTANTS[what]))
-        found |= {name: answer(claim, step) for name, claim in CLAIMS.items()}
+        found |= {name: answer(claim(step), given(step)) for name, claim in CLAIMS.items()}
         refuted = {name: each.example for name, each in found.items() if each.verdict == "refuted"}
         if refuted:
             break

@@ -73,6 +73,15 @@ def test_three_steps_find_the_scale(start):
         assert float(state.loss_scale) == 2.0 ** (11 - exponent), f"a gradient of 2^{exponent}"
 
 
+@pytest.mark.parametrize("magnitude", [float("inf"), float("nan")])
+def test_a_finite_step_with_an_infinite_magnitude_moves_nothing(magnitude):
+    """L3: a verdict that contradicts itself does not end the search, at the largest scale or any."""
+    state = HeadroomLossScale().initial_state()
+    after = HeadroomLossScale().advance(state, Verdict(True, Cause.NONE, magnitude))
+
+    assert oracle.numbers(after) == oracle.numbers(state)
+
+
 def test_the_search_from_a_high_scale_is_short():
     """L11: from 2^40, the scale for gradients of 1 is found after trying 2^40, 2^20 and 1."""
     rule = HeadroomLossScale(2.0**40, max_scale=2.0**40)

@@ -161,6 +161,25 @@ def test_the_scale_recovers_after_one_overflow(at, bits):
     assert (np.abs(np.log2(undisturbed[at + 10 :] / disturbed[at + 10 :])) <= bits).all()
 
 
+@pytest.mark.parametrize("magnitude", [float("inf"), float("nan")])
+def test_a_finite_step_with_an_infinite_magnitude_moves_nothing(magnitude):
+    """L3: a verdict that contradicts itself does not make the statistics NaN for ever."""
+    state = LogMaxLossScale().advance(LogMaxLossScale().initial_state(), fits(0.3))
+    after = LogMaxLossScale().advance(state, Verdict(True, Cause.NONE, magnitude))
+
+    assert oracle.numbers(after) == oracle.numbers(state)
+
+
+def test_the_count_of_steps_stops_before_it_wraps():
+    """L3: after 2^31 steps the newest value still has a weight between 0 and 1."""
+    rule = LogMaxLossScale()
+    state = rule.advance(rule.initial_state(), fits(0.3))._replace(steps=2**30)
+    after = rule.advance(state, fits(0.3 * 2.0**-10))
+
+    assert int(after.steps) == 2**30
+    assert float(state.mean) - 0.2 < float(after.mean) < float(state.mean)
+
+
 def test_all_zero_gradients_double_the_scale_and_leave_the_statistics():
     """L11: all-zero gradients never make the scale NaN, and doubling finds flushed gradients."""
     rule = LogMaxLossScale(initial_scale=2.0**-14)

@@ -83,6 +83,23 @@ def test_a_run_that_resumes_with_a_shorter_interval_grows():
     assert float(state.loss_scale) == 2.0**16
 
 
+def test_more_than_2_31_steps_count_right():
+    """L11: where int32 would wrap, growth stays at its place in the interval, and overflows count."""
+    rule = TolerantLossScale(growth_interval=3, tolerance=0.05)
+    longest = rule.initial_state()._replace(finite_steps=2**30 - 1, steps=2**30)  # 2^30 = 3n + 1
+    grown, state = [], longest
+    for _ in range(4):
+        before, state = state, rule.advance(state, True)
+        grown.append(float(state.loss_scale) > float(before.loss_scale))
+
+    assert grown == [False, False, True, False]
+    assert int(state.finite_steps) == 4
+    overflowed = rule.advance(longest._replace(overflows=2**30 // 20), False)
+    assert float(overflowed.loss_scale) == 2.0**14
+    still = rule.advance(longest._replace(overflows=1000), False)
+    assert oracle.numbers(still)[:4] == (2.0**15, 0, 2**30, 1001)
+
+
 TOLERANCE = "`tolerance` must be a number in [0, 1); got {}. The tolerance is the fraction of steps that may overflow; with 1 the scale would never back off. Use 0.05, the default."
 
 
