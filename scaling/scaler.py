@@ -1,6 +1,5 @@
 """`LossScaler`: a rule with its state in variables, for custom training loops."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +64,7 @@ class LossScaler(tf.Module):
             )
             for field, value in initial._asdict().items()
         }
+        self._lock = lock_beside(self._variables["loss_scale"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies the rule and the state; the copy has variables of its own.
@@ -180,17 +180,24 @@ class LossScaler(tf.Module):
         for field, value in state._asdict().items():
             self._variables[field].assign(value)
 
-    def merge(self, before: RuleState, after: RuleState) -> None:
-        """Merges a step's changes into a state that other workers may have changed meanwhile.
+    def merge(
+        self, before: RuleState, after: RuleState, verdict: VerdictLike | None = None
+    ) -> None:
+        """Merges a step into a state that other workers may have changed meanwhile.
 
-        If the step moved the scale, the whole state is replaced. Otherwise a counter that grew
-        by one is incremented, so that increments by other workers are kept, and any other
-        changed field is overwritten. A step that used a scale other than the current one is
-        ignored.
+        A step that used a scale other than the current one is ignored. Given the step's verdict,
+        the rule moves the state that is in use now, which counts the step at the scale that it
+        used. Without, if the step moved the scale, the whole state is replaced; otherwise a counter
+        that grew by one is incremented, and any other changed field is overwritten.
+
+        If the scaler was created in the scope of a `tf.distribute.ParameterServerStrategy`, one
+        worker at a time does this: reading and writing are one transaction.
 
         Args:
             before: the state that the step used.
             after: the state that the rule returned after the step.
+            verdict: the verdict that led from `before` to `after`: shape (), bool, or a `Verdict`.
+                None if it was not a single one.
 
         Raises:
             TypeError: if `before` or `after` is not a state of the scaler's rule.
@@ -201,19 +208,31 @@ class LossScaler(tf.Module):
             >>> used = scaler.state
             >>> halved = scaler.rule.advance(used, False)
             >>> for worker in range(2):  # both overflowed at 8
-            ...     scaler.merge(used, halved)
+            ...     scaler.merge(used, halved, verdict=False)
             >>> float(scaler.loss_scale)
             4.0
         """
         check_state(before, self._state_type)
         check_state(after, self._state_type)
-        in_use = self._variables["loss_scale"].read_value() == before.loss_scale
-        moved = after.loss_scale != before.loss_scale
-        for field, variable in self._variables.items():
-            old, new = getattr(before, field), getattr(after, field)
-            incremented = ~moved & (new == old + 1) & variable.dtype.is_integer
-            merge_field = functools.partial(_increment_or_assign, variable, new, incremented)
-            tf.cond(in_use & (moved | (new != old)), merge_field, lambda: False)
+        told = None if verdict is None else as_verdict(verdict)
+
+        def transaction() -> tf.Tensor:
+            current = self.state
+            if told is None:
+                moved = merged(before, after, current)
+            else:
+                moved = self.rule.advance(current, told)
+            in_use = current.loss_scale == before.loss_scale
+            return tf.cond(in_use, lambda: self._assign_and_wait(moved), lambda: False)
+
+        done = transaction() if self._lock is None else self._lock.execute(transaction)
+        tf.group(done)
+
+    def _assign_and_wait(self, state: RuleState) -> tf.Tensor:
+        """Replaces the state; returns True once that is done, which ends the transaction."""
+        written = [self._variables[field].assign(value) for field, value in state._asdict().items()]
+        with tf.control_dependencies(written):
+            return tf.constant(True)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every field of the state as a Python number. Waits for the device.
@@ -258,20 +277,24 @@ def _rebuilt(kind: type[LossScaler], rule: LossScaleRule, state: dict[str, Any])
     return scaler
 
 
-def _increment_or_assign(
-    variable: tf.Variable, new: tf.Tensor, incremented: tf.Tensor
-) -> tf.Tensor:
-    """Adds 1 to a variable if `incremented`, and assigns a new value otherwise; returns True."""
+def merged(before: RuleState, after: RuleState, current: RuleState) -> RuleState:
+    """Returns the current state with the changes of a step that led from `before` to `after`."""
+    moved = after.loss_scale != before.loss_scale
 
-    def increment() -> bool:
-        variable.assign_add(tf.ones_like(new))
-        return True
+    def field(old: tf.Tensor, new: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        counted = tf.where(new == old + 1, now + 1, new) if new.dtype.is_integer else new
+        return tf.where(moved, new, tf.where(new == old, now, counted))
 
-    def assign() -> bool:
-        variable.assign(new)
-        return True
+    found: RuleState = tf.nest.map_structure(field, before, after, current)
+    return found
 
-    return tf.cond(incremented, increment, assign)
+
+def lock_beside(variable: tf.Variable) -> tf.CriticalSection | None:
+    """Returns a lock on a variable's server, if several workers change it; otherwise None."""
+    if not isinstance(tf.distribute.get_strategy(), tf.distribute.ParameterServerStrategy):
+        return None
+    with tf.device(variable.device):
+        return tf.CriticalSection(name="loss_scale")
 
 
 def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLike]) -> tf.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number, shown
+from trainer.base.atomic_files import make_folder
 
 
 def check_count(name: str, value: object) -> None:
@@ -142,7 +143,7 @@ def check_writable(model_dir: pathlib.Path | None) -> None:
     if model_dir is None:
         return
     try:
-        model_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(model_dir)
         with tempfile.TemporaryFile(dir=model_dir) as file:
             file.write(b"x")
     except OSError as error:

@@ -10,12 +10,15 @@ that it survives a power failure.
     remove_folder(path)  # once it is not needed any more
 """
 
+import ctypes
 import os
 import pathlib
 import shutil
+import sys
 
 UNFINISHED = ".tmp"  # suffix of a file or folder that is still being written
-REPLACED = ".old"  # suffix of a folder that is being replaced
+REPLACED = ".old"  # suffix of a folder that is being replaced, where folders cannot be exchanged
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux: linux/fcntl.h, linux/fs.h
 
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:
@@ -62,8 +65,20 @@ def begin_folder(path: pathlib.Path) -> pathlib.Path:
     """Returns an empty folder in which to write what `publish_folder` will move to `path`."""
     temporary = unfinished(path)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(temporary.parent)
+    temporary.mkdir()
     return temporary
+
+
+def make_folder(path: pathlib.Path) -> None:
+    """Creates a folder and its parents, which survive a power failure from then on.
+
+    A folder that exists stays as it is.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        flush_to_disk(each.parent)
 
 
 def publish_folder(path: pathlib.Path) -> None:
@@ -73,11 +88,27 @@ def publish_folder(path: pathlib.Path) -> None:
         flush_to_disk(entry)
     flush_to_disk(temporary)
     replaced = path.with_name(path.name + REPLACED)
-    if path.exists():  # a folder cannot be renamed over one that is not empty
-        path.rename(replaced)
-    temporary.rename(path)
+    if path.exists() and exchange(temporary, path):
+        replaced = temporary
+    else:
+        if path.exists():  # a folder cannot be renamed over one that is not empty
+            path.rename(replaced)
+        temporary.rename(path)
     flush_to_disk(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Gives each of two folders the other's name, in one step; returns whether that was possible.
+
+    A reader then finds one of them at each name at any time. Linux can do it on most of its own
+    file systems. Elsewhere, and on network drives, nothing is done.
+    """
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other)
+    return rename is not None and rename(*names, RENAME_EXCHANGE) == 0
 
 
 def discard_folder(path: pathlib.Path) -> None:

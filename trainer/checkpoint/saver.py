@@ -1,6 +1,7 @@
 """Saves a run and restores it. Each checkpoint is a folder `model_dir/ckpt-STEP`."""
 
 import concurrent.futures
+import contextlib
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -401,7 +402,7 @@ def newest_intact(
     damaged = []
     for path in reversed(found.values()):
         try:
-            return path, folder.read_manifest(path)
+            return path, read_while_written(path)
         except folder.DamagedError as error:
             logging.error("Skipping damaged checkpoint %s: %s.", path.name, error)
             damaged.append(str(error))
@@ -415,6 +416,27 @@ def newest_intact(
         f"All checkpoints in `{argument}` are damaged ({len(damaged)} found): "
         f"{'; '.join(damaged)}. {why} Repair the files, or use another {argument}."
     )
+
+
+def read_while_written(path: pathlib.Path) -> Facts:
+    """Returns `run.json` of a checkpoint that another process may replace meanwhile.
+
+    Raises:
+        DamagedError: if it is damaged, or has been removed.
+    """
+
+    def manifest() -> bytes | None:
+        with contextlib.suppress(OSError):
+            return (path / folder.MANIFEST).read_bytes()
+        return None
+
+    while True:
+        before = manifest()
+        try:
+            return folder.read_manifest(path)
+        except folder.DamagedError:
+            if manifest() == before:
+                raise
 
 
 def check_variables(

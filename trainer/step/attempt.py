@@ -92,7 +92,10 @@ def attempt_with(inputs: StepInputs, plan: StepPlan, run: TrainState) -> StepRep
     else:
         last, retries = attempt_at(state), tf.constant(0)
     if strategies.capabilities(plan.strategy).asynchronous:
-        run.loss_scaler.merge(state, last.scale_state)
+        # After retries, or where some steps say nothing about the scale, not one verdict led here.
+        single = not plan.max_retries and inputs.in_float32 is None
+        verdict = verdict_for_rule(last.outcome, plan) if single else None
+        run.loss_scaler.merge(state, last.scale_state, verdict)
     else:
         run.loss_scaler.assign(last.scale_state)
     run.count(last.outcome, retries, inputs.in_float32, plan)
@@ -190,10 +193,8 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
             lambda: True,
             lambda: write_copies(plan.undo, before, plan.strategy),
         )
-    verdict = scaling.Verdict(outcome.grads_finite, outcome.cause, outcome.max_magnitude)
-    curable = verdict.overflowed
-    if not plan.attribute_causes:
-        verdict = verdict._replace(cause=scaling.Cause.BACKWARD)
+    verdict = verdict_for_rule(outcome, plan)
+    curable = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
     state = inputs.scale_state
     without_retry = plan.rule.advance(state, verdict)
     if inputs.in_float32 is not None:
@@ -205,6 +206,12 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
         after = advance_until_scale_moves(without_retry, state, verdict, curable, plan)
     moved = after.loss_scale != state.loss_scale
     return Attempt(outcome, state.loss_scale, after, without_retry, curable & moved)
+
+
+def verdict_for_rule(outcome: Outcome, plan: StepPlan) -> scaling.Verdict:
+    """Returns what the loss-scale rule is told about an attempt."""
+    cause = outcome.cause if plan.attribute_causes else scaling.Cause.BACKWARD
+    return scaling.Verdict(outcome.grads_finite, cause, outcome.max_magnitude)
 
 
 def advance_until_scale_moves(

@@ -2,14 +2,18 @@
 
 import os
 import pathlib
+import sys
 
 import pytest
 
+from trainer.base import atomic_files
 from trainer.base.atomic_files import (
     begin_folder,
     clean_up_folders,
     discard_folder,
+    exchange,
     flush_to_disk,
+    make_folder,
     publish_folder,
     remove_folder,
     replace_file,
@@ -82,6 +86,73 @@ def test_a_published_folder_replaces_the_old_one(tmp_path):
     publish(path, a="new")
 
     assert contents(tmp_path) == {"ckpt-3/a": "new"}
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_folder_that_is_replaced_always_has_its_name(tmp_path, monkeypatch, can):
+    """Where the system can exchange folders, a reader finds the old or the new one at any time;
+    elsewhere the name is missing for a moment.
+    """
+    path, exchanged, missing = tmp_path / "ckpt-1", [], []
+    publish(path, data="old")
+    real = {name: getattr(os, name) for name in ("rename", "fsync", "unlink", "rmdir")}
+
+    def watching(name):
+        def call(*arguments, **named):
+            missing.append(not path.exists())
+            return real[name](*arguments, **named)
+
+        return call
+
+    def swap(one, other):
+        exchanged.append(can and exchange(one, other))
+        return exchanged[-1]
+
+    for name in real:
+        monkeypatch.setattr(os, name, watching(name))
+    monkeypatch.setattr(atomic_files, "exchange", swap)
+    publish(path, data="new")
+
+    assert exchanged == [can and sys.platform == "linux"]
+    assert any(missing) != exchanged[0]
+    assert contents(tmp_path) == {"ckpt-1/data": "new"}
+
+
+def test_folders_exchange_their_names(tmp_path):
+    """Each has the other's files afterwards. Nothing is done if one of them is missing."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    assert not exchange(tmp_path / "a", tmp_path / "c")
+    before = contents(tmp_path)
+    done = exchange(tmp_path / "a", tmp_path / "b")
+
+    assert before == {"a/file": "a", "b/file": "b"}
+    assert done == (sys.platform == "linux")
+    assert contents(tmp_path) == ({"a/file": "b", "b/file": "a"} if done else before)
+
+
+def test_other_systems_exchange_nothing(tmp_path, monkeypatch):
+    """The caller then renames twice."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    assert not exchange(tmp_path / "a", tmp_path / "b")
+
+
+def test_new_folders_are_flushed_in_the_ones_above(tmp_path, monkeypatch):
+    """Otherwise a power failure could take a folder with everything in it. Folders that exist are
+    left alone.
+    """
+    flushed = []
+    monkeypatch.setattr(atomic_files, "flush_to_disk", flushed.append)
+    make_folder(tmp_path / "a" / "b" / "c")
+    make_folder(tmp_path / "a" / "b" / "d")
+    make_folder(tmp_path / "a")
+
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a/b", tmp_path / "a/b"]
+    assert sorted(each.name for each in (tmp_path / "a/b").iterdir()) == ["c", "d"]
 
 
 def test_an_unfinished_folder_can_be_discarded(tmp_path):

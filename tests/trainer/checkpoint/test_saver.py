@@ -385,6 +385,30 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path):
     assert steps_saved(tmp_path) == [1, 2]
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path, monkeypatch, caplog
+):
+    """A reader that has the old manifest and the new files does not fall back to an earlier one."""
+    paths = {step: tmp_path / f"ckpt-{step}" for step in (1, 2)}
+    for step, path in paths.items():
+        (begin_folder(path) / "data").write_text("old")
+        folder.commit(path, {"step": step, "saved": "once"})
+    check, replaced = folder.check_file, []
+
+    def replace_first(file, expected):
+        if not replaced:
+            replaced.append(file)
+            (begin_folder(paths[2]) / "data").write_text("new")
+            folder.commit(paths[2], {"step": 2, "saved": "twice"})
+        check(file, expected)
+
+    monkeypatch.setattr(folder, "check_file", replace_first)
+    path, facts = saver.newest_intact(folder.committed(tmp_path, "ckpt"), "model_dir")
+
+    assert (path, facts["saved"], replaced) == (paths[2], "twice", [paths[2] / "data"])
+    assert "damaged" not in caplog.text
+
+
 def test_rolling_back_removes_later_checkpoints(tmp_path):
     """Later checkpoints are removed once an earlier one is restored; without one, nothing happens."""
     trainer = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)

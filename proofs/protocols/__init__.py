@@ -1,0 +1,1 @@
+"""Protocols of several processes, searched state by state."""
