@@ -330,3 +330,21 @@ def removes_first(program: Program) -> Program:
     removed = (("unlink", f"{old}/data"), ("unlink", f"{old}/run.json"), ("rmdir", old))
     kept = [each for each in program[found[0] + 1 :] if not each[1].startswith(new)]
     return (*program[: found[0]], *removed, ("rename", new, old), *kept)
+
+
+BOUNDS: dict[str, Callable[[], Model]] = {
+    "3 saves, killed twice": lambda: model(deaths=2),
+    "3 saves, killed once, a reader": lambda: model(deaths=1, reads=True),
+    "3 saves, killed twice, a reader": lambda: model(deaths=2, reads=True),
+    "3 saves, the power fails twice": lambda: model(deaths=2, power=True),
+    "3 saves in a new folder, the power fails once": lambda: model(
+        deaths=1, power=True, with_folder=False
+    ),
+}
+FAULTS: dict[str, Callable[[], Model]] = {
+    "nothing is flushed": lambda: model(deaths=1, power=True, change=never_flushes),
+    "the name comes first": lambda: model(deaths=1, change=publishes_first),
+    "the old one is removed first": lambda: model(deaths=1, change=removes_first),
+    "no lock": lambda: model(deaths=0, locked=False),
+    "a reader does not look again": lambda: model(deaths=0, reads=True, rereads=False),
+}

@@ -57,11 +57,11 @@ def search(model: Model) -> Found:
     before: dict[Hashable, tuple[State, str]] = {}  # how each state was reached
     depths: dict[Hashable, int] = dict.fromkeys(model.starts, 0)
     waiting = collections.deque(depths)
-    arrows: dict[Hashable, list[State]] = {}
+    arrows: dict[Hashable, list[tuple[str, State]]] = {}
 
-    def result(broken: str = "", state: State = None) -> Found:
-        secs = time.perf_counter() - began
-        return Found(len(depths), max(depths.values()), secs, broken, story_of(state, before))
+    def result(broken: str = "", state: State = None, then: tuple[str, ...] = ()) -> Found:
+        secs, story = time.perf_counter() - began, story_of(state, before) + then
+        return Found(len(depths), max(depths.values()), secs, broken, story)
 
     while waiting:
         state = waiting.popleft()
@@ -71,13 +71,13 @@ def search(model: Model) -> Found:
         following = list(model.actions(state))
         if not following and not model.may_end(state):
             return result(STUCK, state)
-        arrows[state] = [after for _, after in following]
+        arrows[state] = following
         for told, after in following:
             if after not in depths:
                 depths[after], before[after] = depths[state] + 1, (state, told)
                 waiting.append(after)
-    circle = on_circle(arrows)
-    return result(CIRCLE if circle is not None else "", circle)
+    circle = circle_in(arrows)
+    return result(CIRCLE, *circle) if circle else result()
 
 
 def story_of(state: State, before: dict[Hashable, tuple[State, str]]) -> tuple[str, ...]:
@@ -89,14 +89,29 @@ def story_of(state: State, before: dict[Hashable, tuple[State, str]]) -> tuple[s
     return tuple(reversed(story))
 
 
-def on_circle(arrows: dict[Hashable, list[State]]) -> State:
-    """Returns a state from which a sequence of actions leads back to it, or None."""
-    entering = collections.Counter(after for each in arrows.values() for after in each)
-    free = [state for state in arrows if not entering[state]]
-    while free:
+def circle_in(
+    arrows: dict[Hashable, list[tuple[str, State]]],
+) -> tuple[State, tuple[str, ...]] | None:
+    """Returns a state and actions that lead from it back to it; None if there are none."""
+    entering: dict[Hashable, list[tuple[str, State]]] = {state: [] for state in arrows}
+    for state, following in arrows.items():
+        for told, after in following:
+            entering[after].append((told, state))
+    counts = {state: len(each) for state, each in entering.items()}
+    free = [state for state, count in counts.items() if not count]
+    while free:  # what no circle leads to
         state = free.pop()
-        for after in arrows.pop(state):
-            entering[after] -= 1
-            if not entering[after]:
+        del counts[state]
+        for _, after in arrows[state]:
+            counts[after] -= 1
+            if not counts[after]:
                 free.append(after)
-    return next(iter(arrows), None)
+    if not counts:
+        return None
+    path, state = [], next(iter(counts))
+    visited: dict[Hashable, int] = {}
+    while state not in visited:  # backwards: what is left has something left before it
+        visited[state] = len(path)
+        told, state = next(each for each in entering[state] if each[1] in counts)
+        path.append(told)
+    return state, tuple(reversed(path[visited[state] :]))

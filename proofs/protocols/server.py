@@ -6,7 +6,7 @@ others. What a worker does, and in which order, is read from the graph that Tens
 `LossScaler.merge`: accesses that the graph does not order happen in any order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -254,3 +254,20 @@ def reading_before_the_lock(step: list[Access]) -> list[Access]:
         return access.after - {lock} if at in again else access.after
 
     return [access._replace(after=order(at, access)) for at, access in enumerate(step)]
+
+
+def searched(workers: int, steps: int) -> Callable[[], Model]:
+    """Returns a function that returns the model of the code."""
+    return lambda: model(traced(), workers, steps)
+
+
+BOUNDS = {
+    f"{workers} workers, {steps} steps each": searched(workers, steps)
+    for workers, steps in ((2, 2), (2, 3), (3, 2))
+}
+FAULTS: dict[str, Callable[[], Model]] = {
+    "nobody takes the lock": lambda: model(without(traced(), "lock", "unlock"), 2, 2),
+    "the lock is taken only to write": lambda: model(reading_before_the_lock(traced()), 2, 2),
+    "nobody gives the lock back": lambda: model(without(traced(), "unlock"), 2, 2),
+    "a step at an outdated scale counts": lambda: model(traced(), 2, 2, compares_scales=False),
+}

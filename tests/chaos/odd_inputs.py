@@ -54,7 +54,7 @@ CALLS = {
         "LossScaler": "scaling.LossScaler(rule)",
         "LossScaler.assign": "scaler.assign(state)",
         "LossScaler.load_state_dict": "scaler.load_state_dict(scaler.state_dict())",
-        "LossScaler.merge": "scaler.merge(state, state)",
+        "LossScaler.merge": "scaler.merge(state, state, verdict=True)",
         "LossScaler.scale": "scaler.scale(1.0)",
         "LossScaler.unscale": "scaler.unscale(gradients, token)",
         "LossScaler.update": "(scaler.unscale(gradients, token), scaler.update(True))",

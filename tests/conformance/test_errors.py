@@ -171,6 +171,7 @@ SCALING = {
     "LossScaler.merge": [
         ("before", 'scaler.merge({"loss_scale": 8.0}, scaler.state)', "state"),
         ("after", 'scaler.merge(scaler.state, {"loss_scale": 8.0})', "state"),
+        ("verdict", 'scaler.merge(scaler.state, scaler.state, "finite")'),
     ],
     "LossScaler.load_state_dict": [
         ("state", 'scaler.load_state_dict({"loss_scale": 8.0})'),

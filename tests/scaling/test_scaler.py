@@ -457,6 +457,29 @@ def test_asynchronous_workers_merge_their_states(verdicts, finite_steps):
     assert scaler.state_dict() == expected
 
 
+def test_every_overflow_that_read_the_same_state_counts():
+    """Two workers that both overflow before either has merged use up a hysteresis of two."""
+    rule = scaling.DynamicLossScale(initial_scale=2.0**6, hysteresis=2)
+    scaler = scaling.LossScaler(rule)
+    used = scaler.state
+    for _ in range(2):
+        scaler.merge(used, rule.advance(used, False), verdict=False)
+
+    assert scaler.state_dict() == {"loss_scale": 2.0**5, "finite_steps": 0, "overflows_left": 0}
+
+
+def test_growth_counts_the_steps_that_were_merged():
+    """A step that read an old count does not complete an interval that an overflow has begun anew."""
+    rule = scaling.DynamicLossScale(initial_scale=2.0**6, growth_interval=2, hysteresis=2)
+    scaler = scaling.LossScaler(rule)
+    scaler.load_state_dict(scaler.state_dict() | {"finite_steps": 1})
+    used = scaler.state
+    scaler.merge(used, rule.advance(used, False), verdict=False)
+    scaler.merge(used, rule.advance(used, True), verdict=True)
+
+    assert scaler.state_dict() == {"loss_scale": 2.0**6, "finite_steps": 1, "overflows_left": 1}
+
+
 def test_a_step_at_an_outdated_scale_is_ignored():
     """`merge` ignores a step that used another scale than the current one."""
     scaler = scaling.LossScaler(scaling.DynamicLossScale(initial_scale=2.0**6))

@@ -44,7 +44,10 @@ def test_a_state_from_which_nothing_happens_must_be_an_end():
 
 def test_a_circle_is_found():
     """Right and back again could go on for ever."""
-    assert search(walks(3, back=True)).broken == CIRCLE
+    found = search(walks(3, back=True))
+
+    assert found.broken == CIRCLE
+    assert sorted(found.story[-2:]) == ["back", "right"]
     assert search(walks(3)).broken == ""
 
 
