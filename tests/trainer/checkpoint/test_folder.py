@@ -264,6 +264,27 @@ def test_a_commit_is_all_or_nothing(tmp_path, monkeypatch, replacing):
     assert changed > 8
 
 
+def test_the_text_of_a_manifest_is_fixed():
+    """Checkpoints of earlier versions stay readable only as long as this text is made the same way."""
+    seal = "6d582e18c3ca37d1dab7213213f1e0227ef27cbfcccdd51451d6aa05efb35fcb"
+
+    assert folder.sealed({"step": 3, "files": {}}) == (
+        f'{{\n "step": 3,\n "files": {{}},\n "sha256": "{seal}"\n}}\n'
+    )
+
+
+def test_a_manifest_can_be_read_without_checks(tmp_path):
+    """All that it holds; nothing if it is missing, is no JSON, or is JSON of another kind."""
+    path = tmp_path / "ckpt-3"
+    write(path, {"a": b"1"}, {"step": 3})
+    (path / "a").unlink()
+    assert folder.read_unchecked(path)["step"] == 3
+    for text in ("{", "[1]", "null"):
+        (path / "run.json").write_text(text)
+        assert folder.read_unchecked(path) == {}
+    assert folder.read_unchecked(tmp_path / "none") == {}
+
+
 def test_only_committed_folders_are_listed(tmp_path):
     """In ascending order, without unfinished folders, files and other names."""
     for name in ("ckpt-20", "ckpt-3", "ckpt-100", "step-5"):
