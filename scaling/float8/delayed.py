@@ -5,13 +5,20 @@ from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import as_tensor, check_bool, is_integer, is_name_in, shown
-from scaling.base.number_formats import two_to_the
+from scaling.base.argument_checks import check_bool, is_integer, is_name_in, shown
 from scaling.float8.formats import format_of
+from scaling.float8.magnitudes import (
+    as_amax,
+    check_constants,
+    check_shape,
+    check_state,
+    is_usable,
+    largest_magnitude,
+    power_of_two_scale,
+)
 
 LONGEST_HISTORY = 2**20
-LARGEST_MARGIN = 64
-FLAGS = ("power_of_two", "includes_newest", "keeps_nonfinite", "fast_reciprocal")
+FLAGS = ("includes_newest", "keeps_nonfinite", "fast_reciprocal")
 
 
 class DelayedScalingState(NamedTuple):
@@ -86,7 +93,7 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         """Rejects constants that are out of range."""
-        format_of(self.dtype)
+        check_constants(self)
         if not is_integer(self.history_length) or not 1 <= self.history_length <= LONGEST_HISTORY:
             raise ValueError(
                 "`history_length` must be an int from 1 to 2^20; got "
@@ -98,11 +105,6 @@ class DelayedScaling:
                 f'`algorithm` must be "max" or "most_recent"; got {shown(self.algorithm)}. It says '
                 'which of the remembered magnitudes sets the scale. Use "max", the default.'
             )
-        if not is_integer(self.margin) or abs(self.margin) > LARGEST_MARGIN:
-            raise ValueError(
-                f"`margin` must be an int from -64 to 64; got {shown(self.margin)}. It counts "
-                "factors of two above the largest magnitude. Use 0, the default."
-            )
         for name in FLAGS:
             check_bool(name, getattr(self, name), "It switches a part of the rule.", "Pass a bool")
 
@@ -111,8 +113,41 @@ class DelayedScaling:
 
         Args:
             shape: the shape of the scale; with (n,), one state holds n tensors' scales.
+
+        Raises:
+            ValueError: if the shape is no tuple of ints.
         """
+        check_shape(shape)
         return DelayedScalingState(tf.ones(shape), tf.zeros([self.history_length, *shape]))
+
+    def amax(self, x: tf.Tensor) -> tf.Tensor:
+        """Returns the largest magnitude of a tensor: shape (), float32; NaN or inf if it has one.
+
+        Args:
+            x: any shape, any float dtype.
+
+        Raises:
+            TypeError: if `x` does not have a float dtype.
+        """
+        return largest_magnitude(x)
+
+    def choose_scale(self, state: DelayedScalingState, amax: tf.Tensor | float) -> tf.Tensor:
+        """Returns the scale of this step, which is in the state already.
+
+        Args:
+            state: the state before the step.
+            amax: as for `advance`. Rules that look at the tensor itself need it here.
+
+        Raises:
+            TypeError: as for `advance`.
+            ValueError: as for `advance`.
+        """
+        self._checked(state, amax)
+        return state.scale
+
+    def spread(self, scale: tf.Tensor, x: tf.Tensor) -> tf.Tensor:  # noqa: ARG002
+        """Returns the scale as `quantize` takes it, which is as it is: a tensor has only one."""
+        return scale
 
     def advance(self, state: DelayedScalingState, amax: tf.Tensor | float) -> DelayedScalingState:
         """Moves the scale after one step. Pure: it changes no variables.
@@ -127,19 +162,9 @@ class DelayedScaling:
 
         Raises:
             TypeError: if the state is not a `DelayedScalingState`, or `amax` is not a float.
+            ValueError: if `amax` does not have the shape of the scale.
         """
-        if not isinstance(state, DelayedScalingState):
-            raise TypeError(
-                f"`state` must be a DelayedScalingState; got {type(state).__name__}. Each rule has "
-                "a state type of its own. Pass what initial_state() or advance() returned."
-            )
-        newest = as_tensor("amax", amax)
-        if not newest.dtype.is_floating:
-            raise TypeError(
-                f"`amax` must have a float dtype; got {newest.dtype.name}. It is the largest "
-                "magnitude of a tensor. Pass tf.reduce_max(tf.abs(tensor))."
-            )
-        newest = tf.cast(newest, tf.float32)
+        newest = self._checked(state, amax)
         # A ring: the oldest number stands behind the newest.
         history = tf.concat([newest[None], state.history[2:], state.history[:1]], axis=0)
         history = history[: self.history_length]
@@ -154,13 +179,24 @@ class DelayedScaling:
             tf.where(finite, moved.history, state.history),
         )
 
+    def _checked(self, state: DelayedScalingState, amax: tf.Tensor | float) -> tf.Tensor:
+        """Returns `amax` as float32, after a check of both arguments of `advance`."""
+        check_state(state, DelayedScalingState)
+        newest, shape = as_amax(amax), tf.convert_to_tensor(state.scale).shape
+        if not newest.shape.is_compatible_with(shape):
+            raise ValueError(
+                f"`amax` must have the shape of the scale; got {newest.shape} and {shape}. Each "
+                "scale follows the magnitudes of one tensor. Pass one number for each, or make "
+                "the state with initial_state(shape)."
+            )
+        return newest
+
     def _scale_for(self, largest: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """Returns the scale for a largest magnitude; the old one for 0, inf and NaN."""
-        usable = (largest > 0) & tf.math.is_finite(largest)
-        limit = format_of(self.dtype).largest
+        usable, limit = is_usable(largest), format_of(self.dtype).largest
         if self.power_of_two:
-            exponent = octaves_above(tf.where(usable, largest, limit), limit) + self.margin
-            return tf.where(usable, two_to_the(tf.clip_by_value(exponent, -126, 126)), scale)
+            found = power_of_two_scale(tf.where(usable, largest, limit), limit, self.margin)
+            return tf.where(usable, found, scale)
         # In the order of Keras and Flax, which keep the reciprocal: other orders round differently.
         inverse = tf.where(usable, limit / largest / 2.0**self.margin, self._reciprocal(scale))
         found = self._reciprocal(inverse)
@@ -173,22 +209,3 @@ class DelayedScaling:
             return tf.math.reciprocal(x)
         # In float32, TensorFlow's graphs would make a `tf.math.reciprocal` of it.
         return tf.cast(1.0 / tf.cast(x, tf.float64), tf.float32)
-
-
-def octaves_above(x: tf.Tensor, limit: float) -> tf.Tensor:
-    """Returns the smallest integer e with x <= limit * 2^e: the shape of `x`, int32.
-
-    It is computed from the bits: a division would be rounded, and differently under XLA.
-
-    Args:
-        x: any shape, float32; positive, finite. Subnormal numbers count as 2^-127 or a little more.
-        limit: a positive float32.
-
-    Example:
-        >>> octaves_above(tf.constant([448.0, 448.1, 7.0, 7.1]), 448.0).numpy().tolist()
-        [0, 1, -6, -5]
-    """
-    bits, of_limit = tf.bitcast(x, tf.int32), tf.bitcast(tf.constant(limit), tf.int32)
-    shift, fraction = tf.bitwise.right_shift, 0x7FFFFF
-    above = tf.bitwise.bitwise_and(bits, fraction) > tf.bitwise.bitwise_and(of_limit, fraction)
-    return shift(bits, 23) - shift(of_limit, 23) + tf.cast(above, tf.int32)

@@ -102,6 +102,28 @@ CALLS = {
         "whole": "strategies.whole(batch, tf.ones([4]))",
     },
 }
+CALLS["scaling.float8"] = {
+    "BlockScaling": "float8.BlockScaling().initial_state()",
+    "BlockScaling.advance": "float8.BlockScaling().advance(float8.BlockScaling().initial_state(), 1.0)",
+    "BlockScaling.amax": "float8.BlockScaling().amax(batch)",
+    "BlockScaling.choose_scale": "float8.BlockScaling().choose_scale(float8.BlockScaling().initial_state(), 1.0)",
+    "BlockScaling.initial_state": "float8.BlockScaling().initial_state()",
+    "CurrentScaling": "float8.CurrentScaling().initial_state()",
+    "CurrentScaling.advance": "float8.CurrentScaling().advance(float8.CurrentScaling().initial_state(), 1.0)",
+    "CurrentScaling.amax": "float8.CurrentScaling().amax(batch)",
+    "CurrentScaling.choose_scale": "float8.CurrentScaling().choose_scale(float8.CurrentScaling().initial_state(), 1.0)",
+    "CurrentScaling.initial_state": "float8.CurrentScaling().initial_state()",
+    "DelayedScaling": "float8.DelayedScaling().initial_state()",
+    "DelayedScaling.advance": "float8.DelayedScaling().advance(float8.DelayedScaling().initial_state(), 1.0)",
+    "DelayedScaling.amax": "float8.DelayedScaling().amax(batch)",
+    "DelayedScaling.choose_scale": "float8.DelayedScaling().choose_scale(float8.DelayedScaling().initial_state(), 1.0)",
+    "DelayedScaling.initial_state": "float8.DelayedScaling().initial_state()",
+    "BlockScaling.spread": "float8.BlockScaling().spread(tf.ones([4, 1]), batch)",
+    "dequantize": "float8.dequantize(batch, 1.0)",
+    "losses_of_cast": 'float8.losses_of_cast(batch, 1.0, "float8_e5m2")',
+    "preset": 'float8.preset("flax")',
+    "quantize": 'float8.quantize(batch, 1.0, "float8_e5m2")',
+}
 CALLS["trainer"] = {
     "Action": "Action(print, 10)",
     "Divergence": "Divergence(loss_above=100.0)",

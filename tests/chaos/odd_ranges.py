@@ -230,6 +230,80 @@ TRAINER = {
     ("Clip", "clipvalue"): lambda value: value > 0,
     ("TrainState", "seed"): lambda value: 0 <= value < 2**63,
 }
+
+
+def is_scale_of_ones(value):
+    """Whether a tensor of shape (4, 1) can be divided by a value: a positive number, or a tensor."""
+    found = tensor_of(value)
+    is_real = found is not None and (found.dtype.is_floating or found.dtype.is_integer)
+    if not is_real or not tf.TensorShape([4, 1]).is_compatible_with(
+        tf.broadcast_static_shape(found.shape, tf.TensorShape([4, 1]))
+    ):
+        return False
+    return not isinstance(value, numbers.Real) or 0 < value < math.inf
+
+
+def is_float_tensor(value):
+    """Whether TensorFlow makes one tensor of floats of a value, as of ((2.0, 25),)."""
+    return tensor_of(value).dtype.is_floating
+
+
+def is_shape_of(*sizes):
+    """Whether a value is a tensor of a shape, of any dtype."""
+    return lambda value: tensor_of(value).shape.is_compatible_with(sizes)
+
+
+def is_tuple_of_ints(least, most, number=None):
+    """Whether a value is a tuple of so many ints within bounds."""
+    return lambda value: (
+        isinstance(value, tuple)
+        and number in {None, len(value)}
+        and all(is_of(each, int) and least <= each <= most for each in value)
+    )
+
+
+FORMATS = {"float8_e4m3fn", "float8_e5m2"}
+OF_FLOAT8 = {
+    ("dequantize", "dtype"): lambda value: value.is_floating and value.size > 1,
+    ("BlockScaling", "block"): lambda value: bool(value) and is_tuple_of_ints(1, 2**20)(value),
+    ("BlockScaling", "axes"): lambda value: (
+        value is None or (is_tuple_of_ints(-8, 8, 2)(value) and value[0] != value[1])
+    ),
+    ("DelayedScaling", "history_length"): lambda value: 1 <= value <= 2**20,
+    ("DelayedScaling", "algorithm"): lambda value: value in {"max", "most_recent"},
+    ("BlockScaling.amax", "x"): lambda value: (
+        is_float_tensor(value) and tensor_of(value).shape.rank >= 2
+    ),
+    ("BlockScaling.spread", "x"): lambda value: (
+        tensor_of(value).shape.rank == 2
+        and tensor_of(value).shape[0] == 4
+        and 1 <= tensor_of(value).shape[1] <= 128
+    ),
+    ("BlockScaling.spread", "scale"): is_shape_of(4, 1),
+    "scale": is_scale_of_ones,
+    "margin": lambda value: -64 <= value <= 64,
+    "amax": is_float_tensor,
+    "shape": lambda value: is_tuple_of_ints(0, 2**20)(value) and math.prod(value) <= 2**20,
+    "dtype": lambda value: value in FORMATS,
+    **{
+        (f"DelayedScaling.{method}", "amax"): lambda value: (
+            is_float_tensor(value) and tensor_of(value).shape.rank == 0
+        )
+        for method in ("advance", "choose_scale")
+    },
+    **{
+        (name, "x"): is_float_tensor
+        for name in (
+            *("CurrentScaling.amax", "DelayedScaling.amax"),
+            *("quantize", "dequantize", "losses_of_cast"),
+        )
+    },
+    **{
+        (f"{name}.{method}", "state"): is_state(getattr(scaling.float8, f"{name}State"))
+        for name in ("BlockScaling", "CurrentScaling", "DelayedScaling")
+        for method in ("advance", "choose_scale")
+    },
+}
 RANGES = {
     "initial_scale": lambda value: 2.0**-14 <= value <= 2.0**24 and is_scale(value),
     "growth_interval": is_count,
@@ -327,8 +401,9 @@ RANGES = {
         if leaf is not None
     ),
     ("whole", "weights"): lambda value: is_floats([value]) and tensor_of(value).shape[0] == 4,
+    **OF_FLOAT8,
     **TRAINER,
-    ("preset", "name"): lambda value: value == "pytorch",
+    ("preset", "name"): lambda value: value in {"pytorch", "flax", "keras3"},
     ("preset", "version"): lambda value: value in {None, "2.13"},
     ("recommend", "stats"): lambda value: isinstance(value, scaling.GradientStats),
     ("recommend", "names"): lambda value: value is None or len(value) == 1,

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PARTS = 4
 WHOLE = {
     "scaling": 10,
+    "scaling.float8": 10,
     "strategies": 10,
     "trainer": 4,
     "trainer.step": 4,

@@ -21,6 +21,7 @@ from absl import flags
 from helpers import linear_model
 
 import scaling
+import scaling.float8
 import strategies
 import trainer.flags
 import trainer.report
@@ -36,6 +37,7 @@ def public(module):
 # A new module needs a line here and one in `CASES`, and its examples' names in `names_in_examples`.
 MODULES = {
     "scaling": public(scaling),
+    "scaling.float8": public(scaling.float8),
     "strategies": public(strategies),
     "trainer": public(trainer),
     "trainer.flags": {
@@ -282,6 +284,93 @@ SCALING = {
     "update_together": [
         ("scalers", "scaling.update_together(scaler, [True])"),
         ("verdicts", "scaling.update_together([scaler], [True, True])"),
+    ],
+}
+
+FLOAT8 = {
+    "BlockScaling": [
+        ("dtype", 'float8.BlockScaling("float8")'),
+        ("block", "float8.BlockScaling(block=128)"),
+        ("block", "float8.BlockScaling(block=(0, 128))"),
+        ("axes", "float8.BlockScaling(axes=(-1,))"),
+        ("axes", "float8.BlockScaling(axes=(0, 0))"),
+        ("margin", "float8.BlockScaling(margin=0.5)"),
+        ("power_of_two", "float8.BlockScaling(power_of_two=1)"),
+    ],
+    "BlockScaling.initial_state": [("shape", "float8.BlockScaling().initial_state(3)")],
+    "BlockScaling.amax": [
+        ("x", "float8.BlockScaling().amax([1])"),
+        ("x", "float8.BlockScaling().amax([1.0])"),
+    ],
+    "BlockScaling.choose_scale": [
+        ("state", "float8.BlockScaling().choose_scale(state, 1.0)"),
+        ("amax", "(one := float8.BlockScaling()).choose_scale(one.initial_state(), 3)"),
+    ],
+    "BlockScaling.advance": [
+        ("state", "float8.BlockScaling().advance(state, 1.0)"),
+        ("amax", "(one := float8.BlockScaling()).advance(one.initial_state(), 3)"),
+    ],
+    "BlockScaling.spread": [
+        ("x", "float8.BlockScaling().spread([[1.0]], [1.0])"),
+        ("scale", "float8.BlockScaling().spread([[1.0]], [[1.0], [2.0]])"),
+    ],
+    "CurrentScaling": [
+        ("dtype", 'float8.CurrentScaling("float8")'),
+        ("margin", "float8.CurrentScaling(margin=0.5)"),
+        ("power_of_two", "float8.CurrentScaling(power_of_two=1)"),
+    ],
+    "CurrentScaling.initial_state": [("shape", "float8.CurrentScaling().initial_state(3)")],
+    "CurrentScaling.amax": [("x", "float8.CurrentScaling().amax([1])")],
+    "CurrentScaling.choose_scale": [
+        ("state", "float8.CurrentScaling().choose_scale(state, 1.0)"),
+        ("amax", "(one := float8.CurrentScaling()).choose_scale(one.initial_state(), 3)"),
+    ],
+    "CurrentScaling.advance": [
+        ("state", "float8.CurrentScaling().advance(state, 1.0)"),
+        ("amax", "(one := float8.CurrentScaling()).advance(one.initial_state(), 3)"),
+    ],
+    "DelayedScaling": [
+        ("dtype", 'float8.DelayedScaling("float8")'),
+        ("history_length", "float8.DelayedScaling(history_length=0)"),
+        ("algorithm", 'float8.DelayedScaling(algorithm="mean")'),
+        ("includes_newest", 'float8.DelayedScaling(includes_newest="yes")'),
+        ("keeps_nonfinite", "float8.DelayedScaling(keeps_nonfinite=1)"),
+        ("fast_reciprocal", "float8.DelayedScaling(fast_reciprocal=None)"),
+        ("margin", "float8.DelayedScaling(margin=0.5)"),
+        ("power_of_two", "float8.DelayedScaling(power_of_two=1)"),
+    ],
+    "DelayedScaling.initial_state": [("shape", "float8.DelayedScaling().initial_state(3)")],
+    "DelayedScaling.amax": [("x", "float8.DelayedScaling().amax([1])")],
+    "DelayedScaling.choose_scale": [
+        ("state", "float8.DelayedScaling().choose_scale(state, 1.0)"),
+        ("amax", "(one := float8.DelayedScaling()).choose_scale(one.initial_state(), 3)"),
+        ("amax", "(one := float8.DelayedScaling()).choose_scale(one.initial_state(), [1.0, 2.0])"),
+    ],
+    "DelayedScaling.advance": [
+        ("state", "float8.DelayedScaling().advance(state, 1.0)"),
+        ("amax", "(one := float8.DelayedScaling()).advance(one.initial_state(), 3)"),
+        ("amax", "(one := float8.DelayedScaling()).advance(one.initial_state(), [1.0, 2.0])"),
+    ],
+    "dequantize": [
+        ("x", "float8.dequantize(tf.constant([1]), 1.0)"),
+        ("scale", "float8.dequantize([1.0], True)"),
+        ("scale", "float8.dequantize([1.0], 0.0)"),
+        ("dtype", 'float8.dequantize([1.0], 1.0, "float32")'),
+    ],
+    "losses_of_cast": [
+        ("x", 'float8.losses_of_cast("one", 1.0, "float8_e5m2")'),
+        ("scale", 'float8.losses_of_cast([1.0], -1.0, "float8_e5m2")'),
+        ("dtype", 'float8.losses_of_cast([1.0], 1.0, "float16")'),
+    ],
+    "preset": [
+        ("name", 'float8.preset("keras")'),
+        ("dtype", 'float8.preset("keras3", "e5m2")'),
+    ],
+    "quantize": [
+        ("x", 'float8.quantize([1, 2], 1.0, "float8_e4m3fn")'),
+        ("scale", 'float8.quantize([1.0], None, "float8_e4m3fn")'),
+        ("scale", 'float8.quantize(tf.ones([130]), [1.0, 2.0], "float8_e4m3fn")'),
+        ("dtype", "float8.quantize([1.0], 1.0, tf.float16)"),
     ],
 }
 
@@ -730,6 +819,7 @@ REPORT = {
 
 CASES = {
     "scaling": SCALING,
+    "scaling.float8": FLOAT8,
     "strategies": STRATEGIES,
     "trainer": TRAINER,
     "trainer.flags": OF_FLAGS,
@@ -832,6 +922,9 @@ EXEMPT = {
     ("Overfit", "*"): MADE,
     ("Trainer.export", "compare_on"): "any input of the model",
     ("plan_step", "missed"): "counted by the trainer",
+    ("CurrentScaling.spread", "*"): "returns the scale as it is",
+    ("DelayedScaling.spread", "*"): "returns the scale as it is",
+    ("DelayedScalingState", "*"): MADE,
     ("DynamicLossScaleState", "*"): MADE,
     ("FixedLossScaleState", "*"): MADE,
     ("GradientStats", "*"): MADE,
@@ -952,9 +1045,10 @@ def names_in_examples():
         **{
             name: value
             for module in MODULES
-            if module != "scaling"
+            if not module.startswith("scaling")
             for name, value in MODULES[module].items()
         },
+        "float8": scaling.float8,
         "keras": keras,
         "np": np,
         "scaling": scaling,

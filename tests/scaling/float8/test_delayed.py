@@ -140,6 +140,11 @@ def test_the_scale_of_an_extreme_magnitude_is_finite_and_positive(power_of_two, 
             "largest magnitude. Use 0, the default.",
         ),
         (
+            {"margin": np.int8(-128)},  # whose magnitude is -128 again
+            "`margin` must be an int from -64 to 64; got np.int8(-128). It counts factors of two above "
+            "the largest magnitude. Use 0, the default.",
+        ),
+        (
             {"power_of_two": 1},
             "`power_of_two` must be True or False; got 1. It switches a part of the rule. Pass a "
             "bool.",
@@ -179,3 +184,15 @@ def test_another_state_and_integers_are_refused():
         "`amax` must have a float dtype; got int32. It is the largest magnitude of a tensor. Pass "
         "tf.reduce_max(tf.abs(tensor))."
     )
+    for state, amax, shapes in (
+        (rule.initial_state(), [1.0, 2.0], "(2,) and ()"),
+        (rule.initial_state((2,)), 1.0, "() and (2,)"),
+    ):
+        for method in (rule.advance, rule.choose_scale):
+            with pytest.raises(ValueError, match="shape") as error:
+                method(state, amax)
+            assert str(error.value) == (
+                f"`amax` must have the shape of the scale; got {shapes}. Each scale follows the "
+                "magnitudes of one tensor. Pass one number for each, or make the state with "
+                "initial_state(shape)."
+            )
