@@ -7,9 +7,15 @@ below the best fixed scale (the largest scale at which no step overflows), and w
 gradients' elements float16 would have flushed to zero. The program also plots the scales into
 RUN/scales.png. The run must have been trained with `record_gradients=True`. The assumptions of the
 simulation are listed in `scaling/telemetry/play.py`.
+
+    python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,keras3,current
+
+simulates the rules of float8 tensors instead. For each tensor and rule, this prints how often the
+largest magnitude would have saturated, how many factors of two above it were left unused, and how
+often the scale moved, and plots scales into RUN/float8_scales.png. Its assumptions are listed in
+`scaling/telemetry/float8_play.py`.
 """
 
-import io
 import itertools
 import math
 import pathlib
@@ -19,6 +25,10 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from scaling.telemetry.float8_play import compare_float8
+from scaling.telemetry.float8_record import read_float8_record
+from scaling.telemetry.float8_table import draw_float8, float8_table
+from scaling.telemetry.output import new_figure, printable, save_figure
 from scaling.telemetry.play import Outcome, best_fixed_scale, compare
 from scaling.telemetry.record import Record, read_record
 
@@ -28,11 +38,17 @@ RULES = flags.DEFINE_list(
     "Comma-separated loss-scale rules to simulate, such as dynamic, pytorch or 2^16; see "
     "scaling.parse_rule.",
 )
+FLOAT8_RULES = flags.DEFINE_list(
+    "float8_rules",
+    [],
+    "Comma-separated float8 rules to simulate instead: delayed, current, keras3, flax or "
+    "transformer_engine, with fields such as delayed:history_length=16:margin=1.",
+)
 PLOT = flags.DEFINE_string(
     "plot",
     None,
-    "File for the plot of the loss scales, by default scales.png beside the metrics; empty for no "
-    "plot.",
+    "File for the plot of the scales, by default scales.png beside the metrics, or "
+    "float8_scales.png with --float8_rules; empty for no plot.",
 )
 
 
@@ -71,15 +87,7 @@ def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> A
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Plotting the scales needs matplotlib, which is not installed. Run pip install "
-            "'halfstep[plot]', or pass --plot= for no plot."
-        ) from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(figsize=(8, 4.5))
     axes = figure.subplots()
     styles = itertools.cycle(["-", "--", "-.", ":"])  # to tell overlapping lines apart
     for outcome, style in zip(outcomes, styles, strict=False):
@@ -91,41 +99,36 @@ def draw(record: Record, outcomes: list[Outcome], path: str | pathlib.Path) -> A
     axes.set(
         xlabel="step", ylabel="loss scale", title="Loss scale by rule; a cross is a skipped step"
     )
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
+    axes.yaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$")
     axes.legend()
     axes.grid(alpha=0.3)
-    path = pathlib.Path(path)
-    file = io.BytesIO()
-    figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=100)
-    replace_file(path, file.getvalue())
+    save_figure(figure, path)
     return figure
 
 
-def replace_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file anew. A link at its place is replaced, and what it leads to stays as it is.
-
-    Raises:
-        OSError: if the file cannot be written, for instance because a folder is in its place.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:  # "x" follows no link
-        file.write(content)
-    try:
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink()
-        raise
+def simulate(metrics: pathlib.Path) -> None:
+    """Prints the table of loss-scale rules, and plots the scales."""
+    record = read_record(metrics)
+    outcomes = compare(record, RULES.value)
+    print(table(record, outcomes))
+    if path := plot_path(metrics, "scales.png"):
+        draw(record, outcomes, path)
+        print(f"Plot written to {printable(str(path))}")
 
 
-def printable(text: str) -> str:
-    r"""Returns a text for the terminal: control characters and the like become escapes.
+def simulate_float8(metrics: pathlib.Path) -> None:
+    """Prints the table of float8 rules, and plots the scales."""
+    record = read_float8_record(metrics)
+    outcomes = compare_float8(record.tensors, FLOAT8_RULES.value)
+    print(float8_table(record, outcomes))
+    if path := plot_path(metrics, "float8_scales.png"):
+        draw_float8(record, outcomes, path)
+        print(f"Plot written to {printable(str(path))}")
 
-    Example:
-        >>> printable("runs/a\x1b[2J")
-        'runs/a\\x1b[2J'
-    """
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+def plot_path(metrics: pathlib.Path, name: str) -> str | pathlib.Path:
+    """Returns where to plot, by default beside the metrics; an empty text for no plot."""
+    return metrics.with_name(name) if PLOT.value is None else PLOT.value or ""
 
 
 def main(arguments: list[str]) -> None:
@@ -133,14 +136,11 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 2:
         raise app.UsageError("Pass one file: python -m scaling.simulate RUN/metrics.jsonl")
     metrics = pathlib.Path(arguments[1])
-    plot = metrics.with_name("scales.png") if PLOT.value is None else PLOT.value
     try:
-        record = read_record(metrics)
-        outcomes = compare(record, RULES.value)
-        print(table(record, outcomes))
-        if plot:
-            draw(record, outcomes, plot)
-            print(f"Plot written to {printable(str(plot))}")
+        if FLOAT8_RULES.value:
+            simulate_float8(metrics)
+        else:
+            simulate(metrics)
     except OSError as error:
         path = printable(str(error.filename2 or error.filename or metrics))
         sys.exit(
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> None:
             "metrics.jsonl of a run, and writes the plot beside it. Pass a file that you may read, "
             "and another --plot, or --plot= for none."
         )
-    except (ValueError, ModuleNotFoundError) as error:
+    except (TypeError, ValueError, ModuleNotFoundError) as error:
         sys.exit(printable(str(error)))
 
 

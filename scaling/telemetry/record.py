@@ -177,10 +177,7 @@ def parse_record(
             new, new_counts = _parse_rows(line, interval=len(counts)), _parse_counts(line)
             precision, shares = _parse_setting(line)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            damage = ValueError(
-                f"Line {number} of {path} is damaged ({_reason(error)}): {text[:60]!r}. A run that "
-                "is killed can leave a line unfinished. Delete the line."
-            )
+            damage = damaged_line(number, path, text, error)
             if on_damage is None:
                 raise damage from error
             on_damage(damage)
@@ -208,10 +205,14 @@ def parse_record(
     )
 
 
-def _reason(error: Exception) -> str:
-    """Returns what is wrong with a line, in at most about a hundred characters."""
-    text = repr(error)
-    return text if len(text) <= 100 else f"{text[:100]}..."
+def damaged_line(number: int, path: str | pathlib.Path, text: str, error: Exception) -> ValueError:
+    """Returns the error about a line, with at most about a hundred characters of the reason."""
+    reason = repr(error)
+    reason = reason if len(reason) <= 100 else f"{reason[:100]}..."
+    return ValueError(
+        f"Line {number} of {path} is damaged ({reason}): {text[:60]!r}. A run that "
+        "is killed can leave a line unfinished. Delete the line."
+    )
 
 
 def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:
@@ -221,7 +222,7 @@ def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:
         DamagedLineError: if a value is none that a run writes.
     """
     steps = len(line["loss_scale"])
-    first = _whole("step", line["step"]) - steps + 1
+    first = whole("step", line["step"]) - steps + 1
     if not steps or first < 0:
         raise DamagedLineError(f"{steps} steps up to step {line['step']}")
     rows = []
@@ -230,11 +231,11 @@ def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:
         magnitude = np.nan
         if cause == Cause.NONE:
             found = line["max_magnitude"][offset]
-            magnitude = _between("max_magnitude", found, 0.0, LARGEST_MAGNITUDE)
+            magnitude = between("max_magnitude", found, 0.0, LARGEST_MAGNITUDE)
         elif offset >= len(line["max_magnitude"]):
             raise DamagedLineError("max_magnitude is too short")
         scale = line["loss_scale"][offset]
-        scale = _between("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
+        scale = between("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
         rows.append(_Row(first + offset, scale, cause, magnitude, interval))
     return rows
 
@@ -246,10 +247,10 @@ def _parse_counts(line: dict[str, Any]) -> np.ndarray:
         DamagedLineError: if a value is none that a run writes.
     """
     counts = np.zeros(COUNTS, np.float32)
-    counts[ZERO] = _between("zeros", line["zeros"], 0, LARGEST_MAGNITUDE)
+    counts[ZERO] = between("zeros", line["zeros"], 0, LARGEST_MAGNITUDE)
     for exponent, count in line["exponents"].items():
-        place = int(_between("exponents", int(exponent) - LOWEST_EXPONENT, 0, EXPONENTS - 1))
-        counts[place] = _between("exponents", count, 0, LARGEST_MAGNITUDE)
+        place = int(between("exponents", int(exponent) - LOWEST_EXPONENT, 0, EXPONENTS - 1))
+        counts[place] = between("exponents", count, 0, LARGEST_MAGNITUDE)
     return counts
 
 
@@ -262,17 +263,17 @@ def _parse_setting(line: dict[str, Any]) -> tuple[str, int]:
     precision = line["precision"]
     if not isinstance(precision, str) or precision not in COMPUTE_DTYPES:
         raise DamagedLineError(f"precision is {precision!r:.50}")
-    return precision, max(_whole("shares", line["shares"]), 1)
+    return precision, max(whole("shares", line["shares"]), 1)
 
 
-def _between(name: str, value: Any, low: float, high: float) -> float:
+def between(name: str, value: Any, low: float, high: float) -> float:
     """Returns a number of a line as a float, or raises DamagedLineError if it is out of bounds."""
     if not is_number(value) or not low <= value <= high:  # also for NaN
         raise DamagedLineError(f"{name} is {value!r:.50}")
     return float(value)
 
 
-def _whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any) -> int:
     """Returns a count or a step of a line, or raises DamagedLineError if it is none."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LAST_STEP:
         raise DamagedLineError(f"{name} is {value!r:.50}")

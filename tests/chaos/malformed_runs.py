@@ -91,7 +91,15 @@ def save(folder, content):
 
 def sound():
     """Returns the lines of a run as a trainer would have written them."""
-    return list(written_run.lines(SHORT))
+    lines = list(written_run.lines(SHORT))
+    return [line | {"float8": float8()} if line["split"] == "train" else line for line in lines]
+
+
+def float8(*names):
+    """Returns what a line says about float8 tensors, of these names or of a few usual ones."""
+    row = {"format": "float8_e4m3fn", "amax": 3.0, "scale": 0.125}
+    row |= {"saturated": 0.0, "flushed": 0.01}
+    return {name: dict(row) for name in names or ("model/dense/inputs", "model/dense/kernel")}
 
 
 def sound_bytes():
@@ -291,7 +299,7 @@ def hostile_fields(chance, line):
             "time": chance.choice([some(), "2026-11-22T02:30:00+00:00"]),
             "model": [row | named for row in line.get("model", [])],
         },
-        "train": curves,
+        "train": curves | {"float8": float8(some(), some())},
         "validation": curves,
         "underflow": {"share": {some(): chance.random() for _ in range(5)}},
         "skip": {"cause": some(), "variable": some()},
@@ -337,6 +345,11 @@ def many(chance, folder):
                 "max_magnitude": [1.0] * count,
             }
         ],
+        "float8 tensors": [TRAIN | {"float8": float8(*(f"t {n}" for n in numbers))}],
+        "float8 tensors on many lines": [
+            TRAIN | {"step": n, "float8": float8(f"t {n}")} for n in numbers
+        ],
+        "float8 lines": [TRAIN | {"step": n, "float8": float8("t")} for n in numbers],
         "bad lines": ["{"] * count + [json.dumps(TRAIN)],
     }
     save(folder, made[chance.choice(sorted(made))])
@@ -355,6 +368,7 @@ def long(chance, folder):
         [TRAIN, {"split": "underflow", "step": 5, "share": {name: 0.5}}],
         [TRAIN, {"split": "validation", "step": 5, name: 1.0, f"{name}/loss": 0.5}],
         [TRAIN | {f"learning_rate/{name}": 1.0, "learning_rate/b": 2.0}],
+        [TRAIN | {"float8": float8(name)}],
         [GRADIENTS | {"precision": name}],
         [TRAIN, name],
         [json.dumps(TRAIN) + " " * size],
@@ -375,6 +389,10 @@ def extremes(chance, folder):
                 line[name] = [chance.choice([abs(e) for e in ends]) for _ in value]
             if isinstance(value, dict) and name == "share":
                 line[name] = dict.fromkeys(value, chance.choice(ends))
+            if name == "float8":
+                pairs = {each: (chance.choice(ends), chance.choice(ends)) for each in value}
+                for each, (amax, scale) in pairs.items():
+                    value[each] |= {"amax": abs(amax), "scale": abs(scale)}
     save(folder, lines)
 
 

@@ -32,6 +32,7 @@ def prepare():
     """Imports what the commands need, but not the commands themselves: those run as `__main__`."""
     for name in ("trainer.report.page", "trainer.report.pictures", "scaling.telemetry.play"):
         importlib.import_module(name)
+    importlib.import_module("scaling.telemetry.float8_table")
     for name in ("matplotlib.backends.backend_agg", "matplotlib.ft2font"):
         importlib.import_module(name)
 

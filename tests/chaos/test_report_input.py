@@ -1,6 +1,6 @@
 """Runs that nobody has written as they are, for the report and the simulator.
 
-Each case is one of `malformed_runs`. Both programs must end with status 0, or with status 1 and an
+Each case is one of `malformed_runs`. The programs must end with status 0, or with status 1 and an
 error of ours: no traceback, within bounds of time and memory. What they write must be in its place
 and nowhere else. Every page is then loaded in a browser, once as it is, and once without its
 Content-Security-Policy, so that escaping alone must hold: nothing in it may run, and it may fetch
@@ -26,6 +26,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 SECONDS = 30  # of the CPU, for one program; most take less than one
 MEGABYTES = 1500  # of which 300 are TensorFlow's
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+REPORT, SIMULATE = "trainer.report", "scaling.simulate"
+FLOAT8 = "scaling.simulate --float8_rules=delayed:history_length=16,current"
+WRITTEN = {REPORT: "report/report.html", SIMULATE: "scales.png", FLOAT8: "float8_scales.png"}
 PART = 50  # cases that share a process and a browser
 
 
@@ -67,7 +70,7 @@ def faults_in_browser(page, seen):
 
 
 def run_programs(folder, cases):
-    """Runs both programs on all cases. Returns (number, damage, run, module, outcome) for each."""
+    """Runs the programs on all cases. Returns (number, damage, run, module, outcome) for each."""
     jobs, names, permissions = [], [], {}
     for number in cases:
         damage, run = malformed_runs.write(folder, number)
@@ -75,13 +78,15 @@ def run_programs(folder, cases):
         if locked:
             permissions[locked] = locked.stat().st_mode
             locked.chmod(0)
-        for module, argument in (
-            ("trainer.report", run),
-            ("scaling.simulate", run / "metrics.jsonl"),
+        for program, argument in (
+            (REPORT, run),
+            (SIMULATE, run / "metrics.jsonl"),
+            (FLOAT8, run / "metrics.jsonl"),
         ):
-            arguments = [os.fsencode(argument).hex()]
+            module, *options = program.split()
+            arguments = [os.fsencode(each).hex() for each in (argument, *options)]
             jobs.append({"module": module, "arguments": arguments, "unprivileged": bool(locked)})
-            names.append((number, damage, run, module))
+            names.append((number, damage, run, program))
     (folder / "jobs").write_text(json.dumps(jobs))
     subprocess.run(
         [
@@ -112,7 +117,7 @@ def judge(run, module, outcome):
         clear = len(re.findall(r"\. |\.$", stderr.strip())) >= 3 and "[Errno" not in stderr
         clear &= "\x1b" not in stderr and len(stderr) < 5000
         return ("error", "") if clear else ("unclear", stderr[-500:])
-    written = run / "report" / "report.html" if module == "trainer.report" else run / "scales.png"
+    written = run / WRITTEN[module]
     if written.is_symlink() or not written.is_file() or "\x1b" in outcome["stdout"]:
         return "wrong page", outcome["stdout"][-200:]
     return "page", ""
@@ -128,7 +133,7 @@ def check(folder, cases, record_property):
         counts[damage, module, kind] += 1
         if why:
             wrong.append(f"{number} {damage} {module}: {kind}: {why}")
-        if kind == "page" and module == "trainer.report":
+        if kind == "page" and module == REPORT:
             pages |= dict.fromkeys(copies(run, folder / "pages" / str(number)), (number, damage))
         for victim in run.parent.glob(f"{run.name}.victim*"):
             files = victim.rglob("*") if victim.is_dir() else [victim]

@@ -35,6 +35,8 @@ NOT_RUN = {
     "python -m strategies.launch": "incomplete; the complete commands run",
     "python -m strategies.launch --workers=2 SCRIPT --flags...": "runs without the flags",
     "python -m scaling.simulate": "incomplete; the complete commands run",
+    "python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,"
+    "delayed:history_length=16:margin=1,keras3,current": "test_simulate.py simulates such rules",
     **dict.fromkeys(
         (
             "python -m strategies.launch --workers=2 examples/mnist.py --dataset=digits "
@@ -57,8 +59,10 @@ def commands():
         spans = re.findall(
             r"`([^`\n]*)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
         )
-        fenced = re.findall(r"^```(?:sh|text)?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-        lines = [line for block in fenced for line in block.splitlines()]
+        # Blocks of every language are found, so that the end of one is not taken for a beginning.
+        fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        blocks = [block for language, block in fenced if language in {"", "sh", "text"}]
+        lines = [line for block in blocks for line in block.splitlines()]
         for command in [*spans, *lines]:
             parts = command.split(" && ")
             found |= {part for part in parts if re.match(r"python (-|examples/|benchmarks/)", part)}

@@ -73,3 +73,68 @@ def test_integers_are_refused(cast):
         "`x` must have a float dtype; got int32. Float8 stands for real numbers. Cast it to "
         "float32 first."
     )
+
+
+REMEDY = "Pass what a rule's choose_scale() returned; for blocks, spread() of it."
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (2, 3)])
+def test_a_scale_may_have_any_shape_that_broadcasts(shape):
+    """Also an integer, and sizes that are not known in advance."""
+    x, scale = np.float32([[1, 2, 3], [4, 5, 6]]), np.full(shape, 2)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None]), tf.TensorSpec(None, tf.int64)])
+    def seen(x, scale):
+        return dequantize(quantize(x, scale, "float8_e4m3fn"), scale, tf.float16)
+
+    np.testing.assert_array_equal(seen(x, scale), x)
+    np.testing.assert_array_equal(dequantize(quantize(x, scale, "float8_e4m3fn"), scale), x)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        *(
+            (
+                scale,
+                f"`scale` must be positive and finite; got {scale!r}. A tensor is divided by its "
+                f"scale. {REMEDY}",
+            )
+            for scale in (0.0, -1, np.inf, np.nan, np.float32(-0.5))
+        ),
+        (
+            True,
+            "`scale` must have a float dtype; got bool. A tensor is divided by its scale. "
+            + REMEDY,
+        ),
+        *(
+            (
+                np.ones(shape),
+                f"`scale` must broadcast to the shape of x, (2, 3); got shape {shape}. Each number "
+                f"is divided by one scale. {REMEDY}",
+            )
+            for shape in ((2,), (1, 2, 3), (3, 1), (2, 4))
+        ),
+    ],
+)
+def test_a_scale_that_cannot_be_one_is_refused(scale, message):
+    """An error names the argument, its value, why, and what to do."""
+    for call in (
+        lambda: quantize(tf.ones([2, 3]), scale, "float8_e4m3fn"),
+        lambda: dequantize(tf.ones([2, 3]), scale),
+        lambda: losses_of_cast(tf.ones([2, 3]), scale, "float8_e4m3fn"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, "float32", FORMATS["float8_e5m2"].dtype])
+def test_a_product_needs_a_wider_dtype(dtype):
+    """Float8 numbers themselves cannot be multiplied."""
+    with pytest.raises(TypeError) as error:
+        dequantize([1.0], 1.0, dtype)
+    assert str(error.value) == (
+        f"`dtype` must be a float dtype of 16 bits or more; got {dtype!r}. The result has this "
+        "dtype. Pass tf.float32, the default, or tf.bfloat16."
+    )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from scaling.float8.formats import FORMATS
 from scaling.float8.magnitudes import (
+    check_shape,
     check_state,
     largest_magnitude,
     octaves_above,
@@ -90,4 +91,18 @@ def test_a_state_of_another_kind_is_refused():
     assert str(error.value) == (
         "`state` must be a int; got float. Each rule has a state type of its own. Pass what "
         "initial_state() or advance() returned."
+    )
+
+
+@pytest.mark.parametrize("shape", [3, [3], (-1,), (1.0,), (True,), (2**10, 2**11), "3"])
+def test_a_shape_of_scales_that_is_none_is_refused(shape):
+    """The shape of a tensor is one, if it is known."""
+    check_shape(())
+    check_shape((2**10, 2**10))
+    check_shape(tf.TensorShape([3]))
+    with pytest.raises(ValueError, match="shape") as error:
+        check_shape(shape)
+    assert str(error.value) == (
+        f"`shape` must be a tuple of ints whose product is at most 2^20; got {shape!r}. It says how "
+        "many tensors' scales a state holds. Use (), the default, for one tensor, or (n,) for n."
     )
