@@ -47,14 +47,18 @@ def average_overwrites_on_replicas(
 
     With `ema_overwrite_frequency`, Keras assigns the averages inside a `cond`, through a
     `merge_call`, which raises in a graph with several replicas, and assigns those of frozen weights
-    too. Here every update assigns either the average or the weight itself. On one replica, if no
-    weight is frozen, nothing changes.
+    too, and fails if one has no average, as a float8 scale. Here every update assigns either the
+    average or the weight itself. On one replica, if no weight is frozen and all have averages,
+    nothing changes.
     """
     frequency = optimizer.ema_overwrite_frequency
+    if not (optimizer.use_ema and frequency):
+        yield
+        return
     known = {id(variable) for variable in trained}
     frozen = any(id(variable) not in known for variable in optimizer._trainable_variables)
-    alone = strategy.num_replicas_in_sync == 1 and not frozen
-    if not (optimizer.use_ema and frequency) or alone:
+    complete = all(one is not None for one in optimizer._model_variables_moving_average)
+    if strategy.num_replicas_in_sync == 1 and complete and not frozen:
         yield
         return
     update_averages = optimizer._update_model_variables_moving_average
@@ -267,6 +271,26 @@ def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """
     kept = optimizer._model_variables_moving_average if optimizer.use_ema else []
     return [average for average in kept if average is not None]
+
+
+def assign_averages(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> None:
+    """Overwrites an optimizer's weights with their moving averages, those of frozen weights too.
+
+    `finalize_variable_values` is public and does so at the end of `fit`, but fails under TensorFlow
+    if a variable has no average, as a float8 scale.
+    """
+    averages = optimizer._model_variables_moving_average
+    for variable, average in zip(optimizer._trainable_variables, averages, strict=True):
+        if average is not None:
+            own = variable.value if isinstance(variable, keras.Variable) else variable
+            strategy.extended.update(own, _assign, args=(average.value,))
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assigns a value, on the variable's device."""
+    variable.assign(value)
 
 
 def all_layers(model: keras.Model) -> list[keras.Layer]:

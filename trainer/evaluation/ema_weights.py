@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scaling.base.argument_checks import shown
-from trainer.base.keras_private import built_for
+from trainer.base.keras_private import assign_averages, built_for
 from trainer.step.plan import StepPlan
 from trainer.step.rollback import read_copies, write_copies
 
@@ -31,11 +31,9 @@ def averaged_weights(plan: StepPlan) -> Iterator[None]:
     try:
         with plan.strategy.scope():
             for objective in plan.objectives:
-                # Overwrites the weights with their averages, those of frozen weights too. Keras
-                # does this at the end of `fit`.
                 if objective.optimizer.iterations.numpy():
-                    averaged = built_for(objective.optimizer)
-                    objective.optimizer.finalize_variable_values(averaged)
+                    for optimizer in objective.updating:
+                        assign_averages(optimizer, plan.strategy)
         yield
     finally:
         write_copies(variables, weights, plan.strategy)
