@@ -738,11 +738,19 @@ class Trainer(Task):
 
     def _new_log(self) -> RunLog:
         shares = self.strategy.num_replicas_in_sync * self.num_microbatches
-        names = self._parts.plan.variable_names
+        plan, history = self._parts.plan, self._history
         model_dir = self.model_dir if self.is_chief else None
         trackers = Trackers(self.trackers if self.is_chief else (), model_dir)
-        precision = self.precision.name
-        return RunLog(model_dir, self.style, names, precision, shares, self._history, trackers)
+        return RunLog(
+            model_dir,
+            self.style,
+            plan.variable_names,
+            self.precision.name,
+            shares,
+            history,
+            trackers,
+            plan.float8,
+        )
 
     def _known_position(self, train_data: Any, global_batch: int | None) -> DataPosition | None:
         """Returns the position at which the last call of `train` ended, if the data is the same."""

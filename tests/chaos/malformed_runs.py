@@ -41,6 +41,15 @@ PAYLOADS = (
     "",
     "__proto__",
 )
+FLOAT8 = {
+    "format": "float8_e4m3fn",
+    "amax": 3.0,
+    "scale": 0.0078125,
+    "saturated": 0.1,
+    "flushed": None,
+    "saturated_steps": 1,
+}
+FLOAT8_LINE = {"split": "float8", "step": 7, "float8": {"m/dense/inputs": FLOAT8}}
 # What a line may hold where something else belongs.
 VALUES = (
     None,
@@ -91,15 +100,7 @@ def save(folder, content):
 
 def sound():
     """Returns the lines of a run as a trainer would have written them."""
-    lines = list(written_run.lines(SHORT))
-    return [line | {"float8": float8()} if line["split"] == "train" else line for line in lines]
-
-
-def float8(*names):
-    """Returns what a line says about float8 tensors, of these names or of a few usual ones."""
-    row = {"format": "float8_e4m3fn", "amax": 3.0, "scale": 0.125}
-    row |= {"saturated": 0.0, "flushed": 0.01}
-    return {name: dict(row) for name in names or ("model/dense/inputs", "model/dense/kernel")}
+    return [*written_run.lines(SHORT), FLOAT8_LINE]
 
 
 def sound_bytes():
@@ -264,8 +265,11 @@ def deep(chance, folder):
     depth = chance.choice([30, 200, 900, 1100, 100_000])
     opened, closed = chance.choice([("[", "]"), ('{"a": ', "}"), ('[{"a": ', "}]")])
     nested = opened * depth + "1" + closed * depth
-    split = chance.choice(["train", "run", "skip", "gradients", "underflow", "validation"])
+    split = chance.choice(
+        ["train", "run", "skip", "gradients", "underflow", "float8", "validation"]
+    )
     field = {"run": "settings", "skip": "cause", "gradients": "exponents", "underflow": "share"}
+    field["float8"] = "float8"
     line = json.dumps({"split": split, "step": 5, "time": "2026", "model": []})
     lines = [f'{line[:-1]}, "{field.get(split, "loss")}": {nested}}}', nested]
     save(folder, [*sound(), *lines])
@@ -299,9 +303,10 @@ def hostile_fields(chance, line):
             "time": chance.choice([some(), "2026-11-22T02:30:00+00:00"]),
             "model": [row | named for row in line.get("model", [])],
         },
-        "train": curves | {"float8": float8(some(), some())},
+        "train": curves,
         "validation": curves,
         "underflow": {"share": {some(): chance.random() for _ in range(5)}},
+        "float8": {"float8": {f"{some()}/{some()}": FLOAT8 for _ in range(5)}},
         "skip": {"cause": some(), "variable": some()},
         "recovery": {"what": some()},
         "gradients": {"precision": precision},
@@ -330,6 +335,10 @@ def many(chance, folder):
         "settings": [start | {"settings": {f"setting {n}": n for n in numbers}}],
         "variables": [start | {"model": [row | {"name": f"variable {n}"} for n in numbers]}],
         "shares": [{"split": "underflow", "step": 1, "share": {f"v {n}": 0.5 for n in numbers}}],
+        "float8": [FLOAT8_LINE | {"float8": {f"l {n}/k {n % 5}": FLOAT8 for n in numbers}}],
+        "float8 on many lines": [
+            FLOAT8_LINE | {"step": n, "float8": {f"l {n}/inputs": FLOAT8}} for n in numbers
+        ],
         "shares on many lines": [
             {"split": "underflow", "step": n, "share": {f"v {n}": 0.5}} for n in numbers
         ],

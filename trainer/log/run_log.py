@@ -15,6 +15,7 @@ import scaling
 from scaling.telemetry.record import record_line
 from trainer.log.console import RunConsole
 from trainer.log.digits import format_number
+from trainer.log.float8_lines import float8_line
 from trainer.log.history import History, read_history
 from trainer.log.model_table import (
     VariableRow,
@@ -26,6 +27,7 @@ from trainer.log.model_table import (
 from trainer.log.summary import Interval, Totals, TrainSummary, format_bytes, summarize
 from trainer.log.trackers import Trackers
 from trainer.log.writers import RunWriters, stays
+from trainer.step.float8 import Float8Tensor
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
 
@@ -42,6 +44,7 @@ class RunLog:
             written with recorded gradients.
         history: the numbers of the run so far, to which this log adds; None begins with none.
         trackers: where the numbers go besides; None for nowhere.
+        float8: the float8 tensors, in the order of the reports' float8 fields.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RunLog:
         shares: int = 1,
         history: History | None = None,
         trackers: Trackers | None = None,
+        float8: Sequence[Float8Tensor] = (),
     ) -> None:
         """Creates the writers and the console, and starts the clock."""
         self.writers = RunWriters(model_dir)
@@ -62,6 +66,7 @@ class RunLog:
         self._precision = precision
         self._shares = shares
         self._variable_names = list(variable_names)
+        self._float8 = float8
         # Reports since the last log line. From index `_unread` on, their fields are still tensors.
         self._reports: list[StepReport] = []
         self._unread = 0  # index of the first report that has not been read from the device
@@ -190,6 +195,8 @@ class RunLog:
         if steps.magnitude_counts.size:
             self.writers.write_line(record_line(steps, self._precision, self._shares))
             self._write_underflow(steps)
+        if line := float8_line(steps, self._float8):
+            self.writers.write_line(line)
         self._reports, self._unread, self._untimed = [], 0, 0
         self._clock_start = time.perf_counter()
         return interval

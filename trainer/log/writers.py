@@ -23,7 +23,7 @@ from trainer.base.atomic_files import write_atomically
 
 PluginData = tf.compat.v1.SummaryMetadata.PluginData
 SPLITS = "train", "validation"  # each has a CSV file and a folder of event files
-SUMS = "train", "gradients", "underflow"  # lines about all steps since the one before
+SUMS = "train", "gradients", "underflow", "float8"  # lines about all steps since the one before
 OUR_HEADER = re.compile(r"step(,[^\ufffd\0]*)?\n")
 OUR_ROW = re.compile(r"\d+,[^\ufffd\0]*\n", re.ASCII)
 LOG_FILES = "metrics.jsonl", *(f"{split}.csv" for split in SPLITS)

@@ -23,11 +23,12 @@ class Pending:
 
     Args:
         recorded: number of variables whose gradient magnitudes are counted; 0 counts none.
+        float8: number of float8 tensors.
     """
 
-    def __init__(self, recorded: int = 0) -> None:
+    def __init__(self, recorded: int = 0, float8: int = 0) -> None:
         """Creates the variables; no report is kept yet, and the gate is open."""
-        self._specs = report_spec(recorded)
+        self._specs = report_spec(recorded, float8)
         self._width = int(packed(zeros(self._specs)).shape[0])
         with tf.device("CPU:0"):
             self._rows = tf.Variable(

@@ -1,4 +1,4 @@
-"""The heat map of underflow: how much of its gradient each variable lost, and when."""
+"""Heat maps of what was lost, and when: of each variable's gradient, or of each float8 tensor."""
 
 import math
 from collections.abc import Sequence
@@ -25,10 +25,22 @@ COLOR_BAR_SPACE = 1.3  # the margin on the right
 
 
 def draw_underflow(lines: Sequence[Underflow], last_step: int) -> Picture | None:
+    """Draws the share of each variable's gradient that underflowed; see `draw_shares`."""
+    what = "Share of each variable's gradient that underflowed in float16"
+    return draw_shares(lines, last_step, "underflow", what)
+
+
+def draw_shares(lines: Sequence[Underflow], last_step: int, name: str, what: str) -> Picture | None:
     """Draws a row for each variable, in the model's order, and a column for each log line.
 
     If there are more than `MAX_ROWS` variables, only those with the largest mean shares are
     shown.
+
+    Args:
+        lines: the shares by variable or tensor.
+        last_step: the last step of the run.
+        name: the name of the picture.
+        what: what the shares are, for readers who cannot see the picture.
     """
     means = mean_shares(lines)
     if not means:
@@ -61,9 +73,8 @@ def draw_underflow(lines: Sequence[Underflow], last_step: int) -> Picture | None
     add_color_bar(figure, image, height, total)
     return to_picture(
         figure,
-        "underflow",
-        f"Share of each variable's gradient that underflowed in float16, for {len(means):,} "
-        f"variables. {worst} lost most, {means[worst]:.2%} on average.",
+        name,
+        f"{what}, for {len(means):,} of them. {worst} lost most, {means[worst]:.2%} on average.",
     )
 
 

@@ -11,6 +11,7 @@ import markupsafe
 from trainer.log.summary import power_of_two
 from trainer.report import facts
 from trainer.report.canvas import Picture
+from trainer.report.float8_pictures import counted, layers_left_out
 from trainer.report.heat import MAX_ROWS
 from trainer.report.pictures import curves_left_out
 from trainer.report.reading import Run
@@ -49,6 +50,8 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         tiles=facts.tiles(run),
         not_recorded=facts.NOT_RECORDED,
         rows_left_out=len({name for line in run.underflow for name in line.share}) - MAX_ROWS,
+        float8_counted=counted(run),
+        layers_left_out=layers_left_out(run),
         exact=facts.scale_path(run)[1],
         headroom_bits=facts.HEADROOM_BITS,
         advice=facts.advise(run.record) if run.record else None,

@@ -39,6 +39,7 @@ from trainer.report.facts import (
     last,
     scale_path,
 )
+from trainer.report.float8_pictures import draw_float8
 from trainer.report.heat import draw_underflow
 from trainer.report.reading import Curve, Run
 
@@ -68,6 +69,7 @@ def draw_all(run: Run) -> dict[str, Picture]:
         "loss_scale": draw_scale(run),
         "headroom": draw_headroom(run),
         "underflow": draw_underflow(run.underflow, run.last_step),
+        **draw_float8(run),
         "gradient_norm": draw_norm(run),
         "learning_rate": draw_learning_rates(run),
     }

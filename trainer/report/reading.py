@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
+from scaling.base.argument_checks import is_name_in
+from scaling.float8.formats import FORMATS
 from scaling.telemetry.record import LAST_STEP, SPLIT, Record, parse_record, read_lines
 
 MAX_DEPTH = 20  # of nested objects and lists in a line
@@ -108,6 +110,24 @@ class Underflow(NamedTuple):
     share: dict[str, float]
 
 
+class Float8Values(NamedTuple):
+    """What was recorded of a float8 tensor for the steps up to a log line."""
+
+    format: str  # one of `scaling.float8.formats.FORMATS`
+    amax: float  # the largest magnitude
+    scale: float  # what the last of the steps divided by
+    saturated: float  # share of its numbers that were too large; NaN if it was not counted
+    flushed: float  # share of its numbers that became 0; NaN if it was not counted
+    saturated_steps: int  # number of steps in which its largest magnitude was too large
+
+
+class Float8Tensors(NamedTuple):
+    """The float8 tensors of a model at a log line."""
+
+    step: int
+    values: dict[str, Float8Values]
+
+
 class ScaleChange(NamedTuple):
     """A step whose loss scale differs from the previous step's."""
 
@@ -126,6 +146,7 @@ class Run:
     scale: Curve  # changes of the loss scale: each value holds until the next step in the curve
     skips: list[Skip]
     underflow: list[Underflow]
+    float8: list[Float8Tensors]
     record: Record | None  # magnitudes of the gradients
     starts: list[Start]
     end: End | None  # None if the run is still running or was killed
@@ -166,6 +187,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         scale=to_curve({change.step: change.loss_scale for change in scales}),
         skips=by_step(lines.read("skip", parse_skip)),
         underflow=by_step(lines.read("underflow", parse_underflow)),
+        float8=by_step(lines.read("float8", parse_float8)),
         record=lines.read_record(path),
         starts=lines.read("run", parse_start),
         end=next(reversed(lines.read("end", parse_end)), None),
@@ -371,6 +393,33 @@ def parse_skip(
 def parse_underflow(step: int, share: Mapping[str, object]) -> Underflow:
     """Makes an `Underflow` from the fields of a line."""
     return Underflow(step, {name: share_or_nan(value) for name, value in share.items()})
+
+
+def parse_float8(step: int, float8: Mapping[str, Mapping[str, object]]) -> Float8Tensors:
+    """Makes a `Float8Tensors` from the fields of a line."""
+    return Float8Tensors(step, {name: parse_tensor(**fields) for name, fields in float8.items()})
+
+
+def parse_tensor(
+    format: object,  # noqa: A002 - the field's name
+    amax: object,
+    scale: object,
+    saturated: object,
+    flushed: object,
+    saturated_steps: object,
+    **_later: object,
+) -> Float8Values:
+    """Makes a `Float8Values` from the fields of a tensor."""
+    if not is_name_in(format, FORMATS):
+        raise ValueError
+    return Float8Values(
+        check_text(format),
+        finite_or_nan(amax),
+        positive_or_error(scale),
+        share_or_nan(saturated),
+        share_or_nan(flushed),
+        check_count(saturated_steps),
+    )
 
 
 def share_or_nan(value: object) -> float:

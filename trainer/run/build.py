@@ -229,7 +229,7 @@ def make_loop(
     if strategies.capabilities(strategy).asynchronous:
         remote = RemoteSteps(step, strategy, state.halted, stop, state.outcomes)
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
-    pending = Pending(plan.recorded)
+    pending = Pending(plan.recorded, len(plan.float8))
     loop = functools.partial(
         run_steps,
         step,

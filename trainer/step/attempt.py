@@ -151,7 +151,7 @@ def attempt_until_applied(
         help, the attempt's scale state is the state after a single overflow.
     """
     nothing = tf.nest.map_structure(
-        lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(plan.recorded)
+        lambda spec: tf.zeros(spec.shape, spec.dtype), outcome_spec(plan.recorded, len(plan.float8))
     )
     start = Attempt(nothing, scale_state.loss_scale, scale_state, scale_state, tf.constant(True))
 

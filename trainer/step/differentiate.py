@@ -7,6 +7,7 @@ gradient tape and custom gradient inside the model finds the variables that it l
 """
 
 import contextlib
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -15,6 +16,14 @@ from trainer.base.keras_private import differentiable_moments
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.float8 import called_once
+from trainer.step.float8_counts import (
+    Counts,
+    counted_product,
+    counting,
+    gathered_counts,
+    own_probes,
+    probes_of,
+)
 from trainer.step.forward import forward, recomputing, written_by
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.gradients import count_nonfinite
@@ -40,14 +49,11 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     """
     share, size = inputs.share, inputs.global_batch
     weights = [tensorflow_variable(variable) for variable in plan.model.trainable_variables]
+    probes = probes_of(plan.float8)
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
         # A layer may have been created frozen, so watch its weights explicitly.
-        tape.watch([*weights, *weights_among(inputs.values, len(weights))])
-        with (
-            fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm),
-            called_once(plan.model),
-            gathers(inputs, plan),
-        ):
+        tape.watch([*weights, *weights_among(inputs.values, len(weights)), *probes])
+        with layers_prepared(plan, probes), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
         warn_of_losses_per_example(plan.model, passed.added, share.weights)
         means = {
@@ -62,14 +68,18 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     # A weight that the forward pass assigned is differentiated at its new value, as Keras does.
     sources = [passed.after.get(str(at), variable) for at, variable in enumerate(weights)]
     found: dict[int, Gradient] = {}
+    counts: Counts = {}
     for objective in plan.objectives:
         wanted = [sources[position] for position in objective.positions]
+        watched = own_probes(objective.positions, plan.float8, probes)
         with recomputing(passed, inputs.values, inputs.keys, plan):
-            each = tape.gradient(scaled[objective.name], wanted)
+            each, counted = tape.gradient(scaled[objective.name], (wanted, watched))
         check_some_gradient(each)
         found |= dict(zip(objective.positions, each, strict=True))
+        counts |= counted
     gradients, replaced = split_replaced(found, plan)
-    contribution = Contribution(gradients, tf.add_n(distinct(losses.values())), regularization_loss)
+    loss, casts = tf.add_n(distinct(losses.values())), gathered_counts(counts, share, plan.float8)
+    contribution = Contribution(gradients, loss, regularization_loss, casts)
     seen = list(passed.losses.values())
     if not plan.global_loss:
         seen = [mask_weightless(loss, share) for loss in seen]
@@ -91,6 +101,23 @@ def gathers(inputs: PassInputs, plan: MicrobatchPlan) -> contextlib.AbstractCont
         global_loss=plan.global_loss,
         num_microbatches=plan.num_microbatches,
     )
+
+
+@contextlib.contextmanager
+def layers_prepared(plan: MicrobatchPlan, probes: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Context manager for a forward pass: fuses BatchNormalization; float8 layers run once.
+
+    Args:
+        plan: the constants of the pass.
+        probes: a probe for each of `plan.float8`, with which its layer counts.
+    """
+    scales = [id(plan.held_back[int(each.scale)]) for each in plan.float8]
+    with (
+        fused_batch_norm(plan.model, wanted=plan.fuse_batch_norm),
+        counting(dict(zip(scales, probes, strict=True))),
+        called_once(plan.model, counted_product),
+    ):
+        yield
 
 
 def part_of_loss(losses: tf.Tensor, inputs: PassInputs, plan: MicrobatchPlan) -> tf.Tensor:

@@ -3,10 +3,9 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -30,17 +29,24 @@ MULTIPLE = 16
 
 CALL = "quantized_call"  # what Keras runs in place of a quantized layer's `call`
 
-# Calls by a layer's path and the thread: each replica's pass is traced in a thread of its own.
-Calls = collections.Counter[tuple[str, int]]
+# Calls by the id of a layer, since two may have one path, and of the thread: each replica's pass is
+# traced in a thread of its own.
+Calls = collections.Counter[tuple[int, int]]
+
+# A float8 layer and its `quantized_call` -> what to call in its place.
+Product: TypeAlias = Callable[[keras.Layer, Callable[..., tf.Tensor]], Callable[..., tf.Tensor]]
 
 
 class Float8Tensor(NamedTuple):
     """A tensor of a layer that is cast to float8 in each pass, and the rule of its scale."""
 
-    name: str  # the layer's path and the tensor's name, such as "model/dense/inputs"
+    # The layer's path and the tensor's name, such as "model/dense/inputs". Of layers with the same
+    # path, the second is "model/dense (2)", and so on.
+    name: str
     scale: str  # position of its scale among the variables that the model reads or assigns
     history: str  # position of its history of largest magnitudes
-    rule: DelayedScaling
+    rule: DelayedScaling | None  # None: Keras's own, which the layer follows by itself
+    form: str  # the name of its format
 
 
 def convert_to_float8(
@@ -225,50 +231,61 @@ def is_float8(layer: keras.Layer) -> bool:
     return bool(layer.quantization_mode == "float8")
 
 
-def float8_layers(model: Model) -> Iterator[keras.Layer]:
-    """Yields the layers that `convert_to_float8` has converted."""
-    if isinstance(model, keras.Model):
-        for layer in all_layers(model):
-            if is_float8(layer) and hasattr(layer, "float8_rule"):
-                yield layer
+def check_float8_layers(model: Model, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError if float8 layers, converted by us or by Keras, cannot be trained right."""
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = [layer for layer in layers if is_float8(layer)]
+    trained = [layer.path for layer in layers if layer.trainable]
+    if trained and strategies.capabilities(strategy).asynchronous:
+        raise ValueError(
+            f"`model` must have no float8 layers with a parameter server; got {trained[0]!r}. The "
+            "scales follow the largest magnitude over all workers in a step, and its workers take "
+            "no steps together. Leave out quantize(), or use another strategy."
+        )
+    adapted = [layer.path for layer in layers if layer.lora_enabled]
+    if adapted:
+        raise ValueError(
+            f"`model` must have no adapters (LoRA) in its float8 layers; got {adapted[0]!r}. "
+            "Keras's float8 products have no place for them. Call enable_lora() before the model "
+            "is converted: the layer then stays in bfloat16."
+        )
 
 
 @contextlib.contextmanager
-def called_once(model: Model) -> Iterator[None]:
+def called_once(model: Model, product: Product) -> Iterator[None]:
     """Context manager for a forward pass: raises ValueError if a float8 layer runs more than once.
 
     Each call of such a layer finds new values for its scales, and a tape adds what several calls
     have found for a variable, as it must with gradients. The sum of two scales is no scale.
+
+    Args:
+        model: the model.
+        product: (layer, its `quantized_call`) -> what to call instead, asked in each call.
     """
     calls: Calls = collections.Counter()
     outside = tf.compat.v1.get_default_graph()
     layers = [each for each in trained_float8_layers(model) if CALL not in vars(each)]
 
     def counted(layer: keras.Layer) -> Callable[..., tf.Tensor]:
-        return functools.partial(counted_call, layer, getattr(layer, CALL), calls, outside)
+        call = getattr(layer, CALL)
+
+        def run(*args: Any, **kwargs: Any) -> tf.Tensor:
+            # A call in the body of a loop counts twice.
+            calls[id(layer), threading.get_ident()] += 2 if in_loop(outside) else 1
+            return product(layer, call)(*args, **kwargs)
+
+        return run
 
     with replaced_calls(layers, counted, CALL):
         yield
-    if repeated := [path for (path, _), count in calls.items() if count > 1]:
+    repeated = [layer.path for layer in layers if calls[id(layer), threading.get_ident()] > 1]
+    if repeated:
         raise ValueError(
             f"`model` must call each float8 layer once in a pass; got {repeated[0]!r}, which is "
             "called again or in a loop. Each call finds a new scale, and TensorFlow would add "
             "them. Call the model once, with all inputs in one batch, or leave this layer in "
             "bfloat16: convert_to_float8(model, layers=lambda layer: ...)."
         )
-
-
-def counted_call(
-    layer: keras.Layer,
-    call: Callable[..., tf.Tensor],
-    calls: Calls,
-    outside: tf.Graph,
-    *args: object,
-    **kwargs: object,
-) -> tf.Tensor:
-    """Calls a layer and counts it; a call in the body of a loop counts twice."""
-    calls[layer.path, threading.get_ident()] += 2 if in_loop(outside) else 1
-    return call(*args, **kwargs)
 
 
 def in_loop(outside: tf.Graph) -> bool:
@@ -292,19 +309,24 @@ def trained_float8_layers(model: Model) -> list[keras.Layer]:
 
 
 def float8_tensors(model: Model) -> tuple[Float8Tensor, ...]:
-    """Returns the float8 tensors of a model whose scales a rule of ours moves.
+    """Returns the float8 tensors of a model's layers that are trained, converted by us or by Keras.
 
     Frozen layers have none: no new values are found for their scales.
     """
     positions = {id(one): str(at) for at, one in enumerate(model.trainable_variables)}
     found = []
-    for layer in float8_layers(model):
+    paths: collections.Counter[str] = collections.Counter()
+    for layer in trained_float8_layers(model):
+        paths[layer.path] += 1
+        again = f" ({paths[layer.path]})" if paths[layer.path] > 1 else ""
+        path = f"{layer.path}{again}"
+        own = getattr(layer, "float8_rule", None)
         for name, form in FORMATS.items():
             scale = positions.get(id(getattr(layer, f"{name}_scale")))
             history = positions.get(id(getattr(layer, f"{name}_amax_history")))
             if scale is not None and history is not None:
-                rule = dataclasses.replace(layer.float8_rule, dtype=form)
-                found.append(Float8Tensor(f"{layer.path}/{name}", scale, history, rule))
+                rule = own and dataclasses.replace(own, dtype=form)
+                found.append(Float8Tensor(f"{path}/{name}", scale, history, rule, form))
     return tuple(found)
 
 
@@ -319,7 +341,7 @@ def with_own_scales(written: Values, before: Values, tensors: Sequence[Float8Ten
     """
     moved = dict(written)
     for each in tensors:
-        if each.history in written:
+        if each.rule is not None and each.history in written:
             state = DelayedScalingState(before[each.scale], before[each.history])
             after = each.rule.advance(state, written[each.history][0])
             moved |= {each.scale: after.scale, each.history: after.history}

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 import strategies
+from trainer.step.float8 import Float8Tensor
 from trainer.step.objective import Objective
 from trainer.step.types import Aux, Gradient, Model, ScaleState, Values
 
@@ -39,6 +40,8 @@ class Contribution(NamedTuple):
     gradients: list[Gradient]  # gradients of the scaled losses; at least float32
     loss: tf.Tensor  # shape=(), float32: this part of the global weighted mean, unscaled
     regularization_loss: tf.Tensor  # shape=(), float32: this part of `model.losses`, unscaled
+    # shape=(tensors, 3), float32: see `float8_counts.gathered_counts`; () if nothing is counted
+    float8_counts: tf.Tensor | tuple[()] = ()
 
 
 class NonfiniteFlags(NamedTuple):
@@ -80,6 +83,7 @@ class MicrobatchPlan:
     # Whether a loss is one number, a function of the whole global batch: see `gather`.
     global_loss: bool = False
     num_microbatches: int = 1  # number of parts that each replica's share is cut into
+    float8: tuple[Float8Tensor, ...] = ()  # float8 tensors whose casts to count
 
 
 class Differentiate(Protocol):

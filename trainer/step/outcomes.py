@@ -12,6 +12,9 @@ from trainer.step.types import ScaleState
 
 Tree = TypeVar("Tree")
 
+# Fields of an outcome about parts of the model, of which a group reaches its own only.
+BY_PART = "underflow", "float8_amax", "float8_scale", "float8_saturated", "float8_flushed"
+
 
 def diagnosed(
     result: ReplicaResult, group: UpdateGroup, scale_state: ScaleState, plan: StepPlan
@@ -46,7 +49,8 @@ def combined(first: Outcome, later: Outcome, *, repeated: bool = False) -> Outco
         gradient_norm=tf.sqrt(first.gradient_norm**2 + later.gradient_norm**2),
         max_magnitude=magnitude,
         magnitude_counts=first.magnitude_counts + later.magnitude_counts,
-        underflow=first.underflow + later.underflow,  # 0 for variables of other groups
+        # 0 for the variables and tensors of other groups.
+        **{name: getattr(first, name) + getattr(later, name) for name in BY_PART},
     )
 
 

@@ -15,7 +15,7 @@ from trainer.base.keras_private import computing_in_float32, keep_rate_tracked
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
-from trainer.step.float8 import Float8Tensor, float8_tensors
+from trainer.step.float8 import Float8Tensor, check_float8_layers, float8_tensors
 from trainer.step.gather_checks import (
     Inlined,
     check_gathers,
@@ -94,7 +94,7 @@ class StepPlan:
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
     loss_reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
-    float8: tuple[Float8Tensor, ...] = ()  # float8 tensors whose scales a rule of ours moves
+    float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
 
     @property
     def single_pass(self) -> bool:
@@ -251,6 +251,7 @@ def plan_step(
     check_loss_reduction(loss_reduction, num_microbatches)
     check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
+    check_float8_layers(model, strategy)
     check_model_compiles(model, jit_compile)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     check_updates_per_step(updates_per_step, optimizer, alternate=alternate)
@@ -377,6 +378,7 @@ def microbatch_plan(
         fuse_batch_norm=fuse,
         global_loss=plan.global_loss,
         num_microbatches=plan.num_microbatches,
+        float8=plan.float8 if plan.record_gradients else (),
     )
 
 

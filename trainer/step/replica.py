@@ -15,6 +15,7 @@ from trainer.step.accumulate import accumulate, microbatch_inputs, real_aux, rea
 from trainer.step.clip import clip
 from trainer.step.diagnose import Evidence, count_by_variable, no_finding
 from trainer.step.float8 import with_own_scales
+from trainer.step.float8_counts import measure_float8
 from trainer.step.held_back import read_values
 from trainer.step.judge import judge, stay_finite
 from trainer.step.measure import global_norm, measure
@@ -76,6 +77,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         grads_finite=verdict.grads_finite,
         **no_finding()._asdict(),
         **measured._asdict(),
+        **measure_float8(reduced, before, plan.float8)._asdict(),
     )
     return ReplicaResult(
         outcome=outcome,

@@ -30,6 +30,12 @@ class Outcome(NamedTuple):
     # as in `scaling.GradientStats`; shape (0,) if they were not counted
     underflow: tf.Tensor  # shape=(trainable_variables,), float32: fraction of each gradient that
     # underflows in float16: see `scaling.GradientStats.underflow`; shape (0,) if not counted
+    # The next four are of the tensors in `StepPlan.float8`; 0 for those that no update has reached.
+    float8_amax: tf.Tensor  # shape=(tensors,), float32: largest magnitude, before the cast
+    float8_scale: tf.Tensor  # shape=(tensors,), float32: the scale that this step used
+    float8_saturated: tf.Tensor  # shape=(tensors,), float32: fraction of the numbers that were too
+    # large for the format at that scale; NaN if unknown; shape (0,) if not counted
+    float8_flushed: tf.Tensor  # the same for numbers other than 0 that became 0
 
 
 class StepReport(NamedTuple):
@@ -59,6 +65,10 @@ class StepReport(NamedTuple):
     max_magnitude: tf.Tensor
     magnitude_counts: tf.Tensor
     underflow: tf.Tensor
+    float8_amax: tf.Tensor
+    float8_scale: tf.Tensor
+    float8_saturated: tf.Tensor
+    float8_flushed: tf.Tensor
 
     @property
     @deprecated(
@@ -70,12 +80,15 @@ class StepReport(NamedTuple):
         return self.consecutive_skips
 
 
-def outcome_spec(recorded: int = 0) -> Outcome:
+def outcome_spec(recorded: int = 0, float8: int = 0) -> Outcome:
     """Returns an `Outcome` with the `tf.TensorSpec` of each field.
 
     Args:
         recorded: number of variables whose gradients' magnitudes are counted; 0 if they are not.
+        float8: number of float8 tensors.
     """
+    tensors = tf.TensorSpec([float8], tf.float32)
+    counted = tf.TensorSpec([float8 if recorded else 0], tf.float32)
     counts = COUNTS if recorded else 0
     number, integer = tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int32)
     return Outcome(
@@ -91,10 +104,14 @@ def outcome_spec(recorded: int = 0) -> Outcome:
         max_magnitude=number,
         magnitude_counts=tf.TensorSpec([counts], tf.float32),
         underflow=tf.TensorSpec([recorded], tf.float32),
+        float8_amax=tensors,
+        float8_scale=tensors,
+        float8_saturated=counted,
+        float8_flushed=counted,
     )
 
 
-def report_spec(recorded: int = 0) -> StepReport:
+def report_spec(recorded: int = 0, float8: int = 0) -> StepReport:
     """Returns a `StepReport` with the `tf.TensorSpec` of each field; see `outcome_spec`."""
     count = tf.TensorSpec([], tf.int64)
     return StepReport(
@@ -106,7 +123,7 @@ def report_spec(recorded: int = 0) -> StepReport:
         examples=count,
         weight=tf.TensorSpec([], tf.float32),
         data_wait_secs=tf.TensorSpec([], tf.float32),
-        **outcome_spec(recorded)._asdict(),
+        **outcome_spec(recorded, float8)._asdict(),
     )
 
 

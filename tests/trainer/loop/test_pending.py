@@ -15,10 +15,10 @@ from trainer.loop.pending import FIRST_ROWS, HELD, packed, unpacked
 from trainer.step.report import StepReport, report_spec
 
 
-@given(data=st.data(), recorded=st.sampled_from([0, 1, 3]))
-def test_reports_keep_their_bits(data, recorded):
+@given(data=st.data(), recorded=st.sampled_from([0, 1, 3]), float8=st.sampled_from([0, 2]))
+def test_reports_keep_their_bits(data, recorded, float8):
     """Whatever a report holds, NaN with any payload included, is read as it was written."""
-    specs = report_spec(recorded)
+    specs = report_spec(recorded, float8)
     bits = {
         name: data.draw(
             arrays.arrays(

@@ -13,8 +13,16 @@ import scaling
 import strategies
 from scaling.float8 import DelayedScaling
 from trainer import Trainer, convert_to_float8
+from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.step import TrainState, attempt_step
-from trainer.step.float8 import ensure_float8, float8_tensors, product_sizes
+from trainer.step.float8 import (
+    FORMATS,
+    check_float8_layers,
+    ensure_float8,
+    float8_tensors,
+    product_sizes,
+    with_own_scales,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept:DeprecationWarning"
@@ -162,7 +170,42 @@ def test_other_tensors_are_moved_by_keras():
     """Layers that the user has quantized with Keras keep Keras's rule."""
     model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16)])
     model.layers[0].quantize("float8")
-    assert float8_tensors(model) == ()
+    found = float8_tensors(model)
+    assert [(each.rule, each.form) for each in found] == [(None, form) for form in FORMATS.values()]
+    written, before = {"2": tf.constant([3.0])}, {}
+    assert with_own_scales(written, before, found) == written
+
+
+def test_layers_may_have_the_same_path():
+    """Two layers of one path are two layers: each is called once, and its tensors have own names."""
+    model = Two()
+    names = [each.name for each in float8_tensors(model)]
+    assert names[::3] == ["stack/dense/inputs", "stack/dense (2)/inputs"]
+    plan = plan_of(model, squared_error(model))
+    run = TrainState(plan.rule)
+    step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
+    assert bool(step(tf.constant(ROWS)).grads_finite)
+
+
+class Two(keras.Model):
+    """Two models with the same names, one after the other."""
+
+    def __init__(self):
+        """Builds and converts them."""
+        super().__init__()
+        self.parts = []
+        for _ in range(2):
+            layer = keras.layers.Dense(16, name="dense")
+            part = keras.Sequential([keras.Input([16]), layer], name="stack")
+            convert_to_float8(part, lambda _: True)
+            self.parts.append(part)
+        self.built = True
+
+    def call(self, inputs, training=False):
+        """The outputs of the second."""
+        for part in self.parts:
+            inputs = part(inputs, training=training)
+        return inputs
 
 
 def test_large_and_inner_layers_are_converted():
@@ -248,6 +291,65 @@ def test_a_trainer_in_float8(tmp_path):
     np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
 
 
+@pytest.mark.parametrize("frequency", [None, 2])
+def test_scales_have_no_moving_average(frequency):
+    """Weights are evaluated at their averages, scales as they are; Keras alone fails at the scales."""
+    optimizer = keras.optimizers.SGD(0.01, ema_overwrite_frequency=frequency, use_ema=True)
+    trainer = Trainer(
+        model=stack,
+        optimizer=lambda: optimizer,
+        loss_fn="mse",
+        precision="mixed_float8",
+        seed=1,
+        verbose=False,
+        jit_compile=False,
+    )
+    trainer.train((ROWS, ROWS), steps=4, global_batch=8)
+    layer = trainer.model.layers[0]
+    kernel, scale = layer.kernel.numpy(), float(layer.kernel_scale)
+    average = optimizer.variables[2].numpy()
+    assert optimizer.variables[2].shape == kernel.shape
+    with evaluated_weights(trainer._parts.plan, averaged=True):
+        np.testing.assert_array_equal(layer.kernel.numpy(), average)
+        assert float(layer.kernel_scale) == scale < 1.0
+    np.testing.assert_array_equal(layer.kernel.numpy(), kernel)
+    assert np.array_equal(kernel, average) == (frequency == 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
+    """From bfloat16 into float8 and back: the weights are the other run's, scales begin anew."""
+
+    def trainer(precision, **settings):
+        def model():
+            layers = [keras.layers.Dense(16, name=f"dense_{at}") for at in range(3)]
+            return keras.Sequential([keras.Input([16]), *layers], name="model")
+
+        return Trainer(
+            model=model,
+            optimizer="sgd",
+            loss_fn="mse",
+            precision=precision,
+            verbose=False,
+            jit_compile=False,
+            **settings,
+        )
+
+    data, precisions = (ROWS, ROWS), ["mixed_bfloat16", "mixed_float8"]
+    first, second = reversed(precisions) if backwards else precisions
+    before = trainer(first, model_dir=tmp_path)
+    before.train(data, steps=1, global_batch=8)
+    with pytest.raises(ValueError, match="inputs_scale"):
+        trainer(second, init_from=tmp_path).evaluate(data, global_batch=8)
+    skip = (r"_scale$", r"_amax_history$")
+    after = trainer(second, init_from=tmp_path, init_from_skip=skip)
+    after.evaluate(data, global_batch=8)
+    assert after.model.layers[1].quantization_mode == (None if backwards else "float8")
+    for old, new in zip(before.model.layers, after.model.layers, strict=True):
+        np.testing.assert_array_equal(old.kernel.numpy(), new.kernel.numpy())
+
+
 def test_the_rule_is_part_of_the_run(tmp_path):
     """A run that is resumed with another float8 rule is refused: its scales mean something else."""
 
@@ -328,12 +430,41 @@ def test_a_parameter_server_is_refused(monkeypatch):
         "_DefaultDistributionStrategy. The scales follow the largest magnitude over all workers in a "
         'step, and its workers take no steps together. Pass precision="mixed_bfloat16".'
     )
+    model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16, name="one")], name="plain")
+    model.quantize("float8")
+    with pytest.raises(ValueError, match="parameter server") as caught:
+        check_float8_layers(model, tf.distribute.get_strategy())
+    assert str(caught.value) == (
+        "`model` must have no float8 layers with a parameter server; got 'plain/one'. The scales "
+        "follow the largest magnitude over all workers in a step, and its workers take no steps "
+        "together. Leave out quantize(), or use another strategy."
+    )
+    model.trainable = False
+    check_float8_layers(model, tf.distribute.get_strategy())
 
 
 def test_a_model_without_variables_is_refused():
     """Scales belong to layers whose sizes are known."""
     with pytest.raises(ValueError, match="Call the model once, or begin it with"):
         convert_to_float8(keras.Sequential([keras.layers.Dense(16)], name="unbuilt"))
+
+
+def test_adapters_are_refused_or_leave_a_layer_in_bfloat16():
+    """Keras's float8 products have no place for LoRA: a layer has the one or the other."""
+    model = stack()
+    model.layers[1].enable_lora(2)
+    with pytest.raises(ValueError, match="adapters") as caught:
+        plan_of(model)
+    assert str(caught.value) == (
+        "`model` must have no adapters (LoRA) in its float8 layers; got 'stack/dense_1'. Keras's "
+        "float8 products have no place for them. Call enable_lora() before the model is converted: "
+        "the layer then stays in bfloat16."
+    )
+    layers = [keras.layers.Dense(16, name="adapted"), keras.layers.Dense(16, name="plain")]
+    model = keras.Sequential([keras.Input([16]), *layers])
+    layers[0].enable_lora(2)
+    assert len(convert_to_float8(model, lambda _: True)) == 1
+    assert plan_of(model).float8
 
 
 def scanned(layer):

@@ -75,10 +75,13 @@ def test_outcomes_of_groups_are_combined():
         underflow=[0.0, 0.25],
         cause=int(Cause.BACKWARD),
     )
+    first = first._replace(float8_amax=tf.constant([448.0, 0.0]))
+    later = later._replace(float8_amax=tf.constant([0.0, 7.0]))
     found = combined(first._replace(grads_finite=tf.constant(value=True)), later)
 
     assert [float(found.loss), float(found.gradient_norm), float(found.max_magnitude)] == [3, 5, 8]
     assert found.underflow.numpy().tolist() == [0.5, 0.25]
+    assert found.float8_amax.numpy().tolist() == [448.0, 7.0]
     assert (bool(found.grads_finite), int(found.cause)) == (False, int(Cause.BACKWARD))
 
 

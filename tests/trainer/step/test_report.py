@@ -76,14 +76,16 @@ def test_describe_skip(report, expected):
 def test_a_report_ends_with_the_fields_of_an_outcome():
     """An outcome fills the last fields of a report, in the same order."""
     assert StepReport._fields[-len(Outcome._fields) :] == Outcome._fields
-    assert report_spec(3)[-len(Outcome._fields) :] == outcome_spec(3)
+    assert report_spec(3, 2)[-len(Outcome._fields) :] == outcome_spec(3, 2)
 
 
 @pytest.mark.parametrize("recorded", [0, 3])
 def test_recorded_fields_have_rows_only_if_asked_for(recorded):
     """Magnitudes are counted for every variable, or the fields are empty."""
-    spec = outcome_spec(recorded)
+    spec = outcome_spec(recorded, float8=2)
 
+    assert spec.float8_amax.shape == spec.float8_scale.shape == [2]
+    assert spec.float8_saturated.shape == spec.float8_flushed.shape == [2 if recorded else 0]
     assert spec.underflow.shape == [recorded]
     assert (spec.magnitude_counts.shape[0] > 0) == bool(recorded)
     assert all(tf.TensorShape([]) == field.shape for field in spec[:10])
