@@ -57,14 +57,14 @@ def draw_ranges(run: Run) -> Picture | None:
     shown = most_saturated(grid, lines)
     kinds = list(dict.fromkeys(kind for row in shown.values() for kind in row))[:MAX_KINDS]
     figure, panels = make_grid(len(shown), len(kinds))
-    for axes, (layer, row) in zip(panels, shown.items(), strict=True):
-        for place, kind in enumerate(kinds):
+    for own, (layer, row) in zip(panels, shown.items(), strict=True):
+        for axes, kind in zip(own, kinds, strict=True):
             if kind in row:
-                draw_tensor(axes[place], row[kind], lines)
+                draw_tensor(axes, row[kind], lines)
             else:
-                axes[place].set_visible(False)
-        axes[0].set_visible(True)
-        add_title(axes[0], layer)
+                axes.set_visible(False)
+        own[0].set_visible(True)  # it has the title
+        add_title(own[0], layer)
     for axes in itertools.chain.from_iterable(panels):
         style_panel(axes, run, is_last=axes in panels[-1])
     add_headings(figure, panels[0], kinds)

@@ -108,14 +108,13 @@ def counted_outputs(
         probes: the probes of its inputs, its kernel and the gradient of its outputs.
     """
 
-    @tf.custom_gradient
     def identity(outputs: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, Callable[..., object]]:
         def gradients(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return upstream, *forward, counts_of_cast(upstream, layer, "outputs_grad")
 
         return tf.identity(outputs), gradients
 
-    counted: tf.Tensor = identity(outputs, *probes)
+    counted: tf.Tensor = tf.custom_gradient(identity)(outputs, *probes)
     return counted
 
 

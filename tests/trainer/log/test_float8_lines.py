@@ -89,7 +89,9 @@ def test_what_saturates_is_not_finite_after_a_plain_cast(amax, exponent, name):
     assert found.tolist() == [not np.isfinite(plain)]
 
 
-@pytest.mark.parametrize("record_gradients", [False, True])
+@pytest.mark.parametrize(
+    "record_gradients", [pytest.param(False, marks=pytest.mark.thorough), True]
+)
 def test_a_run_writes_a_line_at_each_interval(tmp_path, record_gradients):
     """Magnitudes and scales are always there, shares with `record_gradients`; a skip leaves no trace."""
 

@@ -176,6 +176,7 @@ def test_other_tensors_are_moved_by_keras():
     assert with_own_scales(written, before, found) == written
 
 
+@pytest.mark.thorough
 def test_layers_may_have_the_same_path():
     """Two layers of one path are two layers: each is called once, and its tensors have own names."""
     model = Two()
@@ -291,7 +292,7 @@ def test_a_trainer_in_float8(tmp_path):
     np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
 
 
-@pytest.mark.parametrize("frequency", [None, 2])
+@pytest.mark.parametrize("frequency", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_scales_have_no_moving_average(frequency):
     """Weights are evaluated at their averages, scales as they are; Keras alone fails at the scales."""
     optimizer = keras.optimizers.SGD(0.01, ema_overwrite_frequency=frequency, use_ema=True)
