@@ -103,6 +103,11 @@ def sound():
     return [*written_run.lines(SHORT), FLOAT8_LINE]
 
 
+def float8(*names):
+    """Returns what a line says about float8 tensors of these names."""
+    return {name: dict(FLOAT8) for name in names}
+
+
 def sound_bytes():
     """Returns them as the file's bytes."""
     return text_of(sound()).encode()
