@@ -413,6 +413,7 @@ def run_mode(
             "of its methods. Pass the trainer that make_trainer returned."
         )
     check_eval_mode(test_data, flag_values)
+    check_in_use(flag_values)
     batch_size = flag_values.global_batch if needs_batch_size(train_data) else None
     finds: dict[str, Callable[[], object]] = {
         "dry_run": lambda: trainer.dry_run(
@@ -491,6 +492,22 @@ def check_eval_mode(test_data: Any, flag_values: flags.FlagValues) -> None:
             "The model would be evaluated untrained. Check the path, or leave out --model_dir to "
             "evaluate a model that is trained already."
         )
+
+
+def check_in_use(flag_values: flags.FlagValues) -> None:
+    """Raises ValueError for a flag that has no effect without another one."""
+    needs = {
+        "overflow": ("--mode=replay", flag_values.mode == "replay"),
+        "timeout_secs": ("--continuous", flag_values.continuous),
+        "max_recoveries": ("--loss_above", flag_values.loss_above is not None),
+    }
+    for name, (other, given) in needs.items():
+        flag = flag_values[name]
+        if not given and flag.value != flag.default:  # flags.cfg also holds default values
+            raise ValueError(
+                f"`--{name}` must be left out without {other}; got {shown(flag.value)}. It would "
+                f"have no effect. Pass {other} as well."
+            )
 
 
 def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import with_keras_mask
 from trainer.config.class_weights import check_class_weight, class_factors
+from trainer.config.default_batch import check_inputs, check_real, misfit, unpack
 from trainer.config.elsewhere import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
 from trainer.config.label_ranges import label_ranges
@@ -16,6 +17,7 @@ from trainer.config.loss_fn import (
     example_losses,
     example_weights,
     global_loss,
+    is_keras_function,
     mask_of,
     weights_elements,
 )
@@ -64,6 +66,8 @@ class Task:
 
     # Another trainer that a trainer holds is a run of its own: `step.reach` does not enter it.
     ends_reach = True
+    # The user's argument whose batches are being read, for errors.
+    data_argument = "train_data"
 
     @property
     def model(self) -> Model:
@@ -161,7 +165,10 @@ class Task:
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
-        x, y, sample_weight = _unpack(batch)
+        x, y, sample_weight = unpack(batch, self.data_argument)
+        if isinstance(self._loss_fn, keras.losses.Loss) or is_keras_function(self._loss_fn):
+            check_real("labels", y, self.data_argument)
+        check_real("weights", sample_weight, self.data_argument)
         outputs = self._call_model(x, training)
         check_mask_is_known(self.model, outputs)
         if self.loss_reduction == "global":
@@ -233,7 +240,7 @@ class Task:
         weights = None
         given = isinstance(batch, tuple) and len(batch) in (2, 3)
         if self._loss_fn is not None and given and self.loss_reduction == "mean":
-            x, y, sample_weight = _unpack(batch)
+            x, y, sample_weight = unpack(batch, self.data_argument)
             mask = mask_of_outputs(self.model, x)
             weights = example_weights(self._loss_fn, y, sample_weight, mask)
         return ones(batch) if weights is None else weights
@@ -242,7 +249,7 @@ class Task:
         """Returns the ranges of a batch's labels, if `loss_fn` is a cross-entropy of Keras."""
         if self._loss_fn is None or not isinstance(batch, tuple) or len(batch) not in (2, 3):
             return []
-        x, y, _ = _unpack(batch)
+        x, y, _ = unpack(batch, self.data_argument)
         return label_ranges(self._loss_fn, y, lambda: self._output_spec(x))
 
     def _output_spec(self, x: Batch) -> Any:
@@ -282,7 +289,7 @@ class Task:
                 "updated. Override update_metrics(batch, aux), or leave the metrics out."
             )
         if self.metrics:
-            x, y, sample_weight = _unpack(batch)
+            x, y, sample_weight = unpack(batch, self.data_argument)
             if isinstance(self._loss_fn, OutputLosses) and not callable(self._given_metrics):
                 entries = entries_by_name(
                     self._given_metrics,
@@ -357,9 +364,15 @@ class Task:
         return self._call_model(batch[0] if isinstance(batch, tuple) else batch, training=False)
 
     def _call_model(self, x: Batch, training: bool) -> Aux:
-        if isinstance(self.model, keras.Model):
-            return call_user(self.model, x, training=training)
-        return call_user(self.model, x)
+        check_inputs(self.model, x, self.data_argument)
+        named = {"training": training} if isinstance(self.model, keras.Model) else {}
+        try:
+            return call_user(self.model, x, **named)
+        except Exception as error:
+            found = misfit(error, x, self.data_argument)
+            if found is error:
+                raise
+            raise found from error
 
 
 def check_given(name: str, value: object, kinds: Any, what: str) -> None:
@@ -370,20 +383,6 @@ def check_given(name: str, value: object, kinds: Any, what: str) -> None:
             f"cannot use a value of this type. Pass {what} or a function, or override "
             f"{OVERRIDES[name]} in a subclass."
         )
-
-
-def _unpack(batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
-    """Returns (x, y, sample_weight); raises ValueError if the batch has a different form."""
-    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
-        found = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
-        if isinstance(batch, tuple):
-            found = f"a tuple of {len(batch)}"
-        raise ValueError(
-            "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            f"got {found}. Otherwise inputs and labels cannot be told apart. Override "
-            "compute_loss(batch, training), or map the dataset to tuples."
-        )
-    return batch if len(batch) == 3 else (*batch, None)
 
 
 def _missing(argument: str, method: str) -> ValueError:

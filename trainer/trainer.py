@@ -5,7 +5,7 @@ import functools
 import pathlib
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,6 @@ from absl import logging
 
 import strategies
 from trainer.base.argument_checks import (
-    check_count,
     check_keep_count,
     check_no_unknown_arguments,
     check_path,
@@ -102,7 +101,7 @@ from trainer.run.compile_autotune import (
     tracing,
 )
 from trainer.run.description import describe_trainer
-from trainer.run.dry_run import DryRun, Overfit, dry_run, overfit
+from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
 from trainer.run.follow import calls_of
 from trainer.run.leaving import Leaving
 from trainer.run.online_loop import OnlineLoop, check_online
@@ -570,8 +569,9 @@ class Trainer(Task):
             data, target = self._read_train_data(train_data, steps, epochs, global_batch, known)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
+            self.data_argument = "train_data"
             self._start(data.first)
-            evaluate = self._evaluation(evaluated)
+            evaluate = self._evaluation(evaluated, "eval_data")
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
             choice = self._settle_compile_mode(data, target, log, position)
@@ -617,6 +617,8 @@ class Trainer(Task):
         """
         check_one_batch(others)
         tensors = as_global_batch(batch)
+        if self._online is None:
+            self.data_argument = "batch"
         parts, loop = self._start(tensors), self._online
         if loop is None or loop.parts is not parts:
             loop = self._begin_online(tensors)
@@ -830,10 +832,13 @@ class Trainer(Task):
         check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
-        self._start(first_batch(found), training=False)
-        if self.model_dir and not self.totals.attempted:
-            logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
-        return self._evaluate(found, precision, averaged, stoppable=False) or {}
+        with self._reading("data"):
+            self._start(first_batch(found), training=False)
+            if self.model_dir and not self.totals.attempted:
+                logging.warning(
+                    "There is no checkpoint in %s: the model is untrained.", self.model_dir
+                )
+            return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
     def evaluate_continuously(
         self,
@@ -877,6 +882,7 @@ class Trainer(Task):
         )
         limit = "steps", steps
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
+        self.data_argument = "data"
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
             Leaving(signals)  # a blocked evaluation has nothing to save
@@ -884,7 +890,7 @@ class Trainer(Task):
                 self,
                 model_dir,
                 start=lambda: self._start(first_batch(found), training=False),
-                evaluation=lambda: self._evaluation(found),
+                evaluation=lambda: self._evaluation(found, "data"),
                 export=self._export_into,
             )
             evaluation = ContinuousEvaluation(model_dir, identity_of(found, steps), calls)
@@ -918,12 +924,13 @@ class Trainer(Task):
         check_no_unknown_arguments(unknown, Trainer.predict, DATA_ARGUMENTS, "predict")
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
-        self._start(
-            found.first,
-            lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
-            training=False,
-        )
-        with self._weights(averaged), reading_explained(found.reader):
+        with self._reading("data"):
+            self._start(
+                found.first,
+                lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
+                training=False,
+            )
+        with self._reading("data"), self._weights(averaged), reading_explained(found.reader):
             return self._parts.evaluator.predict(found.dataset, precision)
 
     def dry_run(
@@ -952,7 +959,8 @@ class Trainer(Task):
         check_one_process("dry_run", self.strategy)
         data = self._batches(train_data, global_batch)
         found = self._read_eval_data(eval_data, data, 1)
-        evaluate = functools.partial(self._evaluate, found, stoppable=False)
+        evaluate = functools.partial(self._evaluate, found, stoppable=False, argument="eval_data")
+        self.data_argument = "train_data"
         self._start(data.first)
         trace = tracing(iter(repeat_first_batch(data)))
         self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
@@ -978,8 +986,9 @@ class Trainer(Task):
             ValueError: with several workers or parameter servers.
         """
         check_one_process("overfit_one_batch", self.strategy)
-        check_count("steps", steps)
+        check_overfit_steps(steps)
         data = self._batches(train_data, global_batch)
+        self.data_argument = "train_data"
         self._start(data.first)
         trace = tracing(iter(repeat_first_batch(data)))
         self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
@@ -1045,14 +1054,16 @@ class Trainer(Task):
         """Returns the names of the results of an evaluation."""
         return list(result_names(found, ["loss", *self._parts.metrics.eval]))
 
-    def _evaluation(self, found: EvalData) -> Callable[[], Results | None] | None:
+    def _evaluation(self, found: EvalData, argument: str) -> Callable[[], Results | None] | None:
         """Returns a function that evaluates a run while it is trained; None without data.
 
         Raises:
             ValueError: if the evaluation has no result named `best_metric`.
         """
         self.checkpoint_config.check_results(self._result_names(found) if found else None)
-        return functools.partial(self._evaluate, found, stoppable=True) if found else None
+        if not found:
+            return None
+        return functools.partial(self._evaluate, found, stoppable=True, argument=argument)
 
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:
         """Reads the data to evaluate on during training, if any, in batches as large as those."""
@@ -1091,11 +1102,12 @@ class Trainer(Task):
         averaged: bool | None = None,
         *,
         stoppable: bool,
+        argument: str = "data",
     ) -> Results | None:
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
         self._evaluating = True
         try:
-            with self._lent as lent:
+            with self._reading(argument), self._lent as lent:
                 lent.enter_context(self._weights(averaged))
                 evaluate = self._parts.evaluator.evaluate
                 return evaluate_each(
@@ -1103,6 +1115,15 @@ class Trainer(Task):
                 )
         finally:
             self._evaluating = False
+
+    @contextlib.contextmanager
+    def _reading(self, argument: str) -> Iterator[None]:
+        """Context manager: errors about batches name this argument of the user's."""
+        before, self.data_argument = self.data_argument, argument
+        try:
+            yield
+        finally:
+            self.data_argument = before
 
     def put_weights_back(self) -> None:
         """Ends the use of averaged weights in an evaluation that is blocked, if there is one."""

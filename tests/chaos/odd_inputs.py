@@ -6,8 +6,11 @@ where that says too little; a new argument of type Any needs a line there.
 """
 
 import ast
+import atexit
 import collections
 import contextlib
+import functools
+import importlib.util
 import inspect
 import os
 import pathlib
@@ -25,8 +28,10 @@ import tensorflow as tf
 from chaos import odd_values
 from chaos.odd_ranges import fits, tensor_of
 from conformance import test_errors as errors
+from helpers import linear_model
 
 import scaling
+import trainer
 from strategies import registry
 
 SECONDS = 60  # for one call; most take less than one
@@ -126,7 +131,11 @@ CALLS["scaling.float8"] = {
 }
 CALLS["trainer"] = {
     "Action": "Action(print, 10)",
+    "AimTracker": "AimTracker()",
     "Divergence": "Divergence(loss_above=100.0)",
+    "MLflowTracker": "MLflowTracker()",
+    "WandbTracker": "WandbTracker()",
+    "find_batch_size": "find_batch_size(lambda parts: Trainer(), data, 4)",
     "Trainer": "Trainer()",
     "Trainer.all_gather": "started.all_gather(batch)",
     "Trainer.dry_run": "Trainer().dry_run(data, global_batch=4)",
@@ -138,6 +147,7 @@ CALLS["trainer"] = {
     "data, 2, global_batch=4)",
     "Trainer.own_rows": "started.own_rows(batch)",
     "Trainer.predict": "started.predict(batch, global_batch=4)",
+    "Trainer.replay": 'Trainer(precision="mixed_float16", loss_scale=2.0**24).replay(record)',
     "Trainer.train": "Trainer(check_gradients=False).train(data, 1, global_batch=4)",
     "Trainer.train_on_batch": "started.train_on_batch(data)",
     "convert_to_float8": "convert_to_float8(keras.Sequential([keras.Input([16]), "
@@ -146,18 +156,27 @@ CALLS["trainer"] = {
 CALLS["trainer.step"] = {
     "Clip": "Clip()",
     "TrainState": "TrainState(rule)",
+    "all_gather": "all_gather(batch)",
+    "attempt_step": "attempt_step(batch, plan, run)",
+    "own_rows": "own_rows(batch)",
     "plan_step": "plan_step()",
 }
-# Callables of these modules that are not tried: they train, take data, or need a service's package.
-LEFT_OUT = {
-    "trainer": r"Trainer\..*|find_batch_size|\w+Tracker",
-    "trainer.step": "attempt_step|own_rows|all_gather",
-}
+# Trackers can be made where the service's package is installed only.
+SERVICES = {"AimTracker": "aim", "MLflowTracker": "mlflow", "WandbTracker": "wandb"}
+MISSING = [name for name, package in SERVICES.items() if not importlib.util.find_spec(package)]
+# Arguments that are not tried: what becomes of a batch is up to the function in the plan.
+LEFT_OUT = {("attempt_step", "batch")}
 
 # Other arguments that a valid call needs when this one is given, or a call for this one alone.
 ALONGSIDE = {
     ("Action", "every_secs"): "Action(print, every_secs=60)",
-    ("Trainer.train", "epochs"): "Trainer().train(data, epochs=1, global_batch=4)",
+    # Runs that would be long: one that stops after its first loop, one that another has ended.
+    ("Trainer.train", "steps"): "Stopping(check_gradients=False).train(data, 1, global_batch=4)",
+    ("Trainer.train", "epochs"): "Stopping(check_gradients=False).train("
+    "data, epochs=1, global_batch=4)",
+    ("Trainer.evaluate_continuously", "timeout_secs"): '(Trainer(model_dir="runs/new", '
+    "check_gradients=False).train(data, 1, global_batch=4), "
+    'Trainer(model_dir="runs/new").evaluate_continuously(data, global_batch=4))',
     **{
         ("Trainer.train", name): "Trainer(check_gradients=False).train("
         "data, 1, global_batch=4, eval_data=data)"
@@ -214,10 +233,10 @@ def places(module):
     """All arguments of a module's public callables, but those that users do not pass."""
     exempt = errors.EXEMPT
     for name in errors.ARGUMENTS[module]:
-        if (name, "*") in exempt or re.fullmatch(LEFT_OUT.get(module, ""), name):
+        if (name, "*") in exempt or name in MISSING:
             continue
         for argument in signature(module, name).parameters:
-            if (name, argument) not in exempt:
+            if (name, argument) not in exempt and (name, argument) not in LEFT_OUT:
                 yield Place(module, name, argument)
 
 
@@ -246,9 +265,44 @@ def names(call):
     found = errors.names_in_examples()
     if any(name in call for name in errors.TENSORS):
         found |= errors.tensors_in_examples()
+    found["Stopping"] = functools.partial(
+        Stopping, model=linear_model, optimizer="sgd", loss_fn="mse", verbose=False
+    )
+    if "record" in call:
+        found["record"] = record()
     found["fixed_state"] = scaling.FixedLossScale(8.0).initial_state()
     found["measured"] = scaling.Verdict(tf.constant(True), max_magnitude=tf.constant(1.0))
     return found
+
+
+class Stopping(trainer.Trainer):
+    """Stops after its first loop, so that any number of steps can be asked for."""
+
+    def on_loop_begin(self, step):
+        """Asks for the end."""
+        del step
+        self.stop()
+
+
+@functools.cache
+def record():
+    """The record of a skipped step, which lasts as long as the process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    run = trainer.Trainer(
+        model=linear_model,
+        optimizer="sgd",
+        loss_fn="mse",
+        verbose=False,
+        precision="mixed_float16",
+        loss_scale=2.0**24,
+        model_dir=folder.name,
+        max_overflow_records=1,
+        check_gradients=False,
+    )
+    run.train((np.full([4, 1], 3.0), np.ones([4, 1])), 1, global_batch=4)
+    [found] = pathlib.Path(folder.name, "overflows").iterdir()
+    return str(found)
 
 
 class TooLongError(BaseException):

@@ -146,13 +146,40 @@ def is_list_of(kind):
     )
 
 
-def is_data(value):
-    """Arrays or tensors of numbers with as many examples each; or a dataset, which is read."""
+def is_examples(value, *, lists=False):
+    """An array or tensor of real numbers with a row for each example, for a model of one input."""
+    found = None if isinstance(value, list | np.ma.MaskedArray) and not lists else tensor_of(value)
+    return (
+        found is not None
+        and not isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices)
+        and (found.dtype.is_floating or found.dtype.is_integer or found.dtype.is_bool)
+        and bool(found.shape.rank)
+        and found.shape[0] > 0
+        and all(size == 1 for size in found.shape[1:])
+    )
+
+
+def is_pair(value, *, lists=False):
+    """Inputs, labels and perhaps weights, with as many examples each."""
+    return (
+        isinstance(value, tuple)
+        and len(value) in {2, 3}
+        and all(is_examples(each, lists=lists) for each in value)
+        and len({len(each) for each in value}) == 1
+    )
+
+
+def is_inputs(value):
+    """What a prediction is made for: inputs, alone or with labels; a pipeline of them."""
     if isinstance(value, tf.data.Dataset):
-        return True
+        return is_examples(next(iter(value)))
+    return is_pair(value) or is_examples(value)
+
+
+def is_rows(value):
+    """A structure of tensors with a row for each example; the model of a gather has no say."""
     found = leaves(value)
-    sizes = {leaf.shape[0] if leaf is not None and leaf.shape.rank else 0 for leaf in found}
-    return len(sizes) == 1 and sizes != {0}
+    return all(leaf is not None and leaf.shape.rank for leaf in found)
 
 
 def is_names(known=None):
@@ -164,14 +191,22 @@ def is_names(known=None):
 
 
 METHODS = {
-    "train_data": is_data,
-    "eval_data": is_data,
-    ("Trainer.evaluate", "data"): is_data,
-    ("Trainer.evaluate_continuously", "data"): is_data,
-    ("Trainer.predict", "data"): is_data,
-    ("Trainer.train_on_batch", "batch"): is_data,
-    "compare_on": is_data,
-    "x": is_data,
+    "train_data": is_pair,
+    "eval_data": lambda value: value is None or is_pair(value),
+    ("Trainer.evaluate", "data"): is_pair,
+    ("Trainer.evaluate_continuously", "data"): is_pair,
+    ("Trainer.predict", "data"): is_inputs,
+    ("Trainer.train_on_batch", "batch"): lambda value: is_pair(value, lists=True),
+    ("find_batch_size", "make"): lambda _: False,
+    ("find_batch_size", "data"): is_pair,
+    "compare_on": lambda value: value is None or is_examples(value),
+    "x": is_rows,
+    ("Trainer.overfit_one_batch", "steps"): lambda value: 1 <= value <= 10**6,
+    ("Trainer.replay", "overflow"): lambda _: False,
+    "experiment": lambda value: value.strip() != "",
+    "project": lambda value: value.strip() != "",
+    "plan": lambda _: False,
+    "run": lambda _: False,
     "steps": lambda value: value >= 1,
     "epochs": lambda value: value >= 1,
     "global_batch": lambda value: value >= 1,

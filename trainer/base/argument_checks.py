@@ -74,6 +74,12 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
             f"`{name}` must be a path of characters; got {shown(value)}. Names of files are put "
             f'together from it. Pass "{example}", for example.'
         )
+    if "\0" in os.fspath(value) or not is_encodable(os.fspath(value)):
+        raise ValueError(
+            f"`{name}` must be a path that a file can have; got {shown(os.fspath(value))}. No "
+            "file system takes a zero byte or a lone surrogate in a name. Pass "
+            f'"{example}", for example.'
+        )
     try:
         local_path(value)
     except RuntimeError as error:  # of a user who does not exist
@@ -87,6 +93,15 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
             "renamed as they are written, which object stores do not offer. Mount the store as a "
             "folder and pass that folder, or copy the files when the run has ended."
         )
+
+
+def is_encodable(path: str) -> bool:
+    """Returns whether a path can be written in the encoding of the file system, and printed."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_checkpoint_path(name: str, value: object, example: str) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import arguments_of_loss, keras_mask
 from trainer.base.warn_once import warn_once
+from trainer.config.loss_shapes import keras_loss, name_of
 
 LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 
@@ -292,9 +293,10 @@ def losses_and_mask(
             )
             for tree in (y, predictions)
         )
-        losses = call_user(loss_fn.call, y, predictions)
+        losses = keras_loss(loss_fn, loss_fn.call, y, predictions)
     elif is_keras_function(loss_fn):
-        losses = call_user(loss_fn, *aligned(tf.cast(y, tf.float32), predictions))
+        pair = aligned(tf.cast(y, tf.float32), predictions)
+        losses = keras_loss(loss_fn, loss_fn, *pair)
     else:
         losses = call_user(loss_fn, tf.nest.map_structure(floats_in_float32, y), predictions)
     mask = keras_mask(losses)
@@ -395,13 +397,6 @@ def ignore_class_of(loss_fn: LossFunction) -> int | None:
 def is_keras_function(loss_fn: LossFunction) -> bool:
     """Returns whether this is one of the functions in `keras.losses`."""
     return getattr(keras.losses, getattr(loss_fn, "__name__", ""), None) is loss_fn
-
-
-def name_of(loss_fn: LossFunction) -> str:
-    """Returns the name of a loss's class, or of a function."""
-    if isinstance(loss_fn, keras.losses.Loss):
-        return type(loss_fn).__name__
-    return str(getattr(loss_fn, "__name__", None) or type(loss_fn).__name__)
 
 
 def without_last_ones(tensor: tf.Tensor) -> tf.Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.base.autograph import without_autograph
+from trainer.data.leaves import as_tensors
 from trainer.data.reader import untuned
 from trainer.step.types import Batch
 
@@ -23,16 +24,20 @@ class ArrayCopies:
         data: the arrays; the first dimension of each indexes the examples. None is kept.
         global_batch: the batch size.
         shuffle_seed: seed for a new order in every pass; None keeps the order.
+        argument: name of the user's argument, for errors.
+
+    Raises:
+        TypeError: if an array cannot be a tensor of numbers, bools or text.
     """
 
-    def __init__(self, data: Any, global_batch: int, shuffle_seed: int | None) -> None:
+    def __init__(
+        self, data: Any, global_batch: int, shuffle_seed: int | None, argument: str = "data"
+    ) -> None:
         """Copies the arrays into the host's memory, from which batches are gathered."""
         self.global_batch = global_batch
         self.shuffle_seed = shuffle_seed
         with tf.device("CPU"):
-            self.tensors = tf.nest.map_structure(
-                lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), data
-            )
+            self.tensors = as_tensors(data, argument)
 
     def batches_from(self, first_pass: int) -> tf.data.Dataset:
         """Returns the batches: one pass in order; or, shuffled, all passes from one on."""

@@ -15,6 +15,8 @@ import tensorflow as tf
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies, present
+from trainer.data.errors import pipeline_error
+from trainer.data.leaves import check_spec
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
 from trainer.data.sources import is_arrow, is_source, source_of
@@ -92,6 +94,7 @@ def batches(
         dataset = data
     else:
         dataset = _from_function(cast("DatasetFunction", data), argument, strategy)
+    check_spec(dataset.element_spec, argument)
     first = arrays.first_from(first_pass) if arrays else _first(dataset, argument)
     cardinality = int(dataset.cardinality())
     if are_arrays(data):
@@ -289,23 +292,31 @@ def _copies_of(
             "Arrays have no batch size of their own. Pass global_batch=64, for example."
         )
     check_count("global_batch", global_batch)
-    copies = ArrayCopies(data, global_batch, shuffle_seed)
-    lengths = [int(leaf.shape[0]) if leaf.shape.rank else 0 for leaf in present(copies.tensors)]
+    # No more than all examples are taken, however large the number: TensorFlow counts to 2^63.
+    copies = ArrayCopies(data, min(global_batch, 2**62), shuffle_seed, argument)
+    shapes = [tuple(leaf.shape) for leaf in present(copies.tensors)]
+    if not all(shapes):
+        raise ValueError(
+            f"`{argument}` must have examples in every array; got shapes {shapes}. The first "
+            "dimension is the example. Pass x[None] for a single example."
+        )
+    lengths = [shape[0] for shape in shapes]
     if len(set(lengths)) != 1:
         raise ValueError(
             f"`{argument}` must have the same number of examples in every array; got {lengths}. "
             "The first dimension is the example. Cut the arrays to the same length."
         )
     if lengths[0] == 0:
-        raise _empty(argument)
+        raise _empty(argument, f"arrays of shapes {shapes}")
     return copies
 
 
 def _check_dense(leaves: list[Any], argument: str) -> None:
-    if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) for leaf in leaves):
+    composite = [leaf for leaf in leaves if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)]
+    if composite:
         raise TypeError(
-            f"`{argument}` must be a dataset if it has ragged or sparse tensors; got one among "
-            "arrays. Only dense arrays are batched here. Pass "
+            f"`{argument}` must be a dataset if it has ragged or sparse tensors; got a "
+            f"{type(composite[0]).__name__} among arrays. Only dense arrays are batched here. Pass "
             "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
         )
 
@@ -335,14 +346,17 @@ def with_static_shape(tensor: tf.Tensor, spec: tf.TypeSpec) -> tf.Tensor:
 
 
 def _first(dataset: tf.data.Dataset, argument: str) -> Batch:
-    for batch in untuned(dataset.take(1)):
-        return batch
+    try:
+        for batch in untuned(dataset.take(1)):
+            return batch
+    except tf.errors.OpError as error:
+        raise pipeline_error(error, "in its first batch") from error
     raise _empty(argument)
 
 
-def _empty(argument: str) -> ValueError:
+def _empty(argument: str, found: str = "an empty dataset") -> ValueError:
     return ValueError(
-        f"`{argument}` must hold at least one batch; got an empty dataset. A step needs a batch. "
+        f"`{argument}` must hold at least one batch; got {found}. A step needs a batch. "
         "Check the source, any filters, and batch(..., drop_remainder=True)."
     )
 
@@ -363,6 +377,8 @@ def _examples(batch: Batch, argument: str) -> int:
             "example. Call .batch(global_batch) on the dataset."
         )
     sizes = sorted({int(shape[0]) for shape in shapes})
+    if sizes == [0]:
+        raise _empty(argument, f"a first batch of shapes {[tuple(shape) for shape in shapes]}")
     if len(sizes) != 1:
         raise ValueError(
             f"`{argument}` must have the same number of examples in every tensor of a batch; got "

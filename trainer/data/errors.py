@@ -15,6 +15,8 @@ from trainer.data.value_checks import found_in
 LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
 # Matches what surrounds the reason in the other lines: the error's number, and the operation.
 WRAPPING = re.compile(r"^ *\(0\) [A-Z_]+: +|^\{\{.*?\}\} | \[Op:\w+\].*|[:. ]+$")
+# Matches an error that a pipeline has raised, in a graph or as it is read by itself.
+READING = re.compile(r"IteratorGetNext(\]\]|\}\}|_output_types)")
 NOT_INFINITE = "Input dataset was expected to contain an infinite number of elements"
 
 
@@ -64,7 +66,7 @@ def explain(
             f"{saved} Remove assert_cardinality(), or make the generator start over each time it "
             f"is called.{ahead}"
         ) from error
-    if re.search(r"IteratorGetNext(\]\]|\}\})", error.message):
+    if READING.search(error.message):
         raise DataError(
             f"The training data raised {type(error).__name__} after step {done} of {target}: "
             f"{reason_of(error.message)}. {saved} Fix the data, or call "
@@ -107,15 +109,31 @@ def source_error(cause: Exception, place: str = "", saved: str = "") -> DataErro
     )
 
 
+def pipeline_error(error: tf.errors.OpError, place: str = "") -> DataError:
+    """Returns the error for a pipeline of TensorFlow that raises.
+
+    Args:
+        error: the error that it has raised.
+        place: where, for example "in its first batch".
+    """
+    return DataError(
+        f"The data raised {type(error).__name__}{f' {place}' if place else ''}: "
+        f"{reason_of(error.message)}. Fix the data, or call dataset.ignore_errors() to skip "
+        "elements that cannot be read."
+    )
+
+
 @contextlib.contextmanager
 def reading_explained(reader: Reader | None) -> Iterator[None]:
     """Context manager: raises DataError for an error that a reader's source has raised."""
     try:
         yield
-    except tf.errors.OpError:
-        if reader is None or reader.error is None:
-            raise
-        raise source_error(reader.error) from reader.error
+    except tf.errors.OpError as error:
+        if reader is not None and reader.error is not None:
+            raise source_error(reader.error) from reader.error
+        if READING.search(error.message):
+            raise pipeline_error(error) from error
+        raise
 
 
 def reason_of(message: str) -> str:

@@ -32,8 +32,8 @@ def as_global_batch(batch: Any) -> Batch:
         except (TypeError, ValueError) as error:
             raise TypeError(
                 "`batch` must be an array, or a tuple or dict of arrays; got "
-                f"{type(batch).__name__}: {error}. The first dimension of each array is the "
-                "example. Pass (x, y), for example."
+                f"{type(batch).__name__}: {str(error).rstrip('.')}. The first dimension of each "
+                "array is the example. Pass (x, y), for example."
             ) from error
     leaves = tf.nest.flatten(batch)
     shapes = [tuple(leaf.shape) for leaf in leaves]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from trainer.data.leaves import LeafError
 from trainer.data.source import EmptyPassError, Place, Source
 from trainer.data.structures import as_batch, difference, fingerprint, spec_of
 
@@ -59,7 +60,7 @@ class Reader:
         self.spec: Any = None
         if batches:
             same = len(batches) > 1 and not self._other_structure(*batches)
-            self.spec = spec_of(batches if same else batches[:1])
+            self.spec = self._spec_of(batches if same else batches[:1])
 
     def once(self) -> tf.data.Dataset:
         """Returns the batches of one pass."""
@@ -134,8 +135,17 @@ class Reader:
         except (TypeError, ValueError) as error:
             raise BatchError(
                 f"`{self._argument}` must yield batches of arrays; got, in batch {number}, "
-                f"{type(batch).__name__}: {error}. A batch is an array, or a tuple or dict of "
-                "arrays, whose first dimension is the example. Convert it where it is made."
+                f"{type(batch).__name__}: {str(error).rstrip('.')}. A batch is an array, or a "
+                "tuple or dict of arrays, whose first dimension is the example. Convert it where "
+                "it is made."
+            ) from error
+
+    def _spec_of(self, batches: list[Any]) -> Any:
+        try:
+            return spec_of(batches)
+        except LeafError as error:
+            raise BatchError(
+                f"`{self._argument}` must yield numbers, bools or text in every array; got {error}"
             ) from error
 
     def _checked(self, batch: Any, number: int) -> Any:

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.data.leaves import check_no_mask, dtype_of
+
 
 def is_array(value: Any) -> bool:
     """Returns whether a value is an array: of NumPy, TensorFlow, pandas, PyTorch, JAX or alike."""
@@ -118,8 +120,14 @@ def as_batch(value: Any) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if is_torch(value):
         return from_torch(value)
-    if isinstance(value, tf.Tensor | np.ndarray):
+    if type(value) is np.ndarray or isinstance(value, tf.Tensor):
         return value
+    check_no_mask(value)
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        raise TypeError(
+            f"a batch must consist of dense arrays; got {type(value).__name__}. Pass "
+            "tf.data.Dataset.from_generator(..., output_signature=...) for such tensors"
+        )
     if isinstance(value, bool | int | float | str | bytes) or is_array(value):
         return np.asarray(value)
     raise TypeError(f"a batch must consist of arrays; got {type(value).__name__}")
@@ -139,11 +147,14 @@ def spec_of(batches: list[Any]) -> Any:
 
     Args:
         batches: results of `as_batch` of one structure. Each leaf has shape (examples, ...).
+
+    Raises:
+        LeafError: if a leaf cannot be a tensor of numbers, bools or text.
     """
 
     def leaf_spec(*leaves: Any) -> tf.TensorSpec:
         shapes = [np.shape(leaf) for leaf in leaves]
-        dtype = tf.as_dtype(leaves[0].dtype) if leaves[0].dtype.kind not in "UO" else tf.string
+        dtype = dtype_of(leaves[0])
         if len({len(shape) for shape in shapes}) > 1:
             return tf.TensorSpec(None, dtype)
         sizes = [set(dimension) for dimension in zip(*shapes, strict=True)]
@@ -170,14 +181,21 @@ def difference(batch: Any, spec: Any) -> str | None:
         tf.nest.assert_same_structure(batch, spec)
     except (ValueError, TypeError):
         return f"has the structure {outline(batch)}, where {outline(spec)} was expected"
-    for leaf, expected in zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True):
+    leaves = tf.nest.flatten(batch)
+    for leaf, expected in zip(leaves, tf.nest.flatten(spec), strict=True):
         kind = getattr(leaf.dtype, "kind", "")
-        dtype = tf.string if kind and kind in "UO" else tf.as_dtype(leaf.dtype)
+        try:
+            dtype = tf.string if kind and kind in "UO" else tf.as_dtype(leaf.dtype)
+        except TypeError:  # records, dates
+            return f"holds values of dtype {leaf.dtype}, which TensorFlow has no tensors of"
         if dtype != expected.dtype or not expected.shape.is_compatible_with(leaf.shape):
             return (
                 f"holds {dtype.name} of shape {tuple(leaf.shape)}, where {expected.dtype.name} of "
                 f"shape {tuple(expected.shape)} was expected"
             )
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    if len({shape[:1] for shape in shapes}) > 1:
+        return f"holds arrays of shapes {shapes}, where one number of examples was expected"
     return None
 
 

@@ -59,7 +59,8 @@ def read_eval_data(
         if steps is None:
             check_ends(read, where, limit=name)
         else:
-            read = dataclasses.replace(read, dataset=read.dataset.take(steps))
+            # TensorFlow counts to 2^63.
+            read = dataclasses.replace(read, dataset=read.dataset.take(min(steps, 2**62)))
         found[key] = read
     return found
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import shown
+from scaling.base.argument_checks import is_name_in, shown
 from strategies.division import count_examples
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32, differentiable_moments
@@ -141,7 +141,7 @@ class Evaluator:
         if not (weight or self._source[1] or stopped):  # a mean of nothing would be 0, the best
             raise nothing_to_read()
         if not weight and not stopped:
-            raise no_weight()
+            raise no_weight(getattr(self._task, "data_argument", "eval_data"))
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(total / weight), **metrics}
 
@@ -188,7 +188,7 @@ class Evaluator:
 
     def _computing_in(self, precision: str) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager under which a Keras model is traced in `precision`."""
-        if precision not in PRECISIONS:
+        if not is_name_in(precision, PRECISIONS):
             raise ValueError(
                 f'`precision` must be "float32" or "train"; got {shown(precision)}. Evaluation and '
                 'prediction compute in float32 or in the training precision. Pass "float32" or '
@@ -281,10 +281,10 @@ def nothing_to_read() -> ValueError:
     )
 
 
-def no_weight() -> ValueError:
+def no_weight(argument: str) -> ValueError:
     """Returns the error for evaluation data whose weights are all 0."""
     return ValueError(
-        "`eval_data` must have an example whose weight is not 0; got weights whose sum is 0. The "
+        f"`{argument}` must have an example whose weight is not 0; got weights whose sum is 0. The "
         "loss is a weighted mean, which does not exist without weight. Check the sample weights, "
         "the mask, or `example_weights`."
     )

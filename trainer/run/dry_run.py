@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
+from trainer.base.argument_checks import check_count
 from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
@@ -26,6 +28,8 @@ from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.rollback import copies_of, read_copies, variables_in_reach, write_copies
 from trainer.step.types import Variable
+
+MOST_OVERFIT_STEPS = 1_000_000
 
 
 class DryRun(NamedTuple):
@@ -137,6 +141,17 @@ def dry_run(
         )
 
 
+def check_overfit_steps(steps: Any) -> None:
+    """Raises ValueError unless `steps` is a count of steps whose losses fit into memory."""
+    check_count("steps", steps)
+    if steps > MOST_OVERFIT_STEPS:
+        raise ValueError(
+            f"`steps` must be at most {MOST_OVERFIT_STEPS:,} for overfit_one_batch; got {steps}. "
+            "The steps are one call of a graph, which keeps the loss of each. Pass 100, for "
+            "example, or call train with this batch as its data."
+        )
+
+
 def overfit(trainer: RunnableTrainer, parts: Parts, data: Batches, steps: int) -> Overfit:
     """Trains on the first batch repeatedly, then restores all variables exactly."""
     dataset = repeat_first_batch(data)
@@ -163,7 +178,7 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
         replica's share of the batch.
 
     Raises:
-        TypeError: if `make` is not a function.
+        TypeError: if `make` is not a function that returns a trainer.
         ValueError: if a step does not fit even with one example per microbatch.
 
     Example:
@@ -185,6 +200,11 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
     parts = 1
     while True:
         trainer = make(parts)
+        if not callable(getattr(trainer, "dry_run", None)):
+            raise TypeError(
+                f"`make` must return a Trainer; got {shown(trainer)}. Each trainer is tried with "
+                "a dry run. Return the trainer that was made."
+            )
         try:
             trainer.dry_run(data, global_batch=global_batch)
         except tf.errors.ResourceExhaustedError as error:

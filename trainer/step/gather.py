@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 import strategies
+from scaling.base.argument_checks import as_tensor
 from strategies.division import first_row
 from trainer.base.keras_private import added_losses_kept
 from trainer.step.microbatch import GlobalBatchSize
@@ -81,16 +82,10 @@ class Gathering:
         """Returns the rows of all replicas; see `all_gather`."""
         self.called = True
         self._check_allowed()
-        check_dense(x)
-        x = tf.convert_to_tensor(x)
+        x = check_numbers(as_rows(x))
         if self._num_replicas == 1:
             return self._rows_checked(x)
         wide = WIDER.get(x.dtype, x.dtype)
-        if wide not in SUMMED:
-            raise TypeError(
-                f"`x` must be numbers or bool; got {x.dtype.name}. Replicas exchange rows by "
-                "adding them to zeros. Gather numbers, such as ids or labels."
-            )
         table = self._table(tf.cast(self._rows_checked(x), wide))
         with added_losses_kept(self._model):  # other replicas' calls of the model come in between
             total = strategies.sum_gradients(table)
@@ -222,10 +217,8 @@ def all_gather(x: Tree) -> Tree:
             "evaluation. How many examples the other replicas have is known only there. Call it "
             "in compute_loss, or use tf.distribute.get_replica_context().all_gather()."
         )
-    for leaf in tf.nest.flatten(x):
-        check_dense(leaf)
     same: Tree = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), x
+        lambda leaf: None if leaf is None else check_numbers(as_rows(leaf)), x
     )
     return same
 
@@ -265,8 +258,7 @@ def own_rows(x: Tree) -> Tree:
     def cut(leaf: Any) -> Any:
         if leaf is None:
             return None
-        check_dense(leaf)
-        leaf = tf.convert_to_tensor(leaf)
+        leaf = as_rows(leaf)
         return leaf if gathering is None else gathering.own_rows(leaf)
 
     rows: Tree = tf.nest.map_structure(cut, x)
@@ -280,6 +272,28 @@ def check_dense(x: Any) -> None:
             f"`x` must be a dense tensor; got a {type(x).__name__}. Rows of different sizes cannot "
             "be put into one table. Gather x.to_tensor(), padded to the same shape everywhere."
         )
+
+
+def as_rows(x: Any) -> tf.Tensor:
+    """Returns a leaf as a tensor; raises TypeError or ValueError unless it has rows."""
+    check_dense(x)
+    tensor = as_tensor("x", x)
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            f"`x` must have one row per example; got {tensor.dtype.name} of shape (). The first "
+            "dimension is the example. Pass x[None] for a single row."
+        )
+    return tensor
+
+
+def check_numbers(x: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor of numbers or bool; raises TypeError for another one."""
+    if WIDER.get(x.dtype, x.dtype) not in SUMMED:
+        raise TypeError(
+            f"`x` must be numbers or bool; got {x.dtype.name}. Replicas exchange rows by adding "
+            "them to zeros. Gather numbers, such as ids or labels."
+        )
+    return x
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def test_tensors_of_pytorch_share_their_memory():
 
 def test_lists_in_a_batch():
     """Numbers become an array of TensorFlow's usual dtypes; arrays become components."""
-    found = as_batch({"a": [[1.0], [2.0]], "b": [1, 2], "c": [X, X], "d": ["x", "y"]})
+    found = as_batch({"a": [[1.0], [2.0]], "b": [1, 2], "c": [X[:2], X[:2]], "d": ["x", "y"]})
 
     assert (found["a"].dtype, found["b"].dtype) == (np.float32, np.int64)
     assert isinstance(found["c"], tuple)
@@ -69,3 +69,13 @@ def test_a_fingerprint_tells_batches_apart():
 
     assert same[0] == same[1]
     assert len({*same, *others}) == 5
+
+
+def test_arrays_of_different_lengths_differ_from_the_batches_before():
+    """A later batch with labels for some of its examples only is noticed as it is read."""
+    spec = spec_of([(X, X)])
+
+    assert difference((X[:3], X[:3]), spec) is None
+    assert difference((X, X[:3]), spec) == (
+        "holds arrays of shapes [(8, 1), (3, 1)], where one number of examples was expected"
+    )

@@ -1,0 +1,108 @@
+"""What the default methods ask of a batch, with errors that name the argument of each method."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import linear_model
+
+from trainer import Trainer
+from trainer.config.default_batch import described, from_library, reason_in, unpack
+
+ONE = np.ones([4, 1], np.float32)
+
+
+def made(**arguments):
+    """A trainer of a model with one input."""
+    arguments = {"model": linear_model, "optimizer": "sgd", "loss_fn": "mse"} | arguments
+    return Trainer(verbose=False, check_gradients=False, jit_compile=False, **arguments)
+
+
+CALLS = {
+    "train_data": lambda data: made().train(data, 1, global_batch=4),
+    "eval_data": lambda data: made().train((ONE, ONE), 1, global_batch=4, eval_data=data),
+    "data": lambda data: made().evaluate(data, global_batch=4),
+    "batch": lambda data: made().train_on_batch(data),
+}
+
+
+@pytest.mark.parametrize("argument", CALLS)
+@pytest.mark.parametrize(
+    ("data", "kind", "rule"),
+    [
+        ((ONE * 1j, ONE), TypeError, "must hold real numbers for a model with inputs of real"),
+        ((np.array([["a"]] * 4), ONE), TypeError, "must hold real numbers for a model with inputs"),
+        ((ONE, ONE * 1j), TypeError, "must have labels that are real numbers"),
+        ((ONE, ONE, ONE[:, 0] * 1j), TypeError, "must have weights that are real numbers"),
+        ((np.ones([4, 2]), ONE), ValueError, "must fit the model; got inputs "),
+        (ONE, ValueError, r"must yield \(x, y\) or \(x, y, sample_weight\)"),
+    ],
+    ids=["complex", "text", "complex labels", "complex weights", "wide", "no labels"],
+)
+def test_a_batch_that_does_not_fit_is_refused_by_name(argument, data, kind, rule):
+    """The error names the argument that the user has passed, in training and evaluation."""
+    with pytest.raises(kind, match=f"^`{argument}` {rule}"):
+        CALLS[argument](data)
+
+
+def test_the_error_of_a_model_that_does_not_fit():
+    """It holds the shapes, and Keras's own sentence without the rest of its message."""
+    with pytest.raises(ValueError, match="must fit the model") as error:
+        made().predict(np.ones([4, 2], np.float32), global_batch=4)
+
+    assert str(error.value).startswith(
+        "`data` must fit the model; got inputs float32 (4, 2). The model raised ValueError: Input "
+        "0 with name 'None' of layer 'dense"
+    )
+    assert str(error.value).endswith(
+        "but received input with shape (4, 2). Compare them with what the model's first layer "
+        "takes; calling the model on one batch shows where it fails."
+    )
+
+
+def test_an_error_of_the_users_own_model_stays_what_it_is():
+    """What a line of the model raises is not blamed on the data."""
+
+    class Broken(keras.Model):
+        def call(self, inputs):
+            raise KeyError("head")
+
+    class Careless(keras.Model):
+        def call(self, inputs):
+            raise ValueError("my own check")
+
+    with pytest.raises(KeyError, match="head"):
+        made(model=Broken).predict(ONE, global_batch=4)
+    with pytest.raises(ValueError, match="my own check") as error:
+        made(model=Careless).predict(ONE, global_batch=4)
+    assert "must fit" not in str(error.value)
+
+
+def test_text_is_taken_by_a_model_with_inputs_of_text():
+    """Only declared inputs of real numbers refuse it."""
+    layer = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    model = keras.Sequential([keras.Input([1], dtype="string"), layer, keras.layers.Dense(1)])
+
+    assert made(model=model).predict(np.array([["a"], ["b"]]), global_batch=2).shape == (2, 1)
+
+
+def test_the_form_of_a_batch():
+    """A pair, or three items; weights are None if there are none."""
+    assert unpack((1, 2)) == (1, 2, None)
+    assert unpack((1, 2, 3)) == (1, 2, 3)
+    with pytest.raises(ValueError, match="got a tuple of 1"):
+        unpack((tf.ones([4]),))
+    assert described((tf.ones([2]), {"x": None})) == "(float32 (2,), {'x': None})"
+
+
+def test_who_has_raised_an_error():
+    """A plain error counts as a library's if its last line is there."""
+    with pytest.raises(tf.errors.InvalidArgumentError) as library:
+        tf.reshape(tf.ones([3]), [2])
+    with pytest.raises(ValueError, match="mine") as own:
+        raise ValueError("mine")
+
+    assert reason_in("one\ntwo") == "one"
+    assert reason_in("") == "no message"
+    assert not from_library(own.value)
+    assert from_library(library.value)

@@ -1,0 +1,141 @@
+"""What the default `compute_loss` and `predict_batch` ask of a batch: its form, dtypes and fit.
+
+All of it is known while a step is traced, so nothing is checked again for every batch.
+"""
+
+import re
+import traceback
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.step.types import Batch
+
+# Whose errors are about what they were given, and not about themselves.
+LIBRARIES = ("keras", "tensorflow")
+
+
+def unpack(batch: Batch, argument: str = "train_data") -> tuple[Batch, Batch, tf.Tensor | None]:
+    """Returns (x, y, sample_weight); raises ValueError if the batch has a different form.
+
+    Args:
+        batch: a batch, or a replica's share of it.
+        argument: name of the user's argument, for errors.
+    """
+    if isinstance(batch, tuple) and len(batch) in (2, 3):
+        return batch if len(batch) == 3 else (*batch, None)
+    kind = "a single tensor" if tf.is_tensor(batch) else f"a {type(batch).__name__}"
+    if isinstance(batch, tuple):
+        kind = f"a tuple of {len(batch)}"
+    raise ValueError(
+        f"`{argument}` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
+        f"got {kind}: {described(batch)}. Otherwise inputs and labels cannot be told apart. "
+        "Override compute_loss(batch, training), or map the dataset to tuples."
+    )
+
+
+def described(batch: Any) -> str:
+    """Returns the dtypes and shapes of a batch as text.
+
+    Example:
+        >>> described((tf.ones([4, 1]), {"ids": tf.ones([4], tf.int32)}))
+        "(float32 (4, 1), {'ids': int32 (4,)})"
+    """
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{key!r}: {described(batch[key])}" for key in batch) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(described, batch)) + ")"
+    if getattr(batch, "dtype", None) is None:
+        return str(batch)
+    shape = batch.shape
+    return f"{tf.as_dtype(batch.dtype).name} {tuple(shape) if shape.rank is not None else shape}"
+
+
+def check_real(name: str, part: Any, argument: str) -> None:
+    """Raises TypeError if labels or weights are text or complex numbers.
+
+    Keras would drop the imaginary part without a word, and fail on text in the middle of a step.
+
+    Args:
+        name: "labels" or "weights", for the error.
+        part: the labels or weights: a tensor, or a structure of tensors.
+        argument: name of the user's argument.
+    """
+    for leaf in tf.nest.flatten(part):
+        dtype = getattr(leaf, "dtype", tf.float32)
+        if not is_real(dtype):
+            raise TypeError(
+                f"`{argument}` must have {name} that are real numbers for a loss of Keras; got "
+                f"{described(leaf)}. Keras would cast them to float32. Convert them to numbers "
+                "where the data is made, or pass a function of your own as loss_fn."
+            )
+
+
+def is_real(dtype: Any) -> bool:
+    """Returns whether a dtype is one of real numbers or bools."""
+    dtype = tf.as_dtype(dtype)
+    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool)
+
+
+def check_inputs(model: Any, x: Batch, argument: str) -> None:
+    """Raises TypeError for text or complex numbers where a Keras model has inputs of real numbers.
+
+    Keras casts what it is given to the dtype of the input. Of complex numbers it would drop the
+    imaginary part without a word, and text fails in the middle of a step.
+
+    Args:
+        model: the model; only one with declared inputs is checked.
+        x: what it is called with.
+        argument: name of the user's argument.
+    """
+    declared = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
+    leaves = tf.nest.flatten(x)
+    if not declared or not all(is_real(each.dtype) for each in declared):
+        return
+    for leaf in leaves:
+        if hasattr(leaf, "dtype") and not is_real(leaf.dtype):
+            raise TypeError(
+                f"`{argument}` must hold real numbers for a model with inputs of real numbers; got "
+                f"{described(leaf)}. Keras would cast them to {declared[0].dtype}. Convert them to "
+                "numbers where the data is made, or give keras.Input the dtype of the data."
+            )
+
+
+def misfit(error: Exception, x: Batch, argument: str) -> Exception:
+    """Returns the error for inputs that a model cannot take; an error of the user's code as it is.
+
+    Args:
+        error: what the model has raised when it was called.
+        x: what it was called with.
+        argument: name of the user's argument.
+    """
+    if not from_library(error):
+        return error
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(
+        f"`{argument}` must fit the model; got inputs {described(x)}. The model raised "
+        f"{type(error).__name__}: {reason_in(str(error))}. Compare them with what "
+        "the model's first layer takes; calling the model on one batch shows where it fails."
+    )
+
+
+def from_library(error: Exception) -> bool:
+    """Returns whether an error of a plain kind was raised by a line of Keras or TensorFlow."""
+    if type(error) not in {TypeError, ValueError, tf.errors.InvalidArgumentError}:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in LIBRARIES
+
+
+def reason_in(message: str) -> str:
+    r"""Returns the sentence of Keras's message that says what is wrong.
+
+    Example:
+        >>> reason_in("Exception encountered when calling A.call().\n\n\x1b[1mBad.\x1b[0m\n")
+        'Bad'
+    """
+    bold = re.search(r"\x1b\[1m(.*?)\x1b\[0m", message, re.DOTALL)
+    text = bold[1] if bold else message
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[0] if lines else "no message").rstrip(".:")
