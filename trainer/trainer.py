@@ -569,7 +569,6 @@ class Trainer(Task):
             data, target = self._read_train_data(train_data, steps, epochs, global_batch, known)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
-            self.data_argument = "train_data"
             self._start(data.first)
             evaluate = self._evaluation(evaluated, "eval_data")
             log = self._new_log()
@@ -707,6 +706,7 @@ class Trainer(Task):
         known: DataPosition | None,
     ) -> tuple[Batches, int]:
         """Returns the batches to train on and the step to reach, both checked."""
+        self.data_argument = "train_data"
         data = known.data if known else self._batches(train_data, global_batch)
         target = target_step(steps, epochs, data)
         if self.overrides("on_epoch_end"):
@@ -883,6 +883,7 @@ class Trainer(Task):
         limit = "steps", steps
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
         self.data_argument = "data"
+        self.check_form(first_batch(found))
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
             Leaving(signals)  # a blocked evaluation has nothing to save
@@ -1069,7 +1070,7 @@ class Trainer(Task):
         """Reads the data to evaluate on during training, if any, in batches as large as those."""
         if eval_data is None:
             return {}
-        return read_eval_data(
+        found = read_eval_data(
             eval_data,
             "eval_data",
             self.strategy,
@@ -1077,6 +1078,10 @@ class Trainer(Task):
             limit=("eval_steps", steps),
             like=data.first,
         )
+        with self._reading("eval_data"):  # which may be evaluated hours later
+            for one in found.values():
+                self.check_form(one.first)
+        return found
 
     def _weights(self, averaged: bool | None) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that gives the model the weights to evaluate or export."""

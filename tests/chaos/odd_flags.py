@@ -42,7 +42,7 @@ RANGES = {
     "loss_above": lambda _: False,  # needs a folder
     "max_to_keep": lambda value: value >= 0,
     "init_from": lambda value: value == "",
-    "model_dir": lambda value: value == "" or "runs" in value or value == ".",
+    "model_dir": lambda value: not re.search(r"[\[\\]|:/|^/|^~n|^notes", value),
     "profile_steps": lambda _: False,  # needs a folder
     "max_overflow_records": lambda value: value == 0,
     "keep_best": lambda value: value == 0,

@@ -343,12 +343,18 @@ def elsewhere():
         yield
 
 
-def outcome(place, code):
+def outcome(place, code, go_on=""):
     """What becomes of a call with an odd value: a kind, and a text about it.
 
     The kinds are "clear", "documented", "obscure" and "silent".
+
+    Args:
+        place: the argument.
+        code: of the value.
+        go_on: what is called on the result, where a value that was accepted may still go wrong.
+            Its errors may name any argument.
     """
-    call, value = call_of(place), odd_values.made(code)
+    call, value = call_of(place) + go_on, odd_values.made(code)
     documented = fits(place, value)
     value = odd_values.made(code)  # an iterator may have been used up
     try:
@@ -357,7 +363,7 @@ def outcome(place, code):
     except TooLongError:
         return "obscure", f"no end within {SECONDS} s"
     except Exception as error:  # noqa: BLE001  # all kinds are judged
-        why = unclear(place, error, odd_values.made(code))
+        why = unclear(place, error, odd_values.made(code), any_argument=bool(go_on))
         if why and documented and callable(value) and fails_itself(call, code):
             return "documented", "the function's own error"
         return ("obscure", why) if why else ("clear", str(error))
@@ -389,7 +395,7 @@ WORDS["check_divisible", "num_replicas"] = {"global_batch"}  # which is too smal
 WORDS["check_divisible", "num_microbatches"] = {"global_batch"}
 
 
-def unclear(place, error, value):  # a reason each
+def unclear(place, error, value, *, any_argument=False):  # a reason each
     """What is not clear about an error, or ""."""
     message, kind = str(error), type(error).__name__
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -397,7 +403,7 @@ def unclear(place, error, value):  # a reason each
     text = f"{kind} at {where}: {message[:300]}"
     if type(error) not in {TypeError, ValueError, RuntimeError}:
         return text
-    if not names_argument(place, message, value):
+    if not any_argument and not names_argument(place, message, value):
         return "unnamed: " + text
     rule, _, found = message.partition("; got ")
     if not re.match(r"`[\w.\[\]'\"()]+` must ", rule) or not found:
@@ -407,7 +413,7 @@ def unclear(place, error, value):  # a reason each
     if len(message) > LONGEST or re.search(r"[\x00-\x09\x0b-\x1f\ud800-\udfff]", message):
         return f"cannot be printed ({len(message)} characters): {text!r}"
     returned = callable(value) and "must return" in message  # the error is about what it returns
-    return "" if returned or shows(message, value) else "value not shown: " + text
+    return "" if returned or any_argument or shows(message, value) else "value not shown: " + text
 
 
 def names_argument(place, message, value):

@@ -11,6 +11,7 @@ import numbers
 import os
 import types
 import typing
+from unittest import mock
 
 import keras
 import numpy as np
@@ -197,7 +198,7 @@ METHODS = {
     ("Trainer.evaluate_continuously", "data"): is_pair,
     ("Trainer.predict", "data"): is_inputs,
     ("Trainer.train_on_batch", "batch"): lambda value: is_pair(value, lists=True),
-    ("find_batch_size", "make"): lambda _: False,
+    ("find_batch_size", "make"): lambda value: isinstance(value, mock.Mock),  # has every method
     ("find_batch_size", "data"): is_pair,
     "compare_on": lambda value: value is None or is_examples(value),
     "x": is_rows,

@@ -624,7 +624,7 @@ TRAINER = {
         ("train_data", "Trainer().train((tf.ones([]), tf.ones([])), 1, global_batch=4)"),
         ("train_data", "Trainer().train((np.array([['a']] * 4), batch), 1, global_batch=4)"),
         ("train_data", "Trainer().train((batch, tf.complex(batch, batch)), 1, global_batch=4)"),
-        ("train_data", "Trainer().train((tf.ones([4, 2]), batch), 1, global_batch=4)"),
+        ("train_data", "Trainer(model=model).train((tf.ones([4, 2]), batch), 1, global_batch=4)"),
         ("train_data", "Trainer().train(np.ones([4, 1]), np.ones([4]))"),
         ("unknown", "Trainer().train(data, 1, batch_size=4)", "batch_size"),
         ("train_data", "Trainer().train(lambda context: data, 1)"),

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from scaling.base.argument_checks import LONGEST
 from trainer.base.atomic_files import begin_folder, clean_up_folders, publish_folder, remove_folder
 from trainer.data.batches import Spec
 from trainer.step.report import StepReport
@@ -156,9 +157,9 @@ def read_record(path: pathlib.Path) -> tuple[Record, tf.data.Dataset, dict[str, 
             return record, dataset, dict(state)
     except (OSError, TypeError, ValueError, KeyError, tf.errors.OpError) as error:
         raise ValueError(
-            f"`overflow` must be a folder that the flight recorder wrote; got {path}, which cannot "
-            f"be read: {error}. A replay needs the batch and the variables of the step. Use one of "
-            "model_dir/overflows/step-*."
+            f"`overflow` must be a folder that the flight recorder wrote; got "
+            f"{str(path)[:LONGEST]}, which cannot be read: {str(error)[:LONGEST]}. A replay needs "
+            "the batch and the variables of the step. Use one of model_dir/overflows/step-*."
         ) from error
 
 

@@ -45,6 +45,17 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(argument, data, kind, rule
         CALLS[argument](data)
 
 
+def test_evaluation_data_without_labels_is_refused_before_training(tmp_path):
+    """Not at the end of the run; and not after a checkpoint has been waited for."""
+    trainer = made()
+    with pytest.raises(ValueError, match=r"^`eval_data` must yield"):
+        trainer.train((ONE, ONE), 1, global_batch=4, eval_data=ONE)
+    with pytest.raises(RuntimeError, match="has not seen any data"):
+        _ = trainer.totals
+    with pytest.raises(ValueError, match=r"^`data` must yield"):
+        made(model_dir=tmp_path).evaluate_continuously(ONE, global_batch=4, timeout_secs=0.1)
+
+
 def test_the_error_of_a_model_that_does_not_fit():
     """It holds the shapes, and Keras's own sentence without the rest of its message."""
     with pytest.raises(ValueError, match="must fit the model") as error:
