@@ -27,11 +27,12 @@ def unfinished(path: pathlib.Path) -> pathlib.Path:
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes a text file, so that a reader sees all of it or none. Creates its parent folders."""
+    """Writes a text file, so that a reader sees all of it or none. Creates its parent folders.
+
+    As in `replace_file`, no link is followed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = unfinished(path)
-    temporary.write_text(text)
-    temporary.replace(path)
+    replace_file(path, text.encode())
 
 
 def replace_file(path: pathlib.Path, content: bytes) -> None:

@@ -52,7 +52,7 @@ def test_a_file_whose_writing_fails_keeps_its_old_text(tmp_path, monkeypatch):
     """The old file is intact whether writing or renaming fails."""
     path = tmp_path / "notes.txt"
     write_atomically(path, "old")
-    for method in ("write_text", "replace"):
+    for method in ("open", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(pathlib.Path, method, fail)
             with pytest.raises(OSError, match="No space left"):
@@ -248,13 +248,18 @@ def test_a_folder_is_removed_at_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("link", ["page.html", "page.html.tmp"])
 @pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to"])
-def test_links_are_replaced_and_not_followed(tmp_path, link, kind):
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: replace_file(path, b"new"), lambda path: write_atomically(path, "new")],
+    ids=["bytes", "text"],
+)
+def test_links_are_replaced_and_not_followed(tmp_path, link, kind, write):
     """The file that a link leads to keeps its text, and no temporary file is left."""
     other, folder = tmp_path / "other.txt", tmp_path / "folder"
     other.write_text("precious")
     folder.mkdir()
     getattr(folder / link, kind)(other)
-    replace_file(folder / "page.html", b"new")
+    write(folder / "page.html")
 
     assert contents(tmp_path) == {"other.txt": "precious", "folder/page.html": "new"}
     assert not (folder / "page.html").is_symlink()
