@@ -182,7 +182,7 @@ class Task:
             warn_of_lost_mask(self.model, outputs)
         return losses, tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
 
-    def check_form(self, batch: Batch) -> None:
+    def _check_form(self, batch: Batch) -> None:
         """Raises ValueError unless a batch has the form that the default `compute_loss` takes."""
         if self._loss_fn is not None and type(self).compute_loss is Task.compute_loss:
             unpack(batch, self.data_argument)

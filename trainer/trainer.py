@@ -883,7 +883,7 @@ class Trainer(Task):
         limit = "steps", steps
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
         self.data_argument = "data"
-        self.check_form(first_batch(found))
+        self._check_form(first_batch(found))
         self._withdraw_stop()
         with StopSignals(self.stop) as signals:
             Leaving(signals)  # a blocked evaluation has nothing to save
@@ -1080,7 +1080,7 @@ class Trainer(Task):
         )
         with self._reading("eval_data"):  # which may be evaluated hours later
             for one in found.values():
-                self.check_form(one.first)
+                self._check_form(one.first)
         return found
 
     def _weights(self, averaged: bool | None) -> contextlib.AbstractContextManager[None]:

@@ -5,6 +5,7 @@ test of every run compares the table with it.
 """
 
 import collections
+import fcntl
 import json
 import pathlib
 
@@ -32,13 +33,20 @@ def check(found, wrong, column, part=None, request=None):
     assert any(result == "clear" for _, result in found)
     if part is None:
         return
-    stored, key = json.loads(PLACE.read_text()), f"{column}/{part}"
+    key = f"{column}/{part}"
     plain = {kind: dict(sorted(counter.items())) for kind, counter in sorted(counts.items())}
     if request.config.getoption("--regenerate"):
-        stored[key] = plain
+        store(key, plain)
+    assert json.loads(PLACE.read_text()).get(key) == plain
+
+
+def store(key, counts):
+    """Writes the counts of a part, and the table. Several processes may do so at a time."""
+    with PLACE.open() as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        stored = json.loads(PLACE.read_text()) | {key: counts}
         PLACE.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
         TABLE.write_text(TABLE.read_text().partition(BEGIN)[0] + BEGIN + table())
-    assert stored.get(key) == plain
 
 
 def table():

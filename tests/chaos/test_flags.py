@@ -8,7 +8,7 @@ import pytest
 from chaos import odd_flags, outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TEXTS = 6  # for each flag
+TEXTS = 5  # for each flag
 PARTS = 2
 
 
