@@ -7,13 +7,15 @@ import numpy as np
 import tensorflow as tf
 
 from strategies.capabilities import has_workers
-from strategies.checks import as_tensor, check_strategy, shown
+from strategies.checks import as_tensor, check_count, check_reduce_dtype, check_strategy, shown
 
 Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
 Flag = TypeVar("Flag", bound=bool | tf.Tensor)
 
 
-def sum_gradients(gradients: Structure) -> Structure:
+def sum_gradients(
+    gradients: Structure, dtype: str | None = None, bucket_bytes: int | None = None
+) -> Structure:
     """Sums each tensor over all replicas, with one all-reduce for all tensors.
 
     Every replica gets the sums. Call this function in replica context (inside `strategy.run`), on
@@ -23,6 +25,15 @@ def sum_gradients(gradients: Structure) -> Structure:
         gradients: any structure of float or integer tensors. None and `tf.IndexedSlices` are
             allowed. The sum of `tf.IndexedSlices` has the rows of all replicas, so an index can
             occur several times.
+        dtype: the dtype in which floats are sent and summed: "float16" or "bfloat16", with half the
+            bytes of float32 and less range and precision. A value or a sum beyond the dtype's
+            range becomes inf. None sums each tensor in its own dtype. With one replica nothing is
+            sent, and the gradients are returned unchanged.
+        bucket_bytes: the size from which on a bucket of tensors is full. Each bucket has an
+            all-reduce of its own, beginning with the last tensors, so that the sum of the first
+            bucket need not wait for the tensors of the others. None puts all of them into one.
+            Strategies whose sums are computed on one device, as on several CPU devices of one
+            process, have no buckets.
 
     Returns:
         The same structure, shapes and dtypes.
@@ -30,6 +41,7 @@ def sum_gradients(gradients: Structure) -> Structure:
     Raises:
         RuntimeError: if called in cross-replica context.
         TypeError: if a tensor is not numeric.
+        ValueError: for another `dtype`, or a `bucket_bytes` below 1.
 
     Example:
         >>> @tf.function
@@ -43,13 +55,20 @@ def sum_gradients(gradients: Structure) -> Structure:
         >>> [float(result) for result in total(mirrored)]
         [3.0, 3.0]
     """
+    check_reduce_dtype("dtype", dtype)
+    if bucket_bytes is not None:
+        check_count("bucket_bytes", bucket_bytes, "It is the size of a bucket.")
     context = _replica_context("sum_gradients")
     flat = tf.nest.flatten(gradients)
     present = [_numeric(leaf) for leaf in flat if leaf is not None]
     if context.num_replicas_in_sync == 1:
         return gradients
-    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
-    summed = [None if leaf is None else next(sums) for leaf in flat]
+    sent = [_as_dtype(leaf, dtype) for leaf in present]
+    buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bucket_bytes or 0)
+    total = tf.distribute.ReduceOp.SUM
+    sums = iter(context.all_reduce(total, sent, options=buckets) if sent else [])
+    own = iter(present)
+    summed = [None if leaf is None else _as_dtype(next(sums), next(own).dtype) for leaf in flat]
     return cast("Structure", tf.nest.pack_sequence_as(gradients, summed))
 
 
@@ -171,6 +190,15 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
             "strategy.run()."
         )
     return context
+
+
+def _as_dtype(leaf: Any, dtype: Any) -> Any:
+    """Returns a tensor or `tf.IndexedSlices` with its floats cast to a dtype; None casts none."""
+    if dtype is None or not leaf.dtype.is_floating or leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(leaf.values, dtype), leaf.indices, leaf.dense_shape)
+    return tf.cast(leaf, dtype)
 
 
 def _numeric(leaf: Any) -> Any:

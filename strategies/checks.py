@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 LONGEST = 400  # characters of a value in an error
+REDUCE_DTYPES = ("float16", "bfloat16")  # in which gradients may be summed, besides their own
 
 
 def shown(value: Any) -> str:
@@ -47,6 +48,16 @@ def check_count(name: str, value: Any, why: str) -> None:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"`{name}` must be an int of at least 1; got {shown(value)}. {why} Use 1 or more."
+        )
+
+
+def check_reduce_dtype(name: str, value: Any) -> None:
+    """Raises ValueError, naming the argument, unless `value` is one of `REDUCE_DTYPES` or None."""
+    if value is not None and not (isinstance(value, str) and value in REDUCE_DTYPES):
+        raise ValueError(
+            f'`{name}` must be "float16", "bfloat16" or None; got {shown(value)}. It is the dtype '
+            "in which gradients are sent and summed over replicas. Use None to sum them in their "
+            "own dtype."
         )
 
 

@@ -2,7 +2,7 @@
 
 KIND is `plain`, `coupled` or `noisy`, or several in turn. `plain` is SGD in float32, to be compared with
 a single process that has the whole batch; `coupled` is the same with a loss of all pairs of examples. `noisy` is float16 with BatchNorm, Dropout and a moving average;
-in step 3 only the last replica of the job overflows. After every inner loop each process writes a
+its gradients are summed in float16 and in buckets, and in step 3 only the last replica of the job overflows. After every inner loop each process writes a
 line to `OUT/KIND-INDEX.jsonl` with a digest of all its variables, the loss scale, the number of
 applied steps and the weights.
 """
@@ -124,6 +124,8 @@ def make(out, kind, strategy, growth_interval=2000, **arguments):
         precision="mixed_float16" if noisy else "float32",
         loss_scale=scaling.DynamicLossScale(2.0**8, growth_interval) if noisy else None,
         ema_momentum=0.9 if noisy else None,
+        reduce_dtype="float16" if noisy else None,
+        reduce_bucket_bytes=100 if noisy else None,
         metrics=lambda: {"mean": keras.metrics.Mean()} if noisy else {},
         checkpoint_interval=4,
         jit_compile=False,

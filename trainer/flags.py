@@ -72,7 +72,8 @@ RARE = (
     "ema_momentum", "on_overflow", "on_nonfinite_loss", "max_consecutive_skips", "on_stuck",
     "max_overflow_records", "enable_checkpointing", "checkpoint_secs", "max_to_keep",
     "async_checkpoint", "keep_best", "best_metric", "best_is", "check_gradients",
-    "check_data",     "data_resume", "allow_changes", "init_from", "init_from_skip",
+    "check_data", "data_resume", "allow_changes", "init_from", "init_from_skip", "reduce_dtype",
+    "reduce_bucket_bytes",
 )
 GROUPS = (
     PrecisionConfig, UpdateConfig, RunConfig, CheckpointConfig, SkipPolicy, OverflowRecordConfig,

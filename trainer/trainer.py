@@ -108,6 +108,7 @@ from trainer.run.online_loop import OnlineLoop, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
 from trainer.step import StepReport, attempt_step
+from trainer.step.checks import check_reduction
 from trainer.step.types import Batch, Model
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 
@@ -172,6 +173,16 @@ class Trainer(Task):
         updates_per_step: number of updates in each step, keyed by the names of optimizers that
             alternate, such as {"critic": 5}; other optimizers are updated once. All updates of a
             step use its batch, and each one draws new random numbers.
+        reduce_dtype: the dtype in which gradients are sent and summed over replicas: "float16" or
+            "bfloat16", with half the bytes. None sums them in float32. A value or a sum beyond the
+            dtype's range is an overflow of the reduction: the step is skipped on all replicas and
+            the loss scale backs off. "float16" needs a loss scale, because gradients below 2^-24
+            become 0 in it. Losses, flags and statistics are always summed in float32. With one
+            replica nothing is summed, and the setting has no effect.
+        reduce_bucket_bytes: size of a bucket of gradients. Each bucket is summed over replicas by
+            an all-reduce of its own, beginning with the last layers, so that the first sums can run
+            beside the rest of the backward pass. None sums all gradients by one all-reduce. Without
+            effect on one replica, and on several CPU devices of one process.
 
     Args: Where and how it runs
         model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
@@ -308,6 +319,8 @@ class Trainer(Task):
         ema_momentum: float | None = UpdateConfig.ema_momentum,
         alternate_optimizers: bool = UpdateConfig.alternate_optimizers,
         updates_per_step: Mapping[str, int] | None = UpdateConfig.updates_per_step,
+        reduce_dtype: str | None = UpdateConfig.reduce_dtype,
+        reduce_bucket_bytes: int | None = UpdateConfig.reduce_bucket_bytes,
         # Where and how it runs.
         model_dir: str | pathlib.Path | None = RunConfig.model_dir,
         strategy: str | tf.distribute.Strategy = RunConfig.strategy,
@@ -410,6 +423,9 @@ class Trainer(Task):
         self.updates_per_step: Mapping[str, int] = types.MappingProxyType(
             dict(config.updates_per_step or {})
         )
+        check_reduction(config.reduce_dtype, self.rule)
+        self.reduce_dtype = config.reduce_dtype
+        self.reduce_bucket_bytes = config.reduce_bucket_bytes
 
     def _take_records(self, config: OverflowRecordConfig) -> None:
         self.max_overflow_records = config.max_overflow_records

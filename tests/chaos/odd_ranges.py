@@ -235,6 +235,7 @@ TRAINER = {
         else is_rule(value) or is_scale(value)
     ),
     ("Trainer", "loss_reduction"): lambda value: value in {"mean", "global"},
+    ("Trainer", "reduce_dtype"): lambda value: value in {"float16", "bfloat16"},
     ("Trainer", "global_clipnorm"): lambda value: value > 0,
     ("Trainer", "clipnorm"): lambda value: value > 0,
     ("Trainer", "clipvalue"): lambda value: value > 0,
@@ -428,6 +429,11 @@ RANGES = {
         leaf is not None and (leaf.dtype.is_floating or leaf.dtype.is_integer)
         for leaf in leaves(value)
     ),
+    ("sum_gradients", "bucket_bytes"): lambda value: value >= 1,
+    ("plan_step", "reduce_bucket_bytes"): lambda value: value >= 1,
+    ("Trainer", "reduce_bucket_bytes"): lambda value: value >= 1,
+    ("sum_gradients", "dtype"): lambda value: value in {"float16", "bfloat16"},
+    ("plan_step", "reduce_dtype"): lambda value: value in {"float16", "bfloat16"},
     ("take", "share"): lambda value: isinstance(value, strategies.Share),
     ("take", "index"): is_index,
     ("take", "parts"): lambda value: is_of(value, int) and 1 <= value <= 2**30,

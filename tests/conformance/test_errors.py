@@ -433,6 +433,8 @@ STRATEGIES = {
     ],
     "sum_gradients": [
         ("gradients", "strategies.sum_gradients([tf.constant(True)])"),
+        ("dtype", 'strategies.sum_gradients(gradients, "float8")'),
+        ("bucket_bytes", "strategies.sum_gradients(gradients, bucket_bytes=0)"),
         ("sum_gradients", "with mirrored.scope(): strategies.sum_gradients(gradients)"),
     ],
     "take": [
@@ -530,6 +532,9 @@ TRAINER = {
         ("num_microbatches", 'Trainer(loss_reduction="global", num_microbatches=2)'),
         ("num_microbatches", "Trainer(num_microbatches=0)"),
         ("num_microbatches", f"Trainer(num_microbatches=8){GO}", "global_batch"),
+        ("reduce_dtype", 'Trainer(reduce_dtype="float8")'),
+        ("reduce_dtype", 'Trainer(reduce_dtype="float16")'),
+        ("reduce_bucket_bytes", "Trainer(reduce_bucket_bytes=0)"),
         ("global_clipnorm", "Trainer(global_clipnorm=0.0)"),
         ("global_clipnorm", "Trainer(global_clipnorm=1.0, clipnorm=1.0)"),
         (
@@ -811,6 +816,8 @@ STEP = {
         ("updates_per_step", 'plan_step(updates_per_step={"critic": 5})'),
         ("num_microbatches", "plan_step(num_microbatches=0)"),
         ("loss_reduction", 'plan_step(loss_reduction="sum")'),
+        ("reduce_dtype", "plan_step(reduce_dtype=tf.float16)"),
+        ("reduce_bucket_bytes", "plan_step(reduce_bucket_bytes=1e6)"),
         ("clip", "plan_step(clip=1.0)"),
         ("ema_momentum", "plan_step(ema_momentum=1.0)"),
         ("ema_momentum", 'plan_step(ema_momentum="0.99")'),
@@ -863,6 +870,8 @@ FLAGS = [
     ),
     ("global_batch", "--global_batch=0"),
     ("num_microbatches", "--num_microbatches=two"),
+    ("reduce_dtype", "--reduce_dtype=half"),
+    ("reduce_bucket_bytes", "--reduce_bucket_bytes=25MB"),
     ("global_clipnorm", "--global_clipnorm=tight"),
     ("global_clipnorm", "--global_clipnorm=0"),
     ("ema_momentum", "--ema_momentum=1"),

@@ -164,9 +164,11 @@ MAKE = {
     "trainer": Everything,
     "own loop": OwnLoop,
     "one program": functools.partial(Everything, jit_compile="step"),
+    "sums in bfloat16": functools.partial(Everything, reduce_dtype="bfloat16"),
 }
 LOOPS = [(loop, replicas) for loop in ("trainer", "own loop") for replicas in (1, 2, 3)]
 LOOPS.append(pytest.param("one program", 1, marks=pytest.mark.replicas(1)))
+LOOPS.append(pytest.param("sums in bfloat16", 3, marks=pytest.mark.thorough))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,7 @@ def loops(mirrored, full):
     optimizers; `--full` runs all combinations.
     """
     made = {}
-    usual = {("trainer", "adamw"), ("own loop", "momentum")}
+    usual = {("trainer", "adamw"), ("own loop", "momentum"), ("sums in bfloat16", "adamw")}
 
     def of(loop, replicas, optimizer):
         key = loop, replicas, optimizer

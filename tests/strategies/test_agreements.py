@@ -93,3 +93,36 @@ def test_a_single_worker_decides_by_itself(mirrored, flag):
     tensor = tf.constant(flag)
     assert strategies.any_worker(tensor, strategy) is tensor
     assert strategies.from_chief(7 + flag, strategy) == 7 + flag
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bucket_bytes", "buckets"),
+    [
+        (None, None, [["f", 340]]),
+        (None, 1, [["f", 100], ["f", 200], ["f", 40]]),
+        (None, 400, [["f", 300], ["f", 40]]),
+        ("float16", None, [["h", 340]]),
+        ("bfloat16", 200, [["b", 300], ["b", 40]]),
+    ],
+)
+def test_each_bucket_is_one_collective(dtype, bucket_bytes, buckets):
+    """L7: on each replica a sum is one collective, or one per bucket, from the last tensor to the
+    first: a bucket is full when it holds more than `bucket_bytes`. It has the dtype that was asked for.
+    """
+    # TensorFlow's own sums on CPUs: the same collectives as between workers. Traced, not run.
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    @tf.function
+    def total():
+        def replica():
+            tensors = [replica_id() * tf.ones([size]) for size in (40, 200, 100)]
+            return strategies.sum_gradients([*tensors, None], dtype, bucket_bytes)[:3]
+
+        return strategy.run(replica)
+
+    graph = total.get_concrete_function().graph
+    found = [each for each in graph.get_operations() if each.type.startswith("CollectiveReduce")]
+    names = {tf.float32: "f", tf.float16: "h", tf.bfloat16: "b"}
+    sums = [[names[each.inputs[0].dtype], each.inputs[0].shape[0]] for each in found]
+    assert sorted(sums) == sorted(2 * buckets)
+    assert sums[0] == buckets[0]

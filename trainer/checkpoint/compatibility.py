@@ -58,6 +58,8 @@ EFFECTS = {
 # that are skipped from here on, or change nothing but rounding or what is logged.
 LOGGED = {
     "jit_compile": "Results may differ by rounding.",
+    "reduce_dtype": "Sums of gradients over replicas are rounded in another way from here on.",
+    "reduce_bucket_bytes": "Sums of gradients over replicas may differ by rounding.",
     "metrics": "The training metrics begin at zero.",
     "on_overflow": "It holds for steps from here on.",
     "max_retries": "It holds for steps from here on.",

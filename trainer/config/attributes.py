@@ -47,6 +47,8 @@ FIXED = {
     "ema_momentum": "ema_momentum",
     "alternate_optimizers": "alternate_optimizers",
     "updates_per_step": "updates_per_step",
+    "reduce_dtype": "reduce_dtype",
+    "reduce_bucket_bytes": "reduce_bucket_bytes",
     "model_dir": "model_dir",
     "strategy": "strategy",
     "strategy_name": "strategy",

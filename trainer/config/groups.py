@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import scaling
 from scaling.ops.precision import COMPUTE_DTYPES
+from strategies.checks import REDUCE_DTYPES, check_reduce_dtype
 from trainer.base.argument_checks import (
     check_checkpoint_path,
     check_ema_momentum,
@@ -72,6 +73,8 @@ class UpdateConfig:
     ema_momentum: float | None = checked(None, lambda _, value: check_ema_momentum(value))
     alternate_optimizers: bool = switch(default=False)
     updates_per_step: Mapping[str, int] | None = None
+    reduce_dtype: str | None = checked(None, check_reduce_dtype, choices=REDUCE_DTYPES)
+    reduce_bucket_bytes: int | None = count(None)
 
     def __post_init__(self) -> None:
         """Checks the fields."""

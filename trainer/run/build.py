@@ -374,6 +374,8 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
         others=list(roots_of(trainer).values()),
         missed=missed_by_trained(slots or {}),
         loss_reduction=trainer.loss_reduction,
+        reduce_dtype=trainer.reduce_dtype,
+        reduce_bucket_bytes=trainer.reduce_bucket_bytes,
     )
 
 
@@ -444,6 +446,8 @@ def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
         "num_microbatches": trainer.num_microbatches,
         "alternate_optimizers": trainer.alternate_optimizers,
         "updates_per_step": dict(trainer.updates_per_step),
+        "reduce_dtype": trainer.reduce_dtype,
+        "reduce_bucket_bytes": trainer.reduce_bucket_bytes,
         "loss_scale": trainer.loss_scale_argument,
         "rule": repr(trainer.rule),
         "num_replicas": trainer.strategy.num_replicas_in_sync,

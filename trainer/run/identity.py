@@ -50,6 +50,7 @@ def identity_of(
         "updates_per_step": {k: n for k, n in trainer.updates_per_step.items() if n > 1},
         "metrics": describe(metrics),
         **settings_for_skips(trainer),
+        **settings_for_sums(trainer),
     }
 
 
@@ -73,6 +74,16 @@ def loss_of(trainer: RunnableTrainer) -> Facts:
     if trainer.loss_reduction != "mean":  # older records do not have it
         facts = facts | {"reduction": trainer.loss_reduction}
     return facts
+
+
+def settings_for_sums(trainer: RunnableTrainer) -> dict[str, Any]:
+    """Returns how gradients are summed over replicas; nothing for one replica."""
+    if trainer.strategy.num_replicas_in_sync == 1:
+        return {}
+    return {
+        "reduce_dtype": trainer.reduce_dtype or "float32",
+        "reduce_bucket_bytes": trainer.reduce_bucket_bytes or 0,
+    }
 
 
 def settings_for_skips(trainer: RunnableTrainer) -> dict[str, Any]:

@@ -106,6 +106,8 @@ class RunnableTrainer(Protocol):
     ema_momentum: float | None
     alternate_optimizers: bool
     updates_per_step: Mapping[str, int]
+    reduce_dtype: str | None
+    reduce_bucket_bytes: int | None
     weights_overridden: bool  # whether `example_weights` is overridden
     has_optimizer: bool  # whether an optimizer was given, or `build_optimizer` is overridden
     steps_per_loop: int

@@ -13,7 +13,7 @@ import scaling
 from scaling.base.argument_checks import shown
 from scaling.rules.rule import check_rule
 from scaling.rules.trial import try_rule
-from strategies.checks import check_strategy
+from strategies.checks import check_reduce_dtype, check_strategy
 from strategies.division import known_examples, tensors_in
 from trainer.base.argument_checks import check_bool, check_count, check_ema_momentum
 from trainer.base.keras_private import all_layers
@@ -277,6 +277,18 @@ def check_not_set_twice(
             f"{shown(ema_momentum)}, but the optimizer has "
             f"ema_momentum={optimizer.ema_momentum!r}. Only one moving average is kept. Set either "
             "`ema_momentum` or the optimizer's use_ema, not both."
+        )
+
+
+def check_reduction(reduce_dtype: object, rule: scaling.LossScaleRule) -> None:
+    """Raises ValueError unless gradients can be summed in this dtype with this rule."""
+    check_reduce_dtype("reduce_dtype", reduce_dtype)
+    if reduce_dtype == "float16" and isinstance(rule, scaling.NoLossScale):
+        raise ValueError(
+            f"`reduce_dtype` must not be 'float16' without a loss scale; got {shown(reduce_dtype)} "
+            f"with {rule!r}. Gradients below 2^-24 would become 0 in the sum, without a skipped "
+            'step. Pass loss_scale="dynamic", or reduce_dtype="bfloat16", which has the range of '
+            "float32."
         )
 
 

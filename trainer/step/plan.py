@@ -95,6 +95,8 @@ class StepPlan:
     missed: tuple[tuple[Variable, int], ...] = ()
     loss_reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
+    reduce_dtype: str | None = None  # the dtype of gradients in their sum; None: their own
+    reduce_bucket_bytes: int | None = None  # the size of a bucket of gradients; None: one for all
 
     @property
     def single_pass(self) -> bool:
@@ -163,6 +165,8 @@ def plan_step(
     others: Sequence[Any] = (),
     missed: Sequence[tuple[Variable, int]] = (),
     loss_reduction: str = "mean",
+    reduce_dtype: str | None = None,
+    reduce_bucket_bytes: int | None = None,
 ) -> StepPlan:
     """Checks the arguments, builds the optimizers, and returns the step's constants.
 
@@ -209,6 +213,10 @@ def plan_step(
         loss_reduction: "mean": `compute_loss` returns one loss per example. "global": it returns
             one number, a function of the whole global batch, which it gets from `all_gather`;
             `example_weights` must then be None.
+        reduce_dtype: the dtype in which gradients are summed over replicas: "float16" or
+            "bfloat16"; None sums them in float32. "float16" needs a loss scale.
+        reduce_bucket_bytes: the size of a bucket of gradients, each of which is summed by an
+            all-reduce of its own; None sums all of them by one.
 
     Raises:
         TypeError, ValueError: if the step cannot use an argument.
@@ -249,6 +257,9 @@ def plan_step(
         float32_after=1 if float32_after is None else float32_after,
     )
     check_loss_reduction(loss_reduction, num_microbatches)
+    checks.check_reduction(reduce_dtype, rule)
+    if reduce_bucket_bytes is not None:
+        checks.check_counts(reduce_bucket_bytes=reduce_bucket_bytes)
     check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
     check_float8_layers(model, strategy)
@@ -291,6 +302,8 @@ def plan_step(
         missed=tuple(missed),
         loss_reduction=loss_reduction,
         float8=float8_tensors(model),
+        reduce_dtype=reduce_dtype,
+        reduce_bucket_bytes=reduce_bucket_bytes,
     )
     if plan.gathers:
         check_gathers(strategy, jit_compile, float32_after)

@@ -19,10 +19,19 @@ class Reduced(NamedTuple):
     written: Values  # what to assign if the step is applied
 
 
-def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
+def sum_over_replicas(
+    local: Microbatch,
+    share: strategies.Share,
+    reduce_dtype: str | None = None,
+    bucket_bytes: int | None = None,
+) -> Reduced:
     """Sums the contributions, and combines what the replicas' forward passes wrote.
 
-    One all-reduce sums the contributions, the flags and the replicas' parts of means. Integers,
+    One all-reduce sums the contributions, the flags and the replicas' parts of means. With a
+    `reduce_dtype` or buckets, the gradients are summed apart: the flags stay in float32, and no
+    bucket waits for them, which depend on the whole backward pass. Whether a replica's gradients
+    were finite is found before they are cast, so what overflows in the cast or in the sum is an
+    overflow of the reduction. Integers,
     such as counters, have no mean: every replica takes the value of the first replica, whose share
     is never empty. Of values that replace variables, such as a float8 layer's amax history, every
     replica takes the element-wise maximum.
@@ -30,6 +39,8 @@ def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
     Args:
         local: results of this replica's whole share.
         share: the examples that these results were computed from.
+        reduce_dtype: the dtype in which gradients are summed; None for their own.
+        bucket_bytes: the size of a bucket of gradients; see `strategies.sum_gradients`.
     """
     context = tf.distribute.get_replica_context()
     parts = {
@@ -40,9 +51,13 @@ def sum_over_replicas(local: Microbatch, share: strategies.Share) -> Reduced:
         position: row_of_replica(tf.where(share.examples > 0, value, value.dtype.min), context)
         for position, value in local.replaced.items()
     }
-    total, table, means, tables = strategies.sum_gradients(
-        (local.contribution, row, parts, own_values)
-    )
+    apart = reduce_dtype is not None or bucket_bytes is not None
+    together = local.contribution._replace(gradients=[]) if apart else local.contribution
+    total, table, means, tables = strategies.sum_gradients((together, row, parts, own_values))
+    if apart:
+        own = local.contribution.gradients
+        gradients = strategies.sum_gradients(own, reduce_dtype, bucket_bytes)
+        total = total._replace(gradients=gradients)
     # Coalesce again: rows from several replicas may share an index, and adding them may overflow.
     total = total._replace(gradients=[scaling.coalesce(gradient) for gradient in total.gradients])
     maxima = {position: tf.reduce_max(rows, axis=0) for position, rows in tables.items()}

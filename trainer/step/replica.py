@@ -48,7 +48,7 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     """
     values = read_values(plan.held_back, given_positions(plan))
     local, share = own_part(inputs, values, group, plan)
-    reduced = sum_over_replicas(local, share)
+    reduced = sum_over_replicas(local, share, plan.reduce_dtype, plan.reduce_bucket_bytes)
     unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
     gradient_norm = global_norm(unscaled)
     measured = measure(

@@ -290,6 +290,16 @@ CASES = {
     "`on_stuck`": (A, {"on_stuck": "hold"}, "logged"),
     "`attribute_causes`": (A, {"attribute_causes": False}, "logged"),
     "`jit_compile`": (A, {"jit_compile": "elementwise"}, "logged"),
+    "`reduce_dtype`": (
+        A | {"strategy": "mirrored"},
+        {"strategy": "mirrored", "reduce_dtype": "bfloat16"},
+        "logged",
+    ),
+    "`reduce_bucket_bytes`": (
+        A | {"strategy": "mirrored"},
+        {"strategy": "mirrored", "reduce_bucket_bytes": 1000},
+        "logged",
+    ),
     "names of layers": (A, {"made": lambda: model(name="first")}, "nothing"),
     "initializers": (A, {"made": lambda: model(kernel_initializer="ones")}, "nothing"),
     "the strategy, with as many replicas": (A, {"strategy": "one_device"}, "nothing"),

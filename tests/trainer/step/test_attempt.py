@@ -165,6 +165,50 @@ def test_a_sum_that_overflows_is_found(mirrored):
     assert (trainer.weight, trainer.loss_scale) == (1.0, 2.0**14)
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("where", ["cast", "sum"])
+def test_an_overflow_of_float16_in_the_reduction_is_found(mirrored, replicas, where):
+    """L5, L6, L17: a float32 gradient beyond float16's range on the last replica, or only in the
+    sum, skips the step everywhere with cause reduction, and the scale halves. At that scale the
+    batch is applied.
+    """
+    rule = scaling.DynamicLossScale(2.0**4)
+    trainer = Linear(strategy=mirrored(replicas), loss_scale=rule, reduce_dtype="float16")
+    largest = 1.5 * 65504 / 2**4  # of the mean over replicas; at half the scale it fits
+    slope = (
+        [0.0] * (replicas - 1) + [largest * replicas] if where == "cast" else [largest] * replicas
+    )
+    [skipped, applied] = attempt(trainer, [slopes(*slope)] * 2)
+
+    assert (skipped.grads_finite, skipped.cause) == (False, Cause.REDUCTION)
+    assert (skipped.bad_replica, skipped.inf_count, skipped.loss_scale) == (-1, 1, 2.0**4)
+    assert (applied.grads_finite, applied.loss_scale, trainer.loss_scale) == (True, 2.0**3, 2.0**3)
+    assert trainer.weight == pytest.approx(1.0 - largest, rel=replicas * 2.0**-11)
+
+
+def test_a_batch_whose_sum_overflows_float16_is_retried(mirrored):
+    """L6: with retries, each batch is applied once, at a scale at which the sum fits."""
+    rule = scaling.DynamicLossScale(2.0**4)
+    settings = {"loss_scale": rule, "reduce_dtype": "float16", "on_overflow": "retry"}
+    trainer = Linear(strategy=mirrored(3), **settings)
+    [report] = attempt(trainer, [slopes(*[4 * 4096.0] * 3)])
+
+    assert (report.grads_finite, report.retries, report.loss_scale) == (True, 3, 2.0)
+    assert trainer.weight == pytest.approx(1.0 - 4 * 4096.0, rel=3 * 2.0**-11)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float16", "bfloat16"])
+def test_one_replica_has_the_same_bits_whatever_its_sums(reduce_dtype):
+    """On one replica nothing is summed: `reduce_dtype` has no effect."""
+    weights = []
+    for dtype in (None, reduce_dtype):
+        trainer = Linear(loss_scale=2.0**4, reduce_dtype=dtype)
+        [report] = attempt(trainer, [slopes(1.0 + 2.0**-20, 3e6)])
+        assert report.grads_finite
+        weights.append(trainer.weight)
+    assert weights[0] == weights[1] != 1.0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_sparse_sum_that_overflows_is_found(mirrored, jit_compile):
@@ -254,9 +298,11 @@ def test_gradients_are_divided_by_the_scale_of_their_loss(restless, history):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer_is_sgd", [True, False])
-def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypatch):
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, reduce_dtype, monkeypatch):
     """L7: R replicas with gradient 1 each move SGD by R, never by R squared, and each replica calls
-    one all-reduce per step, whatever the optimizer.
+    one all-reduce per step, whatever the optimizer. Sums of gradients in half precision have one of
+    their own.
     """
     asked = []
     original = tf.distribute.ReplicaContext.all_reduce
@@ -276,10 +322,11 @@ def test_replicas_are_summed_once(mirrored, replicas, optimizer_is_sgd, monkeypa
             # Each replica has one example; a weight of 1 / R makes each replica's gradient 1.
             return tf.ones_like(batch["slope"]) / replicas
 
-    trainer = Summing(strategy=mirrored(replicas) if replicas > 1 else "default")
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Summing(strategy=strategy, reduce_dtype=reduce_dtype)
     [report] = attempt(trainer, [slopes(*[float(replicas)] * replicas)])
 
-    assert len(asked) == (replicas if replicas > 1 else 0)
+    assert len(asked) == (replicas if replicas > 1 else 0) * (2 if reduce_dtype else 1)
     assert report.gradient_norm == replicas
     if optimizer_is_sgd:
         assert trainer.weight == 1.0 - replicas

@@ -1,5 +1,7 @@
 """The one all-reduce of a step."""
 
+import ml_dtypes
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -143,3 +145,86 @@ def test_integers_of_64_bits_are_exact(mirrored, on_replicas, compiled):
     assert [copy.numpy().tolist() for copy in found["0"]] == [WIDE] * 3
     assert [copy.numpy().tolist() for copy in found["1"]] == [[2**64 - 1, 2**63]] * 3
     assert [bool(copy) for copy in found["2"]] == [True] * 3
+
+
+HALF = ["float16", "bfloat16"]
+
+
+def sums_in(dtype, strategy, on_replicas, rows):
+    """Every replica's sum of the rows, one row a replica, that `sum_over_replicas` finds."""
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        local, share = local_of([1] * len(rows))(index)
+        own = tf.constant(rows, tf.float32)[index]
+        sparse = tf.IndexedSlices(own[None], index[None], tf.constant([len(rows), len(rows[0])]))
+        contribution = local.contribution._replace(gradients=[own, None, sparse])
+        local = local._replace(contribution=contribution, replaced={"2": own})
+        found = sum_over_replicas(local, share, dtype)
+        dense, missing, slices = found.total.gradients
+        assert missing is None
+        others = found.total.loss, found.table.loss, found.written["0"], found.written["2"]
+        return dense, tf.convert_to_tensor(slices), *others
+
+    return list(zip(*on_replicas(strategy, replica), strict=True))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("dtype", HALF)
+def test_sums_in_half_precision_are_within_their_bound(mirrored, on_replicas, replicas, dtype):
+    """L8: a sum of R gradients in half precision is within ((1 + u)^R - 1) times the sum of their
+    magnitudes, and R halves of the smallest number, where u is half of the dtype's eps: each is
+    rounded once, and the sum R - 1 times. Every replica has the same bits, in float32.
+    """
+    info = ml_dtypes.finfo(dtype)
+    random = np.random.default_rng(replicas)
+    exponents = random.integers(-27, 12, size=3000)  # of the same size on all replicas
+    rows = (random.normal(size=[replicas, 3000]) * 2.0**exponents).astype(np.float32)
+    found = sums_in(dtype, mirrored(replicas), on_replicas, rows)
+
+    u = float(info.eps) / 2
+    magnitudes = np.abs(rows.astype(np.float64)).sum(axis=0)
+    bound = ((1 + u) ** replicas - 1) * magnitudes + replicas * float(info.smallest_subnormal) / 2
+    for dense, sparse, *_ in found:
+        assert dense.dtype == sparse.dtype == tf.float32
+        assert dense.numpy().tobytes() == found[0][0].numpy().tobytes()
+        assert (np.abs(dense - rows.astype(np.float64).sum(axis=0)) <= bound).all()
+        assert (sparse.numpy() == tf.cast(tf.cast(rows, dtype), tf.float32).numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_only_gradients_are_summed_in_half_precision(mirrored, on_replicas, dtype):
+    """Losses, flags, parts of means and the maxima of float8 keep numbers that half precision has
+    not: 2^-30 beside 1, and 100,001.
+    """
+    row = [1.0 + 2.0**-12, 100_001.0, 3.0e38]
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        local, share = local_of([1, 1])(index)
+        number = 1.0 + 2.0**-12
+        contribution = local.contribution._replace(loss=tf.where(index == 0, number, 0.0))
+        written = {"0": tf.where(index == 0, number, 0.0)}
+        local = Microbatch(contribution, local.nonfinite, written, {"2": tf.constant(row)}, ())
+        found = sum_over_replicas(local, share, dtype)
+        return found.total.loss, found.written["0"], found.written["2"]
+
+    for loss, mean, maxima in zip(*on_replicas(mirrored(2), replica), strict=True):
+        assert float(loss) == float(mean) == 1.0 + 2.0**-12
+        assert maxima.numpy().tolist() == tf.constant(row).numpy().tolist()
+
+
+def test_what_half_precision_computed_is_sent_without_loss(mirrored, on_replicas):
+    """A gradient that float16 has computed is sent in float16 with its own bits; one of float32 is
+    rounded.
+    """
+    rows = [[1.0 + 2.0**-10, 2.0**-24, 65504.0, 1.0 + 2.0**-12], [0.0, 0.0, 0.0, 0.0]]
+    for dense, *_ in sums_in("float16", mirrored(2), on_replicas, rows):
+        assert dense.numpy().tolist() == [1.0 + 2.0**-10, 2.0**-24, 65504.0, 1.0]
+
+
+def test_one_replica_sums_nothing(on_replicas):
+    """With one replica, `reduce_dtype` has no effect: gradients keep their bits."""
+    rows = [[1.0 + 2.0**-20, 1e-30, 3e38]]
+    [(dense, *_)] = sums_in("float16", tf.distribute.get_strategy(), on_replicas, rows)
+    assert dense.numpy().tolist() == tf.constant(rows[0]).numpy().tolist()
