@@ -63,6 +63,8 @@ def hlo_of(function, specs):
 def lower_function(function, batch):
     """Returns the HLO of a function of a batch, compiled as one program.
 
+    What the function returns that is constant is left out, as `xla.one_program` does.
+
     Args:
         function: takes the batch, returns tensors, and may read and write variables.
         batch: arrays in any structure.
@@ -71,7 +73,8 @@ def lower_function(function, batch):
 
     @tf.function(jit_compile=True, autograph=False)
     def program(*leaves):
-        return tf.nest.flatten(function(tf.nest.pack_sequence_as(spec, leaves)))
+        found = tf.nest.flatten(function(tf.nest.pack_sequence_as(spec, leaves)))
+        return [each for each in found if tf.get_static_value(each) is None]
 
     return hlo_of(program, tf.nest.flatten(spec))[0]
 

@@ -20,7 +20,7 @@ from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
-from trainer.step.outcomes import combined, diagnosed, on_first_replica
+from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
 from trainer.step.replica import (
@@ -291,6 +291,8 @@ def attempt_groups(
         found = diagnosed(agreed, group, inputs.scale_state, plan)
         return confirmed(found, agreed.evidence, inputs._replace(random=source), group, plan)
 
+    if not following:
+        return apply_or_skip(agreed.outcome, apply, skip)
     outcome: Outcome = tf.cond(agreed.outcome.grads_finite, apply, skip)
     return outcome
 

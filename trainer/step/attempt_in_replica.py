@@ -11,7 +11,7 @@ import contextlib
 import tensorflow as tf
 
 from trainer.step.apply import apply_in_replica, assign_held_back, optimizers_prepared
-from trainer.step.outcomes import combined, diagnosed, on_first_replica
+from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
 from trainer.step.replica import replica_step, taking_sums_alone
@@ -67,9 +67,10 @@ def attempt_from(
         later = attempt_from(first + 1, inputs, sources, before, plan)
         return combined(result.outcome, later, repeated=following[0] is group)
 
-    outcome: Outcome = tf.cond(
-        result.outcome.grads_finite,
-        apply,
-        lambda: diagnosed(result, group, inputs.scale_state, plan),
-    )
+    def skip() -> Outcome:
+        return diagnosed(result, group, inputs.scale_state, plan)
+
+    if not following:
+        return apply_or_skip(result.outcome, apply, skip)
+    outcome: Outcome = tf.cond(result.outcome.grads_finite, apply, skip)
     return outcome

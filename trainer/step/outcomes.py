@@ -1,10 +1,11 @@
 """Diagnoses and combines the outcomes of an attempt's update groups."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import tensorflow as tf
 
-from trainer.step.diagnose import diagnose
+from trainer.step.diagnose import Finding, diagnose
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult, taking_sums_alone
 from trainer.step.report import Outcome
@@ -30,6 +31,27 @@ def diagnosed(
     position = tf.gather(group.positions, tf.maximum(finding.bad_variable, 0))
     finding = finding._replace(bad_variable=tf.where(known, position, -1))
     return result.outcome._replace(**finding._asdict())
+
+
+def apply_or_skip(
+    outcome: Outcome, apply: Callable[[], Outcome], skip: Callable[[], Outcome]
+) -> Outcome:
+    """Takes one of two branches, as the verdict says; returns the outcome with its finding.
+
+    What a branch returns, XLA copies to memory, and starts a kernel for each number. So the
+    branches return what they may change, and that as one tensor.
+
+    Args:
+        outcome: the outcome of the last update group, with its verdict.
+        apply: applies the group, and returns an outcome that differs in no more than its finding.
+        skip: finds out why the step is skipped, and returns the same.
+    """
+
+    def finding_of(found: Outcome) -> tf.Tensor:
+        return tf.stack([getattr(found, name) for name in Finding._fields])
+
+    found = tf.cond(outcome.grads_finite, lambda: finding_of(apply()), lambda: finding_of(skip()))
+    return outcome._replace(**Finding(*tf.unstack(found))._asdict())
 
 
 def combined(first: Outcome, later: Outcome, *, repeated: bool = False) -> Outcome:

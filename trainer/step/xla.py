@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -133,10 +134,30 @@ def check_microbatches(
 
 def compiled_step(attempt: StepFunction, jit_compile: bool | str) -> StepFunction:
     """Returns all of a step that depends on its inputs, compiled by XLA in mode "step"."""
-    if jit_compile != "step":
-        return attempt
-    compiled: StepFunction = tf.function(attempt, autograph=False, jit_compile=True)
-    return compiled
+    return one_program(attempt) if jit_compile == "step" else attempt
+
+
+def one_program(attempt: StepFunction) -> StepFunction:
+    """Returns a step as one program of XLA, whose results are what a step can change.
+
+    XLA copies each result that is a constant, such as the retries of a step that never retries, by
+    a kernel of its own. So the constants of the report are added outside of the program.
+    """
+
+    def run(inputs: StepInputs) -> StepReport:
+        constants: dict[str, np.ndarray] = {}
+
+        def varying(inputs: StepInputs) -> dict[str, tf.Tensor]:
+            report = attempt(inputs)._asdict()
+            values = {name: tf.get_static_value(field) for name, field in report.items()}
+            constants.update({name: v for name, v in values.items() if v is not None})
+            return {name: field for name, field in report.items() if name not in constants}
+
+        found = tf.function(varying, autograph=False, jit_compile=True)(inputs)
+        known = {name: tf.constant(value) for name, value in constants.items()}
+        return StepReport(**found, **known)
+
+    return run
 
 
 def compiled_differentiation(

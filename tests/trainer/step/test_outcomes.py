@@ -11,7 +11,7 @@ from plans import Pair, plan_of
 import scaling
 from scaling import Cause
 from trainer.step.diagnose import Evidence, NonfiniteTable
-from trainer.step.outcomes import combined, diagnosed, on_first_replica
+from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.replica import ReplicaResult
 from trainer.step.report import Outcome, outcome_spec
 
@@ -113,3 +113,29 @@ def test_on_first_replica(mirrored, replicas):
     found = tf.function(lambda: on_first_replica(strategy.run(replica), strategy))()
 
     assert [float(field) for field in found] == list(range(len(Outcome._fields)))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_branch_returns_its_finding(finite):
+    """The branch that the verdict takes runs, the other does not; its finding goes into the outcome,
+    whose other fields stay.
+    """
+    taken = tf.Variable(0)
+
+    def branch(number):
+        taken.assign(number)
+        fields = ("cause", "bad_replica", "bad_variable", "inf_count", "nan_count")
+        places = {name: number * 10 + place for place, name in enumerate(fields)}
+        return outcome(loss=-1.0, **places)
+
+    @tf.function
+    def run():
+        before = outcome(grads_finite=finite, loss=3.0, gradient_norm=5.0)
+        return apply_or_skip(before, lambda: branch(1), lambda: branch(2))
+
+    found, number = run(), 1 if finite else 2
+    assert int(taken) == number
+    assert (float(found.loss), float(found.gradient_norm)) == (3.0, 5.0)
+    assert (bool(found.grads_finite), int(found.cause)) == (finite, number * 10)
+    assert (int(found.bad_replica), int(found.bad_variable)) == (number * 10 + 1, number * 10 + 2)
+    assert (int(found.inf_count), int(found.nan_count)) == (number * 10 + 3, number * 10 + 4)

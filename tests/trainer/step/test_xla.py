@@ -1,6 +1,7 @@
 """What XLA compiles of a step, by compile mode."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, assert_close, trained_small
@@ -228,3 +229,21 @@ def test_microbatches_of_a_whole_step_have_one_size():
     for trainer in trainers:
         trainer.train(data.batch(8, drop_remainder=True), steps=3)
     assert_close(*trainers)
+
+
+def test_what_is_constant_in_a_report_is_no_result_of_the_program():
+    """In mode "step", the program of XLA does not return what no step of its plan can change, and
+    the report is complete.
+    """
+    trainer = trained_small(jit_compile="step")
+    definition, library = traced_functions(trainer._parts.run_steps)[0]
+    [name] = compiled_functions(definition, library)
+    returned = {each.name for each in library[name].signature.output_arg}
+    data = tf.data.Dataset.from_tensors((IMAGES, LABELS)).repeat()
+    report, _ = trainer._parts.run_steps(iter(data), tf.constant(2))
+
+    assert len(returned) < len(report)
+    assert report.retries.numpy().tolist() == [0, 0]
+    assert report.in_float32.numpy().tolist() == [False, False]
+    assert np.isnan(report.max_magnitude.numpy()).all()
+    assert report.magnitude_counts.shape == report.underflow.shape == (2, 0)
