@@ -5,9 +5,11 @@ a description of: `pip install -e '.[gpu-check]'`. The figures are counted: the 
 machine does not change them, and none is a time that was measured. Each contender's whole step is
 one program:
 
-- `ours`: `Trainer.train_step`;
+- `ours`: `Trainer.train_step`, which has no loss scale in float32 and bfloat16;
+- `ours, no scale`: the same in float16 without a loss scale, to see what the scale costs;
 - `fit`: Keras's `train_step`, as `model.fit` would run it with `jit_compile=True`;
-- `by hand`: gradients and Adam, without loss scale, verdict or report.
+- `by hand`: gradients and Adam, without loss scale, verdict or report;
+- `JAX`: the same in JAX: see `in_jax.py`.
 
 Bytes are what the kernels read and write according to their shapes, as if nothing was in a cache.
 The roofline's time is the sum of what each kernel takes at least, by the card's bandwidth and its
@@ -32,7 +34,7 @@ from program import Program, host_reads, launches
 
 MODELS = ("mlp", "cnn", "resnet", "transformer")
 DTYPES = ("float32", "bfloat16", "float16")
-CONTENDERS = ("ours", "fit", "by hand")
+CONTENDERS = ("ours", "ours, no scale", "fit", "by hand", "JAX")
 HEADINGS = {
     "kernels": "{:,}",
     "launches": "{:,}",
@@ -49,6 +51,7 @@ def main():
     parser.add_argument("--card", default="H100", help="A100, H100 or H200")
     parser.add_argument("--models", default=",".join(MODELS), help="some of them, by commas")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="some of them, by commas")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--lower", nargs=4, metavar="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.lower:
@@ -56,8 +59,10 @@ def main():
         return
     names = ["model, dtype", "contender", *HEADINGS]
     print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
-    cases = itertools.product(arguments.models.split(","), arguments.dtypes.split(","), CONTENDERS)
-    for model, dtype, contender in cases:
+    models, dtypes = arguments.models.split(","), arguments.dtypes.split(",")
+    for model, dtype, contender in itertools.product(models, dtypes, arguments.contenders):
+        if contender == "ours, no scale" and dtype != "float16":
+            continue  # no other dtype has one
         found = cost_of(model, dtype, contender, arguments.card)
         cells = [text.format(found[name]) for name, text in HEADINGS.items()]
         print(f"| {model}, {dtype} | {contender} | {' | '.join(cells)} |", flush=True)
@@ -104,8 +109,12 @@ def lower(out, model, dtype, contender):
     from models import POLICIES, work_of
 
     work, policy = work_of(model), POLICIES[dtype]
-    if contender == "ours":
-        trainer, _ = trainer_of(work, policy, jit_compile="step")
+    if contender == "JAX":
+        pathlib.Path(out, "step.hlo").write_bytes(lowered_by_jax(work, model, dtype))
+        return
+    if contender.startswith("ours"):
+        settings = {"loss_scale": None} if contender == "ours, no scale" else {}
+        trainer, _ = trainer_of(work, policy, jit_compile="step", **settings)
         step = trainer.train_step
     else:
         with dtype_policy(policy):
@@ -115,6 +124,33 @@ def lower(out, model, dtype, contender):
             else:
                 step = hand_step(network, optimizer)
     pathlib.Path(out, "step.hlo").write_bytes(lower_function(step, work.batch))
+
+
+def lowered_by_jax(work, model, dtype):
+    """Returns the step in JAX as HLO. It overwrites its state, as TensorFlow its variables."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # else it looks for a card
+    import jax
+    import numpy as np
+    from in_jax import state_of, step_of
+
+    trained, statistics = weights_of(work, model)
+    batch = tuple(np.asarray(each) for each in work.batch)
+    step = jax.jit(step_of(model, dtype), donate_argnums=0)
+    lowered = step.lower(state_of(trained, statistics), batch)
+    return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+
+
+def weights_of(work, model):
+    """Returns a Keras model's trained weights and, as arrays, what else `in_jax.py` takes."""
+    import tensorflow as tf
+
+    network = work.build()
+    trained = [each.numpy() for each in network.trainable_variables]
+    if model != "transformer":
+        return trained, [each.numpy() for each in network.non_trainable_variables]
+    nodes = [node for each in network.operations for node in each._inbound_nodes]  # noqa: SLF001
+    given = [each for node in nodes for each in node.arguments.args if isinstance(each, tf.Tensor)]
+    return trained, [each.numpy() for each in given]  # what the positions are embedded to
 
 
 def fit_step(network, optimizer, batch):

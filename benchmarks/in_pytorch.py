@@ -71,7 +71,7 @@ class Transformer(nn.Module):
 
     def forward(self, text):
         """Takes (batch, positions), returns (batch, words, positions), as the loss expects."""
-        hidden = self.words(text) + self.places(torch.arange(text.shape[1]))
+        hidden = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
         return self.logits(self.norm(self.blocks(hidden))).transpose(1, 2)
 
 
@@ -95,27 +95,28 @@ def build(model, words, window, width):
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(taken, 10))
 
 
-def steps_of(network, batch, dtype):
+def steps_of(network, batch, dtype, device="cpu"):
     """Returns a function that runs a number of eager steps.
 
     Args:
         network: takes the inputs, returns logits.
         batch: (inputs, labels), NumPy arrays; images have channels last.
         dtype: "float32", "bfloat16" or "float16".
+        device: "cpu" or "cuda"; the network is there.
     """
     torch.set_num_threads(os.cpu_count() or 1)
-    inputs, labels = (torch.from_numpy(each.copy()) for each in batch)
+    inputs, labels = (torch.from_numpy(each.copy()).to(device) for each in batch)
     if inputs.ndim == 4:
         # PyTorch's layout, with the memory format in which its convolutions are fastest.
         inputs = inputs.permute(0, 3, 1, 2).to(memory_format=torch.channels_last)
         network = network.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(network.parameters(), 1e-4)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype == "float16")
+    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
 
     def take(steps):
         for _ in range(steps):
             optimizer.zero_grad()
-            with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
+            with torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32"):
                 loss = F.cross_entropy(network(inputs), labels.long())
             scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -1,0 +1,330 @@
+"""A kit for the day there is a card: compiled steps that run where TensorFlow is not.
+
+    python benchmarks/gpu_kit.py pack KIT              # here; needs the extra gpu-check
+    python benchmarks/gpu_kit.py run KIT RESULTS.json  # on the card's machine; needs JAX only
+    python benchmarks/gpu_kit.py write RESULTS.json    # here: writes docs/performance.md's section
+
+`pack` lowers the whole step of each model, as `jit_compile="step"` has XLA compile it, and records
+what it computes here. A program has some hundred kB; weights and batches are not packed, but drawn
+from a seed. To move the kit, copy KIT and this folder. `run` compiles the programs by the XLA of
+JAX, checks losses and weights of a few steps against the record, and measures the step, the same
+model in JAX (`in_jax.py`) and, if PyTorch is there, in PyTorch (`in_pytorch.py`), in turns. It also
+runs on a CPU, to try the kit itself. It uses private names of JAX 0.10.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+MODELS, DTYPES = ("mlp", "cnn", "resnet", "transformer"), ("float32", "bfloat16", "float16")
+CHECKED_STEPS = 3
+# Relative differences that another order of additions may make: of losses, of norms of variables.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03, "float16": 0.01}
+WINDOW, WORDS, WIDTH = 128, 256, 256  # the transformer's sizes, as in `models.py`
+
+
+def main():
+    """Packs, runs or writes."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    pack = commands.add_parser("pack")
+    pack.add_argument("kit", type=pathlib.Path)
+    pack.add_argument("--models", nargs="+", default=MODELS)
+    pack.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    pack_one = commands.add_parser("pack_one")
+    pack_one.add_argument("kit", type=pathlib.Path)
+    pack_one.add_argument("model")
+    pack_one.add_argument("dtype", choices=DTYPES)
+    run = commands.add_parser("run")
+    run.add_argument("kit", type=pathlib.Path)
+    run.add_argument("results", type=pathlib.Path)
+    run.add_argument("--rounds", type=int, default=20)
+    run.add_argument("--turn_secs", type=float, default=0.5)
+    write = commands.add_parser("write")
+    write.add_argument("results", type=pathlib.Path)
+    write.add_argument("--page", type=pathlib.Path, default=PAGE)
+    arguments = vars(parser.parse_args())
+    command = arguments.pop("command")
+    {"pack": pack_all, "pack_one": pack_case, "run": run_all, "write": write_page}[command](
+        **arguments
+    )
+
+
+def pack_all(kit, models, dtypes):
+    """Packs each model in each precision, in a process of its own."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+    environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    for model in models:
+        for dtype in dtypes:
+            command = [sys.executable, __file__, "pack_one", str(kit), model, dtype]
+            subprocess.run(command, env=environment, check=True)  # noqa: S603  # this program
+            print(f"packed {model}, {dtype}", flush=True)
+
+
+def pack_case(kit, model, dtype):
+    """Writes `KIT/MODEL-DTYPE.mlir`, and what goes into and comes out of it as `.json`."""
+    import tensorflow as tf
+    from contenders import trainer_of
+    from lowered_step import hlo_of
+    from models import POLICIES, work_of
+
+    kit.mkdir(parents=True, exist_ok=True)
+    work = work_of(model)
+    trainer, _ = trainer_of(work, POLICIES[dtype], jit_compile="step", seed=1)
+    highest = WORDS if model == "transformer" else 10
+    batch = [drawn_like(each, place, highest) for place, each in enumerate(work.batch)]
+    drawn = draw_weights(trainer.model.trainable_variables)
+    fields = []
+
+    @tf.function(jit_compile=True, autograph=False)
+    def program(*batch):
+        report = trainer.train_step(batch)._asdict()
+        varying = {k: v for k, v in report.items() if tf.get_static_value(v) is None}
+        fields[:] = varying
+        return list(varying.values())
+
+    values = [tf.constant(made(each)) for each in batch]
+    specs = [tf.TensorSpec(each.shape, each.dtype) for each in values]
+    hlo, written = hlo_of(program, specs)
+    taken = program.get_concrete_function(*specs).captured_inputs
+    inputs = [*batch, *(described(value_of(each), drawn) for each in taken)]
+    losses = []
+    for _ in range(CHECKED_STEPS):
+        outputs = dict(zip(fields, program(*values), strict=True))
+        losses.append(float(outputs["loss"]))
+    ends = {argument: taken[argument - len(batch)] for argument, _ in written}
+    case = {"model": model, "dtype": dtype, "inputs": inputs, "written": written}
+    case |= {"loss": fields.index("loss"), "losses": losses}
+    case |= {"shapes": shapes_of(trainer.model, model)}
+    case |= {"norms": [norm_of(value_of(ends[argument])) for argument, _ in written]}
+    (kit / f"{model}-{dtype}.json").write_text(json.dumps(case))
+    write_module(kit / f"{model}-{dtype}.mlir", hlo)
+
+
+def shapes_of(network, model):
+    """Returns the shapes of what `in_jax.py` takes: trained weights, and the rest."""
+    shapes = [tuple(each.shape) for each in network.trainable_variables]
+    if model == "transformer":
+        return shapes, [(WINDOW, WIDTH)]
+    return shapes, [tuple(each.shape) for each in network.non_trainable_variables]
+
+
+def draw_weights(variables):
+    """Draws all weights but vectors, which keep zeros and ones; returns how, by their bytes."""
+    drawn = {}
+    for place, variable in enumerate(variables):
+        shape = tuple(variable.shape)
+        if len(shape) > 1:
+            bound = math.sqrt(6 / (math.prod(shape[:-1]) + shape[-1]))
+            how = {"shape": shape, "dtype": "float32", "within": bound, "seed": 100 + place}
+            variable.assign(made(how))
+            drawn[variable.numpy().tobytes()] = how
+    return drawn
+
+
+def value_of(tensor):
+    """Returns the value of a tensor, or of the variable that a resource stands for."""
+    import tensorflow as tf
+
+    if tensor.dtype == tf.resource:
+        dtype = tensor._handle_data.shape_and_type[0].dtype  # noqa: SLF001
+        tensor = tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype)
+    return tensor.numpy()
+
+
+def drawn_like(array, place, highest):
+    """Describes an input of a batch like this one: numbers from 0 to 1, or below `highest`."""
+    how = {"shape": array.shape, "dtype": str(array.dtype), "seed": place}
+    return how | ({"from": 0, "within": 1} if array.dtype.kind == "f" else {"below": highest})
+
+
+def described(value, drawn):
+    """Describes an array that was drawn, or whose elements are all the same, or few."""
+    if value.tobytes() in drawn:
+        return drawn[value.tobytes()]
+    same = value.size and (value == value.flat[0]).all()
+    if not same and value.size > 1000:
+        raise ValueError(f"an input of shape {value.shape} is neither drawn nor constant")
+    numbers = value.flat[0].item() if same else value.tolist()
+    return {"shape": value.shape, "dtype": str(value.dtype), "values": numbers}
+
+
+def made(how):
+    """Returns the array that a description describes."""
+    import numpy as np
+
+    shape, dtype = how["shape"], how["dtype"]
+    if "values" in how:
+        return np.broadcast_to(np.asarray(how["values"], dtype), shape).copy()
+    generator = np.random.default_rng(how["seed"])
+    if "below" in how:
+        return generator.integers(how["below"], size=shape).astype(dtype)
+    low = how.get("from", -how["within"])
+    return (low + (how["within"] - low) * generator.random(shape)).astype(dtype)
+
+
+def norm_of(array):
+    """Returns the 2-norm of an array, as a number."""
+    import numpy as np
+
+    return float(np.sqrt(np.square(np.asarray(array, np.float64)).sum()))
+
+
+def write_module(path, hlo):
+    """Writes HLO as StableHLO, which JAX can compile for any device."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # else it looks for a card
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+    from lowered_module import module_of
+
+    path.write_bytes(hlo)
+    with mlir.make_ir_context() as context, ir.Location.unknown(context):
+        module = module_of(path)
+        with path.open("wb") as file:
+            module.operation.write_bytecode(file)
+
+
+class Packed:
+    """A packed step, compiled for this machine's first device."""
+
+    def __init__(self, path):
+        """Compiles the program, and makes its inputs."""
+        import jax
+        from jax._src.interpreters import mlir
+        from jax._src.lib import _jax, xla_client
+        from jaxlib.mlir import ir
+
+        self.case = json.loads(path.with_suffix(".json").read_text())
+        device = jax.devices()[0]
+        with mlir.make_ir_context() as context, ir.Location.unknown(context):
+            module = ir.Module.parse(path.read_bytes())
+            self.program = device.client.compile_and_load(
+                module, _jax.DeviceList((device,)), xla_client.CompileOptions()
+            )
+        self.inputs = [jax.device_put(made(each), device) for each in self.case["inputs"]]
+        self.batch = [
+            made(each) for each in self.case["inputs"] if "below" in each or "from" in each
+        ]
+
+    def step(self):
+        """Takes a step; returns what it returns, and keeps what it writes."""
+        results = self.program.execute_sharded(self.inputs)
+        outputs = [each[0] for each in results.disassemble_into_single_device_arrays()]
+        for argument, output in self.case["written"]:
+            self.inputs[argument] = outputs[output]
+        return outputs
+
+    def take(self, steps):
+        """Takes some steps, and waits for the last."""
+        for _ in range(steps):
+            outputs = self.step()
+        outputs[self.case["loss"]].block_until_ready()
+
+    def differences(self):
+        """Takes the first steps; returns how far losses and norms are from those of `pack`."""
+        losses = [float(self.step()[self.case["loss"]]) for _ in range(CHECKED_STEPS)]
+        norms = [norm_of(self.inputs[argument]) for argument, _ in self.case["written"]]
+        pairs = {"loss": (losses, self.case["losses"]), "norm": (norms, self.case["norms"])}
+        return {
+            name: max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(*both, strict=True))
+            for name, both in pairs.items()
+        }
+
+
+def run_all(kit, results, rounds, turn_secs):
+    """Checks and measures every packed step; writes a file of results."""
+    import jax
+    from turns import in_turn
+
+    jax.config.update("jax_enable_x64", val=True)  # counters have 64 bits
+    device = jax.devices()[0]
+    found = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+    found["cases"] = {}
+    for path in sorted(kit.glob("*.mlir")):
+        packed = Packed(path)
+        model, dtype = packed.case["model"], packed.case["dtype"]
+        apart = packed.differences()
+        if not max(apart.values()) <= TOLERANCE[dtype]:
+            sys.exit(f"{path} does not compute what it did where it was packed: {apart}")
+        turns = in_turn(contenders_of(packed), rounds, turn_secs)
+        found["cases"][f"{model}, {dtype}"] = {"apart": apart, "turns": turns}
+        results.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{model}, {dtype}: as packed, measured {', '.join(turns)}", flush=True)
+
+
+def contenders_of(packed):
+    """Returns the packed step, the model in JAX, and that in PyTorch if it is there."""
+    import importlib.util
+
+    from turns import Contender
+
+    model, dtype = packed.case["model"], packed.case["dtype"]
+    found = {"halfstep": Contender(packed.take), "JAX": Contender(jax_loop(packed))}
+    if importlib.util.find_spec("torch"):
+        import in_pytorch
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        network = in_pytorch.build(model, WORDS, WINDOW, WIDTH).to(device)
+        take = in_pytorch.steps_of(network, packed.batch, dtype, device)
+        found["PyTorch"] = Contender(take)
+    return found
+
+
+def jax_loop(packed):
+    """Returns a function that takes steps of the model in JAX, from the same weights."""
+    import jax
+    import numpy as np
+    from in_jax import state_of, step_of
+
+    model, dtype = packed.case["model"], packed.case["dtype"]
+    step = jax.jit(step_of(model, dtype), donate_argnums=0)
+    batch = jax.device_put(tuple(packed.batch))
+    trained, statistics = (
+        [np.zeros(shape, np.float32) for shape in shapes] for shapes in packed.case["shapes"]
+    )
+    state = state_of(trained, statistics)
+
+    def take(steps):
+        nonlocal state
+        for _ in range(steps):
+            state, loss = step(state, batch)
+        loss.block_until_ready()
+
+    return take
+
+
+def write_page(results, page):
+    """Writes what was measured into the page, between this script's markers."""
+    import statistics
+
+    from turns import ratios_of, table, with_interval, write_between
+
+    found = json.loads(results.read_text())
+    head = ["model, dtype", "halfstep, ms", "JAX, ms", "PyTorch, ms", "against JAX (95%)"]
+    rows = [[*head, "against PyTorch (95%)", "losses differ by"]]
+    for name, case in found["cases"].items():
+        turns = case["turns"]
+        cells = [
+            f"{statistics.median(turns[each]):.3g}" if each in turns else ""
+            for each in ("halfstep", "JAX", "PyTorch")
+        ]
+        cells += [
+            with_interval(ratios_of(turns, "halfstep", each)) if each in turns else ""
+            for each in ("JAX", "PyTorch")
+        ]
+        rows.append([name, *cells, f"{case['apart']['loss']:.1e}"])
+    title = f"### {found['device']}, JAX {found['jax']}"
+    if found["platform"] == "cpu":
+        title += "\n\nThis is a trial of the kit on a CPU. It says nothing about GPUs."
+    write_between(page, "gpu_kit.py", f"{title}\n\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main()
