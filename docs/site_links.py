@@ -25,6 +25,8 @@ def target_of(link: str, path: str) -> str | None:
 
 def site_path(path: str) -> str:
     """Returns the path within the site of a repository file."""
+    if path.startswith("docs/tutorials/"):
+        return path.removeprefix("docs/").replace(".py", ".md")
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     unchanged = path.endswith((".md", ".png"))
@@ -51,16 +53,17 @@ def make_file(path: str, config: MkDocsConfig) -> File:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds every file that a page links to, and the files that those link to in turn."""
-    to_visit = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
+    to_visit = list(files.documentation_pages())
     while to_visit:
-        path = to_visit.pop()
+        page = to_visit.pop()
+        path = repository_path(page.src_uri)
         if not path.endswith(".md"):
             continue
-        for link in LINK.findall((ROOT / path).read_text()):
+        for link in LINK.findall(page.content_string):
             target = target_of(link, path)
             if target and files.get_file_from_path(site_path(target)) is None:
                 files.append(make_file(target, config))
-                to_visit.append(target)
+                to_visit.append(files.get_file_from_path(site_path(target)))
     return files
 
 

@@ -538,7 +538,8 @@ class Trainer(Task):
 
         Args:
             train_data: a `tf.data.Dataset` batched to the global batch; or a function that takes a
-                `tf.distribute.InputContext` and returns a dataset; or arrays, which are shuffled in
+                `tf.distribute.InputContext` and returns a dataset batched to
+                `context.get_per_replica_batch_size(global_batch)`; or arrays, which are shuffled in
                 every epoch. Finite data is repeated. Arrays are read when the call begins; later
                 changes count in the next call, which then begins a new epoch.
             steps: the step to reach, counted from the beginning of the run, so that the same

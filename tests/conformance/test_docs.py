@@ -5,6 +5,7 @@ import html.parser
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -17,6 +18,7 @@ from trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.py"))
 ROOMS = [
     *("scaling", "scaling.float8", "strategies"),
     *("trainer", "trainer.callbacks", "trainer.step"),
@@ -53,7 +55,7 @@ def site(tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=1800,  # it runs the tutorials
     )
 
     assert built.returncode == 0, built.stderr
@@ -142,9 +144,25 @@ def test_the_api_page_shows_signatures_and_examples(site):
 def test_every_page_is_in_the_navigation():
     """The navigation lists each page in docs/ exactly once, and nothing else."""
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    listed = re.findall(r"- ([\w-]+\.md)$", navigation, re.MULTILINE)
+    listed = re.findall(r"- ([\w/-]+\.md)$", navigation, re.MULTILINE)
+    tutorials = [f"tutorials/{each.stem}.md" for each in TUTORIALS]
 
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+    assert sorted(listed) == sorted([*(page.name for page in DOCS.glob("*.md")), *tutorials])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_is_shown_with_its_outputs(site, tutorial):
+    """Its page has the outputs and plots of its cells, all of which have run without an error."""
+    folder = site / "tutorials"
+    notebook = json.loads((folder / f"{tutorial.stem}.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    page = (folder / tutorial.stem / "index.html").read_text()
+
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert {"stream", "display_data"} <= {output["output_type"] for output in outputs}
+    assert page.count("<img") == sum(output["output_type"] == "display_data" for output in outputs)
 
 
 def public_names():
