@@ -14,7 +14,6 @@ from proofs.protocols.search import Model
 # The parts of a run, in their order; the names are those of the code's functions.
 VOTE_OUTSIDE = "_stop_asked"
 VOTE_INSIDE = "stop_requested"
-TOGETHER = {VOTE_OUTSIDE, VOTE_INSIDE, "train_step", "save"}
 STEPS_PER_LOOP, TARGET = 2, 4
 
 
