@@ -5,7 +5,8 @@ from typing import Any
 
 import keras
 
-from trainer.config.loss_fn import ignore_class_of, name_of
+from trainer.config.loss_fn import ignore_class_of
+from trainer.config.loss_shapes import name_of
 from trainer.config.output_losses import OutputLosses
 from trainer.data.value_checks import LabelRange
 

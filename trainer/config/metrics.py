@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from scaling.base.argument_checks import did_you_mean, shown
-from trainer.config.loss_fn import name_of
+from trainer.config.loss_shapes import name_of
 from trainer.config.output_losses import OutputLosses
 from trainer.config.output_metrics import entries_by_name, metrics_by_output, shape_of_output
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from trainer.config.label_ranges import label_ranges
-from trainer.config.loss_fn import name_of
+from trainer.config.loss_shapes import name_of
 
 OUTPUTS = tf.zeros([2, 5])
 
