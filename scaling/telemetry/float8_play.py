@@ -5,6 +5,8 @@ The simulation makes these assumptions:
 - The magnitudes are those of the recorded run, even where a rule would have rounded other numbers.
 - A run that records only some of its steps is taken as if there were no others: a history of 16 is
   one of 16 lines.
+- Steps that the run skipped count as others do, unless the tensor was not finite. The run's own
+  scales did not move on them.
 - A step is judged by its largest magnitude alone: it saturates if that number does. What the
   smaller ones lose is not in the record.
 """

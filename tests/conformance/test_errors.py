@@ -57,7 +57,7 @@ Values that public arguments refuse, with the errors they raise. This page is ge
 tests by `pytest tests/conformance/test_errors.py --regenerate`. In the examples, `rule`, `state`,
 `scaler`, `token`, `gradients`, `stats`, `finite`, `share`, `mirrored`, `model`, `batch`, `plan`,
 `run`, `data`, `started`, `callback`, `flag_values` and `parsed` are valid, and so are all arguments
-that are not shown. `notes.txt` is a file, and no folder `runs` exists.
+that are not shown. `float8` is `scaling.float8`. `notes.txt` is a file, and no folder `runs` exists.
 """
 
 FLAGS_INTRODUCTION = """
