@@ -432,7 +432,7 @@ def test_a_parameter_server_is_refused(monkeypatch):
         'step, and its workers take no steps together. Pass precision="mixed_bfloat16".'
     )
     model = keras.Sequential([keras.Input([16]), keras.layers.Dense(16, name="one")], name="plain")
-    model.quantize("float8")
+    model.layers[0].quantize("float8")
     with pytest.raises(ValueError, match="parameter server") as caught:
         check_float8_layers(model, tf.distribute.get_strategy())
     assert str(caught.value) == (
