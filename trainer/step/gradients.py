@@ -19,5 +19,5 @@ def half_squared_norm(gradient: Gradient) -> tf.Tensor:
 
 def count_nonfinite(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the numbers of inf and NaN elements: shape (2,), int32."""
-    flags = tf.stack([tf.math.is_inf(tensor), tf.math.is_nan(tensor)])
-    return tf.reduce_sum(tf.cast(tf.reshape(flags, [2, -1]), tf.int32), axis=1)
+    flags = (tf.math.is_inf(tensor), tf.math.is_nan(tensor))
+    return tf.stack([tf.math.count_nonzero(flag, dtype=tf.int32) for flag in flags])
