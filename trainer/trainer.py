@@ -176,7 +176,7 @@ class Trainer(Task):
         reduce_dtype: the dtype in which gradients are sent and summed over replicas: "float16" or
             "bfloat16", with half the bytes. None sums them in float32. A value or a sum beyond the
             dtype's range is an overflow of the reduction: the step is skipped on all replicas and
-            the loss scale backs off. "float16" needs a loss scale, because gradients under 2^-24
+            the loss scale backs off. "float16" needs a loss scale, because gradients under 2^-25
             become 0 in it. Losses, flags and statistics are always summed in float32. With one
             replica nothing is summed, and the setting has no effect.
         reduce_bucket_bytes: size of a bucket of gradients. Each bucket is summed over replicas by

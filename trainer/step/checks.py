@@ -286,7 +286,7 @@ def check_reduction(reduce_dtype: object, rule: scaling.LossScaleRule) -> None:
     if reduce_dtype == "float16" and isinstance(rule, scaling.NoLossScale):
         raise ValueError(
             f"`reduce_dtype` must not be 'float16' without a loss scale; got {shown(reduce_dtype)} "
-            f"with {rule!r}. Gradients below 2^-24 would become 0 in the sum, without a skipped "
+            f"with {rule!r}. Gradients below 2^-25 would become 0 in the sum, without a skipped "
             'step. Pass loss_scale="dynamic", or reduce_dtype="bfloat16", which has the range of '
             "float32."
         )
