@@ -132,7 +132,7 @@ def test_weights_that_are_all_zero_are_refused():
     with pytest.raises(ValueError, match="weight is not 0") as error:
         trainer.evaluate(slopes(1.0, 2.0), global_batch=1)
     assert str(error.value) == (
-        "`eval_data` must have an example whose weight is not 0; got weights whose sum is 0. The "
+        "`data` must have an example whose weight is not 0; got weights whose sum is 0. The "
         "loss is a weighted mean, which does not exist without weight. Check the sample weights, "
         "the mask, or `example_weights`."
     )
