@@ -85,9 +85,13 @@ def recorded(disk: Disk, call: Callable[[pathlib.Path], Any]) -> tuple[Program, 
     with tempfile.TemporaryDirectory() as name:
         root = pathlib.Path(name).resolve()
         files.write_out(disk, root)
-        logging.set_verbosity(logging.FATAL)
-        with files.recorded(root) as done:
-            result = call(root)
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.FATAL)  # damaged checkpoints are expected here
+        try:
+            with files.recorded(root) as done:
+                result = call(root)
+        finally:
+            logging.set_verbosity(verbosity)
         return tuple(done), result
 
 

@@ -189,7 +189,7 @@ def test_ragged_arrays_are_refused():
         trainer.train((WORDS, Y), steps=1, global_batch=7)
 
     assert str(error.value) == (
-        "`train_data` must be a dataset if it has ragged or sparse tensors; got one among arrays. "
+        "`train_data` must be a dataset if it has ragged or sparse tensors; got a RaggedTensor among arrays. "
         "Only dense arrays are batched here. Pass "
         "tf.data.Dataset.from_tensor_slices(data).batch(global_batch)."
     )

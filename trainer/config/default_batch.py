@@ -79,10 +79,12 @@ def is_real(dtype: Any) -> bool:
 
 
 def check_inputs(model: Any, x: Batch, argument: str) -> None:
-    """Raises TypeError for text or complex numbers where a Keras model has inputs of real numbers.
+    """Raises TypeError for inputs of which Keras would not say what is wrong with them.
 
-    Keras casts what it is given to the dtype of the input. Of complex numbers it would drop the
-    imaginary part without a word, and text fails in the middle of a step.
+    That is text or complex numbers where a model has inputs of real numbers: Keras casts what it is
+    given to the dtype of the input. Of complex numbers it would drop the imaginary part without a
+    word, and text fails in the middle of a step. So does a ragged last dimension where the model
+    has one of a fixed size.
 
     Args:
         model: the model; only one with declared inputs is checked.
@@ -100,6 +102,19 @@ def check_inputs(model: Any, x: Batch, argument: str) -> None:
                 f"{described(leaf)}. Keras would cast them to {declared[0].dtype}. Convert them to "
                 "numbers where the data is made, or give keras.Input the dtype of the data."
             )
+    for leaf, each in zip(leaves, declared, strict=False):
+        if isinstance(leaf, tf.RaggedTensor) and has_fixed_end(each) and leaf.shape[-1] is None:
+            raise TypeError(
+                f"`{argument}` must have a last dimension of a fixed size for this model; got "
+                f"{described(leaf)}, which is ragged there, for an input of shape {each.shape}. "
+                "Its products need rows of one size. Pad the data with to_tensor(), or make the "
+                "last dimension of keras.Input None."
+            )
+
+
+def has_fixed_end(declared: Any) -> bool:
+    """Returns whether the last dimension of a model's input has a known size."""
+    return len(declared.shape) > 1 and declared.shape[-1] is not None
 
 
 def misfit(error: Exception, x: Batch, argument: str) -> Exception:

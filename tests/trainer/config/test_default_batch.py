@@ -7,7 +7,13 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Trainer
-from trainer.config.default_batch import described, from_library, reason_in, unpack
+from trainer.config.default_batch import (
+    check_inputs,
+    described,
+    from_library,
+    reason_in,
+    unpack,
+)
 
 ONE = np.ones([4, 1], np.float32)
 
@@ -87,6 +93,20 @@ def test_an_error_of_the_users_own_model_stays_what_it_is():
     with pytest.raises(ValueError, match="my own check") as error:
         made(model=Careless).predict(ONE, global_batch=4)
     assert "must fit" not in str(error.value)
+
+
+def test_a_ragged_last_dimension_is_refused_where_the_model_has_a_fixed_one():
+    """TensorFlow would fail in the middle of the step. A ragged dimension before the last is none."""
+    ragged = tf.ragged.constant([[1.0], [1.0, 2.0]])
+    with pytest.raises(TypeError) as error:
+        made().evaluate(tf.data.Dataset.from_tensors((ragged, ONE[:2])))
+
+    assert str(error.value) == (
+        "`data` must have a last dimension of a fixed size for this model; got float32 (2, None), "
+        "which is ragged there, for an input of shape (None, 1). Its products need rows of one "
+        "size. Pad the data with to_tensor(), or make the last dimension of keras.Input None."
+    )
+    check_inputs(linear_model(), tf.RaggedTensor.from_tensor(ONE[None], ragged_rank=1), "data")
 
 
 def test_text_is_taken_by_a_model_with_inputs_of_text():

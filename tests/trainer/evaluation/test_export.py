@@ -80,7 +80,8 @@ def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
     assert {tf.as_dtype(each.dtype).name for each in real} == {dtype}
     assert np.abs(ours - theirs).max() / np.abs(ours).max() == pytest.approx(difference, abs=1e-6)
     assert difference <= 8 * eps
-    assert difference == 0 or precision != "train"
+    # A SavedModel is a graph: on some processors, TensorFlow has other kernels for it.
+    assert difference == 0 or (precision, name) != ("train", "model.keras")
     # Exporting does not change the model itself.
     assert {layer.compute_dtype for layer in run.model.layers[:3]} == {"float16"}
 

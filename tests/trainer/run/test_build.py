@@ -121,6 +121,8 @@ def test_the_settings_of_a_record_are_json_types():
         "rule": "FixedLossScale(loss_scale=1024.0)",
         "num_replicas": 1,
         "strategy": "default",
+        "reduce_dtype": None,
+        "reduce_bucket_bytes": None,
     }
     trainer = Linear(loss_scale=trainer.rule, strategy=trainer.strategy, verbose=False)
     settings = recorded_settings(trainer)
