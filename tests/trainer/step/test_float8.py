@@ -156,6 +156,7 @@ def test_a_skip_moves_no_bit(mirrored, replicas, jit_compile):
             np.testing.assert_array_equal(copy, before, err_msg=variable.path)
 
 
+@pytest.mark.thorough
 def test_a_loss_scale_multiplies_the_scales_of_gradients_alone():
     """L20: gradients are scaled when they are cast, so their scales hold the loss scale; no others."""
     weights = exact_weights()
@@ -254,6 +255,7 @@ def test_a_saved_model_is_one_of_keras(tmp_path):
     np.testing.assert_array_equal(loaded(ROWS), model(ROWS))
 
 
+@pytest.mark.thorough
 def test_a_trainer_in_float8(tmp_path):
     """`precision="mixed_float8"` converts the model, trains it, resumes it, and exports it."""
 

@@ -188,7 +188,10 @@ def test_own_rows_need_a_row_per_example_of_the_batch(mirrored):
         on_replicas(mirrored(3), ROWS, lambda share, _: own_rows(share.batch), global_loss=False)
     with pytest.raises(ValueError) as error:  # noqa: PT011
         on_replicas(mirrored(3), ROWS, lambda *_: own_rows(tf.constant(1.0)))
-    assert str(error.value) == message.format("()")
+    assert str(error.value) == (
+        "`x` must have one row per example; got float32 of shape (). The first dimension is the "
+        "example. Pass x[None] for a single row."
+    )
     assert own_rows((tf.ones([2]), None))[0].shape == [2]
     with pytest.raises(RuntimeError) as error:
         mirrored(3).run(lambda: own_rows(tf.ones([2])))
