@@ -7,9 +7,12 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scaling.telemetry.float8_play import compare_float8
+from scaling.telemetry.float8_record import read_float8_record
 from trainer import Trainer, convert_to_float8
 from trainer.log.float8_lines import float8_line, saturates
 from trainer.step.float8 import FORMATS, Float8Tensor
@@ -133,3 +136,35 @@ def test_a_run_writes_a_line_at_each_interval(tmp_path, record_gradients):
         assert own[-1]["format"] == form
         assert own[-1]["scale"] < 1.0  # as it is at the start, and no longer
         assert all((one["flushed"] is not None) == record_gradients for one in own)
+
+
+@pytest.mark.thorough
+def test_the_simulator_reads_what_a_run_writes(tmp_path):
+    """Recorded at every step and played by the run's own rule, the scales have the run's own bits."""
+
+    def model():
+        layers = [keras.layers.Dense(32, name=name) for name in ("one", "two", "three")]
+        return keras.Sequential([keras.Input([16]), *layers], name="model")
+
+    rows = np.random.default_rng(3).normal(size=(48, 32)).astype("float32")
+    rows *= np.float32(2.0) ** np.arange(48)[:, None]  # grows, so that scales move
+    trainer = Trainer(
+        model=model,
+        optimizer="sgd",
+        loss_fn="mse",
+        precision="mixed_float8",
+        seed=1,
+        verbose=False,
+        jit_compile=False,
+        model_dir=tmp_path,
+        log_interval=1,
+    )
+    data = tf.data.Dataset.from_tensor_slices((rows[:, :16] / 1e6, rows / 1e9)).batch(4)
+    trainer.train(data, steps=12)
+    record = read_float8_record(tmp_path / "metrics.jsonl")
+
+    assert [each.name for each in record.tensors] == [f"model/two/{name}" for name in FORMATS]
+    outcomes = compare_float8(record.tensors, ["delayed"])
+    for recorded, played in outcomes:
+        np.testing.assert_array_equal(recorded.scale, played.scale)
+    assert sum(recorded.moves for recorded, _ in outcomes) > len(outcomes)
