@@ -54,7 +54,8 @@ def pipeline(*batches):
 
 
 # By kind: label, code, whether a step can be taken, a prediction be made, and so on is documented:
-# the methods with a result ("*" for all that take such data).
+# the methods with a result ("*" for all that take such data). Keras's functional models add and take
+# away a last dimension of size 1 of their inputs.
 HAND = """
 text | arrays | (ONE, texts("a", "b", "c", "d")) | predict
 text | arrays | (texts("a", "b", "c", "d"), ONE) |
@@ -104,7 +105,7 @@ ragged and sparse | other | tf.data.Dataset.from_tensors((tf.ragged.constant([[1
 shapes | arrays | (ONE, np.ones([3, 1])) |
 shapes | arrays | (np.ones([4, 2]), ONE) |
 shapes | arrays | (np.ones([4]), ONE) | *
-shapes | arrays | (np.ones([4, 1, 1]), ONE) | predict
+shapes | arrays | (np.ones([4, 1, 1]), ONE) | *
 shapes | arrays | (ONE, np.ones([4, 3])) | predict
 shapes | arrays | (ONE, np.ones([4, 1, 2])) | predict
 shapes | arrays | (ONE, np.ones([4])) | *
@@ -117,7 +118,7 @@ shapes | other | yielding(3) |
 shapes | other | yielding((1.0, 2.0)) |
 shapes | other | pipeline((ONE, ONE)) | *
 shapes | other | pipeline((ONE, ONE), (ONE, ONE[:2])) |
-shapes | other | pipeline((ONE, ONE), (ONE[:, 0], ONE)) |
+shapes | other | pipeline((ONE, ONE), (ONE[:, 0], ONE)) | predict
 shapes | other | tf.data.Dataset.range(4) |
 structures | arrays | ONE | predict
 structures | arrays | (ONE,) | predict

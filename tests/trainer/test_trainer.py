@@ -88,8 +88,8 @@ def test_state_is_unavailable_before_any_data(name, ask):
         ),
         (
             {"global_clipnorm": -1.0},
-            "`global_clipnorm` must be None, or positive and finite; got -1.0. The bound is the "
-            "maximum norm after clipping. Use 1.0, for example.",
+            "`global_clipnorm` must be None, or a number from 2^-126 to 2^63; got -1.0. The bound is "
+            "the maximum norm after clipping, in float32. Use 1.0, for example.",
         ),
     ],
 )

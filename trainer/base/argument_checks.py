@@ -12,6 +12,8 @@ from typing import Any
 from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number, shown
 from trainer.base.atomic_files import make_folder
 
+LONGEST_NAME = 255  # bytes of a file's or a folder's name
+
 
 def check_count(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
@@ -74,12 +76,7 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
             f"`{name}` must be a path of characters; got {shown(value)}. Names of files are put "
             f'together from it. Pass "{example}", for example.'
         )
-    if "\0" in os.fspath(value) or not is_encodable(os.fspath(value)):
-        raise ValueError(
-            f"`{name}` must be a path that a file can have; got {shown(os.fspath(value))}. No "
-            "file system takes a zero byte or a lone surrogate in a name. Pass "
-            f'"{example}", for example.'
-        )
+    check_file_names(name, os.fspath(value), example)
     try:
         local_path(value)
     except RuntimeError as error:  # of a user who does not exist
@@ -92,6 +89,23 @@ def check_path(name: str, value: object, example: str, *, optional: bool = False
             f"`{name}` must be a local path; got {shown(os.fspath(value))}. Files are locked and "
             "renamed as they are written, which object stores do not offer. Mount the store as a "
             "folder and pass that folder, or copy the files when the run has ended."
+        )
+
+
+def check_file_names(name: str, path: str, example: str) -> None:
+    """Raises ValueError, naming the argument, for a path that no file can have."""
+    if "\0" in path or not is_encodable(path):
+        raise ValueError(
+            f"`{name}` must be a path that a file can have; got {shown(path)}. No file system "
+            "takes a zero byte or a lone surrogate in a name. "
+            f'Pass "{example}", for example.'
+        )
+    longest = max((part.encode() for part in pathlib.Path(path).parts), key=len, default=b"")
+    if len(longest) > LONGEST_NAME:
+        raise ValueError(
+            f"`{name}` must have names of at most {LONGEST_NAME} bytes; got a name of "
+            f"{len(longest):,}. No usual file system takes a longer one. "
+            f'Pass "{example}", for example.'
         )
 
 

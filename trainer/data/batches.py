@@ -15,7 +15,7 @@ import tensorflow as tf
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies, present
-from trainer.data.errors import pipeline_error
+from trainer.data.errors import pipeline_error, raised_by_halfstep, source_error
 from trainer.data.leaves import check_spec
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
@@ -151,8 +151,14 @@ def read_batches(source: Source, argument: str) -> Batches:
 
     Raises:
         TypeError, ValueError: if there is none, or if they cannot be batches.
+        DataError: if the user's code, or a library that it reads with, raises an error.
     """
-    reader = Reader(source, argument)
+    try:
+        reader = Reader(source, argument)
+    except Exception as error:
+        if raised_by_halfstep(error):
+            raise
+        raise source_error(error, "in its first batches") from error
     if reader.first is None:
         raise _empty(argument)
     dataset = reader.once()

@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import re
+import traceback
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -107,6 +108,12 @@ def source_error(cause: Exception, place: str = "", saved: str = "") -> DataErro
         f"The data raised {type(cause).__name__}{when}: {reason}.{saved} Fix the data; the "
         "traceback above shows where it was raised."
     )
+
+
+def raised_by_halfstep(error: Exception) -> bool:
+    """Returns whether an error was raised by a line of halfstep, which says what to do."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in {"trainer", "strategies"}
 
 
 def pipeline_error(error: tf.errors.OpError, place: str = "") -> DataError:

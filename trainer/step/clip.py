@@ -1,7 +1,6 @@
 """Clips the gradients: the last operation on them before the optimizer."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -10,6 +9,10 @@ from scaling.base.argument_checks import is_number, shown
 from scaling.base.number_formats import as_float
 from trainer.step.gradients import gradient_values
 from trainer.step.types import Gradient
+
+# A smaller bound is 0 in float32. With a larger one, the product of a gradient and the bound, which
+# `tf.clip_by_norm` computes, could be inf: a gradient that passes the verdict is below 2^64.
+SMALLEST, LARGEST = 2.0**-126, 2.0**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Clip:
         clipvalue: maximum magnitude of each element.
 
     Raises:
-        ValueError: if a bound is not positive and finite, or if there is more than one.
+        ValueError: if a bound is not from 2^-126 to 2^63, or if there is more than one.
 
     Source:
         Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
@@ -43,11 +46,12 @@ class Clip:
         """Checks the bounds."""
         bounds = self.bounds()
         for name, bound in bounds.items():
-            if not is_number(bound) or not 0 < as_float(bound) < math.inf:
+            if not is_number(bound) or not SMALLEST <= as_float(bound) <= LARGEST:
                 what = "magnitude of an element" if name == "clipvalue" else "norm"
                 raise ValueError(
-                    f"`{name}` must be None, or positive and finite; got {shown(bound)}. The bound "
-                    f"is the maximum {what} after clipping. Use 1.0, for example."
+                    f"`{name}` must be None, or a number from 2^-126 to 2^63; got {shown(bound)}. "
+                    f"The bound is the maximum {what} after clipping, in float32. Use 1.0, for "
+                    "example."
                 )
         if len(bounds) > 1:
             found = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items())

@@ -93,6 +93,19 @@ def test_a_path_is_a_nonempty_string_or_path(optional, value, rule):
     )
 
 
+def test_a_name_that_no_file_can_have_is_refused():
+    """255 bytes are taken, and not one more; the bytes count, and not the characters."""
+    check_path("init_from", "runs/" + "x" * 255, "runs/digits")
+    for path in ("x" * 256, "runs/" + "ä" * 128 + "/ckpt-8"):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            check_path("init_from", path, "runs/digits")
+
+        assert str(error.value) == (
+            "`init_from` must have names of at most 255 bytes; got a name of 256. No usual file "
+            'system takes a longer one. Pass "runs/digits", for example.'
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"), [("loss_scal", "Did you mean 'loss_scale'?"), ("zzz", "Remove it.")]
 )

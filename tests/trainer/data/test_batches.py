@@ -8,6 +8,7 @@ import tensorflow as tf
 from helpers import Linear
 
 from trainer.data.batches import batches, repeat_forever
+from trainer.data.errors import DataError
 
 X = np.arange(10, dtype=np.float32)
 
@@ -100,3 +101,21 @@ def test_every_kind_of_data_trains(kind):
     summary = trainer.train(data, **arguments)
 
     assert (summary.step, trainer.weight) == (25, -24.0)
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+def test_an_error_of_a_generator_in_its_first_batches_is_told(ready):
+    """As in later batches, it is an error of the data, and its cause is the user's own."""
+
+    def raising():
+        yield from [(X, X)] * ready
+        raise OSError("no such image")
+
+    with pytest.raises(DataError) as error:
+        batches(raising, "data", tf.distribute.get_strategy())
+
+    assert str(error.value) == (
+        "The data raised OSError in its first batches: no such image. Fix the data; the traceback "
+        "above shows where it was raised."
+    )
+    assert isinstance(error.value.__cause__, OSError)
