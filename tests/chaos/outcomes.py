@@ -11,6 +11,7 @@ import pathlib
 
 PLACE = pathlib.Path(__file__).parent / "outcomes.json"
 TABLE = pathlib.Path(__file__).parent / "README.md"
+ACCEPTED = "accepted, then run"  # a column: what the constructor accepts
 RESULTS = ("clear", "documented", "obscure", "silent")
 BEGIN = "<!-- The table below is written by the tests. -->\n"
 
@@ -30,7 +31,8 @@ def check(found, wrong, column, part=None, request=None):
         counts.setdefault(kind, collections.Counter())[result] += 1
     print(column, part, dict(collections.Counter(result for _, result in found)))  # noqa: T201
     assert not wrong, "\n".join(wrong)
-    assert any(result == "clear" for _, result in found)
+    # What the constructor accepts may all be right.
+    assert column == ACCEPTED or any(result == "clear" for _, result in found)
     if part is None:
         return
     key = f"{column}/{part}"

@@ -64,7 +64,7 @@ def check(folder, monkeypatch, cases, part=None, request=None):
     found, wrong = collections.defaultdict(list), []
     for place, code, *go_on in cases:
         result, why = odd_inputs.outcome(place, code, *go_on)
-        found["accepted, then run" if go_on else column_of(place)].append((kind_of(code), result))
+        found[outcomes.ACCEPTED if go_on else column_of(place)].append((kind_of(code), result))
         if result in {"obscure", "silent"}:
             wrong.append(f"{result}: {place.name}({place.argument}={code}): {why}")
     for column, results in found.items():
