@@ -5,6 +5,7 @@ Texts that would run as code in a browser are in `PAYLOADS`; each of them would 
 `tests/browser.py` sees.
 """
 
+import copy
 import json
 import os
 import pathlib
@@ -100,7 +101,7 @@ def save(folder, content):
 
 def sound():
     """Returns the lines of a run as a trainer would have written them."""
-    return [*written_run.lines(SHORT), FLOAT8_LINE]
+    return [*written_run.lines(SHORT), copy.deepcopy(FLOAT8_LINE)]
 
 
 def float8(*names):
@@ -311,7 +312,7 @@ def hostile_fields(chance, line):
         "train": curves,
         "validation": curves,
         "underflow": {"share": {some(): chance.random() for _ in range(5)}},
-        "float8": {"float8": {f"{some()}/{some()}": FLOAT8 for _ in range(5)}},
+        "float8": {"float8": {f"{some()}/{some()}": dict(FLOAT8) for _ in range(5)}},
         "skip": {"cause": some(), "variable": some()},
         "recovery": {"what": some()},
         "gradients": {"precision": precision},

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import re
-import sys
 
 # The first version that works, and the first that was not tried. pyproject.toml has the same.
 SUPPORTED = {"tensorflow": ("2.21", "2.22"), "keras": ("3.15", "4")}
@@ -41,11 +40,13 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def installed() -> dict[str, str]:
-    """Returns the version of TensorFlow, which is imported, and of Keras, which need not be.
+    """Returns the version of TensorFlow, which this imports, and of Keras, which it does not.
 
     A build of Keras that has another name, such as a nightly one, is left out.
     """
-    found: dict[str, str] = {"tensorflow": sys.modules["tensorflow"].__version__}
+    import tensorflow as tf  # noqa: PLC0415  # only after its output has been dealt with
+
+    found: dict[str, str] = {"tensorflow": tf.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["keras"] = importlib.metadata.version("keras")
     return found
