@@ -8,7 +8,7 @@ from scaling.telemetry.float8_play import compare_float8
 from scaling.telemetry.float8_table import draw_float8, float8_table, short
 
 HOSTILE = "\x1b[2J\u202e\n$\\frac{1}{0}$" + "y" * 200
-MARKUP = "[red]x[/red] <b>&amp;"
+MARKUP = "[red]\u4e2d[/red] <b>&amp;"
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_names_are_text(path, tmp_path):
     assert not any(title.get_parse_math() for title in titles)
     assert {title.get_text()[:20] for title in titles} == {
         r"\x1b[2J\u202e\n$\fra",
-        MARKUP[:20],
+        r"[red]\u4e2d[/red] <b",
         ", float8_e4m3fn",
     }
     assert all(title.get_text().isascii() for title in titles)

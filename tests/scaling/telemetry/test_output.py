@@ -33,6 +33,7 @@ def test_a_link_is_replaced(tmp_path):
     """What it leads to stays as it is, and nothing is left if the file cannot be replaced."""
     (tmp_path / "other").write_bytes(b"precious")
     (tmp_path / "a").symlink_to(tmp_path / "other")
+    (tmp_path / "a.tmp").symlink_to(tmp_path / "other")  # left behind, or put there
     replace_file(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_bytes() == b"new"
     assert (tmp_path / "other").read_bytes() == b"precious"
