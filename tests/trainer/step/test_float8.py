@@ -294,7 +294,8 @@ def test_a_trainer_in_float8(tmp_path):
     np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
 
 
-@pytest.mark.parametrize("frequency", [pytest.param(None, marks=pytest.mark.thorough), 2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("frequency", [None, 2])
 def test_scales_have_no_moving_average(frequency):
     """Weights are evaluated at their averages, scales as they are; Keras alone fails at the scales."""
     optimizer = keras.optimizers.SGD(0.01, ema_overwrite_frequency=frequency, use_ema=True)
