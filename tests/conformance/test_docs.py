@@ -160,9 +160,11 @@ def test_a_tutorial_is_shown_with_its_outputs(site, tutorial):
     outputs = [output for cell in code for output in cell["outputs"]]
     page = (folder / tutorial.stem / "index.html").read_text()
 
+    plots = sum("image/png" in output.get("data", {}) for output in outputs)
+
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    assert {"stream", "display_data"} <= {output["output_type"] for output in outputs}
-    assert page.count("<img") == sum(output["output_type"] == "display_data" for output in outputs)
+    assert page.count("<img") == plots > 0
+    assert any(output["output_type"] == "stream" for output in outputs)
 
 
 def public_names():
