@@ -532,3 +532,37 @@ def test_a_rematerialized_layer_is_called_once():
     step = tf.function(lambda batch: attempt_step(batch, plan, run), autograph=False)
     assert bool(step(tf.constant(ROWS)).grads_finite)
     assert float(model.layers[0].inner.inputs_amax_history[0]) == np.abs(ROWS).max()
+
+
+@pytest.mark.thorough
+def test_a_retried_step_is_as_if_begun_at_its_last_scale():
+    """L20: attempts that overflow leave no trace in float8 scales and histories."""
+    rows = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+
+    def layers():
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(16, activation="relu") for _ in range(3)]
+        return keras.Sequential([keras.Input([16]), *hidden, keras.layers.Dense(1)])
+
+    def after_a_step(initial_scale):
+        trainer = Trainer(
+            model=layers,
+            optimizer=lambda: keras.optimizers.SGD(1e-20),
+            loss_fn=lambda y, outputs: tf.reduce_mean((outputs - y) ** 2, axis=-1) * 1e16,
+            precision="mixed_float8",
+            loss_scale=scaling.DynamicLossScale(initial_scale, max_scale=2.0**100),
+            on_overflow="retry",
+            seed=0,
+            verbose=False,
+            jit_compile=False,
+            check_gradients=False,
+        )
+        totals = trainer.train((rows, rows[:, :1]), steps=1, global_batch=32).totals
+        return trainer.loss_scale, totals, [value.numpy() for value in trainer.model.variables]
+
+    scale, totals, retried = after_a_step(2.0**90)
+    assert (totals.applied, totals.retries > 3) == (1, True)
+    _, again, at_once = after_a_step(scale)
+    assert (again.applied, again.retries) == (1, 0)
+    for one, other in zip(retried, at_once, strict=True):
+        np.testing.assert_array_equal(one, other)
