@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from trainer.base.autograph import call_user
 from trainer.config.default_batch import described, from_library, reason_in
+from trainer.step.losses import assert_shapes
 
 # Losses that compare a label with the output at the same place, by class and as a function.
 ELEMENTWISE = (
@@ -53,7 +54,8 @@ def keras_loss(loss_fn: Any, call: Callable[..., Any], y: Any, predictions: Any)
     """
     check_same_shape(loss_fn, y, predictions)
     try:
-        return call_user(call, y, predictions)
+        with tf.control_dependencies(assertions(loss_fn, y, predictions)):
+            return call_user(call, y, predictions)
     except Exception as error:
         if not from_library(error):
             raise
@@ -85,6 +87,26 @@ def check_same_shape(loss_fn: Any, y: Any, predictions: Any) -> None:
             "would repeat the smaller, and compare labels with outputs of other places. Give the "
             "model as many outputs as there are labels, or pass a function that repeats them."
         )
+
+
+def assertions(loss_fn: Any, y: Any, predictions: Any) -> list[tf.Operation]:
+    """Returns operations that fail if Keras would broadcast shapes that only the batch shows.
+
+    There are none where all sizes but the number of examples are known, which is the usual case.
+    """
+    if not (is_elementwise(loss_fn) and tf.is_tensor(y) and tf.is_tensor(predictions)):
+        return []
+    one, other = y.shape, predictions.shape
+    if one.rank != other.rank or not one.rank:
+        return []
+    if one[1:].is_fully_defined() and other[1:].is_fully_defined():
+        return []
+    shapes = [tf.shape(y), tf.shape(predictions)]
+    rule = (
+        "`loss_fn` must compare labels with outputs of the same shape, which "
+        f"{name_of(loss_fn)} of Keras does not check. Labels, outputs:"
+    )
+    return assert_shapes(tf.reduce_all(tf.equal(*shapes)), [rule, *shapes])
 
 
 def name_of(loss_fn: Any) -> str:

@@ -4,7 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import linear_model
 
+from trainer import Trainer
 from trainer.config.loss_fn import example_losses
 from trainer.config.loss_shapes import CLASSES, is_elementwise
 
@@ -63,3 +65,27 @@ def test_a_function_of_the_users_may_broadcast():
     )
 
     np.testing.assert_array_equal(losses, np.ones(4))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(("width", "fits"), [(1, True), (3, False)])
+def test_labels_whose_width_only_the_batch_shows(jit_compile, width, fits):
+    """Where the pipeline does not say how wide labels are, no label is broadcast either."""
+    labels = np.ones([4, width], np.float32)
+    spec = (tf.TensorSpec([None, 1]), tf.TensorSpec([None, None]))
+    data = tf.data.Dataset.from_generator(
+        lambda: iter([(np.ones([4, 1], np.float32), labels)]), output_signature=spec
+    )
+    trainer = Trainer(
+        model=linear_model,
+        optimizer="sgd",
+        loss_fn="mse",
+        verbose=False,
+        check_gradients=False,
+        jit_compile=jit_compile,
+    )
+    if fits:
+        assert trainer.train(data, steps=1).totals.applied == 1
+        return
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        trainer.train(data, steps=1)
