@@ -4,12 +4,12 @@ All of it is known while a step is traced, so nothing is checked again for every
 """
 
 import re
-import traceback
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from trainer.base.error_origin import raising_package
 from trainer.step.types import Batch
 
 # Whose errors are about what they were given, and not about themselves.
@@ -139,8 +139,7 @@ def from_library(error: Exception) -> bool:
     """Returns whether an error of a plain kind was raised by a line of Keras or TensorFlow."""
     if type(error) not in {TypeError, ValueError, tf.errors.InvalidArgumentError}:
         return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).split(".")[0] in LIBRARIES
+    return raising_package(error) in LIBRARIES
 
 
 def reason_in(message: str) -> str:

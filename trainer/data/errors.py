@@ -3,11 +3,11 @@
 import contextlib
 import pathlib
 import re
-import traceback
 from collections.abc import Iterator
 
 import tensorflow as tf
 
+from trainer.base.error_origin import raising_package
 from trainer.data.reader import BatchError, Reader
 from trainer.data.source import EmptyPassError
 from trainer.data.value_checks import found_in
@@ -112,8 +112,7 @@ def source_error(cause: Exception, place: str = "", saved: str = "") -> DataErro
 
 def raised_by_halfstep(error: Exception) -> bool:
     """Returns whether an error was raised by a line of halfstep, which says what to do."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).split(".")[0] in {"trainer", "strategies"}
+    return raising_package(error) in {"scaling", "strategies", "trainer"}
 
 
 def pipeline_error(error: tf.errors.OpError, place: str = "") -> DataError:
