@@ -35,7 +35,7 @@ VARIANTS = [("growth", 0), ("growth", 2), ("finite_step", 0), ("finite_step", 2)
 )
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_holds_for_all_constants_and_states(name, refill, pairs):
-    """No constants, no state and no verdict break it."""
+    """L23: no constants, no state and no verdict break it."""
     step = step_of(refill, pairs)
     found = answer(CLAIMS[name](step), given(step))
 
@@ -158,7 +158,7 @@ def advanced(rule, drawn):
     [(10, 5_000), pytest.param(200, 5_000, marks=pytest.mark.slow)],
 )
 def test_the_formulas_are_what_runs(rules, steps, record_property):
-    """Random steps of rules with random constants end in the bits that the formulas give."""
+    """L23: random steps of rules with random constants end in the bits that the formulas give."""
     random = np.random.default_rng(0)
     different = 0
     formulas = {variant: step_of(*variant).after for variant in VARIANTS}

@@ -51,7 +51,7 @@ CLAIMS = [
 
 @pytest.mark.parametrize(("name", "variant", "claim"), CLAIMS)
 def test_a_claim_holds_for_all_constants_and_states(name, variant, claim):
-    """No constants, no state, no verdict and no magnitude break it."""
+    """L23: no constants, no state, no verdict and no magnitude break it."""
     model = MODELS[name]
     step = model.step_of(variant)
 
@@ -482,7 +482,7 @@ KINDS = {"float": np.float32, "double": np.float64, "int": np.int32}
     ("rules", "steps"), [(4, 5_000), pytest.param(200, 5_000, marks=pytest.mark.slow)]
 )
 def test_the_formulas_are_what_runs(name, rules, steps, record_property):
-    """Random steps of rules with random constants end in the bits that the formulas give."""
+    """L23: random steps of rules with random constants end in the bits that the formulas give."""
     random, different = np.random.default_rng(1), 0
     for _ in range(rules):
         rule, after, state = DRAWN[name](random, steps)

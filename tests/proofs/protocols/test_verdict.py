@@ -25,7 +25,7 @@ from trainer.step import (
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_claims_hold_for_every_order_and_fault(replicas, inside):
-    """No replica applies alone, no collective is met by some only, and nothing that is not finite is
+    """L23: no replica applies alone, no collective is met by some only, and nothing that is not finite is
     applied.
     """
     found = search(verdict.model(replicas, verdict.Protocol(inside=inside)))

@@ -108,7 +108,7 @@ def wait_until_blocked(path, process):
     ],
 )
 def test_a_blocked_run_is_left_and_resumed(started, undisturbed, where):
-    """One SIGTERM ends the process with 75. The same command then ends with the bits and the log of
+    """L22: one SIGTERM ends the process with 75. The same command then ends with the bits and the log of
     a run that was never blocked.
     """
     path, process = started(where)
@@ -130,7 +130,7 @@ def test_a_blocked_run_is_left_and_resumed(started, undisturbed, where):
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "saved"), [("python data", 5), ("hook", STEP)])
 def test_blocked_workers_end(tmp_path, where, saved):
-    """The last of two workers is blocked and the other waits for it. They save together what a hook
+    """L22: the last of two workers is blocked and the other waits for it. They save together what a hook
     blocks, and end without saving where data does not come. The same command then ends with the log
     of a job that was never blocked.
     """
