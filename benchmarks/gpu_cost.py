@@ -14,6 +14,9 @@ one program:
 Bytes are what the kernels read and write according to their shapes, as if nothing was in a cache.
 The roofline's time is the sum of what each kernel takes at least, by the card's bandwidth and its
 rate of products. Launching kernels takes time as well, which is not in it.
+
+`--parts` prints how many kernels each part of the step has, and what they move. A kernel belongs to
+the last part whose operations it holds. The names of parts are TensorFlow's, not JAX's.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +39,13 @@ from program import Program, host_reads, launches
 MODELS = ("mlp", "cnn", "resnet", "transformer")
 DTYPES = ("float32", "bfloat16", "float16")
 CONTENDERS = ("ours", "ours, no scale", "fit", "by hand", "JAX")
+PARTS = {  # what names of operations contain, from the last part of a step to the first
+    "update": r"(^|/)adam/",
+    "norm and verdict": r"(^|/)(L2Loss|IsFinite|All)(_\d+)?($|;)",
+    "forward and backward pass": r"(^|/|;)(gradient_tape|sequential|functional)(_\d+)?/",
+    "loss, metrics and report": r".",
+}
+COPIES = "copies"  # of what no operation has a name
 HEADINGS = {
     "kernels": "{:,}",
     "launches": "{:,}",
@@ -52,31 +63,42 @@ def main():
     parser.add_argument("--models", default=",".join(MODELS), help="some of them, by commas")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="some of them, by commas")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--parts", action="store_true", help="print kernels by part of the step")
     parser.add_argument("--lower", nargs=4, metavar="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.lower:
         lower(*arguments.lower)
         return
-    names = ["model, dtype", "contender", *HEADINGS]
+    headings = [*PARTS, COPIES] if arguments.parts else [*HEADINGS]
+    names = ["model, dtype", "contender", *headings]
     print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
     models, dtypes = arguments.models.split(","), arguments.dtypes.split(",")
     for model, dtype, contender in itertools.product(models, dtypes, arguments.contenders):
         if contender == "ours, no scale" and dtype != "float16":
             continue  # no other dtype has one
-        found = cost_of(model, dtype, contender, arguments.card)
-        cells = [text.format(found[name]) for name, text in HEADINGS.items()]
+        program, launched, memory = compiled(model, dtype, contender, arguments.card)
+        if arguments.parts:
+            found = parts_of(program)
+            cells = [f"{found[part][0]:,}: {found[part][1] / 1e6:.4g} MB" for part in headings]
+        else:
+            found = cost_of(program, launched, memory, card_of(arguments.card), dtype)
+            cells = [text.format(found[name]) for name, text in HEADINGS.items()]
         print(f"| {model}, {dtype} | {contender} | {' | '.join(cells)} |", flush=True)
 
 
-def cost_of(model, dtype, contender, card):
-    """Returns what a step costs, by the names of `HEADINGS`."""
+def compiled(model, dtype, contender, card):
+    """Returns a contender's program, what the host launches, and the bytes of memory by use."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)
         run(__file__, "--lower", out, model, dtype, contender)
         run(CHECK / "compiled.py", out, card, 1)
         program = Program((out / "program.txt").read_text())
         launched = launches((out / "thunks.txt").read_text())
-        memory = json.loads((out / "memory.json").read_text())
+        return program, launched, json.loads((out / "memory.json").read_text())
+
+
+def cost_of(program, launched, memory, card, dtype):
+    """Returns what a step costs, by the names of `HEADINGS`."""
     return {
         "kernels": sum(1 for _ in program.kernels()),
         "launches": sum(each.depth == 0 for each in launched),
@@ -84,8 +106,27 @@ def cost_of(model, dtype, contender, card):
         "MB moved": program.moved() / 1e6,
         "GFLOP": sum(program.flops_by(*each) for each in program.kernels()) / 1e9,
         "MB temporary": memory["temp"] / 1e6,
-        "roofline, ms": 1e3 * program.roofline(card_of(card), dtype),
+        "roofline, ms": 1e3 * program.roofline(card, dtype),
     }
+
+
+def parts_of(program):
+    """Returns the number of kernels of each part, and the bytes that they move."""
+    found = dict.fromkeys((*PARTS, COPIES), (0, 0))
+    for computation, kernel in program.kernels():
+        part = part_of(program, kernel)
+        number, moved = found[part]
+        found[part] = number + 1, moved + program.moved_by(computation, kernel)
+    return found
+
+
+def part_of(program, kernel):
+    """Returns the last part whose operations a kernel holds."""
+    inner = [program.computations[name] for name in kernel.called if kernel.opcode == "fusion"]
+    texts = [kernel.text, *(each.text for called in inner for each in called.values())]
+    names = [name for text in texts for name in re.findall(r'op_name="([^"]+)"', text)]
+    parts = [part for part, words in PARTS.items() if any(re.search(words, name) for name in names)]
+    return parts[0] if parts else COPIES
 
 
 def run(*command):

@@ -20,7 +20,8 @@ NOT_RUN = {
     "python -P train.py": "the reader's own script",
     **dict.fromkeys(
         (
-            "python benchmarks/gpu_cost.py --dtypes=float16",
+            "python benchmarks/gpu_cost.py",
+            "python benchmarks/gpu_cost.py --dtypes=float16 --parts",
             "python benchmarks/growth.py",
             "python benchmarks/input_path.py",
             "python benchmarks/onednn.py",
