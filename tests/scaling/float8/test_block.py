@@ -15,6 +15,7 @@ from scaling.float8 import BlockScaling, CurrentScaling, dequantize, losses_of_c
 from scaling.float8.block import maximum_of_blocks
 from scaling.float8.formats import FORMATS
 
+XLA_ROUNDS_ONCE = tuple(map(int, tf.__version__.split(".")[:2])) >= (2, 21)  # see test_cast.py
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
@@ -181,10 +182,8 @@ def test_graphs_and_xla_give_the_same_bits(dtype, block, axes):
 
     unknown = [tf.TensorSpec([None] * 3)]
     expected = both(tf.constant(x))
-    for function in (
-        tf.function(both, jit_compile=True),
-        tf.function(both, input_signature=unknown),
-    ):
+    compiled = [tf.function(both, jit_compile=True)] if XLA_ROUNDS_ONCE else []
+    for function in (*compiled, tf.function(both, input_signature=unknown)):
         for one, other in zip(function(tf.constant(x)), expected, strict=True):
             assert one.numpy().tobytes() == other.numpy().tobytes()
 

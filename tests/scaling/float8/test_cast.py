@@ -8,6 +8,7 @@ import tensorflow as tf
 from scaling.float8 import dequantize, losses_of_cast, quantize
 from scaling.float8.formats import FORMATS
 
+XLA_ROUNDS_ONCE = tuple(map(int, tf.__version__.split(".")[:2])) >= (2, 21)
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
@@ -36,6 +37,22 @@ def test_a_cast_is_that_of_ml_dtypes_but_for_what_is_too_large(dtype):
     saturated, flushed = losses_of_cast(x, 1.0, dtype)
     assert int(saturated) == np.count_nonzero(~np.isfinite(plain)) > 1000
     assert int(flushed) == np.count_nonzero(plain == 0) > 1000
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_xla_casts_by_way_of_float16_before_tensorflow_2_21(dtype):
+    """What differs from one rounding is what two roundings give; docs/float8.md says so."""
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=100_000) * 2.0 ** rng.uniform(-12, 7, 100_000))
+
+    def both_ways(x):
+        return dequantize(quantize(x, 1.0, dtype), 1.0)
+
+    once = both_ways(tf.constant(x)).numpy()
+    twice = both_ways(tf.constant(x.astype(np.float16).astype(np.float32))).numpy()
+    compiled = tf.function(both_ways, jit_compile=True)(tf.constant(x)).numpy()
+    assert 50 < np.count_nonzero(once != twice) < 500
+    np.testing.assert_array_equal(compiled, once if XLA_ROUNDS_ONCE else twice)
 
 
 @pytest.mark.parametrize(

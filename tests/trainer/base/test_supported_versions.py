@@ -21,7 +21,7 @@ from trainer.base.supported_versions import (
 ROOT = pathlib.Path(__file__).parents[3]
 WHY = (
     " halfstep uses private names of TensorFlow and Keras, which change between versions, and its "
-    "numbers were compared with these versions only. Run pip install 'tensorflow>=2.21,<2.22' "
+    "numbers were compared with these versions only. Run pip install 'tensorflow>=2.19,<2.22' "
     "'keras>=3.15,<4'."
 )
 
@@ -37,8 +37,9 @@ def test_the_bounds_are_those_of_the_package():
 @pytest.mark.parametrize(
     ("package", "version", "accepted"),
     [
-        ("tensorflow", "2.20.0", False),
+        ("tensorflow", "2.18.1", False),
         ("tensorflow", "2.9.1", False),
+        ("tensorflow", "2.19.0", True),
         ("tensorflow", "2.21.0", True),
         ("tensorflow", "2.21.0-rc1", True),
         ("tensorflow", "2.22.0-dev20260301", False),
@@ -85,12 +86,12 @@ def test_keras_of_another_name(monkeypatch):
 def test_an_import_with_another_version(package, tmp_path):
     """`import trainer` ends with this error, not with a name that Keras lacks."""
     (tmp_path / "tensorflow.py").write_text(
-        f"__version__ = '{'2.20.0' if package == 'tensorflow' else '2.21.0'}'\n"
+        f"__version__ = '{'2.18.1' if package == 'tensorflow' else '2.21.0'}'\n"
         "class config: list_physical_devices = list\n"
     )
     (tmp_path / "keras-3.14.1.dist-info").mkdir()
     (tmp_path / "keras-3.14.1.dist-info" / "METADATA").write_text("Name: keras\nVersion: 3.14.1\n")
-    got = {"tensorflow": "2.20.0", "keras": "3.14.1"}[package]
+    got = {"tensorflow": "2.18.1", "keras": "3.14.1"}[package]
     ended = subprocess.run(
         [sys.executable, "-P", "-c", "import trainer"],
         capture_output=True,

@@ -1,8 +1,10 @@
 """One attempted step: veto, scale, reduction, clipping, statistics and kinds of models."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+import types
 
 import keras
 import numpy as np
@@ -13,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scaling
+import strategies
 from scaling import Cause
+from trainer.step import attempt as steps
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
 
@@ -87,6 +91,33 @@ def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
     assert report.grads_finite
     assert any((before[name][0] != copy[0]).any() for name, copy in all_copies(trainer).items())
     assert trainer.totals.skipped_by_cause == {"forward": 2 * replicas, "backward": replicas}
+
+
+@pytest.mark.parametrize("on_overflow", ["skip", "retry"])
+def test_of_two_workers_that_overflow_at_one_scale_one_lowers_it(monkeypatch, on_overflow):
+    """A worker's step is merged into what other workers made of the state meanwhile, and not written
+    over it; with and without retries, which leave no single verdict. In float16, no step says that
+    it was in float32.
+    """
+
+    def after_another(scaler, before, after, verdict=None):
+        scaler.assign(scaler.rule.advance(before, False))
+        merge(scaler, before, after, verdict)
+
+    def of_workers(strategy):
+        return dataclasses.replace(strategies.capabilities(strategy), asynchronous=True)
+
+    merge = scaling.LossScaler.merge
+    monkeypatch.setattr(scaling.LossScaler, "merge", after_another)
+    monkeypatch.setattr(steps, "strategies", types.SimpleNamespace(capabilities=of_workers))
+    rule = scaling.DynamicLossScale(8.0)
+    trainer = Poisoned(loss_scale=rule, on_overflow=on_overflow, **HALF)
+    [report] = attempt(trainer, [batch_with(1e6, 0, 1)])
+    assert (report.grads_finite, report.in_float32) == (on_overflow == "retry", False)
+    assert trainer.loss_scale == 4.0
+    attempt_again = attempt(trainer, [batch_with(1.0, 0, 1)])
+    assert on_overflow == "retry" or next(attempt_again).loss_scale == 4.0
+    assert trainer.loss_scale == (4.0 if on_overflow == "retry" else 2.0)
 
 
 class Three(Linear):

@@ -10,6 +10,7 @@ from helpers import Linear, linear_model, slopes
 
 import scaling
 from trainer import Trainer, TrainingStuckError
+from trainer.step.checks import check_weights
 
 pytestmark = pytest.mark.sampled
 
@@ -443,6 +444,21 @@ def test_weights_of_another_form_are_refused():
 
     with pytest.raises(ValueError, match=r"`example_weights` must return one weight per example"):
         Wrong(verbose=False).train(slopes(1.0, 1.0), steps=1, global_batch=2)
+
+
+def test_weights_of_another_number_are_refused_where_the_number_is_known():
+    """A trace that knows the size of the batch compares it; float64 weights become float32."""
+    batch = {"x": tf.ones([2, 5])}
+    assert check_weights([1.0, 0.5], batch).dtype == tf.float32
+    assert check_weights(tf.ones([2, 3]), batch).shape == [2, 3]
+    with pytest.raises(ValueError) as raised:
+        check_weights(np.ones([3]), batch)
+
+    assert str(raised.value) == (
+        "`example_weights` must return one weight per example, shape (2,); got shape (3,). Each weight "
+        "multiplies the loss of one example, or of one element of it. Let the first dimension be the "
+        "example."
+    )
 
 
 DATASET = tf.data.Dataset.from_tensor_slices((X, X))
