@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from turns import Contender, in_turn, ratios_of, table, with_interval
 
-STEPS = 10  # steps of one short call of `train` or `fit`
+STEPS = 20  # steps of one short call of `train` or `fit`
 BATCH = 64
 
 
@@ -106,8 +106,8 @@ def main():
     rows = [["a call of", "ours, ms", "Keras's, ms", "ratio"]]
     rows.append(row("train_on_batch, 16 units", batches_of(16)))
     rows.append(row("train_on_batch, 512 units", batches_of(512)))
-    rows.append(row("train, 10 steps, the same arrays", short_calls_of(16, new=False)))
-    rows.append(row("train, 10 steps, new arrays", short_calls_of(16, new=True)))
+    rows.append(row(f"train, {STEPS} steps, the same arrays", short_calls_of(16, new=False)))
+    rows.append(row(f"train, {STEPS} steps, new arrays", short_calls_of(16, new=True)))
     print(table(rows))
 
 

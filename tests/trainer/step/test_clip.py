@@ -92,7 +92,11 @@ def test_the_outermost_bounds_keep_gradients_finite(name, bound):
 
 def test_two_bounds_are_refused():
     """Only one bound can be set, and the error shows both."""
-    with pytest.raises(ValueError, match=r"got global_clipnorm=1.0, clipvalue=2.0\. "):
+    message = (
+        "`global_clipnorm` must be None if another bound is set; got global_clipnorm=1.0, "
+        "clipvalue=2.0. Gradients can be clipped only once. Set only one bound."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Clip(global_clipnorm=1.0, clipvalue=2.0)
 
 
