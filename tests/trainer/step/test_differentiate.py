@@ -1,6 +1,7 @@
 """One forward and backward pass over a microbatch, as a pure function."""
 
 import math
+import types
 
 import keras
 import numpy as np
@@ -8,7 +9,13 @@ import pytest
 import tensorflow as tf
 from plans import Pair, pass_inputs_of, plan_of
 
-from trainer.step.differentiate import as_dense, check_some_gradient, find_nonfinite, parts_of_mean
+from trainer.step.differentiate import (
+    as_dense,
+    check_some_gradient,
+    find_nonfinite,
+    parts_of_mean,
+    split_replaced,
+)
 from trainer.step.microbatch import Contribution
 
 
@@ -117,3 +124,20 @@ def test_as_dense():
 
     assert as_dense(None) is None
     np.testing.assert_array_equal(as_dense(sparse), [0.0, 3.0, 0.0])
+
+
+def test_a_gradient_has_the_shape_of_its_variable():
+    """Also where the trace has lost it, as after a reshape of the model's input."""
+    variable = tf.Variable(tf.zeros([2, 3]))
+    plan = types.SimpleNamespace(
+        model=types.SimpleNamespace(trainable_variables=[variable]), dense=False
+    )
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec(None)])
+    def shape_of(gradient):
+        [found], replaced = split_replaced({0: gradient}, plan)
+        assert not replaced
+        assert found.shape == [2, 3]
+        return found
+
+    assert shape_of(tf.ones([2, 3])).shape == [2, 3]
