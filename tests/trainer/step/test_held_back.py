@@ -84,6 +84,17 @@ def test_variables_of_other_layers_are_held_back_once():
     assert len({id(v) for v in found}) == len(found)
 
 
+def test_variables_of_metrics_are_not_held_back_but_those_that_they_watch_are():
+    """A metric that keeps a variable of the model counts it among its own."""
+    made, metric = model(), keras.metrics.Mean()
+    metric.watched = made.layers[1].moving_mean
+    assert any(variable is metric.watched for variable in metric.variables)
+    found = {id(variable) for variable in held_back_variables(made, [metric])}
+
+    assert found == {id(variable) for variable in held_back_variables(made)}
+    assert id(metric.watched) in found
+
+
 @pytest.mark.parametrize(
     ("root", "expected"),
     [

@@ -14,6 +14,7 @@ from trainer.step.losses import (
     check_losses,
     losses_and_aux,
     mask_weightless,
+    shared_with,
     weighted_mean,
     weighted_sum,
 )
@@ -73,6 +74,8 @@ def test_losses_may_come_with_aux():
 
     assert alone[ONLY].numpy().tolist() == paired[ONLY].numpy().tolist() == [1.0] * 3
     assert (nothing, found) == ((), aux)
+    of_two, nothing = losses_and_aux(tf.ones([2]), {"x": tf.ones([2, 2])}, SINGLE)  # no pair
+    assert (of_two[ONLY].shape, nothing) == ([2], ())
 
 
 @pytest.mark.parametrize("aux", [{"mean": tf.constant(1.0)}, [3.0], "text"])
@@ -80,6 +83,35 @@ def test_aux_needs_an_example_dimension(aux):
     """Aux that has no rows, or is not a tensor, is refused."""
     with pytest.raises(ValueError, match="`compute_loss` must return aux of tensors whose first"):
         losses_and_aux((tf.ones([3]), aux), BATCH, SINGLE)
+
+
+def test_a_loss_under_two_names_is_recognized():
+    """Also behind identities, and as two outputs of a `tf.function`. Two calls give two losses, and an
+    objective may have none.
+    """
+
+    @tf.function(autograph=False)
+    def twice(x):
+        return x, x
+
+    @tf.function(autograph=False)
+    def traced(x):
+        one, other = twice(x), twice(x)
+        cases = [
+            ({"a": x, "b": x}, {"b"}),
+            ({"a": x, "b": tf.identity(x)}, {"b"}),
+            ({"a": one[0], "b": tf.identity(one[1])}, {"b"}),
+            ({"a": one[0], "b": other[0]}, set()),
+            ({"a": x, "b": x + 0.0}, set()),
+            ({"a": x}, set()),
+        ]
+        for losses, shared in cases:
+            assert shared_with(losses, ["a"], TWO[1:]) == shared_with((losses, ()), ["a"], TWO[1:])
+            assert shared_with(losses, ["a"], TWO[1:]) == shared
+        assert shared_with(x, ["a"], TWO[1:]) == set()
+        return x
+
+    traced(tf.ones([3]))
 
 
 def test_losses_are_found_by_name():
