@@ -1,12 +1,16 @@
-"""A plugin of pytest: of `--full`, what the default run leaves out, with as few random examples.
+"""A plugin of pytest for `.ci/mutate`: of `--full`, what finds most in little time.
 
-The environment's DEFAULT_RUN names the tests, by commas, that have passed in the default run.
+Random searches are as long as in the default run. Slow tests are left out, and those of the file
+DEFAULT_RUN in the environment that have passed in the default run; but of this file, all cases of
+which the other runs take a sample are tried.
 """
 
 import os
 
 import pytest
 from hypothesis import settings
+
+SLOW = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(trylast=True)  # after tests/conftest.py
@@ -15,14 +19,23 @@ def pytest_configure() -> None:
     settings.load_profile("default")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Notes which tests are slow before conftest.py marks the cases that a sample leaves out."""
+    item.stash[SLOW] = item.get_closest_marker("slow") is not None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes out what has passed before."""
-    passed = tuple(os.environ["DEFAULT_RUN"].split(","))
-    before = [
-        item
-        for item in items
-        if item.nodeid.startswith(passed) and not item.get_closest_marker("thorough")
-    ]
-    config.hook.pytest_deselected(items=before)
-    items[:] = [item for item in items if item not in before]
+    """Takes out what is slow, and what has passed before."""
+    left_out = [item for item in items if not is_taken(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def is_taken(item: pytest.Item) -> bool:
+    """Returns whether a test is to be run."""
+    mirrors = item.nodeid.startswith(os.environ["DEFAULT_RUN"])
+    if item.get_closest_marker("slow"):
+        of_many_replicas = "replicas" in getattr(item, "fixturenames", ())
+        return mirrors and not item.stash[SLOW] and not of_many_replicas
+    return not mirrors or item.get_closest_marker("thorough") is not None

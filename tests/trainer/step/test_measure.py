@@ -16,6 +16,7 @@ from scaling.base.number_formats import HALF_MAX
 from scaling.telemetry.play import best_fixed_scale, compare, play
 from scaling.telemetry.record import read_record
 from trainer.data.batches import untuned
+from trainer.step.measure import measure
 
 pytestmark = pytest.mark.sampled
 
@@ -237,3 +238,18 @@ def test_the_program_says_what_it_cannot_read(tmp_path):
     assert result.returncode == 1
     assert "has no recorded gradients" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_largest_magnitude_is_measured_if_the_rule_asks():
+    """Of dense and sparse gradients in any float dtype, without those that are missing."""
+    state = scaling.DynamicLossScale().initial_state()
+    sparse = tf.IndexedSlices(
+        tf.constant([[-7.0], [1.0]]), tf.constant([3, 1]), tf.constant([5, 1])
+    )
+    gradients = [tf.constant([1.0, -2.0]), None, sparse, tf.constant([6.5], tf.float16)]
+    asked = measure(gradients, state, range(4), magnitude=True, recorded=0)
+    not_asked = measure(gradients, state, range(4), magnitude=False, recorded=0)
+
+    assert (float(asked.max_magnitude), asked.max_magnitude.dtype) == (7.0, tf.float32)
+    assert np.isnan(not_asked.max_magnitude)
+    assert asked.magnitude_counts.shape == asked.underflow.shape == [0]

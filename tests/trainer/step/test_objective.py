@@ -11,6 +11,7 @@ from helpers import attempt, copies, reset_step_count
 import scaling
 from scaling import Cause
 from trainer import Trainer
+from trainer.step.objective import ONLY, objectives_of
 from trainer.step.rollback import read_copies, write_copies
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1)]
@@ -654,3 +655,19 @@ def test_a_sum_of_losses_moves_both_parts_as_in_a_plain_loop(mirrored, alternate
     assert found == pytest.approx(expected, rel=1e-5)
     reported = losses["base"] if once else sum(losses.values())
     assert report.loss == pytest.approx(reported, rel=1e-5)
+
+
+def test_a_part_that_was_trained_and_is_frozen_has_no_objective():
+    """Its optimizer keeps its slots. One optimizer for all is the objective without a name."""
+    model, optimizers = Pair(), build_optimizers()
+    model.generator.trainable = False
+    optimizers["generator"].build(model.generator.variables)
+    [left] = objectives_of(model, optimizers)
+    assert (left.name, left.updates) == ("discriminator", 1)
+    assert [model.trainable_variables[at] for at in left.positions] == (
+        model.discriminator.trainable_variables
+    )
+
+    [single] = objectives_of(model, optimizers["discriminator"])
+    assert single.name == ONLY
+    assert single.positions == tuple(range(len(model.trainable_variables)))

@@ -10,6 +10,7 @@ from plans import Pair, plan_of
 
 import scaling
 from scaling import Cause
+from scaling.telemetry.stats import COUNTS
 from trainer.step.diagnose import Evidence, NonfiniteTable
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.replica import ReplicaResult
@@ -77,11 +78,15 @@ def test_outcomes_of_groups_are_combined():
     )
     first = first._replace(float8_amax=tf.constant([448.0, 0.0]))
     later = later._replace(float8_amax=tf.constant([0.0, 7.0]))
+    counts = tf.range(float(COUNTS))
+    first = first._replace(magnitude_counts=counts)
+    later = later._replace(magnitude_counts=2.0 * counts)
     found = combined(first._replace(grads_finite=tf.constant(value=True)), later)
 
     assert [float(found.loss), float(found.gradient_norm), float(found.max_magnitude)] == [3, 5, 8]
     assert found.underflow.numpy().tolist() == [0.5, 0.25]
     assert found.float8_amax.numpy().tolist() == [448.0, 7.0]
+    assert found.magnitude_counts.numpy().tolist() == (3.0 * counts).numpy().tolist()
     assert (bool(found.grads_finite), int(found.cause)) == (False, int(Cause.BACKWARD))
 
 
