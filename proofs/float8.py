@@ -1,5 +1,6 @@
 """`scaling.float8.DelayedScaling`: one step as formulas, and the claims, for short histories."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from proofs import transition as shared
 from proofs.formulas import FLOAT, ROUNDING, formulas_of, is_finite
 from proofs.source import Change, loaded
 from proofs.transition import between
-from scaling.float8 import delayed
+from scaling.float8 import delayed, magnitudes
 from scaling.float8.formats import format_of
 
 # dtype, history_length, algorithm, includes_newest
@@ -42,7 +43,7 @@ class Step(NamedTuple):
 def step_of(variant: tuple[str, int, str, bool], change: Change = None, *, margin: int = 0) -> Step:
     """Returns a step of a rule with powers of two, or of a mutant, as formulas."""
     dtype, length, algorithm, newest = variant
-    names = loaded(delayed, change)
+    names = changed(change)
     rule = names["DelayedScaling"](
         dtype, length, algorithm=algorithm, margin=margin, includes_newest=newest
     )
@@ -58,6 +59,14 @@ def step_of(variant: tuple[str, int, str, bool], change: Change = None, *, margi
     kept = [amax, *history[2:], *history[:1]][:length] if newest else [*history]
     seen = kept[:1] if algorithm == "most_recent" else kept
     return Step(scale, history, amax, after, history_after, format_of(dtype).largest, margin, seen)
+
+
+def changed(change: Change) -> dict[str, Any]:
+    """Returns the names of `delayed.py`, with a change there or in the functions that it imports."""
+    inside = change is not None and change[0] in inspect.getsource(delayed)
+    below = loaded(magnitudes, None if inside else change)
+    taken = {name: below[name] for name in vars(delayed) if callable(vars(magnitudes).get(name))}
+    return loaded(delayed, change if inside else None, **taken)
 
 
 def given(step: Step) -> list[Any]:
