@@ -62,7 +62,7 @@ def step_of(variant: tuple[str, int, str, bool], change: Change = None, *, margi
 
 
 def changed(change: Change) -> dict[str, Any]:
-    """Returns the names of `delayed.py`, with a change there or in the functions that it imports."""
+    """Returns the names of `delayed.py`, with a change there or in the functions it imports."""
     inside = change is not None and change[0] in inspect.getsource(delayed)
     below = loaded(magnitudes, None if inside else change)
     taken = {name: below[name] for name in vars(delayed) if callable(vars(magnitudes).get(name))}
