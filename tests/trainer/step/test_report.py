@@ -77,6 +77,7 @@ def test_a_report_ends_with_the_fields_of_an_outcome():
     """An outcome fills the last fields of a report, in the same order."""
     assert StepReport._fields[-len(Outcome._fields) :] == Outcome._fields
     assert report_spec(3, 2)[-len(Outcome._fields) :] == outcome_spec(3, 2)
+    assert all(isinstance(spec, tf.TensorSpec) for spec in report_spec())
 
 
 @pytest.mark.parametrize("recorded", [0, 3])

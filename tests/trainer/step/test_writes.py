@@ -249,6 +249,12 @@ def test_writes_are_found_through_calls():
     variable, other = tf.Variable(1.0), tf.Variable(2.0)
     plain = tf.function(lambda x: variable.assign(x) + other)
     compiled = tf.function(variable.assign_add, jit_compile=True)
+
+    def passed_on(x):
+        handles = tf.raw_ops.IdentityN(input=[other.handle, variable.handle])
+        tf.raw_ops.AssignVariableOp(resource=handles[1], value=x)
+        return x
+
     ways = {
         "branch": lambda x: tf.cond(x > 0, lambda: plain(x), lambda: compiled(x)),
         "case": lambda x: tf.switch_case(
@@ -259,6 +265,8 @@ def test_writes_are_found_through_calls():
         )[1],
         "mapped": lambda x: tf.map_fn(plain, x[None])[0],
         "recomputed": tf.recompute_grad(plain),
+        "passed on": passed_on,
+        "passed on, called": tf.function(passed_on, autograph=False),
         "nested": tf.function(lambda y: ways["branch"](ways["loop"](y))),
         "none": lambda x: x + other,
     }
