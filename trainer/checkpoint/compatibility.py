@@ -68,6 +68,7 @@ LOGGED = {
     "on_stuck": "It holds for steps from here on.",
     "attribute_causes": "It holds for steps from here on.",
 }
+OF_SEVERAL_REPLICAS = ("reduce_dtype", "reduce_bucket_bytes")  # one replica does not record them
 
 
 @functools.cache
@@ -200,7 +201,9 @@ def warn_about_what_is_unknown(saved: Facts, ours: Facts, path: pathlib.Path) ->
     was, now = saved.get("identity", {}), ours.get("identity", {})
     if was.get("version") != now.get("version"):
         saved["identity"] = was = {}
-    unknown = [name for name in now if name not in was and name != "version"]
+    one_replica = saved.get("num_replicas") == 1
+    not_recorded = {"version", *(OF_SEVERAL_REPLICAS if one_replica else ())}
+    unknown = [name for name in now if name not in was and name not in not_recorded]
     unknown += ["content of the data"] * (not was and "content" in ours)
     if unknown:
         logging.warning(

@@ -490,7 +490,8 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             (X[:0], X[:0]),
             {},
-            "`train_data` must hold at least one batch; got an empty dataset.",
+            "`train_data` must hold at least one batch; got arrays of shapes [(0, 1), (0, 1)]. A step "
+            "needs a batch. Check the source, any filters, and batch(..., drop_remainder=True).",
         ),
         (
             tf.data.Dataset.from_tensor_slices((X[:, 0], X[:, 0])),
@@ -532,8 +533,8 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
             X,
             {},
             "`train_data` must yield (x, y) or (x, y, sample_weight) for the default compute_loss; "
-            "got a single tensor. Otherwise inputs and labels cannot be told apart. Override "
-            "compute_loss(batch, training), or map the dataset to tuples.",
+            "got a single tensor: float32 (None, 1). Otherwise inputs and labels cannot be told apart. "
+            "Override compute_loss(batch, training), or map the dataset to tuples.",
         ),
         (
             (X, X),
