@@ -209,8 +209,9 @@ class OuterLoop:
         """Runs inner loops until the target is reached or the run is asked to stop."""
         try:
             self._run()
-        except WorkerLostError:
-            self._leaving.others_ended(f"stopped after step {self._step}: {UNSAVED}")
+        except WorkerLostError as lost:
+            stopped = f"stopped after step {self._step}: {UNSAVED}"
+            self._leaving.others_ended(f"{stopped}. {type(lost).__name__}: {lost}")
             raise
 
     def _run(self) -> None:
