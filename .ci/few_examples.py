@@ -1,8 +1,8 @@
-"""A plugin of pytest for `.ci/mutate`: of `--full`, what finds most in little time.
+"""A plugin of pytest for `.ci/mutate`, which makes a run with `--full` shorter.
 
-Random searches are as long as in the default run. Slow tests are left out, and those of the file
-DEFAULT_RUN in the environment that have passed in the default run; but of this file, all cases of
-which the other runs take a sample are tried.
+Random searches are as long as in the default run, and slow tests are left out. The environment's
+DEFAULT_RUN names a test file that has passed in the default run. Of this file, only the tests that
+the default run skips are run; that includes all cases of which the default run takes a sample.
 """
 
 import os

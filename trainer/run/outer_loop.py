@@ -211,7 +211,7 @@ class OuterLoop:
             self._run()
         except WorkerLostError as lost:
             stopped = f"stopped after step {self._step}: {UNSAVED}"
-            self._leaving.others_ended(f"{stopped}. {type(lost).__name__}: {lost}")
+            self._leaving.others_ended(f"{stopped}. WorkerLostError: {lost}")
             raise
 
     def _run(self) -> None:

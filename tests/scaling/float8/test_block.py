@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from versions import XLA_ROUNDS_ONCE
 
 from scaling.float8 import BlockScaling, CurrentScaling, dequantize, losses_of_cast, quantize
 from scaling.float8.block import maximum_of_blocks
 from scaling.float8.formats import FORMATS
 
-XLA_ROUNDS_ONCE = tuple(map(int, tf.__version__.split(".")[:2])) >= (2, 21)  # see test_cast.py
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 

@@ -4,11 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from versions import XLA_ROUNDS_ONCE
 
 from scaling.float8 import dequantize, losses_of_cast, quantize
 from scaling.float8.formats import FORMATS
 
-XLA_ROUNDS_ONCE = tuple(map(int, tf.__version__.split(".")[:2])) >= (2, 21)
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
 
