@@ -95,6 +95,7 @@ def agree(flag: tf.Tensor | bool) -> tf.Tensor:
         >>> bool(agree(tf.constant(True)))
         True
     """
+    _replica_context("agree")
     flag = as_tensor("flag", flag)
     if flag.dtype != tf.bool:
         raise TypeError(

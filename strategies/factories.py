@@ -34,8 +34,8 @@ def one_device(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     if len(chosen) != 1:
         raise ValueError(
             f"`devices` must name one device for one_device; got {shown(devices)}. All variables "
-            "and "
-            'operations are placed on that device. Name one device, or use "mirrored" for several.'
+            "and operations are placed on that device. Name one device, or use "
+            '"mirrored" for several.'
         )
     return tf.distribute.OneDeviceStrategy(chosen[0])
 
@@ -52,8 +52,8 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(
             f"`devices` must name at least one device, and each only once; got {shown(devices)}. "
-            "Each "
-            'replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for all.'
+            'Each replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for '
+            "all."
         )
     on_cpu = all("CPU" in device.upper() for device in chosen)
     sums = tf.distribute.ReductionToOneDevice(accumulation_fn=_sum_in_order) if on_cpu else None
@@ -190,8 +190,7 @@ def _names_of(devices: Sequence[str]) -> list[str]:
     if not isinstance(devices, list | tuple):
         raise TypeError(
             f"`devices` must be a list of names; got {shown(devices)}. Each item names a device. "
-            "Pass "
-            'for instance ["GPU:0", "GPU:1"].'
+            'Pass for instance ["GPU:0", "GPU:1"].'
         )
     chosen = list(devices)
     for name in chosen:

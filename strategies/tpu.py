@@ -31,8 +31,7 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     if isinstance(devices, str) or (devices is not None and len(devices) != 1):
         raise ValueError(
             f"`devices` must be a list of one address for tpu; got {shown(devices)}. All cores of "
-            "a TPU "
-            'share one address. Pass for instance ["local"], or None to use TPU_NAME.'
+            'a TPU share one address. Pass for instance ["local"], or None to use TPU_NAME.'
         )
     address = devices[0] if devices else os.environ.get("TPU_NAME", "local")
     resolver = resolve(address)

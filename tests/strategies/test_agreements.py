@@ -59,8 +59,23 @@ def test_any_replica_can_veto(mirrored, on_replicas, replicas):
 )
 def test_agreements_need_replica_context(mirrored, call, argument):
     """In cross-replica context the error says where to call the function."""
-    with mirrored(2).scope(), pytest.raises(RuntimeError, match=r"Call it inside the function"):
+    with mirrored(2).scope(), pytest.raises(RuntimeError) as error:
         call(argument)
+    assert str(error.value) == (
+        f"`{call.__name__}` must be called in replica context; got cross-replica context. It combines one "
+        "value from each replica. Call it inside the function passed to strategy.run()."
+    )
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1])
+def test_a_bucket_holds_at_least_a_byte(bucket_bytes):
+    """A bucket without a size is refused before anything is summed."""
+    with pytest.raises(ValueError, match="bucket_bytes") as error:
+        strategies.sum_gradients([1.0], bucket_bytes=bucket_bytes)
+    assert str(error.value) == (
+        f"`bucket_bytes` must be an int of at least 1; got {bucket_bytes}. It is the size of a "
+        "bucket. Use 1 or more."
+    )
 
 
 def test_a_sum_of_three_has_one_order(mirrored):

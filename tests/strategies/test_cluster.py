@@ -2,12 +2,14 @@
 
 import http.server
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 
 import pytest
+import tensorflow as tf
 
 import strategies
 from strategies import cluster
@@ -97,6 +99,26 @@ def test_the_tasks_of_a_slurm_step_are_workers(monkeypatch, rank):
     assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889", "n2:8888"]}
     assert (found.task_type, found.task_id, found.rpc_layer) == ("worker", rank, "grpc")
     assert found.num_accelerators() == {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_tasks_of_a_slurm_node_share_its_gpus(monkeypatch, rank):
+    """On a node with four GPUs, each of two tasks gets two of its own."""
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+        "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] * 4)
+    found = strategies.find_cluster()
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1", "2,3")[rank]
+    assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889"]}
+    assert (found.task_type, found.task_id) == ("worker", rank)
+    assert found.num_accelerators() == {"GPU": 2}
 
 
 def test_an_incomplete_slurm_step_is_an_error(monkeypatch):

@@ -21,6 +21,18 @@ def test_devices_can_be_chosen():
     assert "CPU:2" in strategies.create("one_device", ["CPU:2"]).extended.worker_devices[0]
 
 
+@pytest.mark.parametrize(("device", "in_order"), [("CPU", True), ("GPU", False)])
+def test_gpus_sum_in_tensorflows_own_way(monkeypatch, device, in_order):
+    """Sums are computed on one device on CPUs only: GPUs send to each other, with NCCL."""
+    monkeypatch.setattr(
+        tf.distribute, "MirroredStrategy", lambda _, cross_device_ops: cross_device_ops
+    )
+    sums = factories.mirrored([f"{device}:0", f"{device}:1"])
+
+    assert isinstance(sums, tf.distribute.ReductionToOneDevice) == in_order
+    assert (sums is None) != in_order
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "message"),
     [

@@ -60,7 +60,7 @@ def test_missing_processes_are_named(monkeypatch, caplog):
         "that this machine can connect to their addresses."
     )
     assert isinstance(other.exception(timeout=20), TimeoutError)
-    assert f"Still waiting for {absent} after 1 s." in caplog.text
+    assert f"Still waiting for {absent} after 1 s." in caplog.messages
 
 
 @pytest.mark.thorough

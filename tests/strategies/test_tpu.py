@@ -1,5 +1,6 @@
 """On a machine without a TPU, the error says where one was looked for, within a bounded time."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -73,6 +74,24 @@ def test_a_server_that_never_answers(server, monkeypatch):
     assert seconds < 10
 
 
+def test_a_machine_that_never_answers(monkeypatch):
+    """A connection that is never opened is an error; the system alone would try for two minutes."""
+    monkeypatch.setattr(tpu, "TIMEOUT_SECS", 1.0)
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        contextlib.ExitStack() as waiting,
+    ):
+        for _ in range(4):  # the first fills the queue; Linux then drops further requests
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        address = f"grpc://127.0.0.1:{full.getsockname()[1]}"
+        found, seconds = error_of(address)
+
+    assert found == message(address, "timed out")
+    assert seconds < 10
+
+
 def test_a_server_that_does_not_speak_grpc(server):
     """The answer of, for instance, a web server is shown in the error."""
     address = f"grpc://127.0.0.1:{server(b'HTTP/1.1 400 Bad Request')}"
@@ -121,6 +140,13 @@ def test_a_call_that_hangs(monkeypatch):
 
     assert str(outcome) == "no answer within 0.2 s"
     assert tpu.call_with_timeout(lambda: 7) == 7
+
+
+def test_the_first_line_of_a_long_reason_is_shown():
+    """TensorFlow's reasons can have many lines, of which the first says what is wrong."""
+    error = tpu.not_found("my-tpu", "\nNo such TPU.\nTraceback:\n")
+
+    assert str(error) == message("my-tpu", "No such TPU")
 
 
 @pytest.mark.parametrize("devices", ["local", [], ["a", "b"]])
