@@ -44,6 +44,18 @@ def test_an_empty_share_repeats_a_real_example():
     assert int(share.examples) == 0
 
 
+def test_examples_are_counted_in_int32():
+    """More parts than int32 can count are refused."""
+    share = strategies.whole(tf.range(2), tf.ones([2]))
+    with pytest.raises(ValueError, match="parts") as error:
+        strategies.take(share, 0, 2**30 + 1)
+
+    assert str(error.value) == (
+        "`parts` must be at most 2^30; got 1073741825. Examples are counted in int32. Divide the "
+        "share into fewer parts."
+    )
+
+
 def test_a_batch_too_small_for_its_parts_is_refused():
     """A full batch must have an example for each microbatch of each replica."""
     strategies.check_divisible(6, 2, 3)

@@ -33,28 +33,70 @@ def test_gpus_sum_in_tensorflows_own_way(monkeypatch, device, in_order):
     assert (sums is None) != in_order
 
 
+NONE_TAKEN = (
+    "Each {} uses all its GPUs, or its CPU if it has none. Set CUDA_VISIBLE_DEVICES to choose GPUs."
+)
+ONCE_EACH = (
+    "`devices` must name at least one device, and each only once; got {}. Each replica needs its own "
+    'device. Pass for instance ["GPU:0", "GPU:1"], or None for all.'
+)
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "message"),
     [
-        ("default", ["CPU:0"], "`devices` must be None for the default strategy"),
-        ("one_device", ["CPU:0", "CPU:1"], "`devices` must name one device for one_device"),
-        ("mirrored", ["CPU:0", "CPU:0"], "`devices` must name at least one device, and each only"),
-        ("mirrored", [], "`devices` must name at least one device, and each only once"),
-        ("multi_worker_mirrored", ["CPU:0"], "`devices` must be None for multi_worker_mirrored"),
-        ("parameter_server", ["CPU:0"], "`devices` must be None for parameter_server"),
+        (
+            "default",
+            ["CPU:0"],
+            "`devices` must be None for the default strategy; got ['CPU:0']. TensorFlow chooses where "
+            'operations run. Use "one_device" or "mirrored" to choose devices.',
+        ),
+        (
+            "one_device",
+            ["CPU:0", "CPU:1"],
+            "`devices` must name one device for one_device; got ['CPU:0', 'CPU:1']. All variables and "
+            'operations are placed on that device. Name one device, or use "mirrored" for several.',
+        ),
+        ("mirrored", ["CPU:0", "CPU:0"], ONCE_EACH.format("['CPU:0', 'CPU:0']")),
+        ("mirrored", [], ONCE_EACH.format("[]")),
+        (
+            "mirrored",
+            ["nothing"],
+            "`devices` must be names of devices; got 'nothing'. A name is a kind and a number. Pass "
+            'for instance ["GPU:0", "GPU:1"].',
+        ),
+        (
+            "multi_worker_mirrored",
+            ["CPU:0"],
+            "`devices` must be None for multi_worker_mirrored; got ['CPU:0']. "
+            + NONE_TAKEN.format("process"),
+        ),
+        (
+            "parameter_server",
+            ["CPU:0"],
+            "`devices` must be None for parameter_server; got ['CPU:0']. "
+            + NONE_TAKEN.format("worker"),
+        ),
     ],
 )
 def test_unsuitable_devices_are_refused(name, devices, message):
     """Each strategy says what it expects of `devices`."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="devices") as error:
         strategies.create(name, devices)
+
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored"])
 def test_devices_are_a_list(name):
     """A single name is refused, because its letters would be taken for devices."""
-    with pytest.raises(TypeError, match=r"got the string 'CPU:0'.* Pass \['CPU:0'\]"):
+    with pytest.raises(TypeError, match="devices") as error:
         strategies.create(name, "CPU:0")
+
+    assert str(error.value) == (
+        "`devices` must be a list of names; got the string 'CPU:0'. Each item names a device. Pass "
+        "['CPU:0']."
+    )
 
 
 def test_three_numbers_are_added_in_order():
@@ -150,6 +192,30 @@ def test_auto_uses_the_tpu_that_is_asked_for(monkeypatch, capsys):
         strategies.create("auto")
 
     assert capsys.readouterr().out == ""
+
+
+def test_auto_uses_a_tpu_that_tensorflow_lists(monkeypatch, capsys):
+    """On a machine with a TPU, "auto" does not silently use another device."""
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    listed = {"TPU": ["TPU:0"], "GPU": [], None: []}
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda device_type=None: listed[device_type]
+    )
+    with pytest.raises(ValueError, match="Found no TPU at 'local'"):
+        strategies.create("auto")
+
+    assert capsys.readouterr().out == ""
+
+
+def test_a_cpu_has_limits():
+    """A number of logical devices that no machine could hold is refused."""
+    with pytest.raises(ValueError, match="count") as error:
+        strategies.split_cpu(1025)
+
+    assert str(error.value) == (
+        "`count` must be at most 1024; got 1025. Each logical device has threads of its own. Use as "
+        "many as there are replicas to try."
+    )
 
 
 def test_the_cpu_cannot_be_split_twice():

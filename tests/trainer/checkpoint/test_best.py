@@ -104,6 +104,9 @@ def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path):
         (tmp_path / "best" / "step-2", 2.0),
         (tmp_path / "best" / "step-1", 2.5),
     ]
+    only = Best(tmp_path, 1, "loss", "lowest")
+    assert only.consider(2, {"loss": 2.0}, export)
+    assert list(only.ranked()) == [tmp_path / "best" / "step-2"]
 
 
 def test_a_damaged_model_is_replaced_first(tmp_path):

@@ -6,6 +6,7 @@ import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
 import scaling
+from trainer.checkpoint import contents as contents_module
 from trainer.checkpoint.contents import (
     Contents,
     comparable_part,
@@ -14,6 +15,7 @@ from trainer.checkpoint.contents import (
     others_with_variables,
     read_variables,
 )
+from trainer.step.rollback import copies_of
 
 
 def test_a_variable_without_a_value_is_an_error(tmp_path):
@@ -178,6 +180,21 @@ def test_contents_are_read_back_bit_for_bit(tmp_path):
     assert float(other_metric.result()) == float(metric.result()) > 0.0
     assert float(other_scaler.loss_scale.numpy()) == 2.0**4
     assert contents.differing == describe(metric.variables)
+
+
+def test_copies_of_several_workers_are_marked(monkeypatch, mirrored):
+    """Where a worker has only its own copies, as with MultiWorkerMirroredStrategy, the checkpoint says
+    so, in words that the next run compares.
+    """
+    monkeypatch.setattr(
+        contents_module, "copies_of", lambda *arguments: [*copies_of(*arguments)][:1]
+    )
+    strategy = mirrored(2)
+    with strategy.scope():
+        metric, scaler = keras.metrics.Mean(), scaling.LossScaler(scaling.DynamicLossScale())
+    on_workers = Contents({}, scaler, {"mean": metric}, strategy)
+
+    assert on_workers.differing == ["kept: of each worker", *describe(metric.variables)]
 
 
 @pytest.mark.parametrize("argument", ["model_dir", "init_from"])

@@ -1,6 +1,7 @@
 """L12: what a checkpoint holds, when one is written, and when it is removed."""
 
 import json
+import pathlib
 import shutil
 import threading
 
@@ -407,6 +408,48 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
 
     assert (path, facts["saved"], replaced) == (paths[2], "twice", [paths[2] / "data"])
     assert "damaged" not in caplog.text
+
+
+def test_a_checkpoint_holds_other_variables_only_if_they_differ(tmp_path):
+    """What is compared is each owner's variables, without the numbers that Keras gives."""
+    trainer = Linear(model_dir=tmp_path, verbose=False)
+    trainer.train(slopes(1.0), steps=1, global_batch=1)
+    checkpoints = trainer._parts.checkpoints
+    assert not checkpoints.holds_other_variables()
+
+    checkpoints.facts = checkpoints.facts | {"variables": {"model": ["w: float32 (2,)"]}}
+    assert checkpoints.holds_other_variables()
+
+
+def test_variables_of_another_shape_are_refused():
+    """The error says whose variables differ, and what can be done with each argument."""
+    path = pathlib.Path("ckpt-1")
+    weights_alone = "with init_from='ckpt-1' to start from the weights alone"
+    for owner, argument, rule, remedy in (
+        ("model", "model_dir", "be empty or hold", "or build the same model as in that run"),
+        ("optimizer", "model_dir", "be empty or hold", weights_alone),
+        ("model", "init_from", "hold", "or None to start from newly initialized weights"),
+    ):
+        with pytest.raises(ValueError, match=argument) as error:
+            saver.check_variables({owner: ["a: float32 (1,)"]}, {owner: []}, path, argument)
+        assert str(error.value) == (
+            f"`{argument}` must {rule} a run with the same {owner}; got ckpt-1, where variable 0 is "
+            "missing in this run and a: float32 (1,) in the checkpoint. Values can only be restored "
+            f"into variables of the same shape and dtype. Use another {argument}, {remedy}."
+        )
+
+
+def test_a_worker_that_cannot_read_the_chiefs_choice_says_so(tmp_path):
+    """The chief chooses the checkpoint for all workers; one with another disk does not go on."""
+    path = tmp_path / "ckpt-1"
+    with pytest.raises(ValueError, match="model_dir") as error:
+        saver.read_chosen(path)
+
+    assert str(error.value) == (
+        f"`model_dir` must be on a file system that all workers share; got {tmp_path}, in which this "
+        f"worker cannot read the checkpoint that the chief restores: {error.value.__cause__}. All "
+        "workers must restore the same values. Use a directory that every worker can read."
+    )
 
 
 def test_rolling_back_removes_later_checkpoints(tmp_path):

@@ -173,6 +173,23 @@ class OfModule(Linear):
         self.model.fixed.assign(7.0)
 
 
+def test_a_best_module_does_not_name_its_values(tmp_path):
+    """Parts of it cannot be left out: the error says of what they can."""
+    OfModule(model_dir=tmp_path, keep_best=1, verbose=False).train(
+        slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0)
+    )
+    best = tmp_path / "best" / "step-2"
+    new = OfModule(init_from=best, init_from_skip=["fixed"], verbose=False)
+    with pytest.raises(ValueError, match="init_from_skip") as error:
+        new.train(slopes(1.0), steps=1, global_batch=1)
+
+    assert str(error.value) == (
+        "`init_from_skip` must be empty unless `init_from` is a checkpoint `ckpt-STEP` or a "
+        f"model_dir; got ('fixed',) with {str(best)!r}. Other files do not name their values. Use a "
+        "checkpoint, or call model.load_weights(path, skip_mismatch=True) in build_model."
+    )
+
+
 def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
     """Values are found by attribute names; a variable without one would keep its initial value."""
 
