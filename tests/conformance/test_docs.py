@@ -150,6 +150,14 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted([*(page.name for page in DOCS.glob("*.md")), *tutorials])
 
 
+def test_every_page_can_be_found_from_the_first():
+    """The first page says what each other page is for; one tutorial stands for all of them."""
+    first = (DOCS / "index.md").read_text()
+    missing = [page.name for page in DOCS.glob("*.md") if f"({page.name})" not in first]
+
+    assert missing == ["index.md"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_is_shown_with_its_outputs(site, tutorial):

@@ -47,11 +47,11 @@ def server():
         each.close()
 
 
-def error_of(address):
-    """Returns the error message for an address, and after how many seconds it was raised."""
+def error_of(devices):
+    """Returns the error message for these devices, and after how many seconds it was raised."""
     start = time.monotonic()
     with pytest.raises(ValueError, match="TPU") as error:
-        strategies.create("tpu", [address])
+        strategies.create("tpu", devices)
     return str(error.value), time.monotonic() - start
 
 
@@ -61,14 +61,14 @@ def test_no_server_listens():
         port = closed.getsockname()[1]
     address = f"grpc://127.0.0.1:{port}"
 
-    assert error_of(address)[0] == message(address, "[Errno 111] Connection refused")
+    assert error_of([address])[0] == message(address, "[Errno 111] Connection refused")
 
 
 def test_a_server_that_never_answers(server, monkeypatch):
     """An open connection without an answer is an error; TensorFlow alone waits over a minute."""
     monkeypatch.setattr(tpu, "TIMEOUT_SECS", 1.0)
     address = f"grpc://127.0.0.1:{server(None)}"
-    found, seconds = error_of(address)
+    found, seconds = error_of([address])
 
     assert found == message(address, "timed out")
     assert seconds < 10
@@ -86,7 +86,7 @@ def test_a_machine_that_never_answers(monkeypatch):
             client.setblocking(False)
             client.connect_ex(full.getsockname())
         address = f"grpc://127.0.0.1:{full.getsockname()[1]}"
-        found, seconds = error_of(address)
+        found, seconds = error_of([address])
 
     assert found == message(address, "timed out")
     assert seconds < 10
@@ -97,14 +97,14 @@ def test_a_server_that_does_not_speak_grpc(server):
     address = f"grpc://127.0.0.1:{server(b'HTTP/1.1 400 Bad Request')}"
 
     reason = "the server does not speak gRPC; it answered b'HTTP/1.1 '"
-    assert error_of(address)[0] == message(address, reason)
+    assert error_of([address])[0] == message(address, reason)
 
 
 @pytest.mark.parametrize("address", ["grpc://here", "grpc://:8470", "grpc://here:port"])
 def test_an_invalid_address(address):
     """An address without a host or a port is refused without a connection."""
     reason = "the address is not of the form grpc://HOST:PORT"
-    assert error_of(address)[0] == message(address, reason)
+    assert error_of([address])[0] == message(address, reason)
 
 
 def test_tensorflows_server_is_recognized():
@@ -114,9 +114,13 @@ def test_tensorflows_server_is_recognized():
     tpu.check_grpc_server(host, int(port))
 
 
-def test_this_machine_has_no_tpu():
-    """The address "local" is an error here, with TensorFlow's reason: it has no TPU kernels."""
-    found, seconds = error_of("local")
+@pytest.mark.parametrize("devices", [["local"], None])
+def test_this_machine_has_no_tpu(monkeypatch, devices):
+    """The address "local", which is also the default, is an error here, with TensorFlow's reason: it has
+    no TPU kernels.
+    """
+    monkeypatch.delenv("TPU_NAME", raising=False)
+    found, seconds = error_of(devices)
 
     reason = found.partition("'local': ")[2].partition(". The devices of")[0]
     assert found == message("local", reason)
@@ -127,7 +131,7 @@ def test_this_machine_has_no_tpu():
 def test_an_unknown_name(monkeypatch):
     """An unknown TPU name is an error, also if TensorFlow does not answer in time."""
     monkeypatch.setattr(tpu, "TIMEOUT_SECS", 10.0)
-    found, seconds = error_of("my-tpu")
+    found, seconds = error_of(["my-tpu"])
 
     assert found.startswith("Found no TPU at 'my-tpu': ")
     assert seconds < 20

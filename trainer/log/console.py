@@ -4,6 +4,7 @@ import contextlib
 import datetime as dt
 import importlib.util
 import math
+import sys
 from collections.abc import Iterator
 
 from rich.console import Console, Group
@@ -32,12 +33,20 @@ class RunConsole:
     def __init__(self, style: str) -> None:
         """Creates the console, and the progress bar that `progress_bar` shows."""
         self.detailed = style == "detailed"
-        self._console = PipeSafeConsole(quiet=style == "quiet", highlight=False)
+        # In a notebook, Rich draws the bar with ipywidgets. Without it, it would only show each line
+        # as a block of HTML; lines of text stay together.
+        widgets = importlib.util.find_spec("ipywidgets") is not None
+        # Where FORCE_COLOR is set, as in CI and in the kernels of notebooks, Rich would take a pipe
+        # for a terminal, and fill a log with the bar's movements.
+        self._console = PipeSafeConsole(
+            quiet=style == "quiet",
+            highlight=False,
+            force_terminal=None if getattr(sys.stdout, "isatty", bool)() else False,
+            force_jupyter=None if widgets else False,
+        )
         if not self._console.is_terminal:
             self._console.width = WIDTH
-        # In a notebook, Rich draws the bar with ipywidgets; without it, log lines are printed.
-        widgets = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-        self._draws = self._console.is_terminal or widgets
+        self._draws = self._console.is_terminal or self._console.is_jupyter
         columns = (
             TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
             BarColumn(),

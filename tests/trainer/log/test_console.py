@@ -57,6 +57,17 @@ def test_a_terminal_shows_a_bar(terminal):
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
 
 
+def test_a_wish_for_color_makes_no_terminal(monkeypatch, capsys):
+    """CI systems and kernels of notebooks set FORCE_COLOR, and the log of a job is still text."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    run()
+    printed = capsys.readouterr().out
+
+    assert "\x1b" not in printed
+    assert "step  4/12" in printed
+
+
 def test_a_terminal_can_show_everything(terminal):
     """verbose="detailed" adds log lines, and each skipped step with where the overflow was found."""
     with contextlib.redirect_stdout(terminal):
@@ -135,7 +146,9 @@ def test_other_values_of_verbose_are_refused(verbose):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_notebook_has_a_live_bar_if_it_has_widgets(monkeypatch, capsys, installed):
-    """With ipywidgets the bar is drawn; without them, log lines are printed and nothing warns."""
+    """With ipywidgets the bar is drawn; without them, log lines are printed as text, and nothing
+    warns.
+    """
     module = types.ModuleType("ipywidgets")
     module.__spec__ = importlib.machinery.ModuleSpec("ipywidgets", None)
     monkeypatch.setitem(sys.modules, "ipywidgets", module if installed else None)
@@ -145,6 +158,11 @@ def test_a_notebook_has_a_live_bar_if_it_has_widgets(monkeypatch, capsys, instal
     console = RunConsole("normal")
     with console.progress_bar(0, 10):
         console.advance(5)
+    if not installed:
+        console.say("one")
+        console.say("two")
+    printed = capsys.readouterr()
 
     assert bool(drawn) == installed
-    assert "install" not in capsys.readouterr().err
+    assert installed or printed.out == "one\ntwo\n"
+    assert "install" not in printed.err
