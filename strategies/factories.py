@@ -205,6 +205,6 @@ def _names_of(devices: Sequence[str]) -> list[str]:
 
 
 def _all_devices() -> list[str]:
-    """Returns the names of all GPUs or, if there are none, of all logical CPU devices."""
+    """Returns the short names of all GPUs or, if there are none, of all logical CPU devices."""
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-    return [device.name for device in devices]
+    return [device.name.removeprefix("/device:") for device in devices]

@@ -99,6 +99,11 @@ def test_devices_are_a_list(name):
     )
 
 
+def test_devices_have_short_names():
+    """Without a choice, all CPU devices are used, by the names that a user would write."""
+    assert factories._all_devices() == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+
+
 def test_three_numbers_are_added_in_order():
     """A sum of three or more numbers is the same as that of `tf.reduce_sum` over a stack."""
     values = [tf.random.normal([100]) for _ in range(3)]

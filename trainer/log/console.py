@@ -33,8 +33,8 @@ class RunConsole:
     def __init__(self, style: str) -> None:
         """Creates the console, and the progress bar that `progress_bar` shows."""
         self.detailed = style == "detailed"
-        # In a notebook, Rich draws the bar with ipywidgets. Without it, it would only show each line
-        # as a block of HTML; lines of text stay together.
+        # In a notebook, Rich draws the bar with ipywidgets. Without it, Rich would only show each
+        # line as a block of HTML; lines of text stay together.
         widgets = importlib.util.find_spec("ipywidgets") is not None
         # Where FORCE_COLOR is set, as in CI and in the kernels of notebooks, Rich would take a pipe
         # for a terminal, and fill a log with the bar's movements.
