@@ -6,6 +6,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -33,15 +34,15 @@ class RunConsole:
     def __init__(self, style: str) -> None:
         """Creates the console, and the progress bar that `progress_bar` shows."""
         self.detailed = style == "detailed"
-        # In a notebook, Rich draws the bar with ipywidgets. Without it, Rich would only show each
-        # line as a block of HTML; lines of text stay together.
+        # In a notebook, Rich draws the bar with ipywidgets. Without it, log lines are printed as
+        # text, because Rich would make a block of HTML of each one.
         widgets = importlib.util.find_spec("ipywidgets") is not None
-        # Where FORCE_COLOR is set, as in CI and in the kernels of notebooks, Rich would take a pipe
-        # for a terminal, and fill a log with the bar's movements.
+        # With FORCE_COLOR set, as in CI and in the kernels of notebooks, Rich treats even a pipe as
+        # a terminal, and would write every redraw of the bar into the log.
         self._console = PipeSafeConsole(
             quiet=style == "quiet",
             highlight=False,
-            force_terminal=None if getattr(sys.stdout, "isatty", bool)() else False,
+            force_terminal=None if is_terminal(sys.stdout) else False,
             force_jupyter=None if widgets else False,
         )
         if not self._console.is_terminal:
@@ -122,6 +123,14 @@ class PipeSafeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Stops printing."""
         self.quiet = True
+
+
+def is_terminal(stream: Any) -> bool:
+    """Returns whether a stream is a terminal. None and a closed stream, as in a daemon, are not."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 def resolve_style(verbose: bool | str, *, shown: bool = True) -> str:

@@ -6,7 +6,6 @@ import tensorflow as tf
 from helpers import Linear, linear_model, slopes
 
 import scaling
-from trainer.checkpoint import contents as contents_module
 from trainer.checkpoint.contents import (
     Contents,
     comparable_part,
@@ -187,7 +186,7 @@ def test_copies_of_several_workers_are_marked(monkeypatch, mirrored):
     so, in words that the next run compares.
     """
     monkeypatch.setattr(
-        contents_module, "copies_of", lambda *arguments: [*copies_of(*arguments)][:1]
+        "trainer.checkpoint.contents.copies_of", lambda *arguments: [*copies_of(*arguments)][:1]
     )
     strategy = mirrored(2)
     with strategy.scope():

@@ -421,7 +421,7 @@ def test_a_checkpoint_holds_other_variables_only_if_they_differ(tmp_path):
     assert checkpoints.holds_other_variables()
 
 
-def test_variables_of_another_shape_are_refused():
+def test_other_variables_are_refused():
     """The error says whose variables differ, and what can be done with each argument."""
     path = pathlib.Path("ckpt-1")
     weights_alone = "with init_from='ckpt-1' to start from the weights alone"

@@ -174,7 +174,7 @@ class OfModule(Linear):
 
 
 def test_a_best_module_does_not_name_its_values(tmp_path):
-    """Parts of it cannot be left out: the error says of what they can."""
+    """So `init_from_skip` is refused, and the error says what to start from instead."""
     OfModule(model_dir=tmp_path, keep_best=1, verbose=False).train(
         slopes(1.0), steps=2, global_batch=1, eval_data=slopes(1.0)
     )

@@ -57,8 +57,8 @@ def test_a_terminal_shows_a_bar(terminal):
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
 
 
-def test_a_wish_for_color_makes_no_terminal(monkeypatch, capsys):
-    """CI systems and kernels of notebooks set FORCE_COLOR, and the log of a job is still text."""
+def test_force_color_does_not_draw_the_bar_into_a_log(monkeypatch, capsys):
+    """With FORCE_COLOR, as CI systems and kernels of notebooks set it, a pipe gets log lines."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     run()
@@ -66,6 +66,16 @@ def test_a_wish_for_color_makes_no_terminal(monkeypatch, capsys):
 
     assert "\x1b" not in printed
     assert "step  4/12" in printed
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_without_an_output_can_train(closed):
+    """In a daemon, standard output is closed or None. A run that prints nothing does not need it."""
+    stream = io.StringIO() if closed else None
+    if closed:
+        stream.close()
+    with contextlib.redirect_stdout(stream):
+        run(verbose=False)
 
 
 def test_a_terminal_can_show_everything(terminal):
