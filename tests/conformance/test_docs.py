@@ -131,6 +131,20 @@ def test_linked_repository_files_are_pages_of_the_site(site):
 
 
 @pytest.mark.slow
+def test_the_gallery_leads_to_whole_reports(site):
+    """Each of its pictures is a link to the report of a run that was made while the site was built."""
+    page = (site / "gallery" / "index.html").read_text()
+    links = re.findall(r'<a href="([^"]+\.html)"><img alt="[^"]+" src="([^"]+)\.png"', page)
+
+    assert [html for html, _ in links] == [f"{png}.html" for _, png in links]
+    assert len(links) == len(list((DOCS / "gallery").iterdir())) == 5
+    for address, _ in links:
+        report = (site / "gallery" / address).resolve().read_text()
+        assert ("Ended by an error" in report) == ("stuck" in address)
+        assert report.count("<img ") >= 2
+
+
+@pytest.mark.slow
 def test_the_api_page_shows_signatures_and_examples(site):
     """The API page documents every public name, and shows examples as code."""
     page = (site / "api" / "index.html").read_text()

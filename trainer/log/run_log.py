@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 import scaling
 from scaling.telemetry.record import record_line
@@ -45,6 +46,7 @@ class RunLog:
         history: the numbers of the run so far, to which this log adds; None begins with none.
         trackers: where the numbers go besides; None for nowhere.
         float8: the float8 tensors, in the order of the reports' float8 fields.
+        with_gradients: positions of the variables whose underflow is logged; None for all.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RunLog:
         history: History | None = None,
         trackers: Trackers | None = None,
         float8: Sequence[Float8Tensor] = (),
+        with_gradients: Sequence[int] | None = None,
     ) -> None:
         """Creates the writers and the console, and starts the clock."""
         self.writers = RunWriters(model_dir)
@@ -67,6 +70,8 @@ class RunLog:
         self._shares = shares
         self._variable_names = list(variable_names)
         self._float8 = float8
+        everything = range(len(self._variable_names))
+        self._with_gradients = everything if with_gradients is None else with_gradients
         # Reports since the last log line. From index `_unread` on, their fields are still tensors.
         self._reports: list[StepReport] = []
         self._unread = 0  # index of the first report that has not been read from the device
@@ -121,6 +126,15 @@ class RunLog:
         if files:
             self.say(files)
         self.say(str(summary))
+
+    def log_failure(self, step: int, error: Exception) -> None:
+        """Logs the error with which a call to `train` ended.
+
+        A full disk may be that error, so a line that cannot be written is left out.
+        """
+        text = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+        with contextlib.suppress(OSError, tf.errors.OpError):
+            self.log_event("failure", step, {"error": text})
 
     def add(self, report: StepReport, step: int, *, compiling: bool) -> None:
         """Adds the report of one inner loop, without reading it from the device.
@@ -231,7 +245,7 @@ class RunLog:
         if not steps.grads_finite.any():
             return
         means = steps.underflow[steps.grads_finite].mean(axis=0)
-        shares = {name: float(mean) for name, mean in zip(self._variable_names, means, strict=True)}
+        shares = {self._variable_names[at]: float(means[at]) for at in self._with_gradients}
         step = int(steps.step[-1])
         self.writers.write_line({"step": step, "split": "underflow", "share": shares})
         curves = {f"underflow/{name}": share for name, share in shares.items()}

@@ -129,6 +129,8 @@ def describe_attempted(applied: float, skipped: float) -> str:
 
 def describe_end(run: Run) -> str:
     """Returns a sentence about how the last call to `train` ended, or "" if nothing is known."""
+    if run.failure is not None:
+        return f"ended by {clean(run.failure.error.partition(':')[0], MAX_LABEL)}"
     if run.end is None:
         return "still running, or killed: no end is recorded" if run.starts else ""
     how = "stopped on request" if run.end.stopped else "ended"

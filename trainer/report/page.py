@@ -45,6 +45,7 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         more_recoveries=len(run.recoveries) - MAX_RECOVERIES,
         curves_left_out=curves_left_out(run),
         skipped=facts.last(run.train.get("skipped")),
+        none_applied=facts.last(run.train.get("applied")) == 0,
         more_skips=len(run.skips) - MAX_SKIPS,
         pictures=pictures,
         tiles=facts.tiles(run),

@@ -5,6 +5,7 @@ A function returns None if the run has not recorded the data for its plot.
 
 import collections
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -107,6 +108,13 @@ def choose_scale(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.set_yscale("log")
 
 
+def name_axis(axes: Axes, name: str) -> None:
+    """Names the vertical axis. There is no room for long numbers: they lose a power of ten."""
+    axes.set_ylabel(name)
+    if axes.get_yscale() == "linear":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
+
+
 def draw_curves(run: Run) -> Picture | None:
     """Draws the loss and each metric in its own panel, with training and validation together."""
     metrics = shown_metrics(run)
@@ -124,8 +132,12 @@ def draw_curves(run: Run) -> Picture | None:
 
 
 def all_metrics(run: Run) -> dict[str, list[str]]:
-    """Returns the loss and the metrics, and for each the results of evaluations that have it."""
-    metrics: dict[str, list[str]] = {name: [] for name in run.train if is_metric(name)}
+    """Returns the loss and the metrics, and for each the results of evaluations that have it.
+
+    Those of which no value is known are left out: no step has been applied.
+    """
+    known = {name for name, curve in run.train.items() if not math.isnan(last(curve))}
+    metrics: dict[str, list[str]] = {n: [] for n in run.train if is_metric(n) and n in known}
     for result in run.validation:
         metrics.setdefault(metric_of(result, run), []).append(result)
     return metrics
@@ -309,10 +321,10 @@ def draw_norm(run: Run) -> Picture | None:
     norm = run.train.get("gradient_norm")
     if norm is None or np.isnan(norm.value).all():
         return None
-    figure, [axes] = make_panels([2.2], top=0.15)
+    figure, [axes] = make_panels([2.2], top=0.22)
     plot(axes, norm, BLUE, linewidth=1.4)
     choose_scale(axes, [norm])
-    axes.set_ylabel("gradient norm")
+    name_axis(axes, "gradient norm")
     style_panels([axes], run)
     return to_picture(
         figure,
@@ -332,13 +344,13 @@ def draw_learning_rates(run: Run) -> Picture | None:
     rates = dict(itertools.islice(rates.items(), MAX_CURVES))
     if not rates:
         return None
-    figure, [axes] = make_panels([2.2], top=0.38 if len(rates) > 1 else 0.15)
+    figure, [axes] = make_panels([2.2], top=0.38 if len(rates) > 1 else 0.22)
     colors = itertools.cycle([BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY])
     for (name, curve), color in zip(rates.items(), colors, strict=False):
         label = name.removeprefix(f"{LEARNING_RATE}/")
         plot(axes, curve, color, label=label if len(rates) > 1 else None, linewidth=1.4)
     choose_scale(axes, list(rates.values()))
-    axes.set_ylabel("learning rate")
+    name_axis(axes, "learning rate")
     if len(rates) > 1:
         add_legend(axes)
     style_panels([axes], run)

@@ -94,6 +94,13 @@ class End(NamedTuple):
     stopped: bool
 
 
+class Failure(NamedTuple):
+    """The error with which the last call to `train` ended."""
+
+    step: int  # how far the run had come
+    error: str  # such as "DataError: ..."
+
+
 class Recovery(NamedTuple):
     """A rollback after the run had diverged."""
 
@@ -149,7 +156,8 @@ class Run:
     float8: list[Float8Tensors]
     record: Record | None  # magnitudes of the gradients
     starts: list[Start]
-    end: End | None  # None if the run is still running or was killed
+    end: End | None  # None if the run is still running, failed, or was killed
+    failure: Failure | None
     recoveries: list[Recovery]
     unreadable: int  # number of lines that could not be read
 
@@ -191,6 +199,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         record=lines.read_record(path),
         starts=lines.read("run", parse_start),
         end=next(reversed(lines.read("end", parse_end)), None),
+        failure=next(reversed(lines.read("failure", parse_failure)), None),
         recoveries=lines.read("recovery", parse_recovery),
         unreadable=lines.unreadable,
     )
@@ -226,8 +235,9 @@ class Lines:
         self.by_split[split].append(line)
         if split == SPLIT:
             self.gradients.append((number, text))
-        if split == "run":  # the run was resumed, so it did not end at an earlier line
-            self.by_split["end"].clear()
+        if split in {"run", "end", "failure"}:  # a call to `train` that came after an earlier end
+            for earlier in {"end", "failure"} - {split}:
+                self.by_split[earlier].clear()
         if split != "recovery":  # the run rolled back from that step
             self.last_step = max(self.last_step, step)
 
@@ -362,6 +372,11 @@ def parse_end(step: int, seconds: object, stopped: object) -> End:
     if not 0 <= duration <= LONGEST_RUN or not isinstance(stopped, bool):
         raise ValueError
     return End(step, duration, stopped)
+
+
+def parse_failure(step: int, error: object) -> Failure:
+    """Makes a `Failure` from the fields of a line."""
+    return Failure(step, check_text(error))
 
 
 def parse_recovery(step: int, what: object, restored: object, batches_left_out: object) -> Recovery:

@@ -209,9 +209,11 @@ class OuterLoop:
         """Runs inner loops until the target is reached or the run is asked to stop."""
         try:
             self._run()
-        except WorkerLostError as lost:
-            stopped = f"stopped after step {self._step}: {UNSAVED}"
-            self._leaving.others_ended(f"{stopped}. WorkerLostError: {lost}")
+        except Exception as error:
+            if isinstance(error, WorkerLostError):
+                stopped = f"stopped after step {self._step}: {UNSAVED}"
+                self._leaving.others_ended(f"{stopped}. WorkerLostError: {error}")
+            self._log.log_failure(self._step, error)
             raise
 
     def _run(self) -> None:

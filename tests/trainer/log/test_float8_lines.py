@@ -136,6 +136,12 @@ def test_a_run_writes_a_line_at_each_interval(tmp_path, record_gradients):
         assert own[-1]["format"] == form
         assert own[-1]["scale"] < 1.0  # as it is at the start, and no longer
         assert all((one["flushed"] is not None) == record_gradients for one in own)
+    underflow = [line for line in map(json.loads, text) if line["split"] == "underflow"]
+    for line in underflow:  # scales and histories have no gradient
+        assert list(line["share"]) == [
+            f"model/{layer}/{kind}" for layer in ("one", "two") for kind in ("kernel", "bias")
+        ]
+    assert len(underflow) == (2 if record_gradients else 0)
 
 
 @pytest.mark.thorough

@@ -103,6 +103,28 @@ def test_every_step_can_have_a_log_line(tmp_path):
     assert skipped == [1, 2, 3, 3, 3, 3]
 
 
+def test_an_error_that_ends_training_is_logged(tmp_path):
+    """The last line has it with the step, on one line of text; if nothing can be written, the error
+    itself still reaches the caller.
+    """
+    trainer = Linear(model_dir=tmp_path, steps_per_loop=1, verbose=False)
+
+    def fail(step):
+        if step == 2:
+            raise RuntimeError("the\n  cable")
+
+    trainer.on_loop_end = fail
+    with pytest.raises(RuntimeError, match="cable"):
+        trainer.train(slopes(1.0), steps=3, global_batch=1)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1] == {"step": 2, "split": "failure", "error": "RuntimeError: the cable"}
+
+    log = RunLog(tmp_path / "other", "quiet")
+    (tmp_path / "other").write_text("no folder")
+    log.log_failure(2, RuntimeError("the cable"))
+    assert (tmp_path / "other").read_text() == "no folder"
+
+
 def test_the_logged_loss_is_a_mean_over_examples(tmp_path):
     """The training loss of an epoch of 80 and 20 examples is the mean over 100, as `evaluate` says."""
 

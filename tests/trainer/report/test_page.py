@@ -11,8 +11,10 @@ import sys
 
 import pytest
 import written_run
+from helpers import Linear, slopes
 from written_run import GRADIENTS, SKIP, TRAIN, write_lines
 
+from trainer import TrainingStuckError
 from trainer.report import write_report
 from trainer.report.canvas import Picture
 from trainer.report.page import data_url
@@ -83,6 +85,33 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
     steps = {"cause": ["backward"] * 3, "max_magnitude": [None] * 3}
     page = page_of(write_lines(tmp_path, GRADIENTS | steps))
     assert "No step was applied" in page
+
+
+def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
+    """It says by which error the run ended, and does not ask for a flag that was given."""
+    trainer = Linear(
+        model_dir=tmp_path,
+        precision="mixed_float16",
+        loss_scale=2.0**24,
+        max_consecutive_skips=3,
+        record_gradients=True,
+        log_interval=1,
+        verbose=False,
+    )
+    with pytest.raises(TrainingStuckError):
+        trainer.train(slopes(3.0), steps=9, global_batch=1)
+    page = page_of(tmp_path)
+
+    assert "ended by TrainingStuckError" in page
+    assert "Ended by an error after step 3: TrainingStuckError: Training is stuck: 3 steps" in page
+    for sentence in (
+        "No step was applied, so there is no loss.",
+        "No step was applied, so no gradient is known.",
+        "No step was applied, so no gradient norm is known.",
+    ):
+        assert sentence in page
+    assert page.count("<img ") == 2  # the scale and the learning rate
+    assert "record_gradients</code>" not in page
 
 
 def test_only_the_first_skips_are_listed(tmp_path):

@@ -62,6 +62,22 @@ def test_the_later_of_two_lines_about_a_step_counts(tmp_path):
     assert read_run(write_lines(tmp_path, *lines, start)).end is None
 
 
+def test_an_error_is_an_end_until_a_later_start_or_end(tmp_path):
+    """What a run's last call to `train` came to is known from the last of its lines."""
+    end = {"split": "end", "step": 10, "seconds": 1.0, "stopped": False}
+    failure = {"split": "failure", "step": 12, "error": "DataError: bad"}
+    start = {"split": "run", "step": 10, "time": "2026", "settings": {}, "model": []}
+
+    for lines, known in (
+        ([end, failure], (None, (12, "DataError: bad"))),
+        ([failure, end], ((10, 1.0, False), None)),
+        ([failure, start], (None, None)),
+        ([failure | {"error": 3}], (None, None)),
+    ):
+        run = read_run(write_lines(tmp_path, TRAIN, *lines))
+        assert (run.end, run.failure) == known
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     """The error says what to pass if there is no metrics.jsonl, or none of its lines is readable."""
     with pytest.raises(ValueError, match="run_dir") as error:
