@@ -26,7 +26,8 @@ def find_cluster() -> Resolver | None:
     - `TF_CONFIG`, TensorFlow's own environment variable, which lists every process of the job and
       says which of them this one is;
     - the variables that Slurm sets for each task of a step (`srun --ntasks=4 python ...`): all
-      tasks are workers, and the tasks on one node divide its GPUs among themselves;
+      tasks are workers, and the tasks on one node divide its GPUs among themselves, unless Slurm
+      has assigned them (`--gpus-per-task`);
     - `HALFSTEP_WORKER_PODS`, a Kubernetes label selector (`job-name=digits`) that finds the pods
       of all workers. Each pod must run on its own node and on that node's network, and `NODE_IP`
       must be the address of the node.
@@ -151,14 +152,15 @@ def from_slurm() -> Resolver:
         ValueError: if variables that Slurm sets for a step are missing.
     """
     gpus = tf.config.list_physical_devices("GPU")
+    assigned = "SLURM_GPUS_PER_TASK" in os.environ  # Slurm shows each task only its own GPUs
     try:
-        if gpus:
+        if gpus and not assigned:
             resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(port_base=SLURM_PORT)
             spec = resolver.cluster_spec()  # also restricts this process to its own GPUs
             index = resolver.task_id
             return fixed_resolver(spec.as_dict(), index, resolver.num_accelerators())
-        # The resolver divides by the number of GPUs per task, so it fails without GPUs. Claim
-        # more GPUs per node than there are tasks: it then places the tasks as Slurm did.
+        # The resolver would divide the GPUs that this task sees by the tasks of the node, and fails
+        # without GPUs. Claim more than there are tasks: it then places the tasks as Slurm did.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=SLURM_PORT, gpus_per_node=2**20, gpus_per_task=1, auto_set_gpu=False
         )
@@ -169,7 +171,7 @@ def from_slurm() -> Resolver:
             f"Cannot find the other tasks of this Slurm step: {error} The environment has {found}. "
             "Start the tasks with srun, or set TF_CONFIG."
         ) from error
-    return fixed_resolver(spec.as_dict(), resolver.task_id, {})
+    return fixed_resolver(spec.as_dict(), resolver.task_id, {"GPU": len(gpus)} if gpus else {})
 
 
 def from_kubernetes(selector: str) -> Resolver:

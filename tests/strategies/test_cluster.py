@@ -121,6 +121,27 @@ def test_the_tasks_of_a_slurm_node_share_its_gpus(monkeypatch, rank):
     assert found.num_accelerators() == {"GPU": 2}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slurm_task_keeps_the_gpus_that_it_was_assigned(monkeypatch, rank):
+    """With --gpus-per-task=2, each of two tasks sees two GPUs, which are its own: not one of them."""
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "SLURM_GPUS_PER_TASK": 2,
+        "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] * 2)
+    found = strategies.find_cluster()
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889"]}
+    assert (found.task_type, found.task_id) == ("worker", rank)
+    assert found.num_accelerators() == {"GPU": 2}
+
+
 def test_an_incomplete_slurm_step_is_an_error(monkeypatch):
     """The error shows the variables that Slurm has set."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
