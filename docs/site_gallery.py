@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -62,13 +63,14 @@ def reports(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Runs the commands of the page in a folder. Returns the reports, keyed by the runs' names."""
     found: dict[str, pathlib.Path] = {}
     for command in COMMAND.findall(PAGE.read_text()):
-        sys.stderr.write(f"running {command}\n")
+        began = time.monotonic()
         script, *flags = shlex.split(command)
         [run] = [each.partition("=")[2] for each in flags if each.startswith("--model_dir=")]
         name = pathlib.Path(run).name
         program = [str(ROOT / script), *flags, "--verbose=quiet"]
         run_program(program, folder, fails=name in ENDS_IN_AN_ERROR)
         run_program(["-m", "trainer.report", run], folder)
+        sys.stderr.write(f"ran {command} in {time.monotonic() - began:.0f} s\n")
         found[name] = folder / run / "report" / "report.html"
     return found
 

@@ -9,6 +9,7 @@ build. `mkdocs serve` only shows the code, so that a page appears at once after 
 import os
 import pathlib
 import sys
+import time
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -60,8 +61,10 @@ def pages_of(path: pathlib.Path, config: MkDocsConfig) -> list[File]:
     import nbconvert
     import nbformat
 
-    sys.stderr.write(f"{'running' if execute else 'reading'} {path.name}\n")
+    began = time.monotonic()
     notebook = notebook_of(path)
+    done = "ran" if execute else "read"
+    sys.stderr.write(f"{done} {path.name} in {time.monotonic() - began:.0f} s\n")
     exporter = nbconvert.MarkdownExporter()
     resources = {"output_files_dir": f"{path.stem}_files", "unique_key": path.stem}
     body, resources = exporter.from_notebook_node(notebook, resources)

@@ -10,12 +10,13 @@ import enum
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 # A process that has not answered for so long is lost. With the times below, this is known within a
 # minute.
 SILENT_SECS = 40.0
+REFUSED_SECS = 10.0  # of a process that cannot return, if its port is closed
 POLL_SECS = 5.0
 ANSWER_SECS = 5.0
 
@@ -27,7 +28,7 @@ class Answer(enum.Enum):
     """What a process's address answers."""
 
     ALIVE = "alive"
-    REFUSED = "refused"  # no process listens there
+    REFUSED = "refused"  # the machine answers that no process listens there
     SILENT = "silent"  # a process listens but does not answer, or the machine cannot be reached
 
 
@@ -51,10 +52,10 @@ def ask(address: str, timeout_secs: float = ANSWER_SECS) -> Answer:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_secs) as connection:
             connection.sendall(GREETING)
             connection.recv(1)
-    except TimeoutError:
-        return Answer.SILENT
-    except OSError:
+    except ConnectionError:
         return Answer.REFUSED
+    except OSError:  # no answer in time, no way to the machine, or no such name
+        return Answer.SILENT
     return Answer.ALIVE
 
 
@@ -67,6 +68,8 @@ class LifeWatch:
             before it has answered: with its name, and with its last answer.
         silent_secs: the seconds without an answer after which a process is lost.
         poll_secs: the seconds between two questions.
+        irreplaceable: names of processes whose state ends with them. One of these is lost as soon
+            as its port has been closed for `REFUSED_SECS`; another may still be started again.
     """
 
     def __init__(
@@ -75,10 +78,12 @@ class LifeWatch:
         lost: Callable[[str, Answer], object],
         silent_secs: float = SILENT_SECS,
         poll_secs: float = POLL_SECS,
+        irreplaceable: Collection[str] = (),
     ) -> None:
         """Stores the arguments; entering the context starts the thread."""
         self._addresses = dict(addresses)
         self._lost = lost
+        self._irreplaceable = frozenset(irreplaceable)
         self._silent_secs = silent_secs
         self._poll_secs = poll_secs
         self._ended = threading.Event()
@@ -103,8 +108,13 @@ class LifeWatch:
                 if answer is Answer.ALIVE:
                     heard[name] = now
                     told.discard(name)
-                elif now - heard[name] >= self._silent_secs and name not in told:
+                elif now - heard[name] >= self._patience(name, answer) and name not in told:
                     if self._ended.is_set():
                         return
                     told.add(name)
                     self._lost(name, answer)
+
+    def _patience(self, name: str, answer: Answer) -> float:
+        """Returns the seconds without an answer after which a process is lost."""
+        ended = answer is Answer.REFUSED and name in self._irreplaceable
+        return min(REFUSED_SECS, self._silent_secs) if ended else self._silent_secs

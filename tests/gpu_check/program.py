@@ -34,7 +34,16 @@ CONVOLUTIONS = {
 }
 # What the host does for a program that asks it for nothing: see `host_work`.
 DEVICE_WORK = {
-    *("kAllReduce", "kCommandBuffer", "kConditional", "kConvolution", "kCopy", "kCustomKernel"),
+    *(
+        "kAllReduce",
+        "kAsyncDone",
+        "kAsyncStart",
+        "kCommandBuffer",
+        "kConditional",
+        "kConvolution",
+        "kCopy",
+        "kCustomKernel",
+    ),
 }
 HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
 HALF = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -270,6 +279,17 @@ class Program:
             for _, each in self.instructions()
             if each.opcode in {"all-reduce", "all-reduce-start"}
         ]
+
+    def computed_while_summing(self):
+        """Returns the bytes of what is computed between the start and the end of an all-reduce."""
+        found = 0
+        for computation in self.computations.values():
+            summing = False
+            for each in computation.values():
+                summing &= each.opcode != "all-reduce-done"
+                found += each.bytes if summing else 0
+                summing |= each.opcode == "all-reduce-start"
+        return found
 
 
 class Launch(NamedTuple):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from strategies import liveness
 from strategies.launch import free_ports
 from strategies.liveness import Answer, LifeWatch, ask
 
@@ -120,3 +121,30 @@ def test_a_watch_tells_of_a_loss_once_and_again_after_a_return():
     assert told[-1] == ("b", Answer.REFUSED)
     stopped.set()
     listener.close()
+
+
+def test_a_process_that_cannot_return_is_lost_sooner(monkeypatch):
+    """Its port is closed, so its state is gone: that is told long before a silence would be."""
+    monkeypatch.setattr(liveness, "REFUSED_SECS", 0.05)
+    ports, told = free_ports(2), []
+    gone = {name: f"127.0.0.1:{port}" for name, port in zip("ab", ports, strict=True)}
+    with LifeWatch(gone, lambda *loss: told.append(loss), 600, 0.02, irreplaceable=["b"]):
+        end = time.monotonic() + 20
+        while not told:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.3)
+
+    assert told == [("b", Answer.REFUSED)]
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "unknown"), OSError(113, "no route")])
+def test_a_machine_that_cannot_be_reached_is_silent(monkeypatch, error):
+    """Its name may be known again, and it may answer again: nothing says that the process ended."""
+
+    def connect(*_):
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+
+    assert ask("other:2222") is Answer.SILENT

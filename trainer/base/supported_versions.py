@@ -5,7 +5,7 @@ import importlib.metadata
 import re
 
 # The first version that works, and the first that was not tried. pyproject.toml has the same.
-SUPPORTED = {"tensorflow": ("2.19", "2.22"), "keras": ("3.15", "4")}
+SUPPORTED = {"tensorflow": ("2.19", "2.22"), "keras": ("3.15", "3.16")}
 
 
 def check_versions(found: dict[str, str]) -> None:

@@ -29,7 +29,7 @@ ARGUMENTS = {
     "gradient_clip_val": "Pass global_clipnorm=, or clipvalue=.",
     "learning_rate": OPTIMIZER,
     "log_every_n_steps": "Pass log_interval=.",
-    "logger": "Pass model_dir=.",
+    "logger": "Pass model_dir=, and trackers= for other services.",
     "loss": "Pass loss_fn=.",
     "lr": OPTIMIZER,
     "max_epochs": TRAIN.format("epochs="),

@@ -167,15 +167,16 @@ def test_a_stopped_process_is_named(launched, tmp_path, victim):
 
 @pytest.mark.slow
 def test_a_killed_server_is_named(launched, tmp_path):
-    """The chief's error names the server and the checkpoint to continue from."""
+    """The chief names the server and the checkpoint to continue from, by TensorFlow's error or, if
+    TensorFlow hangs, by its own watch.
+    """
     job, thread, codes = digits_in(launched, tmp_path)
     job.processes[Task("ps", 0)].kill()
     thread.join(60)
     assert codes == [128 + signal.SIGKILL], printed(job)
     assert "ps 0 failed first: it was killed by SIGKILL." in printed(job)
-    assert re.search(
-        r"WorkerLostError: Lost ps 0 \(127\.0\.0\.1:\d+\) after step \d+\.", printed(job)
-    )
+    named = r"Lost ps 0 \(127\.0\.0\.1:\d+\) after step \d+[.:]"
+    assert re.search(named, printed(job)), printed(job)
     assert "to continue from" in printed(job)
 
 

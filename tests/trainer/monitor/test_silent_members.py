@@ -65,7 +65,8 @@ def lost(monkeypatch):
     watched = {}
 
     class Watch:
-        def __init__(self, addresses, lost):
+        def __init__(self, addresses, lost, irreplaceable):
+            assert irreplaceable == ["ps 0"]
             watched.update(addresses=addresses, lost=lost)
 
         def __enter__(self):

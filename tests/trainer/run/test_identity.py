@@ -251,6 +251,7 @@ CASES = {
     ),
     "`alternate_optimizers`": (A, {"alternate_optimizers": True}, "alternate_optimizers"),
     "`num_microbatches`": (A, {"num_microbatches": 2}, "num_microbatches"),
+    "the number of replicas": (A, {"strategy": "mirrored", "batch": 4}, "num_replicas"),
     "`precision`": (A, {"precision": "mixed_bfloat16"}, "precision"),
     "`loss_scale`": (A, {"loss_scale": 8}, "loss_scale"),
     "`seed`": (A, {"seed": 2}, "seed"),
