@@ -1,5 +1,6 @@
 """The nightly run: its parts together are all of it, and its summary says what happened."""
 
+import datetime as dt
 import importlib.machinery
 import importlib.util
 import os
@@ -16,6 +17,8 @@ LOADER = importlib.machinery.SourceFileLoader("nightly_parts", str(ROOT / ".ci" 
 nightly = importlib.util.module_from_spec(importlib.util.spec_from_loader("nightly_parts", LOADER))
 LOADER.exec_module(nightly)
 
+LIMIT = nightly.PARTS["laws"].minutes
+TODAY = dt.datetime.now(dt.UTC).date().isoformat()
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.laws.test_a" name="test_sound"/>
 <testcase classname="tests.laws.test_a" name="test_other"/>
@@ -34,12 +37,43 @@ def selects(part, path):
 
 
 def test_every_test_file_is_in_one_part():
-    """No slow test is left out, and none runs twice; the catalogue's five groups are one."""
+    """No slow test is left out, and none runs twice; the catalogue's five groups are one. Coverage is
+    measured with tests that are not slow.
+    """
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    slow = {n: part for n, part in nightly.PARTS.items() if set(nightly.SLOW) <= set(part.options)}
     assert files
     for path in files:
-        found = {name.split("-")[0] for name, part in nightly.PARTS.items() if selects(part, path)}
+        found = {name.split("-")[0] for name, part in slow.items() if selects(part, path)}
         assert len(found) == 1, (path, found)
+    assert set(nightly.PARTS) - set(slow) == {"coverage", "release", "audit"}
+
+
+def test_every_night_ends_within_ninety_minutes():
+    """By the limits of its parts, with time to install everything; each part is in a night."""
+    for night in range(1, nightly.NIGHTS + 1):
+        assert sum(part.minutes for part in nightly.PARTS.values() if part.night == night) <= 90
+    assert {part.night for part in nightly.PARTS.values()} == set(range(1, nightly.NIGHTS + 1))
+
+
+def test_three_nights_are_all(monkeypatch):
+    """The parts of three nights in a row are all parts, and the fourth begins again."""
+
+    class Clock(dt.datetime):
+        day = 25
+
+        @classmethod
+        def now(cls, zone):
+            return cls(2026, 11, cls.day, 23, tzinfo=zone)
+
+    monkeypatch.setattr(nightly.dt, "datetime", Clock)
+    nights = []
+    for day in range(25, 29):
+        Clock.day = day
+        nights.append(nightly.tonight())
+
+    assert sorted(part for night in nights[:3] for part in night) == sorted(nightly.PARTS)
+    assert nights[3] == nights[0]
 
 
 def test_the_groups_of_the_catalogue_are_all():
@@ -76,7 +110,7 @@ def test_the_counts_of_a_part(tmp_path):
     results = nightly.counts_of(report)
 
     assert nightly.lines_of("laws", 1, 150.0, results) == (
-        "| laws | FAILED | 2 | 1 | 2 | 2.5 | 30 |",
+        f"| laws | 1 | FAILED | 2 | 1 | 2 | 2.5 | {LIMIT} | {TODAY} |",
         [
             "- laws: 1 skipped: jax is missing",
             "- laws: FAILED: laws.test_a::test_broken[3]",
@@ -85,19 +119,22 @@ def test_the_counts_of_a_part(tmp_path):
     )
     nothing = nightly.counts_of(tmp_path / "missing.xml")
     assert nightly.lines_of("laws", None, 1800.0, nothing)[0] == (
-        "| laws | ended at its limit | 0 | 0 | 0 | 30.0 | 30 |"
+        f"| laws | 1 | ended at its limit | 0 | 0 | 0 | 30.0 | {LIMIT} | {TODAY} |"
     )
 
 
 def test_a_part_keeps_the_rows_of_the_others():
     """A part that runs again replaces its own row and lines; parts that never ran say so."""
-    first = ("| laws | FAILED | 2 | 1 | 2 | 2.5 | 30 |", ["- laws: FAILED: laws.test_a::test_b"])
-    second = ("| chaos | passed | 9 | 0 | 0 | 1.0 | 25 |", ["- chaos: 1 skipped: no disk"])
+    failed = "| laws | 1 | FAILED | 2 | 1 | 2 | 2.5 | 40 | 2026-11-25 |"
+    first = (failed, ["- laws: FAILED: laws.test_a::test_b"])
+    passed = "| chaos | 2 | passed | 9 | 0 | 0 | 1.0 | 25 | 2026-11-25 |"
+    second = (passed, ["- chaos: 1 skipped: no disk"])
     text = nightly.page({"laws": first, "chaos": second})
 
     assert nightly.read(text) == {"laws": first, "chaos": second}
-    assert "| step | not run in this form |  |  |  |  | 25 |" in text
-    again = ("| laws | passed | 4 | 1 | 0 | 2.5 | 30 |", [])
+    assert "| step | 1 | not run in this form |  |  |  |  | 8 |  |" in text
+    assert "Night 1 was not run whole." in text
+    again = ("| laws | 1 | passed | 4 | 1 | 0 | 2.5 | 40 | 2026-11-26 |", [])
     text = nightly.page(nightly.read(text) | {"laws": again})
     assert nightly.read(text) == {"laws": again, "chaos": second}
 
@@ -115,7 +152,7 @@ def test_a_part_ends_within_its_limit(program, minutes, status, tmp_path, monkey
         f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
         "time.sleep(600)"
     )
-    part = nightly.Part(minutes, options=("program",))
+    part = nightly.Part(1, minutes, options=("program",))
     monkeypatch.setattr(nightly, "PARTS", {"laws": part})
     command = [sys.executable, "-c", program or waits]
     monkeypatch.setattr(nightly, "command_of", lambda *_: command)
@@ -137,6 +174,18 @@ def running(pid):
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_the_minutes_of_a_night():
+    """They are added up once all parts of the night were run."""
+    rows = ["| a | 1 | passed | 1 | 0 | 0 | 2.5 | 9 | 2026-11-25 |"] * 2
+    rows += ["| b | 2 | passed | 1 | 0 | 0 | 4.0 | 9 | 2026-11-25 |"]
+    rows += [nightly.row_of("c", [2, nightly.NOT_RUN, "", "", "", "", 9, ""])]
+
+    assert list(nightly.totals(rows))[:2] == [
+        "Night 1 took 5 minutes.",
+        "Night 2 was not run whole.",
+    ]
 
 
 def test_an_unknown_part():

@@ -72,7 +72,7 @@ def test_the_extra_all_has_every_extra_of_users():
     [everything] = extras["all"]
     named = set(re.fullmatch(r"halfstep\[([\w,-]+)\]", everything)[1].split(","))
     ours = {
-        *("aim", "all", "audit", "bench", "browser", "data", "docs", "examples"),
+        *("aim", "all", "audit", "bench", "browser", "coverage", "data", "docs", "examples"),
         *("gpu-check", "mutation", "oracles", "proofs", "release", "test", "tpu-check"),
     }
     assert named == extras.keys() - ours

@@ -100,6 +100,14 @@ class OnlineLoop(OuterLoop):
         Returns:
             The loss of the batch, and the training metrics since the last log line, by name.
         """
+        try:
+            return self._take(batch)
+        except Exception as error:
+            self._log.log_failure(self._step, error)
+            raise
+
+    def _take(self, batch: Batch) -> dict[str, float]:
+        """Does what `take` says."""
         before, parts = self._step, self._parts
         self._trainer.call_hook("on_loop_begin", before)
         self._trainer.check_unchanged()

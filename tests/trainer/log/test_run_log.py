@@ -103,7 +103,8 @@ def test_every_step_can_have_a_log_line(tmp_path):
     assert skipped == [1, 2, 3, 3, 3, 3]
 
 
-def test_an_error_that_ends_training_is_logged(tmp_path):
+@pytest.mark.parametrize("online", [False, True])
+def test_an_error_that_ends_training_is_logged(tmp_path, online):
     """The last line has it with the step, on one line of text; if nothing can be written, the error
     itself still reaches the caller.
     """
@@ -115,7 +116,11 @@ def test_an_error_that_ends_training_is_logged(tmp_path):
 
     trainer.on_loop_end = fail
     with pytest.raises(RuntimeError, match="cable"):
-        trainer.train(slopes(1.0), steps=3, global_batch=1)
+        if online:
+            for _ in range(3):
+                trainer.train_on_batch(slopes(1.0))
+        else:
+            trainer.train(slopes(1.0), steps=3, global_batch=1)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1] == {"step": 2, "split": "failure", "error": "RuntimeError: the cable"}
 
