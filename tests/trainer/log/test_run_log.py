@@ -115,12 +115,15 @@ def test_an_error_that_ends_training_is_logged(tmp_path, online):
             raise RuntimeError("the\n  cable")
 
     trainer.on_loop_end = fail
-    with pytest.raises(RuntimeError, match="cable"):
-        if online:
-            for _ in range(3):
-                trainer.train_on_batch(slopes(1.0))
-        else:
+
+    def train():
+        if not online:
             trainer.train(slopes(1.0), steps=3, global_batch=1)
+        for _ in range(3):
+            trainer.train_on_batch(slopes(1.0))
+
+    with pytest.raises(RuntimeError, match="cable"):
+        train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1] == {"step": 2, "split": "failure", "error": "RuntimeError: the cable"}
 
