@@ -33,7 +33,9 @@ NOT_RUN = {
         ),
         "takes minutes, and its figures mean nothing on a busy machine",
     ),
+    "python -W default::DeprecationWarning": "part of a command",
     "python -m strategies.launch": "incomplete; the complete commands run",
+    "python -m trainer.replay": "incomplete; test_main.py runs it",
     "python -m strategies.launch --workers=2 SCRIPT --flags...": "runs without the flags",
     "python -m scaling.simulate": "incomplete; the complete commands run",
     "python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,"
