@@ -769,7 +769,6 @@ class Trainer(Task):
             history,
             trackers,
             plan.float8,
-            plan.with_gradients,
         )
 
     def _known_position(self, train_data: Any, global_batch: int | None) -> DataPosition | None:

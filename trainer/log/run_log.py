@@ -46,7 +46,6 @@ class RunLog:
         history: the numbers of the run so far, to which this log adds; None begins with none.
         trackers: where the numbers go besides; None for nowhere.
         float8: the float8 tensors, in the order of the reports' float8 fields.
-        with_gradients: positions of the variables whose underflow is logged; None for all.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class RunLog:
         history: History | None = None,
         trackers: Trackers | None = None,
         float8: Sequence[Float8Tensor] = (),
-        with_gradients: Sequence[int] | None = None,
     ) -> None:
         """Creates the writers and the console, and starts the clock."""
         self.writers = RunWriters(model_dir)
@@ -70,8 +68,6 @@ class RunLog:
         self._shares = shares
         self._variable_names = list(variable_names)
         self._float8 = float8
-        everything = range(len(self._variable_names))
-        self._with_gradients = everything if with_gradients is None else with_gradients
         # Reports since the last log line. From index `_unread` on, their fields are still tensors.
         self._reports: list[StepReport] = []
         self._unread = 0  # index of the first report that has not been read from the device
@@ -245,7 +241,12 @@ class RunLog:
         if not steps.grads_finite.any():
             return
         means = steps.underflow[steps.grads_finite].mean(axis=0)
-        shares = {self._variable_names[at]: float(means[at]) for at in self._with_gradients}
+        states = {int(at) for each in self._float8 for at in (each.scale, each.history) if at}
+        shares = {
+            name: float(means[at])
+            for at, name in enumerate(self._variable_names)
+            if at not in states  # scales and histories of float8 have no gradient
+        }
         step = int(steps.step[-1])
         self.writers.write_line({"step": step, "split": "underflow", "share": shares})
         curves = {f"underflow/{name}": share for name, share in shares.items()}

@@ -140,15 +140,6 @@ class StepPlan:
         """Names of `model.trainable_variables`, for messages about skipped steps."""
         return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
 
-    @property
-    def with_gradients(self) -> list[int]:
-        """Positions in `model.trainable_variables` of all but scales and histories of float8."""
-        return [
-            position
-            for position, variable in enumerate(self.model.trainable_variables)
-            if not getattr(variable, "overwrite_with_gradient", False)
-        ]
-
 
 def plan_step(
     *,
