@@ -101,17 +101,22 @@ def test_the_tasks_of_a_slurm_step_are_workers(monkeypatch, rank):
     assert found.num_accelerators() == {}
 
 
+def in_a_step_of_two(monkeypatch, rank, **more):
+    """Sets what Slurm sets for one of two tasks on one node, and further variables."""
+    step = {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    for name, value in (step | more).items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_tasks_of_a_slurm_node_share_its_gpus(monkeypatch, rank):
     """On a node with four GPUs, each of two tasks gets two of its own."""
-    for name, value in {
-        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
-        "SLURM_PROCID": rank,
-        "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_STEP_NODELIST": "n1",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    in_a_step_of_two(monkeypatch, rank, CUDA_VISIBLE_DEVICES="0,1,2,3")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] * 4)
     found = strategies.find_cluster()
 
@@ -124,15 +129,7 @@ def test_the_tasks_of_a_slurm_node_share_its_gpus(monkeypatch, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_slurm_task_keeps_the_gpus_that_it_was_assigned(monkeypatch, rank):
     """With --gpus-per-task=2, each of two tasks sees two GPUs, which are its own: not one of them."""
-    for name, value in {
-        "CUDA_VISIBLE_DEVICES": "0,1",
-        "SLURM_GPUS_PER_TASK": 2,
-        "SLURM_PROCID": rank,
-        "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_STEP_NODELIST": "n1",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    in_a_step_of_two(monkeypatch, rank, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] * 2)
     found = strategies.find_cluster()
 
