@@ -29,7 +29,11 @@ class Answer(enum.Enum):
 
     ALIVE = "alive"
     REFUSED = "refused"  # the machine answers that no process listens there
-    SILENT = "silent"  # a process listens but does not answer, or the machine cannot be reached
+    UNREACHABLE = "unreachable"  # no way leads to the machine, or its name is not known
+    SILENT = "silent"  # nothing answers in time: a process is stopped, or the machine is cut off
+
+
+GONE = frozenset({Answer.REFUSED, Answer.UNREACHABLE})  # what a process that has ended answers
 
 
 def ask(address: str, timeout_secs: float = ANSWER_SECS) -> Answer:
@@ -52,10 +56,12 @@ def ask(address: str, timeout_secs: float = ANSWER_SECS) -> Answer:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_secs) as connection:
             connection.sendall(GREETING)
             connection.recv(1)
+    except TimeoutError:
+        return Answer.SILENT
     except ConnectionError:
         return Answer.REFUSED
-    except OSError:  # no answer in time, no way to the machine, or no such name
-        return Answer.SILENT
+    except OSError:
+        return Answer.UNREACHABLE
     return Answer.ALIVE
 
 

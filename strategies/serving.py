@@ -12,7 +12,7 @@ from absl import logging
 
 from strategies.cluster import Resolver
 from strategies.gather import WAIT_SECS, WARN_INTERVAL_SECS
-from strategies.liveness import SILENT_SECS, Answer, ask
+from strategies.liveness import GONE, SILENT_SECS, Answer, ask
 
 # EX_TEMPFAIL of sysexits.h: run the command again.
 EXIT_CODE = 75
@@ -117,11 +117,11 @@ def wait_for_end(chief: str, name: str, signals: StopRequests) -> int:
         answer, asked = ask(chief), time.monotonic()
         if answer is Answer.ALIVE:
             heard = asked
-        if stopping is not None and (answer is Answer.REFUSED or stopping > GRACE_SECS):
+        if stopping is not None and (answer in GONE or stopping > GRACE_SECS):
             return EXIT_CODE
         if asked - heard < SILENT_SECS:
             continue
-        if answer is Answer.REFUSED:
+        if answer in GONE:
             logging.info("The chief at %s has ended, and %s with it.", chief, name)
             return 0
         logging.error(

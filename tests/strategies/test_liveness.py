@@ -139,12 +139,12 @@ def test_a_process_that_cannot_return_is_lost_sooner(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "unknown"), OSError(113, "no route")])
-def test_a_machine_that_cannot_be_reached_is_silent(monkeypatch, error):
-    """Its name may be known again, and it may answer again: nothing says that the process ended."""
+def test_a_machine_that_cannot_be_reached(monkeypatch, error):
+    """Its process may have ended with it, or may answer again: nobody there has refused anything."""
 
     def connect(*_):
         raise error
 
     monkeypatch.setattr(socket, "create_connection", connect)
 
-    assert ask("other:2222") is Answer.SILENT
+    assert ask("other:2222") is Answer.UNREACHABLE

@@ -17,7 +17,7 @@ from absl import logging
 
 import strategies
 from strategies.cluster import addresses_of
-from strategies.liveness import Answer, LifeWatch, ask
+from strategies.liveness import GONE, Answer, LifeWatch, ask
 from trainer.monitor.preemption import EXIT_CODE
 
 
@@ -46,7 +46,7 @@ def silent_members_end_the_run(
 
     def lost(name: str, answer: Answer) -> None:
         is_worker = name.startswith("worker")
-        if answer is Answer.REFUSED and is_worker and any_alive(workers):
+        if answer in GONE and is_worker and any_alive(workers):
             logging.warning(
                 "%s at %s has ended. The other workers take its steps.", name, addresses[name]
             )
@@ -79,7 +79,7 @@ def describe_loss(
         step: the last known step.
         checkpoint: the newest checkpoint, or None.
     """
-    refused = answer is Answer.REFUSED
+    refused = answer in GONE
     what = "has ended" if refused else "no longer answers: it is stopped, or cannot be reached"
     worker = "it has been given a step that no other worker can take"
     why = worker if name.startswith("worker") else "it holds variables of the model"
