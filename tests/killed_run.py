@@ -107,7 +107,7 @@ def final_state(trainer):
         found[f"batch {place}"] = digest(np.concatenate([leaf.numpy() for leaf in batch], axis=1))
     lines = (trainer.model_dir / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(line) for line in lines]
-    numbers = [line for line in numbers if line["split"] not in {"run", "end"}]
+    numbers = [line for line in numbers if line["split"] not in {"run", "end", "failure"}]
     for line in numbers:
         for speed in ("examples_per_second", "steps_per_second", "data_wait"):
             line.pop(speed, None)

@@ -40,7 +40,9 @@ def everything(folder):
 def lines_of(folder):
     """The lines of `metrics.jsonl` about steps and evaluations, keyed by their number."""
     lines = map(parsed, (folder / "metrics.jsonl").read_text().splitlines())
-    numbers = [without_times(line) for line in lines if line["split"] not in {"run", "end"}]
+    numbers = [
+        without_times(line) for line in lines if line["split"] not in {"run", "end", "failure"}
+    ]
     return {f"line {number}": line for number, line in enumerate(numbers)}
 
 

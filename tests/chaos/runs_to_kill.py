@@ -46,6 +46,12 @@ HUGE = scaling.DynamicLossScale(2.0**126, growth_interval=3, max_scale=2.0**126)
 KINDS = {
     "replicas": {"strategy": "mirrored"},
     "workers": {"strategy": "multi_worker_mirrored", "max_overflow_records": 0},
+    "sums": {  # of workers, in bfloat16 and in buckets
+        "strategy": "multi_worker_mirrored",
+        "max_overflow_records": 0,
+        "reduce_dtype": "bfloat16",
+        "reduce_bucket_bytes": 64,
+    },
     "retry": {"on_overflow": "retry", "max_retries": 1},
     "ema": {"ema_momentum": 0.9, "record_gradients": True, "eval_interval": 8, "keep_best": 1},
     "evaluation": {"eval_interval": 3, "evaluate_at_start": True, "keep_best": 2},

@@ -1,6 +1,6 @@
 """Runs are killed at random and started again: they end as runs that nobody has killed.
 
-Each case starts one of nine kinds of runs, kills it, starts the same command again, kills it again,
+Each case starts one of ten kinds of runs, kills it, starts the same command again, kills it again,
 and lets it come to its end. Most runs die by SIGKILL at an operation on a file that was drawn at random,
 or in the middle of a text that they write; some die a random time after it, or after their first step,
 wherever C++ may be then. What is left must be what a run without interruption leaves: every bit of
@@ -96,7 +96,8 @@ class Case:
     def __init__(self, home, kind, folder, **arguments):
         """Creates the folder."""
         self._home, self.kind, self._folder, self._arguments = home, kind, folder, arguments
-        self.members = 2 if kind == "workers" else 1
+        strategy = runs_to_kill.KINDS[kind].get("strategy")
+        self.members = 2 if strategy == "multi_worker_mirrored" else 1
         self.run = folder / "run"
         folder.mkdir()
 
