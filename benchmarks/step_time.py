@@ -5,9 +5,9 @@
     python benchmarks/step_time.py --models=  # writes the tables again
 
 Each cell (a model in a dtype) is a process of its own, in which all contenders are measured in
-turn. Then the trainer and the hand-written loop have many more short turns, for a narrower
-interval. Results go to benchmarks/step_time.json, and tables to docs/performance.md. PyTorch is
-left out if it is not installed (`pip install -e '.[bench]'`).
+turn. Then the trainer, the fastest `fit` and the hand-written loop have many more short turns, for
+narrower intervals. Results go to benchmarks/step_time.json, and tables to docs/performance.md.
+PyTorch is left out if it is not installed (`pip install -e '.[bench]'`).
 """
 
 from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # configures TensorFlow
@@ -44,7 +44,7 @@ flags.DEFINE_float(
     "turn_secs", 0.5, "Target duration of a turn, in seconds; a turn has at least one step."
 )
 flags.DEFINE_integer(
-    "pairs", 100, "Number of extra turns of the trainer and the hand-written loop."
+    "pairs", 100, "Number of extra turns of the trainer, the fastest `fit` and the loop by hand."
 )
 flags.DEFINE_float("pair_secs", 0.25, "Target duration of an extra turn, in seconds.")
 flags.DEFINE_float(
@@ -109,11 +109,25 @@ def chosen(model, dtype):
 
 def measure(model, dtype):
     """Returns the milliseconds per step of every turn, by contender, and what "auto" chose."""
+    auto = chosen(model, dtype)
     ready = {name: make() for name, make in contenders(model, dtype).items()}
     found = in_turn(ready, FLAGS.rounds, FLAGS.turn_secs, FLAGS.slow_secs)
-    pair = next(pair for pair in PAIRS if pair[0] in ready)
-    paired = in_turn({name: ready[name] for name in pair}, FLAGS.pairs, FLAGS.pair_secs)
-    return {"millisecs": found, "paired": paired, "auto": chosen(model, dtype)}
+    compared = {*pair_of(ready), auto["mode"], fastest("fit", found)}
+    paired = in_turn({name: ready[name] for name in compared}, FLAGS.pairs, FLAGS.pair_secs)
+    return {"millisecs": found, "paired": paired, "auto": auto}
+
+
+def pair_of(names):
+    """Returns the trainer and the loop by hand in the same mode."""
+    return next(pair for pair in PAIRS if names.keys() >= {*pair})
+
+
+def fastest(kind, turns):
+    """Returns the contender with the smallest median among those whose names begin with `kind`."""
+    return min(
+        (name for name in turns if name.startswith(kind)),
+        key=lambda name: statistics.median(turns[name]),
+    )
 
 
 def times(cells):
@@ -131,28 +145,33 @@ def times(cells):
 def ratios(cells):
     """Returns a table of ratios of the trainer, as "auto" chose, to the others, and their mean."""
     head = ["model, dtype", "auto chose", "in", "against the best fixed mode"]
-    head += ["against the best `fit`", "against `fit`", "against PyTorch"]
-    head += ["against by hand (95%)"]
+    head += ["against `fit`", "against PyTorch"]
+    head += ["against the best `fit` (95%)", "against by hand (95%)"]
     rows, against_best = [head], []
     for title, cell in cells.items():
-        turns, auto = cell["millisecs"], cell["auto"]
-
-        def best(kind, turns=turns):
-            found = {name: each for name, each in turns.items() if name.startswith(kind)}
-            return min(found, key=lambda name: statistics.median(found[name]))
-
+        turns, paired, auto = cell["millisecs"], cell["paired"], cell["auto"]
+        others = [fastest("ours", turns), "fit", "PyTorch"]
         against = [
-            statistics.median(ratios_of(turns, auto["mode"], other))
-            for other in (best("ours"), best("fit"), "fit", "PyTorch")
+            f"{statistics.median(ratios_of(turns, auto['mode'], other)):.2f}"
             if other in turns
+            else ""
+            for other in others
         ]
+        best = fastest("fit", turns)
+        longer = paired if {auto["mode"], best} <= paired.keys() else turns
+        to_best = ratios_of(longer, auto["mode"], best)
         if "float16" not in title.split():
-            against_best.append(against[1])
-        chose = auto["mode"].removeprefix("ours, ")
-        paired = cell["paired"]
-        overhead = with_interval(ratios_of(paired, *paired)) if paired else ""
-        secs = f"{auto['secs']:.0f} s"
-        rows.append([title, chose, secs, *(f"{ratio:.2f}" for ratio in against), overhead])
+            against_best.append(statistics.median(to_best))
+        rows.append(
+            [
+                title,
+                auto["mode"].removeprefix("ours, "),
+                f"{auto['secs']:.0f} s",
+                *against,
+                with_interval(to_best),
+                with_interval(ratios_of(paired, *pair_of(paired))) if paired else "",
+            ]
+        )
     mean = statistics.geometric_mean(against_best) if against_best else float("nan")
     summary = f"Against the best `fit`, geometric mean over float32 and bfloat16: {mean:.2f}."
     return f"{table(rows)}\n\n{summary}"
