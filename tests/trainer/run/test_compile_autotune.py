@@ -126,7 +126,7 @@ def test_a_slow_mode_is_measured_once(monkeypatch):
 
 @pytest.mark.usefixtures("always_measured")
 def test_no_mode_starts_after_the_time_limit(monkeypatch):
-    """The first mode is always measured; no other one starts after the time limit."""
+    """The first mode is always measured; no other one is compiled after the time limit."""
     monkeypatch.setattr(compilation, "MAX_SECS", 0.0)
     monkeypatch.setattr(compilation, "seconds_per_step", lambda *_: 1.0)
 
@@ -195,20 +195,35 @@ def test_a_short_run_is_not_measured(tmp_path):
     assert not (tmp_path / "jit_compile.json").exists()
 
 
-@pytest.mark.usefixtures("always_measured")
-def test_float16_on_a_cpu_is_compiled_unmeasured():
-    """float16 on a CPU is compiled without measuring, because TensorFlow's own float16 convolution
-    is a scalar loop.
+def test_float16_on_a_cpu_is_compiled_in_a_short_run():
+    """A short run in float16 on a CPU is compiled without measuring, because TensorFlow's own float16
+    convolution is a scalar loop.
     """
     trainer = trained_small(steps=1, jit_compile="auto", precision="mixed_float16")
 
     assert trainer.jit_compile is True
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("always_measured")
+@pytest.mark.parametrize("fastest", [True, False, "step"])
+def test_float16_on_a_cpu_is_measured_in_a_long_run(monkeypatch, fastest):
+    """A long run in float16 compares what XLA compiles with TensorFlow's own kernels, which are the
+    faster ones for depthwise convolutions. They are tried even if XLA took longer than the limit.
+    """
+    monkeypatch.setattr(compilation, "MAX_SECS", 60.0 if fastest == "step" else 0.0)
+    monkeypatch.setattr(
+        compilation, "seconds_per_step", lambda parts, *_: 2.0 - (parts.plan.jit_compile == fastest)
+    )
+    trainer = trained_small(jit_compile="auto", precision="mixed_float16")
+
+    assert trainer.jit_compile == fastest
+
+
 @pytest.mark.parametrize(("secs", "compiled"), [(0.015, True), (0.002, False)])
-def test_bfloat16_is_compiled_unmeasured_on_a_processor_without_it(monkeypatch, secs, compiled):
-    """bfloat16 is compiled without measuring on processors where TensorFlow computes it in scalar
-    loops; elsewhere "auto" measures.
+def test_bfloat16_begins_compiled_on_a_processor_without_it(monkeypatch, secs, compiled):
+    """A run in bfloat16 begins compiled on processors where TensorFlow computes it in scalar loops;
+    elsewhere it begins with nothing compiled.
     """
     monkeypatch.setattr(compilation, "gradient_secs", {"bfloat16": secs, "float32": 0.001}.get)
     compilation.has_only_scalar_kernels.cache_clear()
