@@ -147,7 +147,7 @@ def ratios(cells):
     head = ["model, dtype", "auto chose", "in", "against the best fixed mode"]
     head += ["against `fit`", "against PyTorch"]
     head += ["against the best `fit` (95%)", "against by hand (95%)"]
-    rows, against_best = [head], []
+    rows, by_cell = [head], {}
     for title, cell in cells.items():
         turns, paired, auto = cell["millisecs"], cell["paired"], cell["auto"]
         others = [fastest("ours", turns), "fit", "PyTorch"]
@@ -160,8 +160,7 @@ def ratios(cells):
         best = fastest("fit", turns)
         longer = paired if {auto["mode"], best} <= paired.keys() else turns
         to_best = ratios_of(longer, auto["mode"], best)
-        if "float16" not in title.split():
-            against_best.append(statistics.median(to_best))
+        by_cell[title] = statistics.median(to_best)
         rows.append(
             [
                 title,
@@ -172,8 +171,16 @@ def ratios(cells):
                 with_interval(ratios_of(paired, *pair_of(paired))) if paired else "",
             ]
         )
-    mean = statistics.geometric_mean(against_best) if against_best else float("nan")
+    mean = statistics.geometric_mean(
+        by_cell[title] for title in by_cell if "float16" not in title.split()
+    )
+    whole = [title for title in by_cell if "fit, both" in cells[title]["millisecs"]]
+    as_fast = sum(by_cell[title] <= 1.01 for title in whole)
     summary = f"Against the best `fit`, geometric mean over float32 and bfloat16: {mean:.2f}."
+    if whole:
+        summary += (
+            f" At most 1.01 in {as_fast} of the {len(whole)} cells with all four settings of `fit`."
+        )
     return f"{table(rows)}\n\n{summary}"
 
 
