@@ -171,9 +171,8 @@ def ratios(cells):
                 with_interval(ratios_of(paired, *pair_of(paired))) if paired else "",
             ]
         )
-    mean = statistics.geometric_mean(
-        by_cell[title] for title in by_cell if "float16" not in title.split()
-    )
+    averaged = [ratio for title, ratio in by_cell.items() if "float16" not in title.split()]
+    mean = statistics.geometric_mean(averaged) if averaged else float("nan")
     whole = [title for title in by_cell if "fit, both" in cells[title]["millisecs"]]
     as_fast = sum(by_cell[title] <= 1.01 for title in whole)
     summary = f"Against the best `fit`, geometric mean over float32 and bfloat16: {mean:.2f}."
