@@ -40,6 +40,8 @@ def create(name: str, devices: Sequence[str] | None = None) -> tf.distribute.Str
             TPU or its job is not found.
 
     Example:
+        >>> from strategies import split_cpu
+        >>> split_cpu(4)  # a CPU is one device unless it is split
         >>> create("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
         2
     """

@@ -13,8 +13,12 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from trainer import Trainer
+from trainer.step import replica
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.rollback import variables_in_reach
+
+# What is lowered here on a CPU is compiled for another device.
+replica.adds_in_rows = lambda *_: False
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions
 

@@ -4,6 +4,7 @@
 # From the first question, whether a model can be trained in float16 at all, to a file that
 # computes in float16: measure what float16 loses, choose the rule of the loss scale from a
 # recorded run, train, and export. It takes about a minute on two CPU cores.
+# You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
 from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
@@ -51,8 +52,8 @@ def digits(**arguments):
 # %% [markdown]
 # ## What float16 would lose
 #
-# `gradient_stats` counts the binary exponents of gradients, computed in float32 here. Below 2^-24
-# a gradient becomes 0 in float16.
+# `gradient_stats` counts the binary exponents of gradients, computed in float32 here. From
+# 2^-25 down a gradient becomes 0 in float16.
 
 # %%
 keras.utils.set_random_seed(0)

@@ -4,6 +4,7 @@
 # The same small job, first with Keras's `fit`, then with a trainer: the same bits. After that,
 # what the trainer says and does beyond it. It takes about half a minute on two CPU cores. All
 # counterparts are in [coming from Keras `fit`](../from-keras.md).
+# You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
 from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow

@@ -6,6 +6,7 @@
 # actions, an evaluation every few steps. Orbit needs Keras 2, so it cannot run beside it here. All
 # counterparts are in [coming from Orbit](../from-orbit.md). It takes about twenty seconds on two
 # CPU cores.
+# You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
 from trainer import Action, Trainer  # isort: skip  # import first: it configures TensorFlow

@@ -3,6 +3,7 @@
 #
 # Three loops, each of which you own: one with `LossScaler`, one with the rule as a plain value,
 # and one with the whole step, on two replicas. It takes about twenty seconds on two CPU cores.
+# You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
 from trainer.step import TrainState, attempt_step, plan_step  # isort: skip  # import first: it configures TensorFlow

@@ -8,6 +8,7 @@
 #
 # On real machines, nothing changes but how the processes are started: [more than one
 # device](../scale.md#several-workers).
+# You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
 import json
@@ -75,6 +76,7 @@ def command(model_dir):
         "--loss_scale=dynamic:initial_scale=2^24",
         "--checkpoint_interval=50",
         "--log_interval=50",
+        "--eval_interval=200",
         "--steps_per_loop=10",
     ]
 

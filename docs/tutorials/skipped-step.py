@@ -5,6 +5,7 @@
 # it matter? This tutorial provokes three kinds of skipped steps, reads what the run says about
 # each of them, and finds the layer where an inf was born. It takes about half a minute on two CPU
 # cores.
+# You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%
 from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
@@ -125,10 +126,12 @@ print([record.name for record in records])
 
 # %% [markdown]
 # A replay takes such a step again, from its record, and names the first layer whose output is not
-# finite.
+# finite. It puts the recorded weights into the model, so it gets a trainer of its own. (The cause
+# of these skips is `forward`, too, since the loss is not finite. The cause `model` means gradients
+# that are not finite even at the smallest scale.)
 
 # %%
-replay = overflowing.replay(records[0])
+replay = trainer("replayed", model=too_large).replay(records[0])
 print(replay)
 assert "huge" in str(replay)
 

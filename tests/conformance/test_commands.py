@@ -30,6 +30,7 @@ NOT_RUN = {
             "python benchmarks/scale.py",
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",
+            "python benchmarks/verdict.py",
         ),
         "takes minutes, and its figures mean nothing on a busy machine",
     ),

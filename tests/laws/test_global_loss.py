@@ -285,6 +285,7 @@ def measured(kind, strategy, size):
     return trainer.evaluate(whole, global_batch=size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [7, 10])
 def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
     """Each replica's metrics see its own rows, also where the last batch is smaller."""

@@ -182,6 +182,7 @@ def test_stateful_layers_are_refused():
     )
 
 
+@pytest.mark.thorough
 def test_ragged_arrays_are_refused():
     """Ragged tensors outside of a dataset are refused with the call that makes one."""
     trainer = Trainer(model=embedding, optimizer="sgd", loss_fn="mse", verbose=False)

@@ -185,6 +185,7 @@ def test_no_checkpoint_is_no_evaluation(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
     """`flags.cfg` is replaced when training begins: not by a run that is refused, nor by an
     evaluation.

@@ -117,6 +117,7 @@ class Reported(Linear):
         self.told.append(("loop", step))
 
 
+@pytest.mark.thorough
 def test_hooks_get_the_numbers_of_the_log(tmp_path):
     """Log lines and evaluations are told to hooks as `metrics.jsonl` has them, and epochs end on
     time, in this order, in a resumed run too.

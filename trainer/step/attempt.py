@@ -293,7 +293,7 @@ def attempt_groups(
 
     if not following:
         return apply_or_skip(agreed.outcome, apply, skip)
-    outcome: Outcome = tf.cond(agreed.outcome.grads_finite, apply, skip)
+    outcome: Outcome = tf.cond(~agreed.outcome.grads_finite, skip, apply)
     return outcome
 
 

@@ -72,5 +72,5 @@ def attempt_from(
 
     if not following:
         return apply_or_skip(result.outcome, apply, skip)
-    outcome: Outcome = tf.cond(result.outcome.grads_finite, apply, skip)
+    outcome: Outcome = tf.cond(~result.outcome.grads_finite, skip, apply)
     return outcome

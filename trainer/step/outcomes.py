@@ -50,7 +50,10 @@ def apply_or_skip(
     def finding_of(found: Outcome) -> tf.Tensor:
         return tf.stack([getattr(found, name) for name in Finding._fields])
 
-    found = tf.cond(outcome.grads_finite, lambda: finding_of(apply()), lambda: finding_of(skip()))
+    # The branch that only reads the weights is the first: XLA takes the first branch to run before
+    # the second, and would otherwise copy every weight after every step, lest it be read too late.
+    skipped = ~outcome.grads_finite
+    found = tf.cond(skipped, lambda: finding_of(skip()), lambda: finding_of(apply()))
     return outcome._replace(**Finding(*tf.unstack(found))._asdict())
 
 

@@ -25,6 +25,7 @@ from trainer.step.randomness import make_keys
 from trainer.step.reduce import sum_over_replicas
 from trainer.step.report import Outcome
 from trainer.step.types import Aux, Batch, Gradient, ScaleState, StepInputs, Values
+from trainer.step.xla import adds_in_rows
 
 
 class ReplicaResult(NamedTuple):
@@ -50,7 +51,8 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
     local, share = own_part(inputs, values, group, plan)
     reduced = sum_over_replicas(local, share, plan.reduce_dtype, plan.reduce_bucket_bytes)
     unscaled = scaling.unscale_gradients(reduced.total.gradients, inputs.scale_state)
-    gradient_norm = global_norm(unscaled)
+    in_rows = adds_in_rows(plan.jit_compile, plan.strategy)
+    gradient_norm = global_norm(unscaled, in_rows=in_rows)
     measured = measure(
         unscaled,
         inputs.scale_state,

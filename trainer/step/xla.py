@@ -111,6 +111,11 @@ def can_compile_update(strategy: tf.distribute.Strategy) -> bool:
     return found.num_replicas == 1 and not found.asynchronous and not found.decides_in_replica
 
 
+def adds_in_rows(jit_compile: bool | str, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether XLA compiles the norm of the gradients, and for a CPU."""
+    return jit_compile == "step" and strategies.capabilities(strategy).on_cpu
+
+
 def check_microbatches(
     jit_compile: bool | str, num_microbatches: int, examples: int | None
 ) -> None:

@@ -83,6 +83,7 @@ def test_allowed_changes_may_be_any_collection(several):
     assert CheckpointConfig(allow_changes=several(["seed", "data"])).max_to_keep == 5
 
 
+@pytest.mark.thorough
 def test_a_log_without_checkpoints(tmp_path):
     """The folder holds the log and no checkpoint; the same command begins anew, and a folder with
     checkpoints is refused.

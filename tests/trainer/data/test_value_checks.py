@@ -48,6 +48,7 @@ def error_of(trainer, data, steps=4):
     return str(error.value), trainer.totals.attempted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("x", "y", "wanted"),
     [
@@ -97,6 +98,7 @@ def test_weights_are_checked(weights, found):
     assert f"; got {found}, in the batch after step 1 of 4." in message
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -181,6 +183,7 @@ def test_on_replicas_and_compiled(mirrored, replicas):
         assert "got a smallest and a largest of 0 and 3" in message
 
 
+@pytest.mark.thorough
 def test_batches_of_a_program():
     """`train_on_batch` checks as well, and goes on with the next batch."""
     trainer = trainer_of()

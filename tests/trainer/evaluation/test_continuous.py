@@ -127,6 +127,7 @@ def test_a_checkpoint_may_vanish_or_be_replaced_while_it_is_read(run, monkeypatc
     assert trainer.evaluate(HELD_OUT, global_batch=16)["loss"] > 0
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_the_same_step_is_evaluated_again(run):
     """A run that was rolled back, or started anew, replaces checkpoints; their results too."""
     expected = validation(run)

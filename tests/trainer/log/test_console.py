@@ -68,6 +68,7 @@ def test_force_color_does_not_draw_the_bar_into_a_log(monkeypatch, capsys):
     assert "step  4/12" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_process_without_an_output_can_train(closed):
     """In a daemon, standard output is closed or None. A run that prints nothing does not need it."""

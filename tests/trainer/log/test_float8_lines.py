@@ -92,6 +92,7 @@ def test_what_saturates_is_not_finite_after_a_plain_cast(amax, exponent, name):
     assert found.tolist() == [not np.isfinite(plain)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "record_gradients", [pytest.param(False, marks=pytest.mark.thorough), True]
 )

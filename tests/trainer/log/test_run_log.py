@@ -149,6 +149,7 @@ def test_the_logged_loss_is_a_mean_over_examples(tmp_path):
     assert logged == pytest.approx(trainer.evaluate(data, global_batch=100)["loss"], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_time_spent_waiting_for_data_is_measured(capsys):
     """Slow data take most of the time, and data that are ready take little of it."""
 

@@ -42,6 +42,7 @@ def tracked(notes, folder=None, **arguments):
     return Linear(model_dir=folder, trackers=[notes], **settings)
 
 
+@pytest.mark.thorough
 def test_trackers_get_the_numbers_of_the_log(tmp_path):
     """A tracker is told the settings, log lines and evaluations of each call of `train`, and how it
     ended; a process that resumes the run gives it the id of the earlier one.

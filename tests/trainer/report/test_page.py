@@ -235,6 +235,7 @@ def test_the_page_has_a_dark_mode(rich, tmp_path):
     assert find_faults(page, light) == find_faults(page, dark) == []
 
 
+@pytest.mark.thorough
 def test_long_tables_end_with_what_they_leave_out(tmp_path):
     """So do the sentences about rollbacks and the caption of the curves."""
     row = {"shape": [1], "dtype": "a", "compute_dtype": "b", "parameters": 1, "bytes": 4}

@@ -323,6 +323,7 @@ def test_a_schedule_in_place_of_a_number(tmp_path):
     assert max(train(whole, 6)) == 0.0
 
 
+@pytest.mark.thorough
 def test_a_schedule_that_was_assigned_before_the_first_step(tmp_path):
     """An optimizer whose number was replaced before it was built can be saved."""
 

@@ -36,6 +36,7 @@ def test_measuring_leaves_no_trace(make):
     assert measured.totals == fixed.totals
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_measuring_leaves_no_trace_in_metrics(mirrored, replicas):
@@ -280,6 +281,7 @@ class Augmented(SmallImages):
         return super().compute_loss((self.turn(images, training=training), labels), training)
 
 
+@pytest.mark.thorough
 def test_a_step_that_xla_cannot_compile_runs_without_it(caplog):
     """By default, a layer without XLA is no error, wherever the loss uses it; one line names it."""
     trainer = Augmented(optimizer=adam, precision="mixed_float16", verbose=False)

@@ -413,6 +413,7 @@ def begins_with(steps, *arguments, **settings):
     return trainer.began_with
 
 
+@pytest.mark.thorough
 def test_a_new_learning_rate_takes_effect(tmp_path):
     """With "optimizer" allowed, a new learning rate replaces the saved one. If another constant has
     changed, the saved rate is kept, which a hook may have assigned.

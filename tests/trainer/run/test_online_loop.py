@@ -132,6 +132,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert whole.totals == resumed.totals
 
 
+@pytest.mark.thorough
 def test_a_run_without_data_resumes(tmp_path):
     """A run that never called `train` is saved by its interval and resumed by its first batch;
     then `train` may take it over.

@@ -172,6 +172,7 @@ def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
     assert whole.best.results == {"loss": whole.history["val_loss"][-1]}
 
 
+@pytest.mark.thorough
 def test_a_run_that_left_no_checkpoint_begins_a_new_log(tmp_path):
     """Each step stands once in the log, although a run that was killed had begun one."""
     for steps in (4, 6):
@@ -340,18 +341,30 @@ def logged(folder):
     ]
 
 
+def best_of(folder):
+    """The names of the best models."""
+    return sorted(path.name for path in (folder / "best").iterdir())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run that has ended without interruption."""
+    trainer = Interrupted(model_dir=tmp_path_factory.mktemp("whole"))
+    trainer.go()
+    return trainer
+
+
 KERAS_FILES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
+@pytest.mark.sampled
 @KERAS_FILES
 @pytest.mark.parametrize("how", ["stop", "stop twice", "error"])
 @pytest.mark.parametrize("at", [0, 4, 8])
-def test_an_interrupted_evaluation_is_made_up_for(tmp_path, how, at):
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path, uninterrupted, how, at):
     """The same command evaluates the step whose evaluation was interrupted, once, and ends with the
     log and the best models of a run without interruption.
     """
-    whole = Interrupted(model_dir=tmp_path / "whole")
-    whole.go()
     folder = tmp_path / "cut"
     ended = []
     for turn in [how] * (2 if how == "stop twice" else 1) + [None, None]:
@@ -363,13 +376,13 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, how, at):
             trainer.go()
         ended += trainer.evaluated
 
-    assert ended == whole.evaluated
+    assert ended == uninterrupted.evaluated
     assert [step for step, _ in ended] == [0, 4, 8]
-    assert logged(folder) == logged(tmp_path / "whole")
-    best = [sorted(p.name for p in (each / "best").iterdir()) for each in (folder, whole.model_dir)]
-    assert best[0] == best[1]
+    assert logged(folder) == logged(uninterrupted.model_dir)
+    assert best_of(folder) == best_of(uninterrupted.model_dir)
 
 
+@pytest.mark.thorough
 @KERAS_FILES
 def test_an_interrupted_evaluation_is_made_up_for_in_the_same_process(tmp_path):
     """By the next call of `train`."""

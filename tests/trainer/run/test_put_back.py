@@ -48,6 +48,7 @@ def metric_bits(trainer):
     return [copy.tobytes() for variable in metric_variables(trainer) for copy in copies(variable)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("raises", [False, True])
 def test_every_variable_is_put_back(mirrored, replicas, raises):

@@ -101,6 +101,7 @@ def test_without_skip_data_the_run_meets_the_same_batch_again(tmp_path):
     assert list(committed(tmp_path, "ckpt")) == [0, 2]
 
 
+@pytest.mark.thorough
 def test_each_recovery_draws_new_random_numbers(tmp_path):
     """The seed changes at each recovery; with the same numbers the same batches would diverge again."""
     drawn = []
@@ -158,6 +159,7 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
     assert again._trained_on[-1].taken == whole._trained_on[-1].taken == 10
 
 
+@pytest.mark.thorough
 def test_a_loss_that_rises_past_a_window(tmp_path):
     """The mean loss of the last window is compared with the lowest mean so far. The run goes back to a
     checkpoint from before that window, and later checkpoints are removed.

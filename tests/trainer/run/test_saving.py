@@ -35,6 +35,7 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
+@pytest.mark.thorough
 def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
     """After the inner loop in which `checkpoint_secs` have passed since the last checkpoint."""
     clock = Clock(monkeypatch)
@@ -58,6 +59,7 @@ def test_checkpoints_come_after_some_seconds(tmp_path, monkeypatch):
     assert steps_saved(tmp_path) == [3, 6, 7, 10, 12]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("secs", [None, 10.0])
 def test_without_a_time_no_checkpoint_is_late(tmp_path, monkeypatch, secs):
     """A checkpoint is late when `checkpoint_secs` have passed since the last one, and not sooner."""
@@ -121,6 +123,7 @@ def test_an_allowed_seed_takes_effect(tmp_path, seed, expected):
     assert int(trainer._parts.state.random_seed.numpy()) == expected
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_says_from_where(tmp_path, capsys):
     """The console shows the step and the checkpoint."""
     trained(tmp_path)
@@ -129,6 +132,7 @@ def test_a_resumed_run_says_from_where(tmp_path, capsys):
     assert f"going on from step 3 ({tmp_path / 'ckpt-3'})" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
     """Actions begin anew, with a line that says so, if a run is resumed with another number of them."""
     for count, steps in ((1, 1), (2, 2)):

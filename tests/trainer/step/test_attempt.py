@@ -93,6 +93,7 @@ def test_one_replica_stops_the_update_everywhere(mirrored, replicas):
     assert trainer.totals.skipped_by_cause == {"forward": 2 * replicas, "backward": replicas}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_overflow", ["skip", "retry"])
 def test_of_two_workers_that_overflow_at_one_scale_one_lowers_it(monkeypatch, on_overflow):
     """A worker's step is merged into what other workers made of the state meanwhile, and not written

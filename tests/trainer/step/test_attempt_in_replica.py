@@ -77,6 +77,7 @@ def test_a_step_is_one_program(arguments):
     assert fake_tpu.divergent_conditions(graph) == []
 
 
+@pytest.mark.thorough
 def test_deciding_outside_the_replicas_makes_two_programs(monkeypatch):
     """A decision in cross-replica context, as on other strategies, makes two programs, and every
     gradient would leave the first.

@@ -591,6 +591,7 @@ def test_a_label_out_of_range_is_tensorflows_error_on_cpu():
         labelled([0, 1, 2, 0, 1, 2, 0, 7])
 
 
+@pytest.mark.thorough
 def test_a_label_out_of_range_is_a_forward_cause_under_xla():
     """Under XLA the loss is NaN: steps are skipped, the scale stays, and the error hints at labels."""
     with pytest.raises(TrainingStuckError) as error:

@@ -354,6 +354,7 @@ def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
         np.testing.assert_array_equal(old.kernel.numpy(), new.kernel.numpy())
 
 
+@pytest.mark.thorough
 def test_the_rule_is_part_of_the_run(tmp_path):
     """A run that is resumed with another float8 rule is refused: its scales mean something else."""
 

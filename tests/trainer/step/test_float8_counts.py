@@ -107,6 +107,7 @@ def test_shares_are_those_of_the_tensors():
     assert amax["stack/two/outputs_grad"] == np.abs(upstream).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("by_keras", "jit_compile"),
     [
@@ -160,6 +161,7 @@ def test_shares_are_those_of_the_whole_batch(mirrored, replicas, parts):
         assert np.all(one.float8_amax > 0)
 
 
+@pytest.mark.thorough
 def test_the_scale_is_the_one_that_the_step_used():
     """A scale that a step moves is the next step's."""
     model = stack()

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.step.gradients import count_nonfinite, gradient_values, half_squared_norm
+from trainer.step.gradients import (
+    count_nonfinite,
+    gradient_values,
+    half_squared_norm,
+    half_squared_norm_in_rows,
+)
 
 SPARSE = tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([1]), tf.constant([5, 2]))
 
@@ -34,6 +39,29 @@ def test_squares_are_summed_in_float32(gradient, expected):
     found = half_squared_norm(gradient)
 
     assert (found.dtype, float(found)) == (tf.float32, expected)
+
+
+@pytest.mark.parametrize("shape", [[1024], [33, 32], [1023], [40, 41], [7, 300, 2], []])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_squares_in_rows_are_the_same_sum(shape, jit_compile):
+    """Integers add up exactly, in any order and shape; the last element counts, also what it hides."""
+    norm = tf.function(half_squared_norm_in_rows, jit_compile=jit_compile)
+    values = np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
+    for last in (2.0, np.inf, -np.inf, np.nan, 2e19):
+        values.reshape(-1)[-1] = last
+        expected = half_squared_norm(tf.constant(values)).numpy()
+
+        np.testing.assert_array_equal(norm(tf.constant(values)).numpy(), expected)
+    assert float(norm(tf.constant(np.full(shape, 2e19, np.float32)))) == np.inf
+
+
+def test_gradients_without_a_known_size_are_added_in_one_sum():
+    """Missing and sparse gradients, and tensors whose shape is not known when the step is traced."""
+    norm = tf.function(half_squared_norm_in_rows)
+    unknown = norm.get_concrete_function(tf.TensorSpec([None, 2]))
+
+    assert [float(half_squared_norm_in_rows(each)) for each in (None, SPARSE)] == [0.0, 12.5]
+    assert float(unknown(tf.ones([3000, 2]))) == 3000.0
 
 
 def test_count_nonfinite():

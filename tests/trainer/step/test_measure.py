@@ -91,6 +91,7 @@ def test_simulating_another_rule_predicts_its_run(tmp_path):
     assert own.skipped.sum() > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
     """Recorded magnitudes and counts are those of the reduced, unscaled gradients."""

@@ -530,6 +530,7 @@ def test_other_losses_are_ignored():
     assert largest_difference(more.model.get_weights(), just.model.get_weights()) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_part_may_be_called_loss(alternate):
     """A part can be called "loss"; no name is reserved."""
@@ -589,6 +590,7 @@ class Rates(Trainer):
         return {"base": losses, "head": losses}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_shared_loss_is_reported_once(mirrored, alternate):
     """One loss under the names of two optimizers (discriminative learning rates) moves both parts, and

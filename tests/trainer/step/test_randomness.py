@@ -292,6 +292,7 @@ class Two(Drawing):
         return {"first": losses, "second": self.model.second.scale * losses}
 
 
+@pytest.mark.thorough
 def test_alternating_optimizers_draw_different_numbers():
     """Each forward pass of a step draws its own numbers, and no two steps share any."""
     drawn = drawn_by(Two("module", alternate_optimizers=True))

@@ -1,5 +1,7 @@
 """What XLA compiles of a step, by compile mode."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ def test_every_compile_mode_computes_the_same(make, mode):
     assert_close(trained_small(make=make), trained_small(make=make, jit_compile=mode))
 
 
+@pytest.mark.thorough
 def test_elementwise_compiles_no_products_or_convolutions():
     """In mode "elementwise", XLA compiles elementwise operations but no product or convolution."""
     trainer = trained_small(jit_compile="elementwise")
@@ -148,6 +151,7 @@ def test_a_layer_that_xla_cannot_compile_is_named(mode):
     )
 
 
+@pytest.mark.thorough
 def test_auto_does_not_compile_what_xla_cannot():
     """jit_compile="auto", which starts with XLA in float16 on a CPU, runs such a model without it."""
     trainer = Turned(optimizer=adam, precision="mixed_float16", verbose=False)
@@ -173,6 +177,52 @@ def test_a_whole_step_is_one_program():
     assert not of_a_step & outside
 
 
+@pytest.mark.parametrize("precision", ["mixed_float16", "float32"])
+def test_the_program_copies_no_weight(precision):
+    """The compiled program updates weights and slots where they are. Were the branch of a skip, which
+    reads them, not the first branch of the condition, XLA would copy each of them after every step.
+    """
+    text = program_of(trained_small(steps=1, precision=precision, jit_compile="step"))
+    copied = set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text[text.index("\nENTRY") :]))
+
+    assert text.count(" conditional(") >= 1
+    assert not copied & {"144,3", "3", "3,3,1,4", "4"}  # as shapes of weights stand in the text
+
+
+def program_of(trainer):
+    """Returns what XLA makes of a step, as text."""
+
+    @tf.function(jit_compile=True, autograph=False)
+    def program(*batch):
+        found = trainer.train_step(batch)
+        return [each for each in found if tf.get_static_value(each) is None]
+
+    lowered = program.experimental_get_compiler_ir(tf.constant(IMAGES[:8]), tf.constant(LABELS[:8]))
+    return lowered(stage="optimized_hlo")
+
+
+class Wide(SmallImages):
+    """Has a matrix of 64 x 100."""
+
+    def build_model(self):
+        """One dense layer."""
+        layers = [keras.layers.Flatten(), keras.layers.Dense(100), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input(IMAGES.shape[1:]), *layers])
+
+
+def test_the_program_writes_no_squares():
+    """The norm of the gradients reads each of them once, and does not write its squares to memory."""
+    trainer = Wide(optimizer=adam, verbose=False, jit_compile="step")
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+    text = program_of(trainer)
+    width = np.prod(IMAGES.shape[1:])
+    entry = text[text.index("\nENTRY") :]
+    squares = re.findall(rf"multiply\S* = f32\[(?:{width},100|32,\d+)\]", entry)
+
+    assert f"f32[{width},100]" in entry
+    assert not squares
+
+
 class WrongRows(SmallImages):
     """Returns one row too many: of the losses, or of what goes with them."""
 
@@ -196,6 +246,7 @@ class WrongRows(SmallImages):
         return {"mean": keras.metrics.Mean()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [False, *WITH_PASSES])
 @pytest.mark.parametrize("where", ["losses", "aux"])
 def test_a_row_too_many_is_noticed_where_sizes_are_unknown(where, mode):
@@ -207,6 +258,7 @@ def test_a_row_too_many_is_noticed_where_sizes_are_unknown(where, mode):
         trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
 
+@pytest.mark.thorough
 def test_microbatches_of_a_whole_step_have_one_size():
     """Parts of unknown or different sizes are refused by name; equal ones are trained on."""
     data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).repeat()
@@ -231,6 +283,7 @@ def test_microbatches_of_a_whole_step_have_one_size():
     assert_close(*trainers)
 
 
+@pytest.mark.thorough
 def test_what_is_constant_in_a_report_is_no_result_of_the_program():
     """In mode "step", the program of XLA does not return what no step of its plan can change, and
     the report is complete.
