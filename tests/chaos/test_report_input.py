@@ -169,7 +169,7 @@ def test_a_few_malformed_runs(tmp_path, record_property):
     check(tmp_path, [kinds.index(name) for name in chosen], record_property)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_malformed_run_of_each_kind(tmp_path, record_property):
     """Two of each."""
     check(tmp_path, range(22, 22 + 2 * len(malformed_runs.DAMAGES)), record_property)

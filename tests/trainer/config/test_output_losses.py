@@ -32,6 +32,7 @@ def in_list(each):
     return [*each.values()]
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(

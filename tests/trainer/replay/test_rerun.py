@@ -86,6 +86,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",

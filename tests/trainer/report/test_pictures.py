@@ -157,7 +157,7 @@ def test_values_over_a_wide_range_have_a_logarithmic_axis():
         assert axes.get_yscale() == expected
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_there_is_a_limit_to_what_is_drawn(tmp_path, monkeypatch):
     """Of thousands of metrics, data sets, learning rates, causes and restarts the first are drawn."""
     numbers = range(1, 2001)

@@ -253,7 +253,7 @@ def numbers_of_log(folder):
         ("stopped", 6, {"precision": "mixed_float16"}),
         ("killed", 11, {}),
         *(
-            pytest.param(how, at, settings, marks=pytest.mark.thorough)
+            pytest.param(how, at, settings, marks=pytest.mark.slow)
             for how, at, settings in [
                 ("stopped", 1, {}),
                 ("stopped", 8, {}),

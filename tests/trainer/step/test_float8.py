@@ -294,6 +294,7 @@ def test_a_trainer_in_float8(tmp_path):
     np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("frequency", [None, 2])
 def test_scales_have_no_moving_average(frequency):
