@@ -569,6 +569,21 @@ def test_predict_flow():
     np.testing.assert_array_equal(predicted, 4.0 * np.arange(100)[:, None] * np.ones([1, 3]))
 
 
+def test_on_batch_methods():
+    """Two steps on one batch, an evaluation and a prediction give the numbers of Keras's methods for
+    single batches (test_on_batch_methods, test_on_batch_methods_without_training).
+    """
+    trainer = mean_squared()
+    untrained = mean_squared().predict(FIT[0], global_batch=100)
+    losses = [trainer.train_on_batch(FIT)["loss"] for _ in range(2)]
+    evaluated = trainer.evaluate(FIT, global_batch=100)["loss"]
+    predicted = trainer.predict(FIT[0], global_batch=100)
+
+    np.testing.assert_array_equal(untrained[0], [4.0, 4.0, 4.0])
+    np.testing.assert_allclose([*losses, evaluated], [16.0, 15.158, 14.360], rtol=1e-4)
+    np.testing.assert_allclose(predicted[0], [3.789511] * 3, rtol=1e-6)
+
+
 def two_towers():
     """Two dense layers of ones, from a dict to a dict."""
     inputs = {name: keras.Input([4], name=name) for name in ("x_one", "x_two")}
