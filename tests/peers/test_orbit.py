@@ -139,8 +139,8 @@ def test_evaluate_with_no_output():
 
 
 def test_several_evaluation_sets():
-    """Orbit nests the results of two datasets in one evaluation. Here each is evaluated by a call
-    (test_evaluate_with_nested_summaries).
+    """Orbit nests the results of two datasets in one evaluation. Here a dict of datasets gives names
+    with a slash (test_evaluate_with_nested_summaries).
     """
     trainer = Trainer(
         model=runner().build_model,
@@ -149,10 +149,13 @@ def test_several_evaluation_sets():
         metrics=lambda: {"accuracy": keras.metrics.CategoricalAccuracy()},
         verbose=False,
     )
-    first, second = (trainer.evaluate(data) for data in (dataset(), dataset().repeat(2)))
+    found = trainer.evaluate({"once": dataset(), "twice": dataset().repeat(2)})
 
-    assert first.keys() == second.keys() == {"loss", "accuracy"}
-    assert first == second
+    assert found.keys() == {
+        f"{at}/{name}" for at in ("once", "twice") for name in ("loss", "accuracy")
+    }
+    assert found["once/loss"] == found["twice/loss"]
+    assert found["once/accuracy"] == found["twice/accuracy"]
 
 
 def test_early_stop_on_eval_loss():
