@@ -1,5 +1,7 @@
 """The values of dense, sparse and missing gradients."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -44,15 +46,19 @@ def test_squares_are_summed_in_float32(gradient, expected):
 @pytest.mark.parametrize("shape", [[1024], [33, 32], [1023], [40, 41], [7, 300, 2], []])
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_squares_in_rows_are_the_same_sum(shape, jit_compile):
-    """Integers add up exactly, in any order and shape; the last element counts, also what it hides."""
+    """Integers add up exactly, in any order and shape, and each element counts: a square that
+    overflows, inf and NaN show, wherever they are.
+    """
     norm = tf.function(half_squared_norm_in_rows, jit_compile=jit_compile)
-    values = np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
-    for last in (2.0, np.inf, -np.inf, np.nan, 2e19):
-        values.reshape(-1)[-1] = last
+    whole = np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
+    places = {place % whole.size for place in (0, 31, 32, whole.size // 2, -1)}
+    for place, value in itertools.product(places, (2.0, 2e19, -np.inf, np.nan)):
+        values = whole.copy()
+        values.reshape(-1)[place] = value
         expected = half_squared_norm(tf.constant(values)).numpy()
 
         np.testing.assert_array_equal(norm(tf.constant(values)).numpy(), expected)
-    assert float(norm(tf.constant(np.full(shape, 2e19, np.float32)))) == np.inf
+        assert np.isfinite(expected) == (value == 2.0)
 
 
 def test_gradients_without_a_known_size_are_added_in_one_sum():
