@@ -1,7 +1,7 @@
 """A training run that is blocked: python blocked_run.py MODEL_DIR WHERE STOP_SECS [STRATEGY].
 
-WHERE is a key of `BLOCKS`. With several workers, only the last one is blocked. The run waits there until the file `go` is in the folder above
-MODEL_DIR; before that, it creates the file `MODEL_DIR/blocked`.
+WHERE is a key of `BLOCKS`. With several workers, only the last one is blocked. The run creates the
+file `MODEL_DIR/blocked` and waits until the file `go` is in the folder above MODEL_DIR.
 """
 
 import os
