@@ -50,8 +50,8 @@ def apply_or_skip(
     def finding_of(found: Outcome) -> tf.Tensor:
         return tf.stack([getattr(found, name) for name in Finding._fields])
 
-    # The branch that only reads the weights is the first. XLA treats branches as if they ran in turn:
-    # with the other order it copies every weight after every step, lest it be read too late.
+    # The branch that only reads the weights is the first. XLA treats branches as if they ran in
+    # turn: in the other order it copies every weight after every step, lest it be read too late.
     skipped = ~outcome.grads_finite
     found = tf.cond(skipped, lambda: finding_of(skip()), lambda: finding_of(apply()))
     return outcome._replace(**Finding(*tf.unstack(found))._asdict())
