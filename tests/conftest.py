@@ -135,7 +135,7 @@ def unsampled(items):
     """The cases that a sample of a third leaves out.
 
     Counted from the last, a case is taken if the digits of its number in base 3 sum up to a multiple of
-    3. Of a matrix of cases that is a diagonal, so every value of every axis is tried.
+    3. Of a matrix of cases that is a diagonal: of axes of three values, every one is tried.
     """
     cases = collections.defaultdict(list)
     for item in items:

@@ -6,6 +6,7 @@ project imports it.
 
 import re
 from typing import NamedTuple
+from unittest import mock
 
 import fake_tpu
 import numpy as np
@@ -16,9 +17,6 @@ from trainer import Trainer
 from trainer.step import replica
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.rollback import variables_in_reach
-
-# What is lowered here on a CPU is compiled for another device.
-replica.adds_in_rows = lambda *_: False
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions
 
@@ -56,7 +54,9 @@ def hlo_of(function, specs):
         function: a `tf.function` with `jit_compile=True`.
         specs: of its arguments.
     """
-    lowered = function.experimental_get_compiler_ir(*specs)
+    # What is traced here on a CPU is compiled for another device.
+    with mock.patch.object(replica, "adds_in_rows", return_value=False):
+        lowered = function.experimental_get_compiler_ir(*specs)
     # The heading of the HLO says which output is the new value of which argument.
     heading = lowered(stage="hlo", platform_name="CPU").partition("\n")[0]
     aliases = re.findall(r"\{(\d+)\}: \((\d+), \{\}", heading)

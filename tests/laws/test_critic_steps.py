@@ -159,7 +159,7 @@ def check_rolled_back(trainer):
     assert [copy.tobytes() for variable in moving for copy in copies(variable)] == before
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     """L12: a run that stops after a step of several updates goes on with the same random numbers. With
     another number of updates it is refused, and goes on if that is allowed by name.

@@ -260,7 +260,7 @@ def violations_in_catalogue(relations, models):
     return {names: each for names, each in found.items() if each}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_relations_on_models_from_the_catalogue(full, record_property):
     """The same relations, on models of two classes from Keras's catalogue."""
     some = itertools.islice(joined(0), 3 if full else 1)
@@ -291,7 +291,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compile_modes_agree(full, record_property):
     """L15: what XLA compiles changes no more than rounding does. Holds for random models. (The random
     numbers of Dropout differ under XLA.)

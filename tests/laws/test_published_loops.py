@@ -168,7 +168,6 @@ def length(arrays):
     return np.linalg.norm(np.concatenate([each.ravel() for each in arrays]))
 
 
-@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(

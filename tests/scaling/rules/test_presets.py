@@ -198,7 +198,6 @@ OVERRIDES = [
 OVERRIDE_IDS = [f"{reference.__name__} {constants}" for _, reference, constants in OVERRIDES]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("rule", "reference", "constants"), OVERRIDES, ids=OVERRIDE_IDS)
 def test_overrides_move_as_the_system_does_with_the_same_settings(rule, reference, constants, full):
     """L16: with another hysteresis, refill, floor or tolerance, the scale equals that of the system

@@ -32,7 +32,6 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("argument", CALLS)
 @pytest.mark.parametrize(
     ("data", "kind", "rule"),

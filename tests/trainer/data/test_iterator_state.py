@@ -536,7 +536,7 @@ def test_a_resumed_epoch_has_every_example_once(tmp_path):
         assert seen == whole.seen[stop:], f"stopped at {stop}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_calls_of_train_continue_in_the_data(tmp_path):
     """A second call of `train` with the same data continues in it; other data start over."""
     arrays = slopes(*[2.0**power for power in range(5)])

@@ -61,7 +61,6 @@ def test_a_position_is_found_again(kind, tmp_path):
     assert_found_again(SOURCES[kind], tmp_path)
 
 
-@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("kind", SOURCES)

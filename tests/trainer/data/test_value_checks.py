@@ -98,7 +98,6 @@ def test_weights_are_checked(weights, found):
     assert f"; got {found}, in the batch after step 1 of 4." in message
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "loss_fn",
     [

@@ -64,7 +64,6 @@ def loaded(path):
     return call, real
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["model.keras", "folder"])
 @pytest.mark.parametrize("precision", ["train", "float32", "float16", "bfloat16"])
 def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):

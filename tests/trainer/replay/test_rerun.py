@@ -86,7 +86,6 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
