@@ -20,7 +20,7 @@ def half_squared_norm(gradient: Gradient) -> tf.Tensor:
 
 
 def half_squared_norm_in_rows(gradient: Gradient) -> tf.Tensor:
-    """Returns the same up to rounding, in a form that XLA computes faster on a CPU.
+    """Returns `half_squared_norm` up to rounding, in a form that XLA computes faster on a CPU.
 
     There XLA splits each sum over more than 32 numbers, and writes the squares to memory before it
     adds them. A sum over 32 rows is not split, and the squares stay in registers. `abs` changes no
@@ -29,7 +29,7 @@ def half_squared_norm_in_rows(gradient: Gradient) -> tf.Tensor:
     values = tf.cast(gradient_values(gradient), tf.float32)
     size = values.shape.num_elements()
     if size is None or size < ROWS**2:
-        return tf.nn.l2_loss(values)
+        return half_squared_norm(gradient)
     flat = tf.reshape(values, [-1])
     rows = tf.reshape(flat[: size // ROWS * ROWS], [ROWS, -1])
     total = tf.reduce_sum(tf.abs(tf.reduce_sum(rows * rows, axis=0)))

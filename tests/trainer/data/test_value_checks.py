@@ -48,7 +48,6 @@ def error_of(trainer, data, steps=4):
     return str(error.value), trainer.totals.attempted
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("x", "y", "wanted"),
     [
