@@ -51,7 +51,7 @@ def apply_or_skip(
         return tf.stack([getattr(found, name) for name in Finding._fields])
 
     # The branch that only reads the weights is the first. XLA treats branches as if they ran in
-    # turn. In the other order it copies every weight after every step, so that no read comes too late.
+    # turn. In the other order it copies weights after every step, so that no read comes too late.
     skipped = ~outcome.grads_finite
     found = tf.cond(skipped, lambda: finding_of(skip()), lambda: finding_of(apply()))
     return outcome._replace(**Finding(*tf.unstack(found))._asdict())
