@@ -11,10 +11,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as `import trainer` sets it
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import settings
+from sampling import tiers
 
 import strategies
 
@@ -120,8 +120,7 @@ def pytest_collection_modifyitems(config, items):
         chosen = item.get_closest_marker("replicas")
         if chosen and params.get("replicas") not in (None, *chosen.args):
             item.add_marker(pytest.mark.slow)
-    for item in unsampled(items):
-        item.add_marker(pytest.mark.slow)
+    mark_samples(items)
     for item in items:
         only_in_full = item.get_closest_marker("slow") or item.get_closest_marker("thorough")
         searches = getattr(item.obj, "is_hypothesis_test", False)
@@ -131,20 +130,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="only with --full"))
 
 
-def unsampled(items):
-    """The cases that a sample of a third leaves out.
-
-    Counted from the last, a case is taken if the digits of its number in base 3 sum up to a multiple of
-    3. Of a matrix of cases that is a diagonal: of axes of three values, every one is tried.
-    """
+def mark_samples(items):
+    """Marks the cases of `sampled` tests that not every run tries. The last case is always tried."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             cases[path_of(item), item.originalname].append(item)
     for of_one_test in cases.values():
-        for number, item in enumerate(reversed(of_one_test)):
-            if sum(map(int, np.base_repr(number, 3))) % 3:
-                yield item
+        for item, tier in zip(reversed(of_one_test), tiers(len(of_one_test)), strict=True):
+            if tier:
+                item.add_marker(tier)
 
 
 def path_of(item):

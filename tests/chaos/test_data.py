@@ -25,6 +25,7 @@ def check(cases, monkeypatch, folder, part=None, request=None):
     outcomes.check(found, wrong, "data", part, request)
 
 
+@pytest.mark.thorough
 def test_a_few_kinds_of_data(tmp_path, monkeypatch):
     """One case of each kind, and a few at random."""
     first = {case[0]: case for case in odd_data.by_hand()}

@@ -66,6 +66,7 @@ def write_cifar10(path, batches):
             archive.addfile(entry, io.BytesIO(content))
 
 
+@pytest.mark.thorough
 def test_cifar10_is_read_from_its_archive(cache):
     """Rows of all red, then all green, then all blue bytes become images with three channels; labels
     become flat.

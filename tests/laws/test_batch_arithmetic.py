@@ -82,6 +82,7 @@ def whole():
     return trained()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_division_changes_nothing(mirrored, whole, replicas, num_microbatches):

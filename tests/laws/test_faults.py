@@ -585,6 +585,7 @@ class Counting:
         self.calls = state["calls"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["on_loop_begin", "on_loop_end", "an action", "an evaluation"])
 def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
     """A hook, an action or an evaluation that raises ends the run with its own error plus a note,

@@ -139,6 +139,7 @@ def flat(weights):
     return np.concatenate([weight.ravel() for weight in weights])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "replicas"),
     [
@@ -193,6 +194,7 @@ class Overflowing(SimCLR):
         return tf.reduce_mean(tf.cast(rows, tf.float32) ** 2)
 
 
+@pytest.mark.thorough
 def test_a_skip_on_one_replica_skips_all(mirrored):
     """L5, L6: gathered rows that overflow in the backward pass skip the step on every replica, and a
     retry at a smaller scale applies it; no replica waits for another.

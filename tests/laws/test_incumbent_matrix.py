@@ -229,6 +229,7 @@ def test_what_keras_leaves_behind(incumbents):
     assert written == expected, f"{PAGE.name} should say between its markers:\n\n{expected}\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_what_the_page_says_of_single_variables(incumbents, optimizer, replicas):

@@ -121,7 +121,8 @@ def strategy_of(mirrored, replicas):
     return mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
 
 
-# By default only the setting that has everything, on three replicas.
+# By default one optimizer, and in CI three, with the setting that has everything, on three replicas.
+TIMES = {"Lion": (), "Adam": pytest.mark.thorough, "Muon": pytest.mark.thorough}
 CASES = [
     pytest.param(
         settings,
@@ -137,8 +138,8 @@ CASES = [
 @pytest.mark.parametrize(
     "name",
     [
-        # The catalogue's test compares every optimizer by default, with fewer settings.
-        pytest.param(name, marks=() if name in ("Adam", "Lion", "Muon") else pytest.mark.slow)
+        # The catalogue's test compares every optimizer in CI, with fewer settings.
+        pytest.param(name, marks=TIMES.get(name, pytest.mark.slow))
         for name in NAMES
         if name not in REFUSED
     ],

@@ -358,6 +358,7 @@ def test_a_skip_moves_no_replacing_value(mirrored, replicas):
     assert [variable.numpy().tobytes() for variable in model.variables] == before
 
 
+@pytest.mark.thorough
 def test_scaled_gradients_that_overflow_lower_the_scale_of_float8():
     """L20: float8 remembers the largest scaled gradient, which overflows in float16. That is no fault of
     the forward pass, so the scale backs off until the step is applied.

@@ -152,6 +152,7 @@ def runs(mirrored):
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("replicas", "optimizer", "times", "place", "replica"),
     [

@@ -106,6 +106,7 @@ def test_batches_of_other_kinds_are_divided_right(what, replicas, microbatches, 
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["ragged", "sparse"])
 def test_an_overflow_is_recorded_with_such_a_batch(what, mirrored, tmp_path):
     """A skipped step's batch leaves the loop whole, whatever its components are."""
@@ -135,6 +136,7 @@ def test_what_xla_does_not_support_is_refused(what, mirrored):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
 def test_whole_numbers_go_straight_into_batch_norm(dtype):
     """BatchNormalization converts images of whole numbers as Keras does, in every compile mode."""

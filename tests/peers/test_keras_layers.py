@@ -118,6 +118,7 @@ def float8(kind="dense"):
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "division"),
     [

@@ -158,6 +158,7 @@ def test_several_evaluation_sets():
     assert found["once/accuracy"] == found["twice/accuracy"]
 
 
+@pytest.mark.thorough
 def test_early_stop_on_eval_loss():
     """An action that evaluates and stops ends a run before its target (test_early_stop_on_eval_loss)."""
 
@@ -194,6 +195,7 @@ class Summaries(Runner):
         self.writer.flush()
 
 
+@pytest.mark.thorough
 def test_summaries_of_ones_own(tmp_path):
     """Orbit's train function may write summaries on the way, which takes a host call in the loop. Here
     a hook writes them between inner loops (test_summaries_inside_train_fn).

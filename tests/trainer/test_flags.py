@@ -226,7 +226,11 @@ HELD_OUT = slopes(2.0, 2.0, 2.0, 2.0)
 
 @pytest.mark.parametrize(
     ("mode", "steps", "loss"),
-    [("train_and_eval", 3, 8.0), ("train", 3, None), ("eval", 0, 2.0)],
+    [
+        ("train_and_eval", 3, 8.0),
+        pytest.param("train", 3, None, marks=pytest.mark.thorough),
+        ("eval", 0, 2.0),
+    ],
 )
 def test_mode(capsys, mode, steps, loss):
     """Each mode trains, evaluates or both. Each step adds 1 to the weight, which starts at 1; the
@@ -243,6 +247,7 @@ def test_mode(capsys, mode, steps, loss):
         assert made.totals.attempted == steps
 
 
+@pytest.mark.thorough
 def test_validation_interval_evaluates_during_training(capsys):
     """With an interval of 2, a run of 4 steps evaluates after steps 2 and 4, at weights 3 and 5."""
     values = parse("--steps=4", "--global_batch=4", "--mode=train", "--eval_interval=2")
@@ -257,6 +262,7 @@ def test_validation_interval_evaluates_during_training(capsys):
 
 
 # Raised by Keras when it saves a .keras file.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
     """Without an evaluation interval, `--keep_best` evaluates once at the end and keeps

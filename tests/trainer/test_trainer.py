@@ -138,6 +138,7 @@ def test_nothing_is_built_before_data_comes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_stop_before_training_has_no_effect():
     """`train` clears an earlier call of `stop`: it applies to a run that is going on."""
     trainer = Linear(verbose=False)

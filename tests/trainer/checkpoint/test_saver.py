@@ -217,6 +217,7 @@ class OfModule(Linear):
 THIRDS = {"x": np.float32([[0.1], [0.2], [0.7]]), "slope": np.float32([1.0, 2.0, 4.0])}
 
 
+@pytest.mark.thorough
 def test_the_copies_of_a_module_are_restored(tmp_path, mirrored):
     """The mean over three replicas does not determine the three values, so all of them are saved."""
 
@@ -572,6 +573,7 @@ def failed(path, last):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_error_in_saving_ends_the_run_and_not_its_checkpoints(
     tmp_path, monkeypatch, asynchronous

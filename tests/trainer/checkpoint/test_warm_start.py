@@ -207,6 +207,7 @@ def test_a_module_whose_attributes_have_other_names_is_refused(tmp_path):
         assert "<tf.Variable 'any:0' shape=() dtype=float32, numpy=1.0>" in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_in_model_dir_takes_precedence(old, tmp_path):
     """The same command with `init_from` resumes its own run, even if the old run has been deleted."""
     path, _ = old
@@ -354,6 +355,7 @@ def test_damaged_checkpoints_are_not_used(old, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_the_old_run_may_have_another_optimizer(tmp_path):
     """Only the weights are read, so the optimizers need not match."""
     Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=3, global_batch=1)

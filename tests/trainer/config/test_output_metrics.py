@@ -40,7 +40,9 @@ def trainer_of(kind, metrics, **arguments):
     )
 
 
-@pytest.mark.parametrize(("kind", "replicas"), [(dict, 3), (list, 1)])
+@pytest.mark.parametrize(
+    ("kind", "replicas"), [pytest.param(dict, 3, marks=pytest.mark.thorough), (list, 1)]
+)
 def test_each_output_has_its_loss_and_metrics_as_in_compile(mirrored, kind, replicas):
     """The numbers of training and of evaluation have the names and values of Keras's."""
     form = dict if kind is dict else (lambda each: [*each.values()])

@@ -19,10 +19,9 @@ def test_a_position_is_found_again(kind, tmp_path):
     assert_found_again(SOURCES[kind], tmp_path)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.thorough), 2])
-@pytest.mark.parametrize(
-    "kind", ["generator function", pytest.param("list", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["generator function", "list"])
 def test_a_source_trains_as_a_dataset_does(mirrored, kind, replicas, tmp_path):
     """In float16, a source and a dataset of the same batches end with the same weight, also after a
     resume.

@@ -58,10 +58,11 @@ def error_of(trainer, data, steps=4):
             with_last(LABELS, 3),
             "labels from 0 to 2; got a smallest and a largest of 0 and 3",
         ),
-        (
+        pytest.param(
             ROWS,
             with_last(LABELS, -1),
             "labels from 0 to 2; got a smallest and a largest of -1 and 2",
+            marks=pytest.mark.thorough,
         ),
     ],
 )
@@ -101,8 +102,8 @@ def test_weights_are_checked(weights, found):
     "loss_fn",
     [
         "binary_crossentropy",
-        keras.losses.BinaryFocalCrossentropy(),
-        "categorical_crossentropy",
+        pytest.param(keras.losses.BinaryFocalCrossentropy(), marks=pytest.mark.thorough),
+        pytest.param("categorical_crossentropy", marks=pytest.mark.thorough),
         keras.losses.CategoricalFocalCrossentropy(),
     ],
 )

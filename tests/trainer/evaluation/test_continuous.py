@@ -143,6 +143,7 @@ def test_a_checkpoint_of_the_same_step_is_evaluated_again(run):
     assert results[10]["loss"] != expected[10]
 
 
+@pytest.mark.thorough
 def test_a_damaged_checkpoint_is_named_and_left_out(run, caplog):
     """The others are evaluated."""
     damaged = run / "ckpt-6" / "variables.index"

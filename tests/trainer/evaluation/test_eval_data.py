@@ -69,6 +69,7 @@ def test_several_data_sets_have_results_by_name(tmp_path):
     assert "validation a/loss ends at 20; validation b/loss ends at 5" in page
 
 
+@pytest.mark.thorough
 def test_an_evaluation_at_the_start_is_not_repeated(tmp_path):
     """A resumed run, and a second call of `train`, do not evaluate at their start."""
     arguments = {"global_batch": 4, "eval_data": TRAIN, "evaluate_at_start": True}

@@ -218,6 +218,7 @@ class Counted(keras.metrics.Metric):
         return self.count
 
 
+@pytest.mark.thorough
 def test_a_metric_may_return_its_variable(mirrored):
     """A metric whose result is a variable is read on all replicas, in logs and in evaluations."""
     trainer = Trainer(
@@ -496,6 +497,7 @@ def test_an_evaluator_follows_a_live_run(mirrored, tmp_path, replicas):
     assert not follower._parts.checkpoints.follow(clean_up=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_several_inputs_and_outputs(mirrored, precision, replicas):

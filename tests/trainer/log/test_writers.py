@@ -64,6 +64,7 @@ def test_all_files_hold_the_same_numbers(tmp_path):
         assert {name: float(value) if value else None for name, value in row.items()} == line
 
 
+@pytest.mark.thorough
 def test_evaluations_have_files_of_their_own(tmp_path):
     """Results of evaluations are in validation.csv and in TensorBoard's folder `validation`."""
     train(tmp_path)

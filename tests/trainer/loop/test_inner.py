@@ -78,7 +78,9 @@ def test_the_loop_holds_no_host_callback():
     assert not {name for name in names if "PyFunc" in name or "Host" in name or "Print" in name}
 
 
-@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+@pytest.mark.parametrize(
+    "strategy", ["default", pytest.param("mirrored", marks=pytest.mark.thorough)]
+)
 def test_convolutions_run_in_half(strategy):
     """The traced float16 step computes the convolution and both of its gradients in float16."""
     kinds = ["Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"]

@@ -355,6 +355,7 @@ def test_holding_goes_on_when_good_batches_come_back(caplog):
     assert counts == ["6", "12", "5", "11", "17"]
 
 
+@pytest.mark.thorough
 def test_what_float32_cannot_take_either_ends_the_run():
     """L11: if the float32 step is skipped too, the run ends."""
     floor = scaling.DynamicLossScale(1.0, min_scale=1.0)

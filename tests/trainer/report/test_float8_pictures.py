@@ -52,7 +52,9 @@ def test_a_panel_shows_magnitudes_below_the_limit(tmp_path, monkeypatch):
     assert [text.get_text() for text in figure.texts] == list(FORMS)
 
 
-@pytest.mark.parametrize("layers", [1, 24, 30])
+@pytest.mark.parametrize(
+    "layers", [1, *(pytest.param(layers, marks=pytest.mark.thorough) for layers in (24, 30))]
+)
 def test_layers_that_saturated_are_shown(tmp_path, monkeypatch, layers):
     """There is a row for each layer, and no text covers another; of too many, the calmest are left out."""
     run = read_run(write_lines(tmp_path, line(5, layers, saturated_steps=1)))

@@ -255,6 +255,7 @@ def test_a_rollback_after_unfreezing(tmp_path):
     assert int(line.optimizer.iterations.numpy()) == 6
 
 
+@pytest.mark.thorough
 def test_what_is_evaluated_may_be_frozen():
     """Evaluation and prediction train nothing, so a frozen model is not refused there."""
     trainer = trainer_of()
@@ -359,6 +360,7 @@ def test_settings_of_layers_and_optimizers_are_used():
     assert int(trainer.optimizer.iterations.numpy()) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_another_static_batch_size(num_microbatches):
     """L8: batches of another fixed size take the same steps as in a plain loop."""

@@ -108,6 +108,7 @@ def test_the_measured_step_is_not_traced_again(drop_remainder):
     assert trainer.traced == trainer.traced_before > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_a_slow_mode_is_measured_once(monkeypatch):
     """A mode that is far behind the best after one step is not measured further."""
@@ -196,6 +197,7 @@ def test_a_short_run_is_not_measured(tmp_path):
     assert not (tmp_path / "jit_compile.json").exists()
 
 
+@pytest.mark.thorough
 def test_float16_on_a_cpu_is_compiled_in_a_short_run():
     """A short run in float16 on a CPU is compiled without measuring, because TensorFlow's own float16
     convolution is a scalar loop.

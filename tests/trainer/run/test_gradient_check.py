@@ -121,7 +121,10 @@ def test_a_variable_without_a_gradient_is_named(caplog):
     assert "none for 'sequential" in str(trainer.dry_run(slopes(1.0, 2.0), global_batch=2))
 
 
-@pytest.mark.parametrize("use", ["trained", "frozen", "stopped"])
+@pytest.mark.parametrize(
+    "use",
+    ["trained", *(pytest.param(use, marks=pytest.mark.thorough) for use in ("frozen", "stopped"))],
+)
 def test_a_head_that_nobody_trains_is_named(caplog, use):
     """L19: a layer kept on the trainer, not in the model, is named if the loss gives it a gradient; a
     frozen one, or one under stop_gradient, is not.

@@ -15,7 +15,7 @@ def falling():
     return keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.0)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_the_logged_rate_is_that_of_the_last_update(mirrored, replicas):
     """With plain SGD and a gradient of 1, the weight falls by the logged rates; a rate that a hook
     assigns is logged with the steps that used it.

@@ -24,7 +24,7 @@ from trainer.run.leaving import Leaving, LeftError, place_of
 SCRIPT = pathlib.Path(blocked_run.__file__)
 ROOT = SCRIPT.parents[1]
 # What is tried by default, in CI's second run, and by night. The runs of a group start together.
-DEFAULT, THOROUGH = ("python data", "hook"), ("pipeline", "graph in a hook", "evaluation")
+DEFAULT, THOROUGH = ("hook",), ("python data", "graph in a hook", "evaluation")
 SLOW = tuple(where for where in BLOCKS if where not in (*DEFAULT, *THOROUGH))
 STOP_SECS = 2.0
 # Here the data is read ahead: the steps before may not be over when the file says "blocked".

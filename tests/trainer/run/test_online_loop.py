@@ -51,9 +51,9 @@ def dataset():
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        pytest.param("float32", 1, marks=pytest.mark.thorough),
+        ("float32", 1),
         pytest.param("mixed_float16", 1, marks=pytest.mark.thorough),
-        ("mixed_float16", 2),
+        pytest.param("mixed_float16", 2, marks=pytest.mark.thorough),
     ],
 )
 def test_steps_on_batches_are_the_steps_of_train(precision, replicas, mirrored):

@@ -251,7 +251,7 @@ def numbers_of_log(folder):
     ("how", "at", "settings"),
     [
         ("stopped", 6, {"precision": "mixed_float16"}),
-        ("killed", 11, {}),
+        pytest.param("killed", 11, {}, marks=pytest.mark.thorough),
         *(
             pytest.param(how, at, settings, marks=pytest.mark.slow)
             for how, at, settings in [

@@ -218,6 +218,7 @@ def test_an_overflow_of_float16_in_the_reduction_is_found(mirrored, replicas, wh
     assert trainer.weight == pytest.approx(1.0 - largest, rel=replicas * 2.0**-11)
 
 
+@pytest.mark.thorough
 def test_a_batch_whose_sum_overflows_float16_is_retried(mirrored):
     """L6: with retries, each batch is applied once, at a scale at which the sum fits."""
     rule = scaling.DynamicLossScale(2.0**4)
@@ -229,6 +230,7 @@ def test_a_batch_whose_sum_overflows_float16_is_retried(mirrored):
     assert trainer.weight == pytest.approx(1.0 - 4 * 4096.0, rel=3 * 2.0**-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduce_dtype", ["float16", "bfloat16"])
 def test_one_replica_has_the_same_bits_whatever_its_sums(reduce_dtype):
     """On one replica nothing is summed: `reduce_dtype` has no effect."""
@@ -448,6 +450,7 @@ def test_clipping_sees_the_coalesced_gradient(mirrored, replicas):
     np.testing.assert_allclose(moved[:, 0], [0, 0, 7.0, 0], atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_small_updates_survive(mirrored, precision, replicas):
@@ -519,6 +522,7 @@ def test_empty_shares_write_no_statistics(mirrored, num_microbatches):
     assert [copy.item() for copy in copies(trainer.model.layers[0].moving_mean)] == [8.0] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_statistic_that_would_become_infinite_stops_the_update(mirrored, replicas):
     """L5, L6: a layer that squares 300 in float16 for a statistic that the loss does not use skips
@@ -649,6 +653,7 @@ def test_any_keras_optimizer_applies(mirrored, name):
     assert int(trainer.optimizer.iterations.numpy()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_average_follows_updates(mirrored, replicas):
     """L10: the optimizer's EMA and schedule count updates: a skipped step moves neither."""
@@ -673,6 +678,7 @@ def test_the_average_follows_updates(mirrored, replicas):
     assert int(trainer.optimizer.iterations.numpy()) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_penalties_are_summed_in_float32(jit_compile):
     """An activity penalty whose sum of squares exceeds 65504 does not skip a float16 step, and the

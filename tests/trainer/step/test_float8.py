@@ -81,16 +81,8 @@ def exact_weights():
     return [np.round(w * 16) / 16 if w.ndim == 2 else w for w in weights]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "parts"),
-    [
-        (2, 2),
-        *(
-            pytest.param(replicas, parts, marks=pytest.mark.thorough)
-            for replicas, parts in [(1, 1), (1, 2), (2, 1), (3, 1), (3, 2)]
-        ),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("replicas", "parts"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_scales_and_histories_are_those_of_one_device(mirrored, replicas, parts):
     """L20: on any replicas and microbatches, the same bits as one device with the whole batch.
 
@@ -110,7 +102,8 @@ def test_scales_and_histories_are_those_of_one_device(mirrored, replicas, parts)
             assert np.all(expected > 0)
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_scales_follow_the_rule(mirrored, replicas):
     """A scale comes from the newest largest magnitudes, by the rule's own function, in a step."""
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()

@@ -68,6 +68,7 @@ def steps(model, batches, loss=squared, strategy=None, **settings):
     return reports, [variable.numpy() for variable in model.variables], plan
 
 
+@pytest.mark.thorough
 def test_shares_are_those_of_the_tensors():
     """Each share is of the tensor that the product takes: inputs, kernel, and gradients before the
     bias, which the activation has scaled.

@@ -143,6 +143,7 @@ def test_the_lost_share_counts_elements(tmp_path):
     assert low.below_best == STEPS
 
 
+@pytest.mark.thorough
 def test_a_step_of_a_resumed_run_is_read_once(tmp_path):
     """If a resumed run wrote a step twice, the later line counts."""
     run("dynamic", tmp_path, steps=50, checkpoint_interval=20)
@@ -189,6 +190,7 @@ def operations(trainer):
     return {node.op for function in functions for node in function.node_def}
 
 
+@pytest.mark.thorough
 def test_a_damaged_line_is_refused_by_its_number(tmp_path):
     """A torn last line raises an error that names it."""
     run("dynamic", tmp_path, steps=30)

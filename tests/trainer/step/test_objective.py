@@ -290,6 +290,7 @@ def duels(mirrored):
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_one_part_that_overflows_stops_both(duels, replicas, alternate):

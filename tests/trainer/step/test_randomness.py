@@ -241,6 +241,7 @@ def test_a_skipped_step_moves_no_seed_state(first_runs, full, kind, replicas):
     assert list(itertools.chain(*found)) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_own_loop_draws_what_the_trainer_draws(
@@ -356,6 +357,7 @@ def all_keys(seed, step, groups, replicas, num_microbatches, generators):
 few = st.integers(1, 3)
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(st.integers(0, 2**62), st.integers(0, 2**32), few, few, few, few)
 @example(0, 0, 1, 1, 1, 1)  # all zeros

@@ -34,6 +34,7 @@ def step(plan, batch, weights=None, *, scale=1.0, in_float32=None):
     return tf.nest.map_structure(plan.strategy.experimental_local_results, run())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
 def test_every_replica_has_the_unscaled_sum(mirrored, replicas, scale):
@@ -100,6 +101,7 @@ def test_gradients_are_clipped_and_the_norm_is_not():
     assert float(norm[0]) == pytest.approx(np.sqrt(45))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_nothing_is_assigned(mirrored, replicas):
     """L6: a replica's step changes no variable, not even BatchNorm's statistics."""

@@ -60,6 +60,7 @@ def stepped(plan, run, batch):
     return bool(step().grads_finite)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("kind", ["keras", "module"])
 def test_a_skip_restores_what_any_holder_holds(mirrored, replicas, kind):

@@ -25,6 +25,7 @@ from trainer.step.xla_operations import compiled_functions, used_nodes
 pytestmark = pytest.mark.sampled
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "mode"),
     [
