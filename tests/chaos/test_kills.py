@@ -278,7 +278,7 @@ def home(tmp_path_factory):
     made.end()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["evaluation", "async"])
 def test_some_kills(home, kind, record_property):
     """A few, of runs that write most often."""

@@ -265,7 +265,7 @@ def test_a_custom_rule_moves_the_scale():
     assert 0 < skipped["Patient"] < skipped["DynamicLossScale"] / 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_failed_download_ends_in_one_message(tmp_path):
     """A failed download ends with the reason and two alternatives, without a traceback."""
     result = subprocess.run(
@@ -303,7 +303,7 @@ def test_jobs_of_several_processes_learn(command):
     assert float(found) >= 95.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_help_fits_a_screen():
     """--helpshort shows the trainer's flags and the script's own, but not absl's."""
     shown = help_of("digits.py")

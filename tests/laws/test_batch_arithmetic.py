@@ -123,7 +123,7 @@ def trained_with_average(**arguments):
     return norms, [variable.numpy() for variable in variables]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", range(len(BOUNDS)), ids=[next(iter(bound)) for bound in BOUNDS])
 @pytest.mark.parametrize(
     ("replicas", "num_microbatches"),

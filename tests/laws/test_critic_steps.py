@@ -110,8 +110,8 @@ def trained(strategy, precision="float32", updates=UPDATES, **arguments):
 @pytest.mark.parametrize(
     ("replicas", "precision", "tolerance"),
     [
-        pytest.param(1, "float32", 1e-6, marks=pytest.mark.thorough),
-        pytest.param(3, "float32", 1e-6, marks=pytest.mark.thorough),
+        pytest.param(1, "float32", 1e-6, marks=pytest.mark.slow),
+        pytest.param(3, "float32", 1e-6, marks=pytest.mark.slow),
         (1, "mixed_float16", 1e-2),
         pytest.param(2, "mixed_float16", 1e-2, marks=pytest.mark.slow),
     ],
@@ -159,7 +159,7 @@ def check_rolled_back(trainer):
     assert [copy.tobytes() for variable in moving for copy in copies(variable)] == before
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     """L12: a run that stops after a step of several updates goes on with the same random numbers. With
     another number of updates it is refused, and goes on if that is allowed by name.

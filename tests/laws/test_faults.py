@@ -177,7 +177,7 @@ def error_of(function, *args, **arguments):
     return None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("room", "filled"),
     [("size=512k", fill), ("nr_inodes=64", fill_with_files)],
@@ -455,7 +455,7 @@ def test_data_that_fail_in_the_middle(
     assert_resumes(tmp_path, INTERVAL, undisturbed, mended(1000), trainer)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_raises_in_a_model_on_one_replica(tmp_path, mirrored):
     """A model operation that raises on one replica of two ends the run with its own error and a
     note of the step and the last checkpoint. The same trainer can continue without that batch; a
@@ -585,7 +585,7 @@ class Counting:
         self.calls = state["calls"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["on_loop_begin", "on_loop_end", "an action", "an evaluation"])
 def test_what_raises_between_inner_loops(tmp_path, undisturbed, place):
     """A hook, an action or an evaluation that raises ends the run with its own error plus a note,

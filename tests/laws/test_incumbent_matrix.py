@@ -207,7 +207,7 @@ def test_no_variable_is_left_out(incumbents, optimizer, replicas):
         assert worst(found) == "moved", group
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_keras_leaves_behind(incumbents):
     """L6, the other side: the poisons and replicas of `test_transaction`, under Keras's
     LossScaleOptimizer. The tables on the page are exactly what is found here; where they are not,

@@ -243,7 +243,7 @@ def on_replicas(mirrored):
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_relations_on_replicas(full, on_replicas, record_property):
     """L8: three replicas with two microbatches each, at another loss scale, take the steps of one device.
     Holds for random models.
@@ -260,7 +260,7 @@ def violations_in_catalogue(relations, models):
     return {names: each for names, each in found.items() if each}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_relations_on_models_from_the_catalogue(full, record_property):
     """The same relations, on models of two classes from Keras's catalogue."""
     some = itertools.islice(joined(0), 3 if full else 1)
@@ -291,7 +291,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_compile_modes_agree(full, record_property):
     """L15: what XLA compiles changes no more than rounding does. Holds for random models. (The random
     numbers of Dropout differ under XLA.)
@@ -338,7 +338,7 @@ def trained_to(recipe, folder, targets, **arguments):
     return [variable.numpy() for variable in variables], trainer.loss_scale
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_resumed_runs_have_the_same_bits(full, tmp_path_factory, record_property):
     """L12: a run that was stopped after two of five steps and resumed has the bits of one that was not:
     in float16, with shuffled data and random numbers. Holds for random models.

@@ -169,6 +169,7 @@ def length(arrays):
 
 
 @pytest.mark.thorough
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("precision", "replicas"),

@@ -222,7 +222,7 @@ class RandomBlock(keras.layers.Layer):
         return keras.remat(self.inner)(inputs) if self.remat else self.inner(inputs)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "parts", "jit_compile"), [*SETTINGS, *SLOW_SETTINGS])
 def test_rematerialized_dropout_has_one_mask(mirrored, replicas, parts, jit_compile):
     """L19: computed again, Dropout has the mask of the forward pass, and statistics move once: every bit
@@ -286,7 +286,7 @@ def float8():
     return model
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "parts", "jit_compile"), [*SETTINGS[1:], *SLOW_SETTINGS])
 def test_replacing_values_are_combined_by_their_maximum(mirrored, replicas, parts, jit_compile):
     """L20: float8 scales and histories are those of the whole batch, the same on every replica."""

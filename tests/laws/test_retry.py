@@ -598,7 +598,7 @@ def test_any_history_follows_the_law(linear, history, rule):
     check_history(trainer, oracle, history, 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_any_history_follows_the_law_on_replicas(linear, full):
     """L6: the law above also holds on two replicas."""
 

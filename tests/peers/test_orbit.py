@@ -195,7 +195,7 @@ class Summaries(Runner):
         self.writer.flush()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_summaries_of_ones_own(tmp_path):
     """Orbit's train function may write summaries on the way, which takes a host call in the loop. Here
     a hook writes them between inner loops (test_summaries_inside_train_fn).
@@ -324,7 +324,7 @@ def test_new_best_metric(tmp_path, best_is, expected):
     assert best_steps(tmp_path) == expected
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_single_task():
     """A small classifier halves its loss in 500 steps; loops of 100 (test_single_task_training). The
     flowers are ours: three Gaussian clouds.

@@ -85,7 +85,7 @@ print(json.dumps(dataclasses.asdict(strategies.capabilities(strategy))))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_parameter_servers_are_asynchronous():
     """Parameter servers are asynchronous; the process that makes the strategy is the chief."""
     result = subprocess.run(

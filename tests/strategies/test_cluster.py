@@ -271,7 +271,7 @@ print({host for host, _, number in here if int(number, 16) == int(port)})
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_server_of_tensorflow_listens_on_all_addresses(tmp_path):
     """Although its cluster says 127.0.0.1; docs/security.md warns of it, and is to be changed if
     TensorFlow changes.

@@ -135,7 +135,7 @@ def test_a_worker_can_be_replaced_and_a_server_cannot(tmp_path, monkeypatch, vic
     assert all(process.poll() is not None for process in job.processes.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_as_a_command(tmp_path):
     """The command runs a script with its flags, forwards signals and leaves no process behind."""
     script = tmp_path / "script.py"

@@ -42,7 +42,7 @@ def served(address):
         process.communicate()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_tensorflow_server_answers_only_while_it_runs():
     """A server that runs is alive; stopped it is silent although the machine still accepts
     connections; ended, the connection is refused. What has been stopped and runs again is alive.

@@ -306,7 +306,7 @@ def test_without_test_data_nothing_is_evaluated():
         run_mode(made, slopes(*[-1.0] * 8), flag_values=values)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_replay_runs_a_recorded_step_again(tmp_path, capsys):
     """Replay mode prints the recorded and the new verdict on the chief only, and does not train."""
     first = parse("--steps=1", "--global_batch=4", "--precision=mixed_float16")

@@ -39,7 +39,7 @@ def test_an_unknown_name_is_an_attribute_error():
         trainer.Trainr  # noqa: B018
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_step_alone_loads_no_shell():
     """`trainer.step` loads the step and what it rests on: no log, no checkpoints, no data."""
     found = {name for name in loaded_by("trainer.step") if name.startswith("trainer.")}
@@ -47,7 +47,7 @@ def test_the_step_alone_loads_no_shell():
     assert {name.split(".")[1] for name in found} == {"base", "step"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_package_alone_loads_only_its_start():
     """`import trainer` loads nothing but the checks at its start."""
     found = {name for name in loaded_by("trainer") if name.startswith("trainer.")}

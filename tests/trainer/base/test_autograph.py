@@ -83,7 +83,7 @@ print(sorted(set(rewritten)))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_our_own_functions_are_not_rewritten(tmp_path):
     """Without any user function, AutoGraph rewrites no function at all."""
     assert printed(["-c", COUNT_REWRITES], tmp_path, 120).splitlines()[-1] == "[]"

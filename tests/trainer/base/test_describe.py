@@ -108,7 +108,7 @@ def test_methods():
     assert plain_attributes(Owner()) == {"rate": 0.5, "calls": 3}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_docstring_is_not_code():
     """Docstrings and lines do not count; a set of strings is the same in every process."""
 

@@ -43,7 +43,7 @@ def test_only_info_messages_are_dropped():
     assert without_noise([*info, *problems, *driver], has_gpu=True) == problems + driver
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [None, pytest.param("0", marks=pytest.mark.slow)])
 def test_importing_trainer_first_hides_start_up_messages(level):
     """A program that imports `trainer` before TensorFlow prints no start-up messages by default."""

@@ -207,7 +207,7 @@ def test_a_best_model_is_the_one_that_was_evaluated(tmp_path, capsys):
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @KERAS_EXPORTS
 def test_the_best_survive_a_restart(tmp_path):
     """A resumed run keeps the same models as an uninterrupted one."""

@@ -140,7 +140,7 @@ def test_backward_names_variable_and_replica(three, replica, variable):
 PLACES = st.tuples(*(st.integers(0, size - 1) for size in (REPLICAS, VARIABLES, ELEMENTS)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_backward_names_the_first_of_many(traced, full):
     """L17: if several gradients are bad, the report names the first bad variable on the first bad
     replica, and counts in that gradient summed over replicas, where inf plus -inf is NaN.

@@ -488,7 +488,7 @@ def resumed(model_dir, make, data_resume, stop=4, end=12):
     return trainer.seen
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_batches_that_were_taken_can_be_skipped(tmp_path):
     """With "skip", a repeatable generator continues with the same batches, also when shuffled."""
     assert resumed(tmp_path / "a", from_python, "skip") == [4, 5, 6, 0, 1, 2, 3, 4]
@@ -536,7 +536,7 @@ def test_a_resumed_epoch_has_every_example_once(tmp_path):
         assert seen == whole.seen[stop:], f"stopped at {stop}"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_calls_of_train_continue_in_the_data(tmp_path):
     """A second call of `train` with the same data continues in it; other data start over."""
     arrays = slopes(*[2.0**power for power in range(5)])
@@ -563,7 +563,7 @@ def test_two_calls_of_train_continue_in_the_data(tmp_path):
 # Saved positions that do not match.
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_position_that_was_not_saved_cannot_be_restored(tmp_path):
     """A run with another resume mode has saved no position."""
 

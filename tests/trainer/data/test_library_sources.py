@@ -62,6 +62,7 @@ def test_a_position_is_found_again(kind, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_source_trains_as_a_dataset_does(mirrored, kind, replicas, tmp_path):

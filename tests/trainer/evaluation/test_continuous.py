@@ -67,7 +67,7 @@ def files(path):
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_checkpoint_is_evaluated_once_to_the_bit(run):
     """`max_to_keep=None` keeps all checkpoints. The evaluator has the run's own results, writes
     nothing outside its folder, and does nothing when it is called again.
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_the_same_step_is_evaluated_again(run):
     assert results[10]["loss"] != expected[10]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_left_out(run, caplog):
     """The others are evaluated."""
     damaged = run / "ckpt-6" / "variables.index"

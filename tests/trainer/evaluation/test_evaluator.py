@@ -356,7 +356,7 @@ def test_adapted_statistics_are_those_of_the_checkpoint(tmp_path):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_losses_of_many_batches_are_added_exactly():
     """L21: the mean of 100,000 losses of 0.1, in as many batches, is 0.1 to float32's precision."""
 

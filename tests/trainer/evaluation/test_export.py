@@ -86,7 +86,7 @@ def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
     assert {layer.compute_dtype for layer in run.model.layers[:3]} == {"float16"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_mirrored_model_is_exported_with_its_average(mirrored, tmp_path):
     """A SavedModel of a mirrored model holds plain variables with the averaged weights."""
     run = trained(strategy=mirrored(2), ema_momentum=0.5)

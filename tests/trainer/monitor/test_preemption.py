@@ -186,7 +186,7 @@ def finish(model_dir):
     return bits(trainer)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_interrupted_notebook_can_continue(tmp_path, undisturbed):
     """After SIGINT, `train` saves and raises KeyboardInterrupt. Called again in the same process with
     the same target, it ends with the same bits as an uninterrupted run.
@@ -208,7 +208,7 @@ def test_an_interrupted_notebook_can_continue(tmp_path, undisturbed):
     assert folder.read_manifest(tmp_path / f"ckpt-{TARGET}")["batches_taken"] == TARGET
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["reading", "building", "beginning"])
 def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undisturbed, when):
     """A signal while the first batch is read, while the model is built or in `on_train_begin` ends the
@@ -245,7 +245,7 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undistu
     assert finish(tmp_path) == undisturbed
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_is_stopped_from_another_thread(tmp_path, mirrored, undisturbed, replicas):
     """`stop` ends the inner loop within two steps and `train` returns; the next call continues."""
@@ -415,7 +415,7 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
         process.wait()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["training", "evaluating", "saving"])
 def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, phase):
     """A stopped process exits with code 75, which tells a scheduler to start it again."""
@@ -469,7 +469,7 @@ def test_a_second_signal_ends_the_process_at_once(processes, undisturbed, slow, 
     assert not unfinished.exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_signal_ends_a_run_soon_and_saved(tmp_path, undisturbed, full):
     """After SIGTERM in a graph call of a million steps, in an evaluation, in a save or in an action,
     the inner loop ends within two steps, that step is saved, and `train` raises SystemExit with code

@@ -92,7 +92,7 @@ PLACES = {
     [
         "backward",
         pytest.param("forward", marks=pytest.mark.slow),
-        "overflow",
+        pytest.param("overflow", marks=pytest.mark.slow),
         pytest.param("loss", marks=pytest.mark.slow),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_record_gives_the_same_verdict_and_names_the_layer(
     assert replay.place == PLACES[kind]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_recording_does_not_change_the_run(tmp_path):
     """A run with the recorder ends with the same bits as one without, although its loops end
     early.
@@ -143,7 +143,7 @@ def test_recording_does_not_change_the_run(tmp_path):
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_plain_module_is_replayed_too(tmp_path):
     """A `tf.Module` has no layers to probe, but its random numbers are restored."""
 

@@ -22,7 +22,7 @@ def always_measured(monkeypatch):
     monkeypatch.setattr(compilation, "TURN_SECS", 0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize(
     "make", [adam, pytest.param(keras.optimizers.Lion, marks=pytest.mark.slow)]
@@ -36,7 +36,7 @@ def test_measuring_leaves_no_trace(make):
     assert measured.totals == fixed.totals
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_measuring_leaves_no_trace_in_metrics(mirrored, replicas):
@@ -96,7 +96,7 @@ class Counting(SmallImages):
         self.traced_before = self.traced
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize("drop_remainder", [False, True])
 def test_the_measured_step_is_not_traced_again(drop_remainder):
@@ -153,7 +153,7 @@ def test_a_run_that_is_asked_to_stop_is_not_measured():
     assert compilation.measure(*arguments) is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 def test_a_resumed_run_keeps_its_choice(tmp_path, monkeypatch):
     """A resumed run takes its choice from the checkpoint, or from the file if it was killed before
@@ -244,7 +244,7 @@ class NeverApplied(SmallImages):
         return super().compute_loss(batch, training) / 0.0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 def test_a_replay_uses_the_mode_of_its_run(tmp_path, monkeypatch):
     """A record stores the chosen mode, and a trainer that has not chosen yet replays in

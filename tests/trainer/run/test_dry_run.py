@@ -46,7 +46,7 @@ def bits(trainer):
     return [copy.numpy().tobytes() for copy in copies]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_dry_run_reports_and_leaves_nothing(mirrored, tmp_path, replicas):
     """A dry run reports on a step, an evaluation, a checkpoint, the number of traces and the
@@ -111,7 +111,7 @@ def test_problems_are_reported():
     ] * 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_replicas_that_differ_are_found(mirrored):
     """One different weight on one replica is reported."""
     trainer = classifier(strategy=mirrored(2))
@@ -122,7 +122,7 @@ def test_replicas_that_differ_are_found(mirrored):
     assert not trainer.dry_run(DATA, global_batch=8).replicas_equal
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_batch_is_overfitted():
     """The loss on one batch falls, and the trainer is restored afterwards."""
     trainer = classifier(precision="mixed_float16", loss_scale="dynamic")

@@ -23,9 +23,9 @@ from trainer.run.leaving import Leaving, LeftError, place_of
 
 SCRIPT = pathlib.Path(blocked_run.__file__)
 ROOT = SCRIPT.parents[1]
-# What is tried by default, in CI's second run, and by night. The runs of a group start together.
-DEFAULT, THOROUGH = ("hook",), ("python data", "graph in a hook", "evaluation")
-SLOW = tuple(where for where in BLOCKS if where not in (*DEFAULT, *THOROUGH))
+# What is tried by default, and by night. The runs of a group start together.
+DEFAULT = ("hook",)
+SLOW = tuple(where for where in BLOCKS if where not in DEFAULT)
 STOP_SECS = 2.0
 # Here the data is read ahead: the steps before may not be over when the file says "blocked".
 READ_AHEAD = ("python data", "counted pipeline", "pipeline")
@@ -52,7 +52,7 @@ def started(tmp_path_factory):
 
     def process_of(where):
         if where not in processes:
-            [group] = [each for each in (DEFAULT, THOROUGH, SLOW) if where in each]
+            [group] = [each for each in (DEFAULT, SLOW) if where in each]
             for each in group:
                 start(each)
         return processes[where]
@@ -103,7 +103,6 @@ def wait_until_blocked(path, process):
     "where",
     [
         *DEFAULT,
-        *[pytest.param(where, marks=pytest.mark.thorough) for where in THOROUGH],
         *[pytest.param(where, marks=pytest.mark.slow) for where in SLOW],
     ],
 )

@@ -32,7 +32,7 @@ def classifier(**arguments):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_memory_is_counted():
     """Memory counts weights and gradients of 4 bytes, Adam's two slots and two counters, and
     activations.

@@ -251,10 +251,10 @@ def numbers_of_log(folder):
     ("how", "at", "settings"),
     [
         ("stopped", 6, {"precision": "mixed_float16"}),
-        pytest.param("killed", 11, {}, marks=pytest.mark.thorough),
         *(
             pytest.param(how, at, settings, marks=pytest.mark.slow)
             for how, at, settings in [
+                ("killed", 11, {}),
                 ("stopped", 1, {}),
                 ("stopped", 8, {}),
                 ("stopped", 7, {"record_gradients": True}),

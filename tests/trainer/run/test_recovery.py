@@ -159,7 +159,7 @@ def test_a_killed_run_remembers_its_recoveries(tmp_path):
     assert again._trained_on[-1].taken == whole._trained_on[-1].taken == 10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_loss_that_rises_past_a_window(tmp_path):
     """The mean loss of the last window is compared with the lowest mean so far. The run goes back to a
     checkpoint from before that window, and later checkpoints are removed.

@@ -82,7 +82,16 @@ def exact_weights():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("replicas", "parts"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "parts"),
+    [
+        (2, 2),
+        *(
+            pytest.param(replicas, parts, marks=pytest.mark.slow)
+            for replicas, parts in [(1, 1), (1, 2), (2, 1), (3, 1), (3, 2)]
+        ),
+    ],
+)
 def test_scales_and_histories_are_those_of_one_device(mirrored, replicas, parts):
     """L20: on any replicas and microbatches, the same bits as one device with the whole batch.
 
@@ -103,7 +112,7 @@ def test_scales_and_histories_are_those_of_one_device(mirrored, replicas, parts)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_scales_follow_the_rule(mirrored, replicas):
     """A scale comes from the newest largest magnitudes, by the rule's own function, in a step."""
     strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
@@ -130,9 +139,10 @@ def in_order(history, steps):
     ("replicas", "jit_compile"),
     [
         (1, False),
+        pytest.param(3, True, marks=pytest.mark.thorough),
         *(
-            pytest.param(*setting, marks=pytest.mark.thorough)
-            for setting in [(1, True), (1, "step"), (2, False), (3, True)]
+            pytest.param(*setting, marks=pytest.mark.slow)
+            for setting in [(1, True), (1, "step"), (2, False)]
         ),
     ],
 )
@@ -149,7 +159,7 @@ def test_a_skip_moves_no_bit(mirrored, replicas, jit_compile):
             np.testing.assert_array_equal(copy, before, err_msg=variable.path)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_loss_scale_multiplies_the_scales_of_gradients_alone():
     """L20: gradients are scaled when they are cast, so their scales hold the loss scale; no others."""
     weights = exact_weights()

@@ -114,7 +114,7 @@ def test_shares_are_those_of_the_tensors():
     [
         (False, False),
         *(
-            pytest.param(*setting, marks=pytest.mark.thorough)
+            pytest.param(*setting, marks=pytest.mark.slow)
             for setting in [(True, False), (False, True)]
         ),
     ],
@@ -136,7 +136,7 @@ def test_counting_changes_no_bit(by_keras, jit_compile):
 
 
 @pytest.mark.sampled
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "parts"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_shares_are_those_of_the_whole_batch(mirrored, replicas, parts):
     """L20: on any replicas and microbatches, also empty ones, amax and shares are those of one device."""
@@ -202,7 +202,7 @@ class Player(keras.Model):
 
 
 @pytest.mark.sampled
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("alternate", [False, True])
 def test_each_optimizer_counts_its_own_tensors(alternate):
     """A loss that goes back through another optimizer's layers counts nothing there."""

@@ -108,7 +108,7 @@ def test_a_record_holds_what_the_gradients_were(replicas, mirrored, tmp_path):
     assert (record.precision, record.shares) == ("float32", replicas)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
     """At the best fixed scale a run skips only the batches that no scale can help; at twice that
     scale it overflows.
@@ -201,7 +201,7 @@ def test_a_damaged_line_is_refused_by_its_number(tmp_path):
         read_record(path)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_program_prints_a_table_and_draws(tmp_path):
     """`python -m scaling.simulate` prints a row for each rule and writes a picture."""
     run("dynamic", tmp_path)
@@ -230,7 +230,7 @@ def test_the_program_prints_a_table_and_draws(tmp_path):
     assert (tmp_path / "scales.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_program_says_what_it_cannot_read(tmp_path):
     """For a file without recorded gradients, the program prints the error and nothing else."""
     path = tmp_path / "metrics.jsonl"

@@ -290,7 +290,7 @@ def duels(mirrored):
     return of
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
@@ -335,7 +335,7 @@ def test_an_update_moves_both(duels, replicas, alternate):
         assert len(different) == 1 or "mean/" in variable.path, variable.path
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_each_counts_its_updates(duels, replicas, alternate):
@@ -353,7 +353,7 @@ def test_each_counts_its_updates(duels, replicas, alternate):
     assert trainer.updates() == dict.fromkeys(NAMES, [before.applied + 3] * replicas)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "alternate"), [(1, False), (1, True), (3, True)])
 def test_a_retry_sees_what_the_first_attempt_saw(mirrored, replicas, alternate):
     """A step that overflows in either part and is retried ends, to the bit, as if its scale had fit

@@ -241,7 +241,7 @@ def test_a_skipped_step_moves_no_seed_state(first_runs, full, kind, replicas):
     assert list(itertools.chain(*found)) == expected
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_own_loop_draws_what_the_trainer_draws(

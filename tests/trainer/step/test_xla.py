@@ -279,7 +279,7 @@ def test_a_row_too_many_is_noticed_where_sizes_are_unknown(where, mode):
         trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_microbatches_of_a_whole_step_have_one_size():
     """Parts of unknown or different sizes are refused by name; equal ones are trained on."""
     data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).repeat()
@@ -304,7 +304,7 @@ def test_microbatches_of_a_whole_step_have_one_size():
     assert_close(*trainers)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_is_constant_in_a_report_is_no_result_of_the_program():
     """In mode "step", the program of XLA does not return what no step of its plan can change, and
     the report is complete.
