@@ -22,6 +22,7 @@ os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = "--disable-gpu" + DARK
 
 from PyQt6.QtCore import QEventLoop, QTimer, QUrl  # noqa: E402 - Qt reads the environment on import
 from PyQt6.QtWebEngineCore import (  # noqa: E402
+    QWebEnginePage,
     QWebEngineProfile,
     QWebEngineSettings,
     QWebEngineUrlRequestInterceptor,
@@ -96,16 +97,30 @@ def pause(seconds):
 
 
 def load(view, url):
-    """Loads a page, and waits until its images have loaded or failed to load."""
-    connections = []
+    """Loads a page, and waits until its images have loaded or failed to load.
+
+    It is loaded as if in a new tab: a page before it may be on its way elsewhere by itself, and then
+    the browser would take the end of that way for the end of this.
+    """
+    page = QWebEnginePage(QWebEngineProfile.defaultProfile(), view)
+    view.setPage(page)
 
     def begin(done):
-        connections.append(view.loadFinished.connect(done))
-        view.load(QUrl(url))
+        page.loadFinished.connect(done)
+        page.load(QUrl(url))
 
     if not wait(begin):
         sys.exit(f"{url} could not be loaded")
-    view.loadFinished.disconnect(connections[0])
+
+
+def ask(view, times=20):
+    """Returns what `INSPECT` says of the page. One that is leaving for another answers with None."""
+    for _ in range(times):
+        answer = wait(lambda done: view.page().runJavaScript(INSPECT, done))
+        if answer is not None:
+            return answer
+        pause(0.05)
+    sys.exit(f"{view.url().toString()} does not answer")
 
 
 def inspect(view, recorder, path, screenshot):
@@ -114,7 +129,7 @@ def inspect(view, recorder, path, screenshot):
     view.resize(WANTED["width"], 900)
     load(view, f"file://{path}")
     pause(WANTED.get("pause", 0.2))
-    shown = json.loads(wait(lambda done: view.page().runJavaScript(INSPECT, done)))
+    shown = json.loads(ask(view))
     shown["requested"] = list(recorder.addresses)
     if screenshot:
         view.resize(WANTED["width"], shown["page_height"])
@@ -131,9 +146,9 @@ def main():
     profile.setUrlRequestInterceptor(recorder)
     view = QWebEngineView()
     attributes = QWebEngineSettings.WebAttribute
-    view.settings().setAttribute(attributes.ShowScrollBars, False)
+    profile.settings().setAttribute(attributes.ShowScrollBars, False)
     # Otherwise Qt refuses remote requests of local pages before they can be recorded.
-    view.settings().setAttribute(attributes.LocalContentCanAccessRemoteUrls, True)
+    profile.settings().setAttribute(attributes.LocalContentCanAccessRemoteUrls, True)
     view.show()
     load(view, "about:blank")
     print("started", flush=True)  # noqa: T201 - the result of a program

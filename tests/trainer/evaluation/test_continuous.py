@@ -155,6 +155,7 @@ def test_a_damaged_checkpoint_is_named_and_left_out(run, caplog):
     assert f"{run / 'ckpt-6'} is not evaluated: {damaged} has" in caplog.text
 
 
+@pytest.mark.thorough
 def test_it_waits_for_the_run(run, capsys):
     """A run that was stopped, or is being trained, has not ended. The evaluator waits for it, for
     its folder too, and ends by a timeout or when `stop` is called.

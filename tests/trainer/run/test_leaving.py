@@ -23,9 +23,9 @@ from trainer.run.leaving import Leaving, LeftError, place_of
 
 SCRIPT = pathlib.Path(blocked_run.__file__)
 ROOT = SCRIPT.parents[1]
-# What is tried by default, and by night. The runs of a group start together.
-DEFAULT = ("hook",)
-SLOW = tuple(where for where in BLOCKS if where not in DEFAULT)
+# What is tried in CI, and by night. The runs of a group start together.
+IN_CI = ("hook",)
+BY_NIGHT = tuple(where for where in BLOCKS if where not in IN_CI)
 STOP_SECS = 2.0
 # Here the data is read ahead: the steps before may not be over when the file says "blocked".
 READ_AHEAD = ("python data", "counted pipeline", "pipeline")
@@ -52,7 +52,7 @@ def started(tmp_path_factory):
 
     def process_of(where):
         if where not in processes:
-            [group] = [each for each in (DEFAULT, SLOW) if where in each]
+            [group] = [each for each in (IN_CI, BY_NIGHT) if where in each]
             for each in group:
                 start(each)
         return processes[where]
@@ -102,8 +102,8 @@ def wait_until_blocked(path, process):
 @pytest.mark.parametrize(
     "where",
     [
-        *DEFAULT,
-        *[pytest.param(where, marks=pytest.mark.slow) for where in SLOW],
+        *[pytest.param(where, marks=pytest.mark.thorough) for where in IN_CI],
+        *[pytest.param(where, marks=pytest.mark.slow) for where in BY_NIGHT],
     ],
 )
 def test_a_blocked_run_is_left_and_resumed(started, undisturbed, where):

@@ -250,7 +250,7 @@ def numbers_of_log(folder):
 @pytest.mark.parametrize(
     ("how", "at", "settings"),
     [
-        ("stopped", 6, {"precision": "mixed_float16"}),
+        pytest.param("stopped", 6, {"precision": "mixed_float16"}, marks=pytest.mark.thorough),
         *(
             pytest.param(how, at, settings, marks=pytest.mark.slow)
             for how, at, settings in [
