@@ -22,6 +22,7 @@ from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.per_epoch import check_per_epoch
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
+from trainer.data.fingerprint import text_of
 from trainer.data.iterator_state import DataPosition
 from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
@@ -188,8 +189,12 @@ class OuterLoop:
         made_of = {name: identity["identity"][name] for name in RECORDED}
         if [*made_of["optimizer"]] == ["optimizer"]:  # a single one
             made_of["optimizer"] = made_of["optimizer"]["optimizer"]
-        content = {"data_content": identity["content"]} if "content" in identity else {}
-        return self._saver.facts() | best | made_of | content
+        settings = self._saver.facts() | best | made_of
+        if "content" in identity:
+            # In words, because people read this; what is compared stands in run.json.
+            entries = enumerate(identity["content"])
+            settings["data_content"] = {str(place): text_of(entry) for place, entry in entries}
+        return settings
 
     def _tracked(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records the run with its trackers, if there are any."""
