@@ -415,7 +415,7 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", ["training", "evaluating", "saving"])
 def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, phase):
     """A stopped process exits with code 75, which tells a scheduler to start it again."""
