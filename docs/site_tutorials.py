@@ -56,13 +56,25 @@ def notebook_of(path: pathlib.Path) -> Any:
     return notebook
 
 
+def joined(notebook: Any) -> Any:
+    """Returns a notebook with each run of printed lines as one output.
+
+    A program that flushes after each line makes as many outputs, each of which would be shown as a
+    block of its own.
+    """
+    import nbconvert
+
+    join = nbconvert.preprocessors.CoalesceStreamsPreprocessor(enabled=True)
+    return join(notebook, {})[0]
+
+
 def pages_of(path: pathlib.Path, config: MkDocsConfig) -> list[File]:
     """Returns the page of a tutorial, its plots, and its notebook, as files of the site."""
     import nbconvert
     import nbformat
 
     began = time.monotonic()
-    notebook = notebook_of(path)
+    notebook = joined(notebook_of(path))
     done = "ran" if execute else "read"
     sys.stderr.write(f"{done} {path.name} in {time.monotonic() - began:.0f} s\n")
     exporter = nbconvert.MarkdownExporter()

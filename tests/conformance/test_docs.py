@@ -145,6 +145,16 @@ def test_the_gallery_leads_to_whole_reports(site):
 
 
 @pytest.mark.slow
+def test_a_tutorial_shows_a_log_as_a_terminal_does(site):
+    """Lines of the log follow each other, without empty lines between them."""
+    page = (site / "tutorials" / "first-run" / "index.html").read_text()
+
+    assert re.search(
+        r"\nstep  20/400 .*\nstep  40/400 .*\nvalidation at step 40: .*\nstep  60/400 ", page
+    )
+
+
+@pytest.mark.slow
 def test_the_api_page_shows_signatures_and_examples(site):
     """The API page documents every public name, and shows examples as code."""
     page = (site / "api" / "index.html").read_text()
