@@ -48,7 +48,7 @@ ROOMS = ["scaling", "strategies", "trainer"]
 ROOM_CARDS = sorted(
     str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).glob("*/README.md")
 )
-CARDS_WITH_CODE = [card for card in ROOM_CARDS if "```python" in (ROOT / card).read_text()]
+CARDS_WITH_CODE = [card for card in ROOM_CARDS if "```py" in (ROOT / card).read_text()]
 # Files that a page names and that are not ours: the reader's own, and another project's.
 FOREIGN_FILES = {"controller.py", "scaling.py", "standard_runner.py", "strategies.py", "train.py"}
 # Examples of keras-io, with which examples/README.md compares.
@@ -59,11 +59,11 @@ FOREIGN_FILES |= {"vision/semisupervised_simclr.py"}
 
 
 def blocks(page):
-    """Yields each Python code block of a page: the number of its first line, the code, and the block
-    of text that follows it and shows what it prints, or None.
+    """Yields each block of Python, or of a Python console, of a page: the number of its first line, the
+    code, and the block of text that follows it and shows what it prints, or None.
     """
     text = (ROOT / page).read_text()
-    pattern = r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?"
+    pattern = r"^```py(?:thon|con)\n(.*?)^```(?:\n+```text\n(.*?)^```)?"
     for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
         yield text[: match.start()].count("\n") + 2, match[1], match[2]
 
@@ -78,7 +78,7 @@ def without_numbers(text):
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 @pytest.mark.parametrize("page", [*CARDS, *CARDS_WITH_CODE, *SLOW])
 def test_python_in_pages_runs(page, tmp_path, capsys):
-    """The Python blocks of a page run in order, and print what the page shows: those with >>> exactly,
+    """The Python blocks of a page run in order, and print what the page shows: consoles exactly,
     others up to numbers that differ between machines.
     """
     names = {}
