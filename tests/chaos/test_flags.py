@@ -25,10 +25,10 @@ def check(cases, monkeypatch, folder, part=None, request=None):
     outcomes.check(found, wrong, "flags", part, request)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_few_texts(tmp_path, monkeypatch):
-    """One for every fifth flag."""
-    cases = [(flag, odd_flags.drawn(flag, 1)[0]) for flag in odd_flags.names()[::5]]
+    """One for every twentieth flag."""
+    cases = [(flag, odd_flags.drawn(flag, 1)[0]) for flag in odd_flags.names()[::20]]
     check(cases, monkeypatch, tmp_path)
 
 

@@ -278,11 +278,10 @@ def home(tmp_path_factory):
     made.end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["evaluation", "async"])
-def test_some_kills(home, kind, record_property):
-    """A few, of runs that write most often."""
-    check(home, kind, 3, record_property, first=1000)
+@pytest.mark.thorough
+def test_one_kill(home, record_property):
+    """Of a run that saves in a thread."""
+    check(home, "async", 1, record_property, first=1000)
 
 
 @pytest.mark.slow
