@@ -135,7 +135,9 @@ def mark_samples(items):
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            cases[path_of(item), item.originalname].append(item)
+            # Cases that only CI tries are a matrix of their own, so that others are left by default.
+            in_ci = item.get_closest_marker("thorough") is not None
+            cases[path_of(item), item.originalname, in_ci].append(item)
     for of_one_test in cases.values():
         for item, tier in zip(reversed(of_one_test), tiers(len(of_one_test)), strict=True):
             if tier:

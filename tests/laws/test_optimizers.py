@@ -138,7 +138,7 @@ CASES = [
 @pytest.mark.parametrize(
     "name",
     [
-        # The catalogue's test compares every optimizer in CI, with fewer settings.
+        # The catalogue's test compares every optimizer by night, with fewer settings.
         pytest.param(name, marks=TIMES.get(name, pytest.mark.slow))
         for name in NAMES
         if name not in REFUSED

@@ -98,7 +98,7 @@ def loops_of(model_dir):
 @pytest.mark.parametrize(
     ("strategy", "kills"),
     [
-        pytest.param("default", 1, marks=pytest.mark.thorough),
+        pytest.param("default", 2, marks=pytest.mark.thorough),
         pytest.param("default", 25, marks=pytest.mark.slow),
         pytest.param("mirrored", 25, marks=pytest.mark.slow),
         pytest.param("one program", 8, marks=pytest.mark.slow),

@@ -261,8 +261,8 @@ def test_validation_interval_evaluates_during_training(capsys):
     ]
 
 
-# Raised by Keras when it saves a .keras file.
 @pytest.mark.thorough
+# Raised by Keras when it saves a .keras file.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
     """Without an evaluation interval, `--keep_best` evaluates once at the end and keeps

@@ -62,9 +62,14 @@ def test_a_position_is_found_again(kind, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("PyDataset", "DataLoader") else pytest.mark.slow)
+        for kind in SOURCES
+    ],
+)
 def test_a_source_trains_as_a_dataset_does(mirrored, kind, replicas, tmp_path):
     """In float16, a source and a dataset of the same batches end with the same weight, also after a
     resume.

@@ -90,9 +90,9 @@ PLACES = {
 @pytest.mark.parametrize(
     "kind",
     [
-        "backward",
+        pytest.param("backward", marks=pytest.mark.slow),
         pytest.param("forward", marks=pytest.mark.slow),
-        pytest.param("overflow", marks=pytest.mark.slow),
+        "overflow",
         pytest.param("loss", marks=pytest.mark.slow),
     ],
 )
