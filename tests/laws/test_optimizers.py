@@ -122,7 +122,7 @@ def strategy_of(mirrored, replicas):
 
 
 # By default one optimizer, and in CI three, with the setting that has everything, on three replicas.
-TIMES = {"Lion": (), "Adam": pytest.mark.thorough, "Muon": pytest.mark.thorough}
+MARKS = {"Lion": (), "Adam": pytest.mark.thorough, "Muon": pytest.mark.thorough}
 CASES = [
     pytest.param(
         settings,
@@ -139,7 +139,7 @@ CASES = [
     "name",
     [
         # The catalogue's test compares every optimizer by night, with fewer settings.
-        pytest.param(name, marks=TIMES.get(name, pytest.mark.slow))
+        pytest.param(name, marks=MARKS.get(name, pytest.mark.slow))
         for name in NAMES
         if name not in REFUSED
     ],
