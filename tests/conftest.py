@@ -29,10 +29,11 @@ for name, examples in (("quick", 5), ("default", 8), ("full", 60)):
 
 def pytest_addoption(parser):
     """Adds the options of this project."""
-    parser.addoption(
-        "--full", action="store_true", help="also run slow tests, and run random searches longer"
-    )
     parser.addoption("--quick", action="store_true", help="only fast tests: within 30 seconds")
+    parser.addoption("--thorough", action="store_true", help="also run what only CI runs")
+    parser.addoption(
+        "--full", action="store_true", help="run everything, and random searches longer"
+    )
     parser.addoption(
         "--regenerate",
         action="store_true",
@@ -42,10 +43,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Loads the Hypothesis profile."""
-    if config.getoption("--full") and config.getoption("--quick"):
-        raise pytest.UsageError("--full and --quick exclude each other")
-    chosen = [name for name in ("full", "quick") if config.getoption(f"--{name}")]
-    settings.load_profile(chosen[0] if chosen else "default")
+    chosen = [name for name in ("quick", "thorough", "full") if config.getoption(f"--{name}")]
+    if len(chosen) > 1:
+        raise pytest.UsageError(f"--{chosen[0]} and --{chosen[1]} exclude each other")
+    name = chosen[0] if chosen else "default"
+    settings.load_profile("default" if name == "thorough" else name)
 
 
 # Slow files start first, so that none of them runs alone at the end.
@@ -113,7 +115,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config, items):
-    """Sorts slow files first, skips what only `--full` runs, and marks what it runs longer."""
+    """Sorts slow files first, skips what this run leaves out, and marks what `--full` runs longer."""
     items.sort(key=lambda item: path_of(item) not in FIRST)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -121,13 +123,15 @@ def pytest_collection_modifyitems(config, items):
         if chosen and params.get("replicas") not in (None, *chosen.args):
             item.add_marker(pytest.mark.slow)
     mark_samples(items)
+    full = config.getoption("--full")
+    thorough = full or config.getoption("--thorough")
     for item in items:
-        only_in_full = item.get_closest_marker("slow") or item.get_closest_marker("thorough")
-        searches = getattr(item.obj, "is_hypothesis_test", False)
-        if only_in_full or searches or "full" in item.fixturenames:
-            item.add_marker(pytest.mark.more_in_full)
-        if only_in_full and not config.getoption("--full"):
+        if getattr(item.obj, "is_hypothesis_test", False) or "full" in item.fixturenames:
+            item.add_marker(pytest.mark.search)
+        if item.get_closest_marker("slow") and not full:
             item.add_marker(pytest.mark.skip(reason="only with --full"))
+        elif item.get_closest_marker("thorough") and not thorough:
+            item.add_marker(pytest.mark.skip(reason="only with --thorough or --full"))
 
 
 def mark_samples(items):
@@ -151,7 +155,7 @@ def path_of(item):
 
 @pytest.fixture(scope="session")
 def full(request):
-    """Whether this is the full run."""
+    """Whether random searches, and other tests with this fixture, run to their full length."""
     return request.config.getoption("--full")
 
 

@@ -44,7 +44,8 @@ from trainer.config.groups import (
 from trainer.config.resolve import LossScaleArgument
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import needs_batch_size
-from trainer.evaluation.eval_data import is_named
+from trainer.data.sources import is_source
+from trainer.evaluation.eval_data import is_named, read_eval_data
 from trainer.monitor.divergence import Divergence
 from trainer.trainer import Trainer
 
@@ -430,12 +431,14 @@ def run_mode(
         if trainer.is_chief:
             print(found)  # noqa: T201  # the purpose of these modes
         return None
-    if flag_values.mode != "eval":
-        train(trainer, train_data, test_data, flag_values)
-    if flag_values.mode == "train" or test_data is None:
-        return None
     batched = not is_named(test_data) and not needs_batch_size(test_data)
-    return evaluate(trainer, test_data, None if batched else flag_values.global_batch, flag_values)
+    eval_batch_size = None if batched else flag_values.global_batch
+    evaluates = flag_values.mode != "train" and test_data is not None
+    if flag_values.mode != "eval":
+        if evaluates:
+            check_test_data(trainer, test_data, eval_batch_size, flag_values)
+        train(trainer, train_data, test_data, flag_values)
+    return evaluate(trainer, test_data, eval_batch_size, flag_values) if evaluates else None
 
 
 def train(trainer: Trainer, train_data: Any, test_data: Any, flag_values: flags.FlagValues) -> None:
@@ -493,6 +496,19 @@ def check_eval_mode(test_data: Any, flag_values: flags.FlagValues) -> None:
             "The model would be evaluated untrained. Check the path, or leave out --model_dir to "
             "evaluate a model that is trained already."
         )
+
+
+def check_test_data(
+    trainer: Trainer, test_data: Any, batch_size: int | None, flag_values: flags.FlagValues
+) -> None:
+    """Raises the errors of data that cannot be evaluated on, before hours of training and not after.
+
+    What Python reads batch by batch is left to the evaluation: reading may not be repeatable.
+    """
+    parts = test_data.values() if is_named(test_data) else [test_data]
+    if not any(is_source(part) for part in parts):
+        limit = "--eval_steps", flag_values.eval_steps
+        read_eval_data(test_data, "test_data", trainer.strategy, batch_size, limit=limit)
 
 
 def check_in_use(flag_values: flags.FlagValues) -> None:

@@ -125,9 +125,8 @@ def test_the_table_is_that_of_the_outcomes():
     assert table == outcomes.table()
 
 
-@pytest.mark.more_in_full
 @pytest.mark.parametrize("module", MODULES)
-def test_every_callable_has_a_valid_call(request, module):
+def test_every_callable_has_a_valid_call(module, full):
     """A new public callable needs a line in `CALLS`; the call with its own arguments succeeds."""
     names = {place.name for place in odd_inputs.places(module)}
     calls = {
@@ -138,7 +137,7 @@ def test_every_callable_has_a_valid_call(request, module):
 
     assert names == set(calls)
     for name, code in calls.items():
-        if name.startswith("Trainer.") and not request.config.getoption("--full"):
+        if name.startswith("Trainer.") and not full:
             continue  # it trains
         with odd_inputs.elsewhere():
             eval(code, odd_inputs.names(code))  # noqa: S307  # a call from the table

@@ -100,19 +100,19 @@ def test_the_page_says_what_the_rows_say(request):
     assert page.PATH.read_text() == page.page()
 
 
-def slow_unless_in_ci(entry):
-    """CI tries every thirtieth class, and the handful of the default run; nightly tries all."""
-    in_ci = str(entry) in HANDFUL or zlib.crc32(str(entry).encode()) % 30 == 0
-    return pytest.param(entry, marks=[] if in_ci else pytest.mark.slow)
+def marked(entry):
+    """The default run tries a handful of classes, CI every thirtieth, too, and nightly all."""
+    if str(entry) in HANDFUL:
+        return entry
+    in_ci = zlib.crc32(str(entry).encode()) % 30 == 0
+    return pytest.param(entry, marks=pytest.mark.thorough if in_ci else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("entry", [slow_unless_in_ci(each) for each in STEPS], ids=str)
-def test_a_class_is_as_its_row_says(entry, mirrored, full):
+@pytest.mark.parametrize("entry", [marked(each) for each in STEPS], ids=str)
+def test_a_class_is_as_its_row_says(entry, mirrored):
     """L5, L6, L8, L12: a step with the class equals a plain loop's, a skipped one moves nothing, and
     a restored one repeats its bits; in one configuration for each class.
     """
-    if not full and str(entry) not in HANDFUL:
-        pytest.skip("only with --full")
     configuration = configurations.of_class(entry.name, entry.row)
     run_one(entry, configuration, strategy_of(configuration, mirrored))
 
@@ -137,40 +137,42 @@ def results(mirrored):
     )
 
 
-@pytest.mark.parametrize("name", [n for n, row in METRICS.items() if row.verdict == RIGHT])
-def test_a_metric_is_keras_own(name, results, full):
+METRICS_BY_KIND = [
+    pytest.param(name, marks=[] if row.kind == "positive" else pytest.mark.thorough)
+    for name, row in METRICS.items()
+    if row.verdict == RIGHT
+]
+
+
+@pytest.mark.parametrize("name", METRICS_BY_KIND)
+def test_a_metric_is_keras_own(name, results):
     """On three replicas, `evaluate` returns what the metric returns for the same batches."""
-    if not full and METRICS[name].kind != "positive":
-        pytest.skip("only with --full")
     found, expected = results(METRICS[name].kind)[name]
 
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", [e for e in LISTED if e.row.verdict == KERAS], ids=str)
-def test_keras_is_wrong_by_itself(entry, full):
+def test_keras_is_wrong_by_itself(entry):
     """A program without halfstep shows what is wrong in Keras. If it raises nothing, Keras is mended
     and the row must change.
     """
-    if not full:
-        pytest.skip("only with --full")
     with pytest.raises(AssertionError):
         exec(compile(entry.row.program, str(entry), "exec"), {})  # noqa: S102
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", [e for e in LISTED if e.row.fails_in], ids=str)
-def test_keras_fails_in_half_by_itself(entry, full):
+def test_keras_fails_in_half_by_itself(entry):
     """A plain step under the dtype policy raises: halfstep has nothing to be compared with."""
-    if not full:
-        pytest.skip("only with --full")
     check_fails_in_keras(entry)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("entry", [e for e in LISTED if e.row.refused_in], ids=str)
-def test_a_class_is_refused_in_half(entry, full):
+def test_a_class_is_refused_in_half(entry):
     """The first step raises where a class would round weights to half precision."""
-    if not full:
-        pytest.skip("only with --full")
     check_refused_in(entry)
 
 

@@ -230,6 +230,7 @@ def test_each_law_names_a_test_that_carries_its_number():
         assert re.search(rf"\b{law}\b", functions[test]), f"{law}: {test} does not carry it"
 
 
+@pytest.mark.extras
 def test_the_site_shows_the_values_of_defaults():
     """Every default of `Trainer` is shown as the value that it has, not as a field of a group."""
     griffe = pytest.importorskip("griffe", reason="pip install -e '.[docs]'")

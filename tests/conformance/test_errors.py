@@ -767,7 +767,7 @@ OF_FLAGS = {
     "run_mode": [
         ("trainer", "run_mode(None, data, data, parsed)"),
         ("train_data", 'run_mode(Trainer(), "digits", data, parsed)'),
-        ("test_data", 'run_mode(Trainer(), data, "digits", parsed)', "data"),
+        ("test_data", 'run_mode(Trainer(), data, "digits", parsed)'),
     ],
 }
 

@@ -286,6 +286,32 @@ def test_a_dataset_is_batched_already():
     assert run_mode(made, train, test, values) == {"loss": 6.0}
 
 
+def test_data_that_cannot_be_evaluated_on_is_refused_before_training():
+    """No step is taken; data of Python, which may be readable once only, is read after training."""
+    values = parse("--steps=2", "--global_batch=4")
+    made = make_trainer(Linear, values, verbose=False)
+    endless = tf.data.Dataset.from_tensor_slices(HELD_OUT).batch(2).repeat()
+    with pytest.raises(ValueError, match="`test_data`") as error:
+        run_mode(made, slopes(-1.0), endless, values)
+
+    assert str(error.value) == (
+        "`test_data` must end; got a dataset that repeats forever. Evaluation and prediction read "
+        "the whole dataset. Remove .repeat(), or pass --eval_steps=100 to read that many batches."
+    )
+    with pytest.raises(ValueError, match=r"`test_data\['broken'\]`"):
+        run_mode(made, slopes(-1.0), {"broken": endless, "sound": HELD_OUT}, values)
+    assert repr(made) == "<Linear: not started, float32, 1 replica>"
+
+    reads = []
+
+    def held_out():
+        reads.append(made.totals.attempted)
+        yield HELD_OUT
+
+    assert run_mode(made, slopes(-1.0), held_out, values)["loss"] > 0
+    assert set(reads) == {2}
+
+
 def test_without_test_data_nothing_is_evaluated():
     """Without test data, training returns None, and `--eval_interval` is an error."""
     values = parse("--steps=2", "--global_batch=4")

@@ -117,6 +117,7 @@ def compare(system, dtype, steps, kinds):
     assert len(np.unique(ours[0])) > steps
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_preset_moves_as_its_system(system, dtype):

@@ -23,9 +23,6 @@ SYSTEMS = [
     ("jmp", "0.0.4", references.Jmp),
 ]
 IDS = [f"{name} {version}" if version else name for name, version, _ in SYSTEMS]
-# Most of these systems are installed by an extra only.
-pytestmark = pytest.mark.more_in_full
-
 
 def skip_without(reference):
     """Skips the test if the real system, or a package that it needs, is not installed."""
@@ -122,6 +119,7 @@ def assert_same_moves(rule, system, rng, steps, tally):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "version", "reference"), SYSTEMS, ids=IDS)
 def test_a_preset_moves_as_its_system(name, version, reference, full, capsys):
     """L16: in random histories, with random growth intervals and with the default one, the scale
@@ -198,6 +196,7 @@ OVERRIDES = [
 OVERRIDE_IDS = [f"{reference.__name__} {constants}" for _, reference, constants in OVERRIDES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rule", "reference", "constants"), OVERRIDES, ids=OVERRIDE_IDS)
 def test_overrides_move_as_the_system_does_with_the_same_settings(rule, reference, constants, full):
     """L16: with another hysteresis, refill, floor or tolerance, the scale equals that of the system
@@ -245,6 +244,7 @@ KNOWN = [
 KNOWN_IDS = [f"{system} {history}" for system, _, history, _ in KNOWN]
 
 
+@pytest.mark.extras  # most of these systems are installed by an extra only
 @pytest.mark.parametrize(("system", "interval", "history", "exponents"), KNOWN, ids=KNOWN_IDS)
 def test_known_histories(system, interval, history, exponents):
     """L16: presets and references agree with short histories that were computed by hand."""

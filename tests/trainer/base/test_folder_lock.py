@@ -22,6 +22,7 @@ with only_writer(pathlib.Path(sys.argv[1])):
 """
 
 
+@pytest.mark.thorough
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     """The error names the process that holds the folder. When that is killed, the folder is free."""
     command = [sys.executable, "-c", HELD, str(tmp_path)]

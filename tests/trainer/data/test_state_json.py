@@ -21,6 +21,7 @@ def test_what_is_written_is_read():
     assert state_json.loads(state_json.dumps(np.float64(2))) == 2.0
 
 
+@pytest.mark.extras
 def test_tensors_of_pytorch():
     """A generator's state is a tensor, and comes back as one."""
     torch = pytest.importorskip("torch", reason="needs PyTorch")

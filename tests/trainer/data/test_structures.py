@@ -40,6 +40,7 @@ def test_pandas_as_in_keras():
     )
 
 
+@pytest.mark.extras
 def test_tensors_of_pytorch_share_their_memory():
     """No copy is made on the CPU; bfloat16 keeps its bits."""
     torch = pytest.importorskip("torch", reason="needs PyTorch")

@@ -85,6 +85,7 @@ def test_a_wrong_batch_is_named_and_not_trained_on(x, y, wanted):
     assert ours == theirs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("weights", "found"), [([1.0] * 7 + [-0.5], "-0.5"), ([1.0] * 7 + [np.nan], "inf or NaN")]
 )
@@ -156,6 +157,7 @@ def test_a_loss_of_ones_own_has_no_range():
     assert "part 0 of" in error_of(trainer, batches(with_last(ROWS, np.nan), LABELS), 5)[0]
 
 
+@pytest.mark.thorough
 def test_batches_of_dicts_and_of_ragged_tensors():
     """Every part is checked, and named by its keys."""
 
@@ -200,6 +202,7 @@ def test_batches_of_a_program():
     assert trainer.totals.attempted == 2
 
 
+@pytest.mark.thorough
 def test_nothing_is_checked_by_default():
     """The traced step holds no operation for it."""
     for check_data, expected in ((False, False), (True, True)):

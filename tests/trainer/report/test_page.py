@@ -201,7 +201,6 @@ def pages_with_faults(page):
 
 
 @pytest.mark.thorough
-@pytest.mark.more_in_full
 def test_a_browser_shows_the_page_without_faults(rich, tmp_path):
     """The browser requests nothing else, all images load and have a description, names from the run
     are shown as text, and 800 pixels are wide enough. Each check fails for a page with one fault.
@@ -224,7 +223,6 @@ def test_a_browser_shows_the_page_without_faults(rich, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.more_in_full
 def test_the_page_has_a_dark_mode(rich, tmp_path):
     """The page follows the browser, and has no fault in either mode at 1600 pixels."""
     page = rich / "report" / "report.html"

@@ -153,6 +153,7 @@ def test_a_run_without_data_resumes(tmp_path):
     assert taken_over.weight == 1 - 2 - 10 - 2
 
 
+@pytest.mark.thorough
 def test_what_comes_after_a_step_happens():
     """Actions and hooks are called at their steps; a change between calls counts at once."""
     seen = []

@@ -116,6 +116,7 @@ def test_the_order_between_inner_loops(tmp_path):
     assert (tmp_path / "ckpt-2").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_error_between_steps_says_where_the_run_stands(tmp_path, saved):
     """An error of a hook is raised as it is, with a note; the run is saved before."""
@@ -357,6 +358,7 @@ def uninterrupted(tmp_path_factory):
 KERAS_FILES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled
 @KERAS_FILES
 @pytest.mark.parametrize("how", ["stop", "stop twice", "error"])

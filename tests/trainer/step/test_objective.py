@@ -312,6 +312,7 @@ def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
             assert trainer.part_of(report.bad_variable) == bad[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_an_update_moves_both(duels, replicas, alternate):

@@ -165,6 +165,7 @@ def test_auto_does_not_compile_what_xla_cannot():
     assert trainer.jit_compile is False
 
 
+@pytest.mark.thorough
 def test_a_whole_step_is_one_program():
     """In mode "step", everything that the loop computes but the data and its own bookkeeping is in
     one function, which XLA compiles.
