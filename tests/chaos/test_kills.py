@@ -29,6 +29,7 @@ from trainer.checkpoint.folder import committed
 SCRIPT = pathlib.Path(runs_to_kill.__file__)
 ROOT = SCRIPT.parents[2]
 PATIENCE = 300  # seconds; a run takes a few
+KILLS = 25  # of each kind of run
 MOST = 4  # deaths in a case
 
 
@@ -251,25 +252,6 @@ def compared(home, case, name):
     ]
 
 
-def check(home, kind, kills, record_property, first=0):
-    """Kills runs of a kind so many times, from seed `first` on; asserts that they end the same."""
-    deaths, counts, wrong = collections.Counter(), collections.Counter(), []
-    for seed in range(first, first + 10 * kills):
-        missing = kills - deaths.total()
-        if not missing:
-            break
-        died, compared_here, differing = kill_and_compare(home, kind, seed, min(missing, MOST))
-        deaths.update(died)
-        counts.update(compared_here)
-        wrong += differing
-    print(f"{kind}: {deaths.total()} kills in {seed - first} runs, {dict(deaths)}")  # noqa: T201
-    print(f"{kind}: compared {dict(counts)}; {len(wrong)} differences")  # noqa: T201
-    record_property("kills", dict(deaths))
-    record_property("compared", dict(counts))
-    assert not wrong, "\n".join(wrong)
-    assert deaths.total() == kills
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Where runs come from; nothing is left running."""
@@ -278,14 +260,22 @@ def home(tmp_path_factory):
     made.end()
 
 
-@pytest.mark.thorough
-def test_one_kill(home, record_property):
-    """Of a run that saves in a thread."""
-    check(home, "async", 1, record_property, first=1000)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", runs_to_kill.KINDS)
 def test_many_kills(home, kind, record_property):
     """Every kind of run, killed at any moment, ends as one that was not killed."""
-    check(home, kind, 25, record_property)
+    deaths, counts, wrong = collections.Counter(), collections.Counter(), []
+    for seed in range(10 * KILLS):
+        missing = KILLS - deaths.total()
+        if not missing:
+            break
+        died, compared_here, differing = kill_and_compare(home, kind, seed, min(missing, MOST))
+        deaths.update(died)
+        counts.update(compared_here)
+        wrong += differing
+    print(f"{kind}: {deaths.total()} kills in {seed} runs, {dict(deaths)}")  # noqa: T201
+    print(f"{kind}: compared {dict(counts)}; {len(wrong)} differences")  # noqa: T201
+    record_property("kills", dict(deaths))
+    record_property("compared", dict(counts))
+    assert not wrong, "\n".join(wrong)
+    assert deaths.total() == KILLS

@@ -11,7 +11,7 @@ import pytest
 import strategies
 from strategies.launch import free_ports
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -24,6 +24,7 @@ SYSTEMS = [
 ]
 IDS = [f"{name} {version}" if version else name for name, version, _ in SYSTEMS]
 
+
 def skip_without(reference):
     """Skips the test if the real system, or a package that it needs, is not installed."""
     if reference.package:

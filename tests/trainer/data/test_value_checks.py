@@ -148,7 +148,7 @@ def test_each_of_several_outputs_has_its_own_range():
     assert "labels of few from 0 to 2; got a smallest and a largest of 0 and 4" in message
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_loss_of_ones_own_has_no_range():
     """Nothing is known about its labels; inputs are checked all the same."""
     trainer = trainer_of(lambda y, p: tf.reduce_mean(p, axis=-1) * tf.cast(y, tf.float32))

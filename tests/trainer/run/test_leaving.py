@@ -26,6 +26,7 @@ ROOT = SCRIPT.parents[1]
 # What is tried in CI, and by night. The runs of a group start together.
 IN_CI = ("hook",)
 BY_NIGHT = tuple(where for where in BLOCKS if where not in IN_CI)
+GROUPS = IN_CI, BY_NIGHT[:5], BY_NIGHT[5:]
 STOP_SECS = 2.0
 # Here the data is read ahead: the steps before may not be over when the file says "blocked".
 READ_AHEAD = ("python data", "counted pipeline", "pipeline")
@@ -52,7 +53,7 @@ def started(tmp_path_factory):
 
     def process_of(where):
         if where not in processes:
-            [group] = [each for each in (IN_CI, BY_NIGHT) if where in each]
+            [group] = [each for each in GROUPS if where in each]
             for each in group:
                 start(each)
         return processes[where]

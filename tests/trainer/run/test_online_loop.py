@@ -107,7 +107,7 @@ def test_it_mixes_with_train():
     assert mixed.totals.attempted == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     """A run that is stopped among its batches goes on to the bits of an uninterrupted one, and so
     does its data.

@@ -758,7 +758,7 @@ for number in (0.1, np.inf, 0.2, 1e30, 0.3):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_xla_compiles_a_whole_step_once(tmp_path):
     """A program of XLA that holds the whole step does not depend on the numbers of a step, with an
     overflow or without. XLA writes a file for each program that it compiles.

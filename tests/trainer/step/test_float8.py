@@ -539,7 +539,7 @@ def test_a_rematerialized_layer_is_called_once():
     assert float(model.layers[0].inner.inputs_amax_history[0]) == np.abs(ROWS).max()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_retried_step_is_as_if_begun_at_its_last_scale():
     """L20: attempts that overflow leave no trace in float8 scales and histories."""
     rows = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")

@@ -78,7 +78,7 @@ def test_simulating_the_rule_of_a_run_repeats_the_run(name, tmp_path):
     assert causes["backward"] >= 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_simulating_another_rule_predicts_its_run(tmp_path):
     """With weights that hardly move, simulating one rule on another's record predicts its skips."""
     for name in ("headroom", "dynamic"):

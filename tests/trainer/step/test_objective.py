@@ -629,7 +629,7 @@ class Sums(Rates):
         return {"base": total, "head": total if self.once else own["base"] + own["head"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_sum_of_losses_moves_both_parts_as_in_a_plain_loop(mirrored, alternate, once):

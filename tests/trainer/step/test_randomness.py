@@ -323,7 +323,7 @@ class Keyed(Drawing):
         self.noted += [(int(replica), tuple(key)) for key in keys.tolist()]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_xla_is_handed_the_same_keys(mirrored, full, kind):
     """Keys do not depend on whether XLA compiles the forward pass, for any replica, microbatch or

@@ -188,7 +188,7 @@ def turned(outcome, apply, skip):
     return apply_or_skip(other, skip, apply)._replace(grads_finite=outcome.grads_finite)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_program_copies_no_weight(monkeypatch):
     """The compiled program updates weights where they are. With the branches of the verdict in the
     other order, XLA copies each of them after every step.
@@ -227,7 +227,7 @@ class Wide(SmallImages):
         return keras.Sequential([keras.Input(IMAGES.shape[1:]), *layers])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_program_writes_no_squares(monkeypatch):
     """The norm of the gradients reads each of them once, and does not write its squares to memory,
     as the plain sum does.
