@@ -1,9 +1,14 @@
 """What is left out by default is tried in CI, and what CI leaves out by night."""
 
+import ast
 import itertools
+import pathlib
 
 import pytest
 from sampling import tiers
+
+TESTS = pathlib.Path(__file__).parents[1]
+AGAIN = "mark.extras", "mark.thorough", "mark.slow"
 
 
 @pytest.mark.parametrize(("axes", "by_default", "in_ci"), [(2, 1, 3), (3, 3, 9), (4, 9, 27)])
@@ -24,3 +29,17 @@ def test_samples_of_a_matrix(axes, by_default, in_ci):
 def test_one_case_is_always_tried():
     """The first number has no marker, however few cases there are."""
     assert [tiers(cases)[0] for cases in (1, 2, 5, 100)] == [None] * 4
+
+
+def test_what_skips_without_a_package_is_tried_with_it():
+    """A test that skips itself is marked, so that CI or the nightly run tries it with the package."""
+    unmarked = [
+        f"{path.name}::{node.name}"
+        for path in sorted(TESTS.rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if any(ast.unparse(each) == "pytest.importorskip" for each in ast.walk(node))
+        if not any(mark in ast.unparse(each) for each in node.decorator_list for mark in AGAIN)
+    ]
+
+    assert unmarked == []

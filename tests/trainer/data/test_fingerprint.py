@@ -47,6 +47,7 @@ def test_another_number_of_arrays():
     assert first_change(of_arrays([X]), of_arrays([X, 1]))[:2] == (1, "nothing")
 
 
+@pytest.mark.extras
 def test_strings_and_tables():
     """Strings are hashed; a table of pandas is read like an array."""
     words = of_arrays(np.array(["a", "b"]))

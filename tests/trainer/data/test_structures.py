@@ -23,6 +23,7 @@ def test_a_list_of_arrays_is_a_tuple():
     )
 
 
+@pytest.mark.extras
 def test_pandas_as_in_keras():
     """Columns and a Series become float32 of two dimensions; text is refused."""
     pandas = pytest.importorskip("pandas", reason="needs pandas")

@@ -85,6 +85,7 @@ def test_the_best_evaluation(sign, step):
     assert str(best) == f"loss {rows[step]['loss']:.4f} at step {step}"
 
 
+@pytest.mark.extras
 def test_a_history_as_a_table(tmp_path):
     """The table has a row for each step with numbers, in order, and is NaN where there are none."""
     pytest.importorskip("pandas", reason="pandas is in the extra pandas")
