@@ -264,6 +264,7 @@ def test_standard_evaluator():
     assert [trainer.evaluate(data.take(5))["loss"] for _ in range(2)] == [2.0, 2.0]
 
 
+@pytest.mark.thorough
 def test_conditional_action():
     """A condition is an `if` in the action; an error in it ends the run (test_conditional_action)."""
 

@@ -89,7 +89,15 @@ def assert_only_weights(trainer, weights):
 
 
 @pytest.mark.parametrize(
-    "what", ["run/ckpt-4", "run", "plain.keras", "some.weights.h5", "run/best/step-4/model.keras"]
+    "what",
+    [
+        "run",
+        "plain.keras",
+        *(
+            pytest.param(what, marks=pytest.mark.thorough)
+            for what in ("run/ckpt-4", "some.weights.h5", "run/best/step-4/model.keras")
+        ),
+    ],
 )
 def test_only_the_weights_are_loaded(old, tmp_path, what):
     """Weights and layers' statistics come from a checkpoint, a `model_dir` or a file of Keras

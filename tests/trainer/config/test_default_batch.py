@@ -32,6 +32,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("argument", CALLS)
 @pytest.mark.parametrize(
     ("data", "kind", "rule"),

@@ -67,6 +67,7 @@ def test_a_function_of_the_users_may_broadcast():
     np.testing.assert_array_equal(losses, np.ones(4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(("width", "fits"), [(1, True), (3, False)])
 def test_labels_whose_width_only_the_batch_shows(jit_compile, width, fits):

@@ -65,7 +65,10 @@ def loaded(path):
 
 
 @pytest.mark.parametrize("name", ["model.keras", "folder"])
-@pytest.mark.parametrize("precision", ["train", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["train", "float32", pytest.param("float16", marks=pytest.mark.thorough), "bfloat16"],
+)
 def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
     """In every precision and both formats, the loaded model has weights of the requested dtype, and
     its outputs equal the trained model's up to rounding.

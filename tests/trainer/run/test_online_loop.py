@@ -70,6 +70,7 @@ def test_steps_on_batches_are_the_steps_of_train(precision, replicas, mirrored):
         np.testing.assert_allclose(np.mean(losses), summary.history["loss"][-1], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_metrics_are_those_since_the_last_log_line(tmp_path):
     """A call returns its batch's loss and the metrics since the last log line, and logs every
     `log_interval` steps; the steps after the last line are logged when `train` begins.
