@@ -123,6 +123,20 @@ def test_the_counts_of_a_part(tmp_path):
     )
 
 
+def test_a_night_is_whole_if_its_parts_ended_by_themselves():
+    """A part that failed was run; one that was ended at its limit was not run whole."""
+    step = "| step | 1 | {} | 5 | 0 | 1 | 3.0 | 10 | 2026-11-25 |"
+    night = [name for name, part in nightly.PARTS.items() if part.night == 1]
+    rows = {name: (step.format("passed").replace("step", name), []) for name in night}
+
+    for verdict, said in (
+        ("FAILED", "took 9 minutes"),
+        ("ended at its limit", "was not run whole"),
+    ):
+        rows["step"] = step.format(verdict), []
+        assert f"Night 1 {said}." in nightly.page(rows)
+
+
 def test_a_part_keeps_the_rows_of_the_others():
     """A part that runs again replaces its own row and lines; parts that never ran say so."""
     failed = "| laws | 1 | FAILED | 2 | 1 | 2 | 2.5 | 40 | 2026-11-25 |"
