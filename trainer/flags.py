@@ -501,7 +501,7 @@ def check_eval_mode(test_data: Any, flag_values: flags.FlagValues) -> None:
 def check_test_data(
     trainer: Trainer, test_data: Any, batch_size: int | None, flag_values: flags.FlagValues
 ) -> None:
-    """Raises the errors of data that cannot be evaluated on, before hours of training and not after.
+    """Raises what evaluation would raise for its data, before hours of training and not after.
 
     What Python reads batch by batch is left to the evaluation: reading may not be repeatable.
     """

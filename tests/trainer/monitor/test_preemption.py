@@ -420,7 +420,7 @@ def test_a_second_signal_ends_a_process_that_cannot_print(reader):
 def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, phase):
     """A stopped process exits with code 75, which tells a scheduler to start it again."""
     if phase not in processes:
-        pytest.skip("in the full run")
+        pytest.skip("only with --full")
     process, model_dir = processes[phase]
     wait_until(lambda: in_phase(model_dir, phase), process)
     time.sleep(0.2)
