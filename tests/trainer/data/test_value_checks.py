@@ -102,7 +102,7 @@ def test_weights_are_checked(weights, found):
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        "binary_crossentropy",
+        pytest.param("binary_crossentropy", marks=pytest.mark.thorough),
         pytest.param(keras.losses.BinaryFocalCrossentropy(), marks=pytest.mark.thorough),
         pytest.param("categorical_crossentropy", marks=pytest.mark.thorough),
         keras.losses.CategoricalFocalCrossentropy(),

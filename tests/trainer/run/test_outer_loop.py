@@ -61,6 +61,7 @@ def test_evaluations_and_checkpoints_happen_when_due(tmp_path):
     assert saved == {"ckpt-6", "ckpt-12", "ckpt-15"}
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_up_to_an_absolute_target(tmp_path):
     """`steps` is an absolute target: the same command takes only the steps that are left."""
 

@@ -186,6 +186,7 @@ def module_copies(trainer):
     return [[copy.tobytes() for copy in copies(variable)] for variable in variables]
 
 
+@pytest.mark.thorough
 def test_a_sum_that_overflows_is_found(mirrored):
     """L5: if every replica's gradient is finite but their sum is not, the cause is reduction and
     the scale halves.
