@@ -503,7 +503,8 @@ def check_test_data(
 ) -> None:
     """Raises what evaluation would raise for its data, before hours of training and not after.
 
-    What Python reads batch by batch is left to the evaluation: reading may not be repeatable.
+    Functions without parameters, and what Python reads batch by batch, are left to the evaluation:
+    their data may be readable only once.
     """
     parts = test_data.values() if is_named(test_data) else [test_data]
     if not any(is_source(part) for part in parts):

@@ -41,7 +41,8 @@ def test_every_test_file_is_in_one_part():
     measured with tests that are not slow.
     """
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    slow = {n: part for n, part in nightly.PARTS.items() if set(nightly.SLOW) <= set(part.options)}
+    options = set(nightly.BY_NIGHT)
+    slow = {name: part for name, part in nightly.PARTS.items() if options <= set(part.options)}
     assert files
     for path in files:
         found = {name.split("-")[0] for name, part in slow.items() if selects(part, path)}
