@@ -434,9 +434,9 @@ def run_mode(
     batched = not is_named(test_data) and not needs_batch_size(test_data)
     eval_batch_size = None if batched else flag_values.global_batch
     evaluates = flag_values.mode != "train" and test_data is not None
+    if evaluates:
+        check_test_data(trainer, test_data, eval_batch_size, flag_values)
     if flag_values.mode != "eval":
-        if evaluates:
-            check_test_data(trainer, test_data, eval_batch_size, flag_values)
         train(trainer, train_data, test_data, flag_values)
     return evaluate(trainer, test_data, eval_batch_size, flag_values) if evaluates else None
 
@@ -501,7 +501,8 @@ def check_eval_mode(test_data: Any, flag_values: flags.FlagValues) -> None:
 def check_test_data(
     trainer: Trainer, test_data: Any, batch_size: int | None, flag_values: flags.FlagValues
 ) -> None:
-    """Raises what evaluation would raise for its data, before hours of training and not after.
+    """Raises what evaluation would raise for its data, by the name it has here, and before hours of
+    training and not after.
 
     Functions without parameters, and what Python reads batch by batch, are left to the evaluation:
     their data may be readable only once.

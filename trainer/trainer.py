@@ -382,6 +382,7 @@ class Trainer(Task):
         self.compile_mode_open = jit_compile == "auto"
         self._trained_on: tuple[Any, int | None, DataPosition] | None = None
         self._online: OnlineLoop | None = None  # what the last call of `train_on_batch` used
+        self._ended_by: tuple[BaseException, Batch] | None = None  # what ended these calls
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self._lent = contextlib.ExitStack()  # what an evaluation has to put back
@@ -640,8 +641,9 @@ class Trainer(Task):
             loop = self._begin_online(tensors)
         try:
             return loop.take(tensors)
-        except BaseException:
+        except BaseException as error:
             self._online = None  # the next call begins anew
+            self._ended_by = error, loop.batch
             loop.release()
             raise
 
@@ -680,6 +682,7 @@ class Trainer(Task):
     def _end_online(self, *, save: bool = False) -> None:
         """Logs the last steps of `train_on_batch`, if it was called."""
         loop, self._online = self._online, None
+        self._ended_by = None
         if loop:
             loop.close(save=save)
 
@@ -687,10 +690,12 @@ class Trainer(Task):
         """Saves the run after `train_on_batch`, and waits until the checkpoint is written.
 
         The steps since the last log line are logged, and other processes may write to `model_dir`
-        until the next call of `train_on_batch`. `train` saves by itself when it ends.
+        until the next call of `train_on_batch`. After a call that an error or Ctrl-C has ended, the
+        steps before it are saved. `train` saves by itself when it ends; then nothing is written.
 
         Raises:
-            ValueError: if there is no `model_dir`.
+            ValueError: if there is no `model_dir`, or no checkpoints are written there.
+            RuntimeError: if an operation of the last step failed, which leaves a part of the step.
             CheckpointError: if the checkpoint cannot be written.
         """
         if self.model_dir is None:
@@ -698,7 +703,22 @@ class Trainer(Task):
                 "`model_dir` must be given to save a checkpoint; got None. Checkpoints are written "
                 "there. Pass Trainer(model_dir=...), or call export(path) for the model alone."
             )
+        if not self.checkpoint_config.enable_checkpointing:
+            raise ValueError(
+                "`enable_checkpointing` must be True to save a checkpoint; got False. No "
+                "checkpoints are written then. Leave it out, or call export(path) for the model "
+                "alone."
+            )
         self._check_started("save_checkpoint")
+        if self._ended_by is not None:
+            error, batch = self._ended_by
+            if isinstance(error, tf.errors.OpError):
+                raise RuntimeError(
+                    "The run cannot be saved: an operation failed in the middle of a step, so the "
+                    "variables may hold a part of it. The checkpoints are as they were. Make a new "
+                    "trainer, which goes on from the newest one."
+                ) from error
+            self._begin_online(batch)
         self._end_online(save=True)
 
     def _introduce(self, loop: OuterLoop) -> None:

@@ -81,6 +81,7 @@ def all_cases(module, number):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", MODULES)
 def test_a_few_odd_inputs(tmp_path, monkeypatch, module):
     """One for each argument; of methods, which train, for some."""

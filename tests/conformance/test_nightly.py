@@ -82,7 +82,7 @@ def test_the_groups_of_the_catalogue_are_all():
     options = [part.options for name, part in nightly.PARTS.items() if name.startswith("catalogue")]
 
     assert [each[-2:] for each in options] == [
-        ("--splits=5", f"--group={group}") for group in range(1, 6)
+        ("--splits=7", f"--group={group}") for group in range(1, 8)
     ]
 
 

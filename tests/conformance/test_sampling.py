@@ -31,6 +31,7 @@ def test_one_case_is_always_tried():
     assert [tiers(cases)[0] for cases in (1, 2, 5, 100)] == [None] * 4
 
 
+@pytest.mark.thorough
 def test_what_skips_without_a_package_is_tried_with_it():
     """A test that skips itself is marked, so that CI or the nightly run tries it with the package."""
     unmarked = [

@@ -125,14 +125,7 @@ def trained_with_average(**arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", range(len(BOUNDS)), ids=[next(iter(bound)) for bound in BOUNDS])
-@pytest.mark.parametrize(
-    ("replicas", "num_microbatches"),
-    [
-        pytest.param(1, 3, marks=pytest.mark.slow),
-        pytest.param(3, 1, marks=pytest.mark.slow),
-        (3, 2),
-    ],
-)
+@pytest.mark.parametrize(("replicas", "num_microbatches"), [(1, 3), (3, 1), (3, 2)])
 def test_division_changes_neither_clipping_nor_averages(
     mirrored, wholes, replicas, num_microbatches, bound
 ):

@@ -695,6 +695,7 @@ class Killed(BaseException):
     """Stands for a kill: no `except Exception` catches it."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("exchanges", "done", "left"),
     [

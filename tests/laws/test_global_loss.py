@@ -288,7 +288,7 @@ def measured(kind, strategy, size):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", [7, 10])
+@pytest.mark.parametrize("size", [7, pytest.param(10, marks=pytest.mark.slow)])
 def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
     """Each replica's metrics see its own rows, also where the last batch is smaller."""
     wanted, found = (measured(Ranked, strategy, size) for strategy in ("default", mirrored(3)))

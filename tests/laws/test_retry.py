@@ -193,7 +193,7 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale(
         assert differ(expected, bits) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_retried_step_is_that_of_a_run_that_never_retries(runs, replicas):
     """L6: a retried step has the bits of a trainer with on_overflow="skip", which contains no retry

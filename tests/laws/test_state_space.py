@@ -210,7 +210,7 @@ def overflows_it_takes(state, rule):
     return max(math.ceil((share * steps - overflows) / (1 - share)), 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_states_of_small_tolerant_rules(full, capsys):
     """L3, L4, L11 and L17 for `TolerantLossScale`, in every state within 10 steps (16 with
     `--full`) of 36 small rules. The counters are unbounded, so not all states can be visited.
@@ -268,7 +268,7 @@ def headroom_rules():
         yield scaling.HeadroomLossScale(2.0, bits, interval, *factors, *bounds)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_state_of_headroom_rules(full, capsys):
     """L3, L4, L11 and L17 for `HeadroomLossScale`, in every state that overflows and five magnitudes
     can reach: a scale that was just found or has just grown leaves the headroom, or is at the

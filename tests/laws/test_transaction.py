@@ -243,6 +243,7 @@ def test_everything_moves_on_an_update(loops, loop, replicas, optimizer):
         assert len({copy.tobytes() for copy in copies(variable)}) == 1, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", everything.OPTIMIZERS)
 def test_both_loops_take_the_same_steps(loops, optimizer):
     """L15: the trainer and the own loop take the same steps, to the bit, Dropout's

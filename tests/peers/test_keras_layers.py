@@ -118,14 +118,14 @@ def float8(kind="dense"):
     return model
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "division"),
     [
         ("dense", {"replicas": 2, "num_microbatches": 2}),
-        pytest.param("dense", {}, marks=pytest.mark.slow),
-        pytest.param("dense", {"num_microbatches": 2}, marks=pytest.mark.slow),
-        pytest.param("einsum", {"replicas": 2}, marks=pytest.mark.slow),
+        ("dense", {}),
+        ("dense", {"num_microbatches": 2}),
+        ("einsum", {"replicas": 2}),
     ],
     ids=str,
 )

@@ -286,9 +286,10 @@ def test_a_dataset_is_batched_already():
     assert run_mode(made, train, test, values) == {"loss": 6.0}
 
 
-def test_data_that_cannot_be_evaluated_on_is_refused_before_training():
-    """No step is taken; data of Python, which may be readable once only, is read after training."""
-    values = parse("--steps=2", "--global_batch=4")
+@pytest.mark.parametrize("mode", ["train_and_eval", "eval"])
+def test_data_that_cannot_be_evaluated_on_is_refused_first(mode):
+    """No step is taken, and the error has the name of the argument here."""
+    values = parse("--steps=2", "--global_batch=4", f"--mode={mode}")
     made = make_trainer(Linear, values, verbose=False)
     endless = tf.data.Dataset.from_tensor_slices(HELD_OUT).batch(2).repeat()
     with pytest.raises(ValueError, match="`test_data`") as error:
@@ -302,6 +303,11 @@ def test_data_that_cannot_be_evaluated_on_is_refused_before_training():
         run_mode(made, slopes(-1.0), {"broken": endless, "sound": HELD_OUT}, values)
     assert repr(made) == "<Linear: not started, float32, 1 replica>"
 
+
+def test_data_of_python_are_read_after_training():
+    """They may be readable once only."""
+    values = parse("--steps=2", "--global_batch=4")
+    made = make_trainer(Linear, values, verbose=False)
     reads = []
 
     def held_out():

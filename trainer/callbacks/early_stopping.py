@@ -45,8 +45,8 @@ class EarlyStopping(Monitored):
         ...     model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
         ...     optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False,
         ...     callbacks=[stopping])
-        >>> summary = line.train((x, x), 1000, global_batch=8, eval_data=(x, x), eval_interval=1)
-        >>> summary.step == stopping.stopped_step < 1000
+        >>> summary = line.train((x, x), 100, global_batch=8, eval_data=(x, x), eval_interval=1)
+        >>> summary.step == stopping.stopped_step < 100
         True
     """
 

@@ -269,9 +269,9 @@ class RunLog:
         self._untimed, self._clock_start = len(self._reports), time.perf_counter()
 
     def set_aside(self) -> None:
-        """Renames the log files of a run that left no checkpoint, because this run begins anew."""
+        """Renames the files of a run that left no checkpoint, because this run begins anew."""
         if names := self.writers.set_aside():
-            self.say(f"the folder holds no checkpoint; the earlier log is in {', '.join(names)}")
+            self.say(f"the folder holds no checkpoint; the earlier run is in {', '.join(names)}")
 
     def rewind(
         self,

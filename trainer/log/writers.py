@@ -100,12 +100,15 @@ class RunWriters:
     def set_aside(self) -> list[str]:
         """Renames the log files of an earlier run in the folder, so that they stay as they are.
 
+        Its best models are renamed too: they would compete with those of this run.
+
         Returns:
             The new names, which no file has yet.
         """
         if self._folder is None:
             return []
-        found = [self._folder / name for name in LOG_FILES if (self._folder / name).exists()]
+        paths = [self._folder / name for name in (*LOG_FILES, "best")]
+        found = [path for path in paths if path.exists()]
         prefixes = itertools.chain(["previous-"], (f"previous-{n}-" for n in itertools.count(2)))
         free = next(
             prefix

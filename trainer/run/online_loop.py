@@ -78,6 +78,11 @@ class OnlineLoop(OuterLoop):
         """Lets other runs write to the folder, and ends the trackers' run; also after an error."""
         self._held.__exit__(*sys.exc_info())
 
+    @property
+    def batch(self) -> Batch:
+        """The batch with which the loop began."""
+        return self._position.data.first
+
     def _reached(self) -> int:
         """Returns the target: no call is the last one, so the run is never stopped before it."""
         return ENDLESS

@@ -56,6 +56,7 @@ class Recovery:
         with self._trainer.strategy.scope():
             path = checkpoints.restore(before=detection.first)
         if tries > self._divergence.max_recoveries or path is None:
+            checkpoints.resumed = False  # so that another call of `train` restores the rest, too
             raise diverged_error(detection, self._watch.recoveries, path)
         step = Totals.from_state(self._parts.state).attempted
         if "data" in checkpoints.facts:

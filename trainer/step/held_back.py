@@ -28,6 +28,7 @@ class HoldBack(keras.StatelessScope):
         self._read = {id(variable): tensorflow_variable(variable) for variable in variables}
         self._unknown: list[keras.Variable] = []
         self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
+        self._graph = tf.compat.v1.get_default_graph()
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable | None:
         """Returns a variable's value inside the scope. Keras calls this method.
@@ -44,6 +45,7 @@ class HoldBack(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records an assignment. Keras calls this method."""
+        check_place(update[0], control_flow_within(self._graph))
         if id(update[0]) not in self._read:
             self._unknown.append(update[0])
         self._draws[id(update[0])] = self.draws_from(update[0]) + 1
@@ -63,6 +65,43 @@ class HoldBack(keras.StatelessScope):
                 "numbers, pass a keras.random.SeedGenerator that the model or the trainer holds "
                 "as seed=. Update metrics in update_metrics()."
             )
+
+
+def control_flow_within(outer: tf.Graph) -> set[str]:
+    """Returns which kinds of control flow, "While" and "Cond", are being traced inside a graph.
+
+    TensorFlow has no public way to tell. It traces each body of a loop and each branch of a
+    condition in a graph of its own, whose class says which. Tests of `HoldBack` fail if that moves.
+    """
+    graph, found = tf.compat.v1.get_default_graph(), set()
+    while graph is not outer and hasattr(graph, "outer_graph"):
+        found |= {kind for kind in ("While", "Cond") if type(graph).__name__.startswith(kind)}
+        graph = graph.outer_graph
+    return found
+
+
+def check_place(variable: keras.Variable, control_flow: set[str]) -> None:
+    """Raises ValueError for an assignment whose value cannot leave the graph where it is made.
+
+    Args:
+        variable: the variable that is assigned.
+        control_flow: the result of `control_flow_within`.
+    """
+    if is_seed_state(variable):
+        if "While" in control_flow:
+            raise ValueError(
+                "`compute_loss` must not draw from a seed generator in a loop of the graph; got "
+                f"{variable.path!r}, for example of a Dropout layer in the cell of an RNN. Every "
+                "iteration would draw the same numbers. Draw before the loop, unroll it "
+                "(RNN(..., unroll=True)), or draw from a tf.random.Generator that the model holds."
+            )
+    elif control_flow:
+        raise ValueError(
+            "`compute_loss` must not assign Keras variables in a loop or a condition of the graph; "
+            f"got an assignment to {variable.path!r}. The new value would exist only there, and it "
+            "is held back until the step is known to be finite. Assign it outside, for example "
+            "with keras.ops.where, or unroll the loop (RNN(..., unroll=True))."
+        )
 
 
 def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.Variable]:

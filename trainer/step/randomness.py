@@ -53,6 +53,8 @@ def make_keys(
         random: a generator counts up from its key, so with neighboring keys two generators would
         soon draw the same numbers.
     """
+    if not generators:  # the operations below would be traced for nothing
+        return tf.zeros([num_microbatches, 0, 2], tf.int64)
     place = source[1] * num_replicas + tf.cast(replica, tf.int64)
     return tf.random.stateless_uniform(
         [num_microbatches, generators, 2],

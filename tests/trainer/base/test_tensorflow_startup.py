@@ -44,7 +44,7 @@ def test_only_info_messages_are_dropped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [None, pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", [None, "0"])
 def test_importing_trainer_first_hides_start_up_messages(level):
     """A program that imports `trainer` before TensorFlow prints no start-up messages by default."""
     result = import_trainer(**{LOG_LEVEL: level} if level else {})

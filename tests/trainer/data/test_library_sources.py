@@ -66,7 +66,7 @@ def test_a_position_is_found_again(kind, tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=() if kind in ("PyDataset", "DataLoader") else pytest.mark.slow)
+        pytest.param(kind, marks=() if kind == "DataLoader" else pytest.mark.slow)
         for kind in SOURCES
     ],
 )

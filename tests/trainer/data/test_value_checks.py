@@ -176,10 +176,10 @@ def test_batches_of_dicts_and_of_ragged_tensors():
     assert "numbers in part more of the batch; got" in error_of(trainer, data(np.inf), 3)[0]
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.thorough)])
-def test_on_replicas_and_compiled(mirrored, replicas):
+@pytest.mark.thorough
+def test_on_replicas_and_compiled(mirrored):
     """The check is on the global batch, outside of what XLA compiles."""
-    for arguments in ({"strategy": mirrored(replicas)}, {"jit_compile": True}):
+    for arguments in ({"strategy": mirrored(2)}, {"jit_compile": True}):
         message, steps = error_of(trainer_of(**arguments), batches(ROWS, with_last(LABELS, 3)), 4)
         assert steps == 1
         assert "got a smallest and a largest of 0 and 3" in message

@@ -151,6 +151,14 @@ def test_an_earlier_log_is_set_aside(tmp_path):
     assert (tmp_path / "previous-2-train.csv").read_text() == later
 
 
+def test_earlier_best_models_are_set_aside(tmp_path):
+    """They would compete with those of the run that begins anew."""
+    (tmp_path / "best" / "step-9").mkdir(parents=True)
+
+    assert RunWriters(tmp_path).set_aside() == ["previous-best"]
+    assert (tmp_path / "previous-best" / "step-9").is_dir()
+
+
 def test_rewinding_touches_no_other_file(tmp_path):
     """A user's own CSV files stay as they are, whatever is in them."""
     writers = write_steps(tmp_path, range(1, 5))

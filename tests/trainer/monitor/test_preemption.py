@@ -246,7 +246,7 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, undistu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_run_is_stopped_from_another_thread(tmp_path, mirrored, undisturbed, replicas):
     """`stop` ends the inner loop within two steps and `train` returns; the next call continues."""
     strategy = mirrored(replicas) if replicas > 1 else "default"

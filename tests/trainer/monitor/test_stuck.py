@@ -249,7 +249,7 @@ def test_weights_that_an_update_ruined_end_the_run():
     assert trainer.weight == -np.inf
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_loss_that_is_not_finite_ends_the_run_if_asked(mirrored, replicas):
     """L11: on_nonfinite_loss="raise" ends the run at the step with the bad loss, in the middle of a

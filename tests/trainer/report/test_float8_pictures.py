@@ -53,7 +53,12 @@ def test_a_panel_shows_magnitudes_below_the_limit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "layers", [1, *(pytest.param(layers, marks=pytest.mark.thorough) for layers in (24, 30))]
+    "layers",
+    [
+        1,
+        pytest.param(24, marks=pytest.mark.slow),
+        pytest.param(30, marks=pytest.mark.thorough),
+    ],
 )
 def test_layers_that_saturated_are_shown(tmp_path, monkeypatch, layers):
     """There is a row for each layer, and no text covers another; of too many, the calmest are left out."""

@@ -24,9 +24,7 @@ def always_measured(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
-@pytest.mark.parametrize(
-    "make", [adam, pytest.param(keras.optimizers.Lion, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("make", [adam, keras.optimizers.Lion])
 def test_measuring_leaves_no_trace(make):
     """All measured steps are rolled back: the run has the bits of one that was given the mode."""
     measured = trained_small(make=make, jit_compile="auto")

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import STEEP, Linear, all_copies, assert_same_bits, overflowing, slopes
 
-from trainer import Action, Trainer, TrainingStuckError
+from trainer import Action, Callback, Trainer, TrainingStuckError
 
 X = np.random.default_rng(0).normal(size=[24, 2]).astype(np.float32)
 BATCHES = [(X[begin : begin + 4], X[begin : begin + 4, :1]) for begin in range(0, 24, 4)]
@@ -52,7 +52,7 @@ def dataset():
     ("precision", "replicas"),
     [
         ("float32", 1),
-        pytest.param("mixed_float16", 1, marks=pytest.mark.thorough),
+        pytest.param("mixed_float16", 1, marks=pytest.mark.slow),
         pytest.param("mixed_float16", 2, marks=pytest.mark.thorough),
     ],
 )
@@ -152,6 +152,81 @@ def test_a_run_without_data_resumes(tmp_path):
     taken_over = Linear(model_dir=tmp_path, verbose=False)
     taken_over.train(slopes(1.0, 1.0), 5, global_batch=2)
     assert taken_over.weight == 1 - 2 - 10 - 2
+
+
+class Broken(Callback):
+    """Ends the third step as Ctrl-C or a fault would."""
+
+    def __init__(self, error):
+        """Stores the error."""
+        self.error = error
+
+    def on_loop_end(self, step):
+        """Raises it, once."""
+        if step == 3:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("the disk is gone")])
+def test_what_was_taken_before_an_error_can_be_saved(tmp_path, error):
+    """`save_checkpoint` saves the steps before an error or Ctrl-C; a new trainer goes on from them."""
+    line = Linear(model_dir=tmp_path, callbacks=[Broken(error)], verbose=False)
+    for _ in range(2):
+        line.train_on_batch(slopes(1.0))
+    with pytest.raises(type(error)):
+        line.train_on_batch(slopes(1.0))
+    line.save_checkpoint()
+    line.save_checkpoint()  # is saved already
+
+    assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-3"]
+    resumed = Linear(model_dir=tmp_path, verbose=False)
+    resumed.train_on_batch(slopes(10.0))
+    assert (resumed.weight, resumed.totals.attempted) == (1 - 3 - 10, 4)
+
+
+def test_a_batch_that_cannot_be_used_loses_nothing(tmp_path):
+    """The steps before it are saved."""
+    line = Linear(model_dir=tmp_path, verbose=False)
+    line.train_on_batch(slopes(1.0))
+    with pytest.raises(KeyError, match="slope"):
+        line.train_on_batch({"x": np.ones([2, 1], np.float32)})
+    line.save_checkpoint()
+
+    assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-1"]
+
+
+def test_a_step_that_failed_midway_is_not_saved(tmp_path):
+    """A metric comes after the update: its error leaves a step that is not counted but was applied."""
+
+    class Fails(Linear):
+        def update_metrics(self, batch, aux):
+            tf.debugging.assert_less(batch["slope"], 9.0)
+
+    line = Fails(model_dir=tmp_path, verbose=False, jit_compile=False, check_gradients=False)
+    line.train_on_batch(slopes(1.0))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        line.train_on_batch(slopes(10.0))
+    with pytest.raises(RuntimeError) as refused:
+        line.save_checkpoint()
+
+    assert str(refused.value) == (
+        "The run cannot be saved: an operation failed in the middle of a step, so the variables may "
+        "hold a part of it. The checkpoints are as they were. Make a new trainer, which goes on "
+        "from the newest one."
+    )
+
+
+def test_without_checkpoints_nothing_is_saved_without_a_word(tmp_path):
+    """`enable_checkpointing=False` is an error then."""
+    line = Linear(model_dir=tmp_path, enable_checkpointing=False, verbose=False)
+    line.train_on_batch(slopes(1.0))
+    with pytest.raises(ValueError, match="enable_checkpointing") as refused:
+        line.save_checkpoint()
+
+    assert str(refused.value) == (
+        "`enable_checkpointing` must be True to save a checkpoint; got False. No checkpoints are "
+        "written then. Leave it out, or call export(path) for the model alone."
+    )
 
 
 @pytest.mark.thorough

@@ -356,14 +356,21 @@ def uninterrupted(tmp_path_factory):
     return trainer
 
 
+USUAL_CUT = "stop twice", 4  # which CI tries
 KERAS_FILES = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-@pytest.mark.thorough
-@pytest.mark.sampled
 @KERAS_FILES
-@pytest.mark.parametrize("how", ["stop", "stop twice", "error"])
-@pytest.mark.parametrize("at", [0, 4, 8])
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [
+        pytest.param(
+            how, at, marks=pytest.mark.thorough if (how, at) == USUAL_CUT else pytest.mark.slow
+        )
+        for how in ("stop", "stop twice", "error")
+        for at in (0, 4, 8)
+    ],
+)
 def test_an_interrupted_evaluation_is_made_up_for(tmp_path, uninterrupted, how, at):
     """The same command evaluates the step whose evaluation was interrupted, once, and ends with the
     log and the best models of a run without interruption.

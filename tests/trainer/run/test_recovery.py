@@ -1,6 +1,7 @@
 """Rolling back a run that has diverged, a bounded number of times."""
 
 import json
+import shutil
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits
 
-from trainer import DivergedError, Divergence
+from trainer import Callback, DivergedError, Divergence, Trainer
 from trainer.checkpoint.folder import committed
 
 
@@ -55,6 +56,12 @@ def recoveries(model_dir):
     """Returns the lines of `metrics.jsonl` about recoveries."""
     lines = (model_dir / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["split"] == "recovery"]
+
+
+def trained_at(model_dir):
+    """Returns the steps of the lines of `metrics.jsonl` about training."""
+    lines = (model_dir / "metrics.jsonl").read_text().splitlines()
+    return [line["step"] for line in map(json.loads, lines) if line["split"] == "train"]
 
 
 @pytest.mark.thorough
@@ -198,3 +205,63 @@ def test_a_recovery_is_printed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "diverged: loss " in said
     assert "above 10 at step 2; back to step 1" in said
+
+
+class Counting(Callback):
+    """Counts steps, and makes the run diverge at the ninth, until it is mended."""
+
+    def __init__(self):
+        """Begins at 0."""
+        self.steps, self.mended = 0, False
+
+    def on_loop_begin(self, step):
+        """Sets a learning rate at which the loss grows."""
+        if step == 8 and not self.mended:
+            self.trainer.optimizer.learning_rate = 1e3
+
+    def on_loop_end(self, step):
+        """Counts."""
+        self.steps += 1
+
+    def state_dict(self):
+        """Returns the count."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        """Takes a count over."""
+        self.steps = state["steps"]
+
+
+@pytest.mark.thorough
+def test_after_the_error_another_call_goes_on_as_another_process_does(tmp_path):
+    """What a resume restores is restored: position in the data, log, callbacks, optimizer."""
+    x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+    examples = tf.data.Dataset.from_tensor_slices((x, 3 * x + 1)).batch(4)
+
+    def line(folder):
+        return Trainer(
+            model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+            optimizer=lambda: keras.optimizers.SGD(0.05),
+            loss_fn="mse",
+            callbacks=[Counting()],
+            divergence=Divergence(loss_above=1e4, max_recoveries=1),
+            model_dir=folder,
+            checkpoint_interval=5,
+            steps_per_loop=1,
+            log_interval=2,
+            seed=1,
+            verbose=False,
+        )
+
+    here = line(tmp_path / "here")
+    with pytest.raises(DivergedError):
+        here.train(examples, 20)
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    runs = [here, line(tmp_path / "copy")]
+    for trainer in runs:
+        trainer.callbacks[0].mended = True
+        trainer.train(examples, 20)
+
+    assert_same_bits(*map(all_copies, runs))
+    assert [trainer.callbacks[0].steps for trainer in runs] == [20, 20]
+    assert [trained_at(tmp_path / name) for name in ("here", "copy")] == [[*range(2, 21, 2)]] * 2

@@ -138,11 +138,10 @@ def in_order(history, steps):
 @pytest.mark.parametrize(
     ("replicas", "jit_compile"),
     [
-        (1, False),
         pytest.param(3, True, marks=pytest.mark.thorough),
         *(
             pytest.param(*setting, marks=pytest.mark.slow)
-            for setting in [(1, True), (1, "step"), (2, False)]
+            for setting in [(1, False), (1, True), (1, "step"), (2, False)]
         ),
     ],
 )
@@ -297,8 +296,7 @@ def test_a_trainer_in_float8(tmp_path):
     np.testing.assert_array_equal(loaded(rows), resumed.model(rows))
 
 
-@pytest.mark.sampled
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("frequency", [None, 2])
 def test_scales_have_no_moving_average(frequency):
     """Weights are evaluated at their averages, scales as they are; Keras alone fails at the scales."""
@@ -358,7 +356,7 @@ def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
         np.testing.assert_array_equal(old.kernel.numpy(), new.kernel.numpy())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_rule_is_part_of_the_run(tmp_path):
     """A run that is resumed with another float8 rule is refused: its scales mean something else."""
 

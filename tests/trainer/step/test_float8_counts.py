@@ -135,7 +135,6 @@ def test_counting_changes_no_bit(by_keras, jit_compile):
     np.testing.assert_array_equal(facts, same_facts)
 
 
-@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "parts"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_shares_are_those_of_the_whole_batch(mirrored, replicas, parts):
@@ -201,7 +200,6 @@ class Player(keras.Model):
         return made, self.critic(made, training=training)
 
 
-@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("alternate", [False, True])
 def test_each_optimizer_counts_its_own_tensors(alternate):

@@ -54,6 +54,101 @@ def test_a_write_to_another_variable_is_an_error():
         scope.check_no_unknown_variables()
 
 
+class Cell(keras.layers.Layer):
+    """Passes what an inner layer makes of a time step."""
+
+    state_size = output_size = 4
+
+    def __init__(self, inner):
+        """Stores the inner layer."""
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        """Builds the inner layer."""
+        self.inner.build(shape)
+
+    def call(self, x, states, training=False):
+        """The inner layer's result, and the state as it was."""
+        return self.inner(x, training=training), states
+
+
+class Branch(keras.layers.Layer):
+    """Calls an inner layer where the sum of the inputs is positive."""
+
+    def __init__(self, inner):
+        """Stores the inner layer."""
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        """Builds the inner layer."""
+        self.inner.build(shape)
+
+    def call(self, x, training=False):
+        """The inner layer's result, or the inputs."""
+        positive = keras.ops.sum(x) > 0
+        return keras.ops.cond(positive, lambda: self.inner(x, training=training), lambda: x)
+
+
+def outputs_of(layer):
+    """A layer's outputs for ones, as a step would trace it."""
+    layer(tf.ones([2, 5, 4]), training=False)  # builds it
+
+    @tf.function(autograph=False)
+    def outputs(x):
+        with HoldBack(layer.variables):
+            return layer(x, training=True)
+
+    return outputs(tf.ones([2, 5, 4]))
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_draw_in_a_loop_is_refused(unroll):
+    """All iterations would draw the same: Dropout would have one mask for all time steps."""
+    dropout = keras.layers.Dropout(0.5, name="noise")
+    layer = keras.layers.RNN(Cell(dropout), return_sequences=True, unroll=unroll)
+    if unroll:
+        assert outputs_of(layer).shape == (2, 5, 4)
+        return
+    with pytest.raises(ValueError, match="draw") as refused:
+        outputs_of(layer)
+
+    message = str(refused.value)  # Keras puts the layer's call around it
+    assert (
+        "`compute_loss` must not draw from a seed generator in a loop of the graph; got '"
+        in message
+    )
+    assert (
+        "seed_generator_state', for example of a Dropout layer in the cell of an RNN. Every iteration "
+        "would draw the same numbers. Draw before the loop, unroll it (RNN(..., unroll=True)), or "
+        "draw from a tf.random.Generator that the model holds."
+    ) in message
+
+
+def test_a_draw_in_a_condition_is_a_draw():
+    """A branch is traced once and runs at most once."""
+    layer = Branch(keras.layers.Dropout(0.5))
+
+    assert outputs_of(layer).shape == (2, 5, 4)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda inner: keras.layers.RNN(Cell(inner)), Branch], ids=["loop", "condition"]
+)
+def test_an_assignment_in_control_flow_is_refused(make):
+    """The value would exist in the loop's body, or in the branch, only."""
+    layer = make(keras.layers.BatchNormalization(name="norm"))
+    with pytest.raises(ValueError, match="assign") as refused:
+        outputs_of(layer)
+
+    assert (
+        "norm/moving_mean'. The new value would exist only there, and it is held back until the "
+        "step is known to be finite. Assign it outside, for example with keras.ops.where, or "
+        "unroll the loop (RNN(..., unroll=True))."
+    ) in str(refused.value)
+
+
 def test_weights_come_first_and_seeds_are_left_out():
     """A model's trainable weights come first, then its statistics; a seed generator's state is not held
     back, and neither are the variables of a module.

@@ -132,18 +132,18 @@ def largest_difference(these, those):
     return max(np.abs(this - that).max() for this, that in zip(these, those, strict=True))
 
 
+@pytest.mark.thorough
+@pytest.mark.replicas(1, 3)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_several_optimizers_agree_with_tensorflow(
-    mirrored, references, alternate, replicas, num_microbatches, full
+    mirrored, references, alternate, replicas, num_microbatches
 ):
     """L8: the weights after each step are those of a plain float32 loop to 1e-6, on R replicas x M
     microbatches, both if all gradients are taken at the old weights and if the second optimizer's
     are taken after the first has moved. Each order is far from the other's reference.
     """
-    if (replicas, num_microbatches) not in [(1, 1), (3, 2)] and not full:
-        pytest.skip("only with --full")
     trainer = Duel(
         strategy=mirrored(replicas) if replicas > 1 else "default",
         num_microbatches=num_microbatches,

@@ -198,7 +198,7 @@ def test_every_attempt_draws_the_same(mirrored, full, kind, replicas, num_microb
     """L6: every attempt of a retried step draws what it would have drawn at a scale that needed no
     retry; so does the step after it.
     """
-    only_in_full(full, (kind, replicas) in [("model", 3), ("module", 1)] and num_microbatches == 2)
+    only_in_full(full, (kind, replicas, num_microbatches) == ("model", 3, 2))
     arguments = {
         "strategy": mirrored(replicas) if replicas > 1 else "default",
         "num_microbatches": num_microbatches,
@@ -352,6 +352,19 @@ def all_keys(seed, step, groups, replicas, num_microbatches, generators):
         for group, replica in places
     ]
     return np.reshape(made, [groups, replicas, num_microbatches, generators, 2])
+
+
+def test_without_generators_nothing_is_drawn():
+    """There are no keys, and the graph has no operation that would compute some."""
+
+    @tf.function(autograph=False)
+    def keys(source):
+        return make_keys(source, 0, 1, 2, 0)
+
+    graph = keys.get_concrete_function(tf.TensorSpec([2], tf.int64)).graph
+
+    assert keys(tf.constant([0, 0], tf.int64)).shape == (2, 0, 2)
+    assert not [each.type for each in graph.get_operations() if "Random" in each.type]
 
 
 few = st.integers(1, 3)
