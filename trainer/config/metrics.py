@@ -131,7 +131,7 @@ def key_of(metric: str | keras.metrics.Metric) -> str:
 def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metric:
     """Returns a new metric of the kind that a name or an object stands for."""
     if isinstance(metric, keras.metrics.Metric):
-        return type(metric).from_config(metric.get_config())
+        return copy_of(metric)
     make = class_named(metric, loss_fn)
     arguments: dict[str, Any] = {"name": name}
     if metric in BY_LABELS:
@@ -142,6 +142,44 @@ def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metr
         elif make in CROSSENTROPY.values():
             arguments["from_logits"] = from_logits
     return make(**arguments)
+
+
+def copy_of(metric: keras.metrics.Metric) -> keras.metrics.Metric:
+    """Returns a new metric with the configuration of another.
+
+    Raises:
+        ValueError: if that is not enough to make one that has the same settings.
+    """
+    kind = type(metric).__name__
+    try:
+        copy = type(metric).from_config(metric.get_config())
+    except (TypeError, ValueError) as error:
+        raise ValueError(not_described(f"{kind}, of which get_config() makes no other")) from error
+    if names := [
+        name.lstrip("_")
+        for name, value in vars(metric).items()
+        if is_plain(value) and "built" not in name and getattr(copy, name, None) != value
+    ]:
+        raise ValueError(not_described(f"{kind}, whose copy has another {', '.join(names)}"))
+    return copy
+
+
+def not_described(found: str) -> str:
+    """Returns the error about a metric that cannot be copied."""
+    return (
+        f"`metrics` must hold metrics that get_config() describes; got {found}. Training and "
+        "evaluation make a metric each from it. Return all settings in get_config(), or pass a "
+        "function that returns a dict of new metrics."
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, a text, None, or a container of such values."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:

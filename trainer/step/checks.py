@@ -240,6 +240,17 @@ def check_optimizer(
                 "the same counter. Create the optimizer in build_optimizer(), in a function "
                 "passed as optimizer=, or under strategy.scope()."
             )
+    check_nothing_is_left_out(optimizer)
+
+
+def check_nothing_is_left_out(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ValueError for what `Model.fit` would do and the step would not, or would do twice."""
+    if type(optimizer).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+        raise ValueError(
+            f"`optimizer` must not override apply_gradients; got {type(optimizer).__name__}. The "
+            "step calls the optimizer's apply(), so the override would be left out. Override "
+            "apply(grads, trainable_variables) instead."
+        )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
             "`optimizer` must not set loss_scale_factor; got "

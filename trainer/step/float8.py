@@ -14,6 +14,7 @@ import strategies
 from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
 from trainer.base.keras_private import all_layers, replaced_calls
+from trainer.step.held_back import inner_graphs
 from trainer.step.types import Model, Values
 
 # The tensors that a float8 layer of Keras scales, with their formats.
@@ -271,7 +272,7 @@ def called_once(model: Model, product: Product) -> Iterator[None]:
 
         def run(*args: Any, **kwargs: Any) -> tf.Tensor:
             # A call in the body of a loop counts twice.
-            calls[id(layer), threading.get_ident()] += 2 if in_loop(outside) else 1
+            calls[id(layer), threading.get_ident()] += 1 + ("loop" in inner_graphs(outside))
             return product(layer, call)(*args, **kwargs)
 
         return run
@@ -286,20 +287,6 @@ def called_once(model: Model, product: Product) -> Iterator[None]:
             "them. Call the model once, with all inputs in one batch, or leave this layer in "
             "bfloat16: convert_to_float8(model, layers=lambda layer: ...)."
         )
-
-
-def in_loop(outside: tf.Graph) -> bool:
-    """Returns whether the body of a loop is being traced, as those of `tf.scan` and `RNN`.
-
-    Args:
-        outside: the graph of the pass, which may itself be in the loop over microbatches or steps.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not outside:
-        if "while_body" in getattr(graph, "name", ""):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
 
 
 def trained_float8_layers(model: Model) -> list[keras.Layer]:

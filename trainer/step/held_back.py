@@ -45,7 +45,7 @@ class HoldBack(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records an assignment. Keras calls this method."""
-        check_place(update[0], control_flow_within(self._graph))
+        check_place(update[0], inner_graphs(self._graph))
         if id(update[0]) not in self._read:
             self._unknown.append(update[0])
         self._draws[id(update[0])] = self.draws_from(update[0]) + 1
@@ -67,40 +67,47 @@ class HoldBack(keras.StatelessScope):
             )
 
 
-def control_flow_within(outer: tf.Graph) -> set[str]:
-    """Returns which kinds of control flow, "While" and "Cond", are being traced inside a graph.
+def inner_graphs(outer: tf.Graph) -> set[str]:
+    """Returns what is being traced inside a graph: a "loop", a "condition", a "function".
 
-    TensorFlow has no public way to tell. It traces each body of a loop and each branch of a
-    condition in a graph of its own, whose class says which. Tests of `HoldBack` fail if that moves.
+    TensorFlow has no public way to tell. It traces each body of a loop, branch of a condition and
+    `tf.function` in a graph of its own, and the class of the first two says which they are. Tests
+    of `HoldBack` fail if that moves.
     """
     graph, found = tf.compat.v1.get_default_graph(), set()
     while graph is not outer and hasattr(graph, "outer_graph"):
-        found |= {kind for kind in ("While", "Cond") if type(graph).__name__.startswith(kind)}
+        name = type(graph).__name__
+        kinds = {"While": "loop", "Cond": "condition"}
+        found.add(
+            next((kind for start, kind in kinds.items() if name.startswith(start)), "function")
+        )
         graph = graph.outer_graph
     return found
 
 
-def check_place(variable: keras.Variable, control_flow: set[str]) -> None:
+def check_place(variable: keras.Variable, inner: set[str]) -> None:
     """Raises ValueError for an assignment whose value cannot leave the graph where it is made.
 
     Args:
         variable: the variable that is assigned.
-        control_flow: the result of `control_flow_within`.
+        inner: the result of `inner_graphs`.
     """
     if is_seed_state(variable):
-        if "While" in control_flow:
+        if inner - {"condition"}:  # a branch runs at most once
             raise ValueError(
-                "`compute_loss` must not draw from a seed generator in a loop of the graph; got "
-                f"{variable.path!r}, for example of a Dropout layer in the cell of an RNN. Every "
-                "iteration would draw the same numbers. Draw before the loop, unroll it "
-                "(RNN(..., unroll=True)), or draw from a tf.random.Generator that the model holds."
+                "`compute_loss` must not draw from a seed generator in a loop of the graph or in a "
+                f"tf.function of its own; got {variable.path!r}, for example of a Dropout layer in "
+                "the cell of an RNN. Every iteration, or call, would draw the same numbers. Draw "
+                "outside, unroll the loop (RNN(..., unroll=True)), leave out @tf.function, or draw "
+                "from a tf.random.Generator that the model holds."
             )
-    elif control_flow:
+    elif inner:
         raise ValueError(
-            "`compute_loss` must not assign Keras variables in a loop or a condition of the graph; "
-            f"got an assignment to {variable.path!r}. The new value would exist only there, and it "
-            "is held back until the step is known to be finite. Assign it outside, for example "
-            "with keras.ops.where, or unroll the loop (RNN(..., unroll=True))."
+            "`compute_loss` must not assign Keras variables in a loop, a condition or a "
+            f"tf.function of its own; got an assignment to {variable.path!r}. The new value would "
+            "exist only there, and it is held back until the step is known to be finite. Assign it "
+            "outside, for example with keras.ops.where, unroll the loop (RNN(..., unroll=True)), "
+            "or leave out @tf.function."
         )
 
 

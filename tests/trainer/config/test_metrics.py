@@ -1,10 +1,13 @@
 """`metrics` as in Keras's compile: names and objects, and what "accuracy" stands for."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
 
 from trainer import Trainer
+from trainer.config.metrics import copy_of
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[16, 3]).astype("float32")
@@ -132,3 +135,91 @@ def test_an_output_that_does_not_fit_the_loss_is_refused():
         "(None, 4) with a loss for BinaryAccuracy. Keras would choose another class by the shape. "
         "Pass an object, such as [keras.metrics.BinaryAccuracy()]."
     )
+
+
+class Above(keras.metrics.Mean):
+    """The share of predictions above a threshold, which its configuration leaves out."""
+
+    def __init__(self, threshold=0.5, name="above", **kwargs):
+        """Stores the threshold."""
+        super().__init__(name=name, **kwargs)
+        self.threshold = threshold
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Counts predictions."""
+        super().update_state(keras.ops.cast(y_pred > self.threshold, "float32"), sample_weight)
+
+
+class Described(Above):
+    """The same, with its configuration."""
+
+    def get_config(self):
+        """Adds the threshold."""
+        return super().get_config() | {"threshold": self.threshold}
+
+
+def later(metric):
+    """The threshold is set after the metric was made."""
+    metric.threshold = 0.9
+    return metric
+
+
+@pytest.mark.parametrize(
+    ("metric", "found"),
+    [
+        (lambda: Above(0.9), "Above, whose copy has another threshold"),
+        (lambda: later(Above()), "Above, whose copy has another threshold"),
+        (
+            lambda: keras.metrics.CosineSimilarity(axis=0),
+            "CosineSimilarity, whose copy has another fn_kwargs",
+        ),
+        (
+            lambda: keras.metrics.MeanMetricWrapper(lambda _, predicted: predicted, name="mean"),
+            "MeanMetricWrapper, of which get_config() makes no other",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
+def test_a_metric_that_its_configuration_does_not_describe_is_refused(metric, found):
+    """The copies for training and evaluation would have the default setting."""
+    with pytest.raises(ValueError, match="metrics") as refused:
+        copy_of(metric())
+
+    assert str(refused.value) == (
+        f"`metrics` must hold metrics that get_config() describes; got {found}. Training and "
+        "evaluation make a metric each from it. Return all settings in get_config(), or pass a "
+        "function that returns a dict of new metrics."
+    )
+
+
+def test_a_metric_with_its_settings_is_copied():
+    """They are the default, or in its configuration, or set later and in its configuration."""
+    metrics = [Above(), Described(0.9), later(Described())]
+
+    assert [copy_of(each).threshold for each in metrics] == [0.5, 0.9, 0.9]
+
+
+def test_every_metric_of_keras_is_copied():
+    """None of them leaves out an argument."""
+    needed = {
+        "num_classes": 3,
+        "recall": 0.5,
+        "precision": 0.5,
+        "specificity": 0.5,
+        "sensitivity": 0.5,
+        "target_class_ids": [0],
+        "normalizer": [1.0],
+        "fn": keras.losses.mean_squared_error,
+    }
+    copied = []
+    for kind in vars(keras.metrics).values():
+        if not (isinstance(kind, type) and issubclass(kind, keras.metrics.Metric)):
+            continue
+        parameters = inspect.signature(kind).parameters
+        empty = [name for name, each in parameters.items() if each.default is each.empty]
+        made = kind(**{name: needed[name] for name in empty if name in needed})
+        if kind is not keras.metrics.Metric:
+            copied.append(type(copy_of(made)) is kind)
+
+    assert len(copied) > 40
+    assert all(copied)

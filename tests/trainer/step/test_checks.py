@@ -62,6 +62,14 @@ def weightless():
     return keras.Sequential([keras.Input([1]), keras.layers.Flatten()])
 
 
+class Centered(keras.optimizers.SGD):
+    """Takes the mean off every gradient, where the step does not look."""
+
+    def apply_gradients(self, grads_and_vars):
+        """Applies gradients without their mean."""
+        return super().apply_gradients((g - tf.reduce_mean(g), v) for g, v in grads_and_vars)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,6 +158,12 @@ def weightless():
             {"optimizer": lambda: 3},
             "`optimizer` must be a keras.optimizers.Optimizer; got int. The step calls the "
             "optimizer's apply(). Return one from build_optimizer(), or pass optimizer=.",
+        ),
+        (
+            {"optimizer": Centered},
+            "`optimizer` must not override apply_gradients; got Centered. The step calls the "
+            "optimizer's apply(), so the override would be left out. Override "
+            "apply(grads, trainable_variables) instead.",
         ),
         (
             {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())},

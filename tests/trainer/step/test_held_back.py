@@ -1,5 +1,7 @@
 """What a Keras model assigns in a forward pass is held back."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -103,50 +105,61 @@ def outputs_of(layer):
     return outputs(tf.ones([2, 5, 4]))
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_a_draw_in_a_loop_is_refused(unroll):
-    """All iterations would draw the same: Dropout would have one mask for all time steps."""
-    dropout = keras.layers.Dropout(0.5, name="noise")
-    layer = keras.layers.RNN(Cell(dropout), return_sequences=True, unroll=unroll)
-    if unroll:
-        assert outputs_of(layer).shape == (2, 5, 4)
-        return
+class Function(Branch):
+    """Calls an inner layer in a `tf.function`, which is traced once however often it is called."""
+
+    def call(self, x, training=False):
+        """The inner layer's result."""
+        return tf.function(lambda x: self.inner(x, training=training), autograph=False)(x)
+
+
+def in_a_cell(inner, *, unroll=False):
+    """Returns an RNN that calls an inner layer at each time step."""
+    return keras.layers.RNN(Cell(inner), return_sequences=True, unroll=unroll)
+
+
+@pytest.mark.parametrize("make", [in_a_cell, Function])
+def test_a_draw_that_would_be_repeated_is_refused(make):
+    """Dropout would have one mask for all time steps, and for all calls of a function."""
     with pytest.raises(ValueError, match="draw") as refused:
-        outputs_of(layer)
+        outputs_of(make(keras.layers.Dropout(0.5)))
 
-    message = str(refused.value)  # Keras puts the layer's call around it
+    start, end = str(refused.value).split("seed_generator_state'")  # Keras adds the layer's call
     assert (
-        "`compute_loss` must not draw from a seed generator in a loop of the graph; got '"
-        in message
+        "`compute_loss` must not draw from a seed generator in a loop of the graph or in a "
+        "tf.function of its own; got '"
+    ) in start
+    assert end.startswith(
+        ", for example of a Dropout layer in the cell of an RNN. Every iteration, or call, would "
+        "draw the same numbers. Draw outside, unroll the loop (RNN(..., unroll=True)), leave out "
+        "@tf.function, or draw from a tf.random.Generator that the model holds."
     )
-    assert (
-        "seed_generator_state', for example of a Dropout layer in the cell of an RNN. Every iteration "
-        "would draw the same numbers. Draw before the loop, unroll it (RNN(..., unroll=True)), or "
-        "draw from a tf.random.Generator that the model holds."
-    ) in message
-
-
-def test_a_draw_in_a_condition_is_a_draw():
-    """A branch is traced once and runs at most once."""
-    layer = Branch(keras.layers.Dropout(0.5))
-
-    assert outputs_of(layer).shape == (2, 5, 4)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda inner: keras.layers.RNN(Cell(inner)), Branch], ids=["loop", "condition"]
+    "make", [functools.partial(in_a_cell, unroll=True), Branch], ids=["unrolled", "condition"]
 )
-def test_an_assignment_in_control_flow_is_refused(make):
-    """The value would exist in the loop's body, or in the branch, only."""
-    layer = make(keras.layers.BatchNormalization(name="norm"))
-    with pytest.raises(ValueError, match="assign") as refused:
-        outputs_of(layer)
+def test_a_draw_that_happens_once_is_a_draw(make):
+    """A branch runs at most once, and an unrolled loop draws for each time step."""
+    assert outputs_of(make(keras.layers.Dropout(0.5))).shape == (2, 5, 4)
 
+
+@pytest.mark.parametrize("make", [in_a_cell, Branch, Function])
+def test_an_assignment_in_an_inner_graph_is_refused(make):
+    """The value would exist in the loop's body, the branch or the function only."""
+    with pytest.raises(ValueError, match="assign") as refused:
+        outputs_of(make(keras.layers.BatchNormalization(name="norm")))
+
+    start, end = str(refused.value).split("norm/moving_mean'")
     assert (
-        "norm/moving_mean'. The new value would exist only there, and it is held back until the "
-        "step is known to be finite. Assign it outside, for example with keras.ops.where, or "
-        "unroll the loop (RNN(..., unroll=True))."
-    ) in str(refused.value)
+        "`compute_loss` must not assign Keras variables in a loop, a condition or a tf.function of "
+        "its own; got an assignment to '"
+    ) in start
+    assert end.startswith(
+        ". The new value would exist only there, and it is held back until the step is known to be "
+        "finite. Assign it outside, for example with keras.ops.where, unroll the loop "
+        "(RNN(..., unroll=True)), or leave out @tf.function."
+    )
 
 
 def test_weights_come_first_and_seeds_are_left_out():
