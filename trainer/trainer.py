@@ -382,7 +382,7 @@ class Trainer(Task):
         self.compile_mode_open = jit_compile == "auto"
         self._trained_on: tuple[Any, int | None, DataPosition] | None = None
         self._online: OnlineLoop | None = None  # what the last call of `train_on_batch` used
-        self._ended_by: tuple[BaseException, Batch] | None = None  # what ended these calls
+        self._failed: OnlineLoop | None = None  # the same, if an error has ended it
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self._lent = contextlib.ExitStack()  # what an evaluation has to put back
@@ -641,9 +641,8 @@ class Trainer(Task):
             loop = self._begin_online(tensors)
         try:
             return loop.take(tensors)
-        except BaseException as error:
-            self._online = None  # the next call begins anew
-            self._ended_by = error, loop.batch
+        except BaseException:
+            self._online, self._failed = None, loop  # the next call begins anew
             loop.release()
             raise
 
@@ -682,7 +681,7 @@ class Trainer(Task):
     def _end_online(self, *, save: bool = False) -> None:
         """Logs the last steps of `train_on_batch`, if it was called."""
         loop, self._online = self._online, None
-        self._ended_by = None
+        self._failed = None
         if loop:
             loop.close(save=save)
 
@@ -710,15 +709,14 @@ class Trainer(Task):
                 "alone."
             )
         self._check_started("save_checkpoint")
-        if self._ended_by is not None:
-            error, batch = self._ended_by
-            if isinstance(error, tf.errors.OpError):
+        if self._failed:
+            if self._failed.failure:
                 raise RuntimeError(
                     "The run cannot be saved: an operation failed in the middle of a step, so the "
                     "variables may hold a part of it. The checkpoints are as they were. Make a new "
                     "trainer, which goes on from the newest one."
-                ) from error
-            self._begin_online(batch)
+                ) from self._failed.failure
+            self._begin_online(self._failed.batch)
         self._end_online(save=True)
 
     def _introduce(self, loop: OuterLoop) -> None:

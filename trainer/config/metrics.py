@@ -155,13 +155,25 @@ def copy_of(metric: keras.metrics.Metric) -> keras.metrics.Metric:
         copy = type(metric).from_config(metric.get_config())
     except (TypeError, ValueError) as error:
         raise ValueError(not_described(f"{kind}, of which get_config() makes no other")) from error
-    if names := [
-        name.lstrip("_")
-        for name, value in vars(metric).items()
-        if is_plain(value) and "built" not in name and getattr(copy, name, None) != value
-    ]:
+    if names := other_settings(metric, copy):
         raise ValueError(not_described(f"{kind}, whose copy has another {', '.join(names)}"))
     return copy
+
+
+def other_settings(metric: keras.metrics.Metric, copy: keras.metrics.Metric) -> list[str]:
+    """Returns the names of attributes that differ, without what a first update fills in."""
+    differing = {
+        name: getattr(copy, name, None)
+        for name, value in vars(metric).items()
+        if is_plain(value) and getattr(copy, name, None) != value
+    }
+    if any("built" in name for name in differing):  # it was updated already
+        differing = {
+            name: value
+            for name, value in differing.items()
+            if value is not None and "built" not in name
+        }
+    return [name.lstrip("_") for name in differing]
 
 
 def not_described(found: str) -> str:

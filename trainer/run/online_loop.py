@@ -60,6 +60,7 @@ class OnlineLoop(OuterLoop):
         request = request._replace(target=ENDLESS)
         super().__init__(trainer, parts, position, watch, log, request, Leaving())
         self.parts = parts
+        self.failure: tf.errors.OpError | None = None  # what ended a step in its middle
         self._held = contextlib.ExitStack()  # the lock of the folder, and the trackers' run
         self._waiting_since = time.perf_counter()
 
@@ -125,6 +126,7 @@ class OnlineLoop(OuterLoop):
             if wrong := found_in(error.message):
                 raise wrong_values(wrong, f"after step {before}") from error
             error.add_note(f"raised after step {before}.")
+            self.failure = error
             raise
         self._step = before + 1
         if self._profile and self._profile.after(self._step):

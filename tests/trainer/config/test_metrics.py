@@ -199,6 +199,16 @@ def test_a_metric_with_its_settings_is_copied():
     assert [copy_of(each).threshold for each in metrics] == [0.5, 0.9, 0.9]
 
 
+@pytest.mark.parametrize(
+    "metric", [keras.metrics.F1Score(), keras.metrics.AUC(multi_label=True)], ids=["F1", "AUC"]
+)
+def test_a_metric_that_was_updated_is_copied(metric):
+    """What the first update fills in is no setting."""
+    metric.update_state(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32))
+
+    assert copy_of(metric).get_config()["name"] == metric.name
+
+
 def test_every_metric_of_keras_is_copied():
     """None of them leaves out an argument."""
     needed = {

@@ -167,7 +167,15 @@ class Broken(Callback):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("the disk is gone")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        OSError("the disk is gone"),
+        tf.errors.NotFoundError(None, None, "of a file that a callback reads"),
+    ],
+    ids=["Ctrl-C", "Python", "TensorFlow"],
+)
 def test_what_was_taken_before_an_error_can_be_saved(tmp_path, error):
     """`save_checkpoint` saves the steps before an error or Ctrl-C; a new trainer goes on from them."""
     line = Linear(model_dir=tmp_path, callbacks=[Broken(error)], verbose=False)
