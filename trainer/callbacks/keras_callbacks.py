@@ -216,10 +216,12 @@ class KerasCallbacks(Callback):
             self._loaded = state
 
     def _put_back(self, state: dict[str, Any]) -> None:
-        """Sets the attributes of callbacks to what `state_dict` returned."""
-        for key, callback in self._keyed():
-            for name, value in state["callbacks"].get(key, {}).items():
-                setattr(callback, name, value)
+        """Sets the attributes of callbacks to what `state_dict` returned, and others as made."""
+        for (key, callback), made in zip(self._keyed(), self._as_made, strict=True):
+            saved = state["callbacks"].get(key)
+            for name, value in {} if saved is None else (copied(made) | saved).items():
+                if not same(getattr(callback, name, None), value):
+                    setattr(callback, name, value)
         self._loss_sum, self._weight_sum = state["sums"]
         self._stopped = state["stopped"]
 

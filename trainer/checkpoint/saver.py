@@ -256,6 +256,11 @@ class Checkpoints:
         self.latest, self.facts, self.resumed = before.latest, before.facts, before.resumed
         self.bytes = before.bytes
 
+    def kept_steps(self) -> set[int]:
+        """Returns the steps of the checkpoints, with the one that may still be written."""
+        found = folder.committed(self._model_dir, PREFIX) if self._model_dir else {}
+        return {*found, *([self.facts["step"]] if self.facts else [])}
+
     def wait(self) -> None:
         """Waits until the current checkpoint is on disk.
 

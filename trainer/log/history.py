@@ -121,10 +121,18 @@ class History:
         """Adds a log line ("train") or an evaluation ("validation"), as plain numbers."""
         self._rows[split].append(Row(step, dict(values)))
 
-    def rewind(self, step: int) -> None:
-        """Forgets the numbers of later steps. Snapshots keep them."""
+    def rewind(self, step: int, begun: int | None = None) -> None:
+        """Forgets the numbers of later steps. Snapshots keep them.
+
+        Args:
+            step: the last step whose numbers stay.
+            begun: the first step of the interval in which `step` is, if the run goes on with that
+                interval. A line about a part of it is forgotten, too.
+        """
+        ends = {"train": step if begun is None else begun - 1, "validation": step}
         self._rows = {
-            split: [row for row in rows if row.step <= step] for split, rows in self._rows.items()
+            split: [row for row in rows if row.step <= ends[split]]
+            for split, rows in self._rows.items()
         }
 
     def read(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -132,7 +140,7 @@ class History:
         self._rows = {split: [] for split in PREFIXES}
         for line in lines:
             if line["split"] == "recovery":
-                self.rewind(line["restored"])
+                self.rewind(line["restored"], line.get("interval_begun"))
             elif line["split"] in PREFIXES:
                 values = {
                     name: math.nan if value is None else value

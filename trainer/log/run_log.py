@@ -287,11 +287,7 @@ class RunLog:
             unfinished: what `unfinished` returned at that step. A line that a run wrote about a
                 part of this interval, because it was asked to stop, is removed too.
         """
-        begun = step + 1
-        self._reports, self._unread, self._untimed = [], 0, 0
-        if unfinished and set(unfinished) == set(StepReport._fields):  # not of another version
-            self._reports, self._unread, self._untimed = [StepReport(**unfinished)], 1, 1
-            begun = int(unfinished["step"][0])
+        begun = self._take_up(step, unfinished)
         lines = self.writers.rewind(step, begun)
         lines = lines or [
             line for line in read_history(model_dir, step) if stays(line, step, begun)
@@ -299,6 +295,28 @@ class RunLog:
         self.history.read(lines)
         scales = [line for line in lines if line["split"] == "scale"]
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
+
+    def roll_back(self, step: int, unfinished: Mapping[str, np.ndarray] | None) -> int:
+        """Goes back to a step in the same process. The lines of later steps stay in the files.
+
+        Args:
+            step: the step to go back to.
+            unfinished: what `unfinished` returned at that step.
+
+        Returns:
+            The first step of the interval that the next log line will be about.
+        """
+        begun = self._take_up(step, unfinished)
+        self.history.rewind(step, begun)
+        return begun
+
+    def _take_up(self, step: int, unfinished: Mapping[str, np.ndarray] | None) -> int:
+        """Goes on with an interval that had not ended at `step`; returns its first step."""
+        self._reports, self._unread, self._untimed = [], 0, 0
+        if not unfinished or set(unfinished) != set(StepReport._fields):  # of another version
+            return step + 1
+        self._reports, self._unread, self._untimed = [StepReport(**unfinished)], 1, 1
+        return int(unfinished["step"][0])
 
     def log_event(self, split: str, step: int, fields: Mapping[str, object]) -> None:
         """Appends a line about a single event to `metrics.jsonl`; prints nothing."""

@@ -20,6 +20,7 @@ from absl import logging
 import strategies
 from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.per_epoch import check_per_epoch
+from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
 from trainer.data.fingerprint import text_of
@@ -106,7 +107,7 @@ class OuterLoop:
         if trainer.profile_steps and trainer.is_chief and trainer.model_dir:
             first, last = trainer.profile_steps
             self._profile = Profile((first, last), trainer.model_dir)
-        self._best = BestModels(trainer, log, request)
+        self._best = BestModels(trainer, parts.checkpoints, log, request)
         # The length of an epoch, if somebody waits for its end.
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
         self._log_interval: int | None = trainer.log_interval
@@ -414,7 +415,9 @@ class OuterLoop:
         divergence = self._reporter.take_divergence() if self._recovery else None
         if divergence is None or self._recovery is None:
             return False
-        self._step = self._recovery.roll_back(divergence, self._reporter, self._saver)
+        self._step = self._recovery.roll_back(
+            divergence, self._reporter, self._saver, self._best.roll_back
+        )
         return True
 
     def _stop_asked(self) -> bool:
@@ -474,23 +477,36 @@ class BestModels:
 
     Args:
         trainer: a trainer that has started.
+        checkpoints: the run's checkpoints, to which a run that diverges is rolled back.
         log: the run's log.
         request: the arguments of this call of `train`, with the functions that evaluate and export.
     """
 
-    def __init__(self, trainer: RunnableTrainer, log: RunLog, request: TrainRequest) -> None:
+    def __init__(
+        self,
+        trainer: RunnableTrainer,
+        checkpoints: Checkpoints,
+        log: RunLog,
+        request: TrainRequest,
+    ) -> None:
         """Stores the settings. Only the chief keeps models, and only if `keep_best` is set."""
-        self._config = trainer.checkpoint_config
+        config, folder = trainer.checkpoint_config, trainer.model_dir
+        self._checkpoints = checkpoints
         self._log = log
         self._export = request.export
-        self._model_dir = trainer.model_dir
+        self._folder = folder
+        self._may_roll_back = trainer.divergence is not None
         self._best = None
-        keep = self._config.keep_best
-        if keep and request.evaluate and trainer.model_dir and trainer.is_chief:
-            metric, best_is = self._config.best_metric, self._config.best_is
-            self._best = Best(trainer.model_dir, keep, metric, best_is)
+        if config.keep_best and folder and trainer.is_chief:
+            self._best = Best(folder, config.keep_best, config.best_metric, config.best_is)
 
     def consider(self, step: int, results: Results) -> None:
         """Keeps the model if the result of its evaluation is one of the best."""
-        if self._best and self._model_dir and self._best.consider(step, results, self._export):
-            self._log.say(f"kept in {self._model_dir / 'best'}")
+        steps = self._checkpoints.kept_steps() if self._may_roll_back else ()
+        if self._best and self._best.consider(step, results, self._export, steps):
+            self._log.say(f"kept in {self._folder}/best")
+
+    def roll_back(self, step: int) -> None:
+        """Leaves the models that were the best at the step to which the run was rolled back."""
+        if self._best:
+            self._best.roll_back(step, self._checkpoints.kept_steps())

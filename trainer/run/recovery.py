@@ -1,5 +1,7 @@
 """Rolls a run that has diverged back to its last good checkpoint."""
 
+from collections.abc import Callable
+
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
@@ -38,13 +40,20 @@ class Recovery:
         self._watch = watch
         self._divergence = divergence
 
-    def roll_back(self, detection: Detection, reporter: Reporter, saver: RunSaver) -> int:
+    def roll_back(
+        self,
+        detection: Detection,
+        reporter: Reporter,
+        saver: RunSaver,
+        roll_back_best: Callable[[int], None],
+    ) -> int:
         """Restores the newest checkpoint from before a divergence; returns its step.
 
         Args:
             detection: the divergence that was detected.
             reporter: writes the log of the steps up to the divergence.
-            saver: saves the run after the rollback.
+            saver: restores actions and callbacks, and saves the run after the rollback.
+            roll_back_best: leaves the models that were the best at the step that it is given.
 
         Raises:
             DivergedError: if there is no such checkpoint, or the run has already been rolled back
@@ -68,12 +77,13 @@ class Recovery:
         self._watch.recoveries = tries
         # Change the seed: with the same batches and random numbers, the run would diverge again.
         self._parts.state.random_seed.assign_add(1)
+        begun = self._log.roll_back(step, saver.saved_interval())
         fields = {"what": detection.what, "restored": step, "batches_left_out": batches_left_out}
         with reporter.writing():
-            self._log.log_event("recovery", detection.last, fields)
-        self._log.history.rewind(step)
+            self._log.log_event("recovery", detection.last, {**fields, "interval_begun": begun})
+            roll_back_best(step)
         self._log.say(f"diverged: {detection.what}; back to step {step}")
-        saver.restore_callbacks()
+        saver.restore_listeners()
         self._trainer.call_hook("on_recovery", detection.last, step)
         # Save now: a run that is killed later must not forget the rollback.
         saver.save(step, again=True)

@@ -2,7 +2,7 @@
 
 import pathlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,37 +81,41 @@ class RunSaver:
             self._position.read(checkpoints.latest, saved["batches_taken"])
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
-        unknown = self._restore_listeners(saved)
+        unknown = self.restore_listeners()
         checkpoints.resumed = True
         step = Totals.from_state(state).attempted
-        arrays = read_arrays(checkpoints.latest)
-        # Checkpoints of older versions have no interval.
-        log.rewind(step, trainer.model_dir, joined(saved.get("interval"), arrays))
+        log.rewind(step, trainer.model_dir, self.saved_interval())
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
 
-    def _restore_listeners(self, saved: Facts) -> list[str]:
-        """Restores the states of actions and callbacks.
+    def saved_interval(self) -> Mapping[str, np.ndarray] | None:
+        """Returns what `RunLog.unfinished` returned when the newest checkpoint was written.
+
+        Checkpoints of older versions have no interval.
+        """
+        checkpoints = self._parts.checkpoints
+        if not (checkpoints.latest and checkpoints.facts.get("interval")):
+            return None
+        return joined(checkpoints.facts["interval"], read_arrays(checkpoints.latest))
+
+    def restore_listeners(self) -> list[str]:
+        """Restores the states of actions and callbacks from the newest checkpoint.
 
         Returns:
             What the checkpoint has no state for. Actions have no names, so their number must be the
             same.
         """
-        actions, states = self._trainer.actions, saved["actions"]
-        if len(states) != len(actions):
-            unknown = [f"{len(actions)} actions, where the run had {len(states)}"]
-            return [*(unknown if actions else []), *self.restore_callbacks()]
-        for action, action_state in zip(actions, states, strict=True):
-            action.set_state(action_state)
-        return self.restore_callbacks()
+        actions, saved = self._trainer.actions, self._parts.checkpoints.facts.get("actions", [])
+        if len(saved) != len(actions):
+            unknown = [f"{len(actions)} actions, where the run had {len(saved)}"]
+            return [*(unknown if actions else []), *self._restore_callbacks()]
+        for action, state in zip(actions, saved, strict=True):
+            action.set_state(state)
+        return self._restore_callbacks()
 
-    def restore_callbacks(self) -> list[str]:
-        """Restores the states of callbacks from the newest checkpoint.
-
-        Returns:
-            The names of the callbacks for which the checkpoint has no state.
-        """
+    def _restore_callbacks(self) -> list[str]:
+        """Restores the states of callbacks; returns the names of those that have none."""
         checkpoints, keyed = self._parts.checkpoints, keys_of(self._trainer.callbacks)
         saved = checkpoints.facts.get("callbacks", {})  # checkpoints of older versions have none
         arrays = read_arrays(checkpoints.latest) if checkpoints.latest else {}

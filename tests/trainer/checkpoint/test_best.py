@@ -76,6 +76,41 @@ def test_the_best_are_the_first_of_a_sorted_list(tmp_path_factory, losses, keep,
     assert stay == sorted(step for _, step in ranked[:keep])
 
 
+@given(
+    losses=st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, NAN]), max_size=12),
+    saved_every=st.integers(1, 4),
+    rolled_back_at=st.sets(st.integers(1, 12)),
+    max_to_keep=st.integers(1, 3),
+    keep=st.integers(1, 3),
+)
+def test_rollbacks_leave_the_best_of_what_is_left_of_the_run(
+    tmp_path_factory, losses, saved_every, rolled_back_at, max_to_keep, keep
+):
+    """For any results, checkpoints and rollbacks to the newest or the oldest of them, the best
+    models are the first of the sorted results of the steps that were not discarded, and no more
+    models are kept than may be needed.
+    """
+    model_dir = tmp_path_factory.mktemp("run")
+    step, left, saved = 0, {}, []
+    for number, loss in enumerate(losses, 1):
+        step += 1
+        left[step] = loss
+        Best(model_dir, keep, "loss", "lowest").consider(step, {"loss": loss}, export, saved)
+        if step % saved_every == 0:
+            saved = [*saved, step][-max_to_keep:]
+        if number in rolled_back_at and saved:
+            step = saved[0 if number % 2 else -1]
+            saved = [one for one in saved if one <= step]
+            left = {at: value for at, value in left.items() if at <= step}
+            Best(model_dir, keep, "loss", "lowest").roll_back(step, saved)
+        ranked = sorted((value, at) for at, value in left.items() if not math.isnan(value))
+
+        stay = list(folder.committed(model_dir / "best", "step"))
+        assert stay == sorted(at for _, at in ranked[:keep])
+        outranked = folder.committed(model_dir / "best", "outranked")
+        assert len(outranked) <= keep * max_to_keep
+
+
 def test_an_interrupted_export_leaves_the_best_models(tmp_path):
     """No model is removed before the new one is in place, and no partial one is ever listed."""
     consider(tmp_path, [3.0, 2.0])

@@ -9,7 +9,9 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits
 
-from trainer import Callback, DivergedError, Divergence, Trainer
+from trainer import Action, Callback, DivergedError, Divergence, Trainer
+from trainer.callbacks import KerasCallbacks
+from trainer.checkpoint import folder
 from trainer.checkpoint.folder import committed
 
 
@@ -75,7 +77,13 @@ def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
     assert trainer.recovered == [(6, 4)]
     [line] = recoveries(tmp_path)
     assert line.pop("what").endswith(" above 10 at step 6")
-    assert line == {"step": 6, "split": "recovery", "restored": 4, "batches_left_out": 2}
+    assert line == {
+        "step": 6,
+        "split": "recovery",
+        "restored": 4,
+        "batches_left_out": 2,
+        "interval_begun": 5,
+    }
     position = trainer._trained_on[-1]
     assert (trainer.totals.attempted, position.taken) == (8, 10)
     saved = json.loads((tmp_path / "ckpt-8" / "run.json").read_text())
@@ -205,6 +213,78 @@ def test_a_recovery_is_printed(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "diverged: loss " in said
     assert "above 10 at step 2; back to step 1" in said
+
+
+class Counted:
+    """An action that counts its calls, in checkpoints too."""
+
+    def __init__(self):
+        """Begins at 0."""
+        self.count = 0
+
+    def __call__(self, trainer):
+        """Counts."""
+        self.count += 1
+
+    def state_dict(self):
+        """Returns the count."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        """Takes a count over."""
+        self.count = state["count"]
+
+
+class Epochs(keras.callbacks.Callback):
+    """Remembers the epochs, from nothing."""
+
+    def __init__(self):
+        """Has seen none."""
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Remembers one."""
+        self.seen = [*self.seen, epoch]
+
+
+# Keras converts its variables in a way that NumPy 2 warns about.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+def test_what_listens_to_the_run_goes_back_with_it(tmp_path):
+    """After a rollback into an interval, the next line is about the whole interval, in its loss and
+    in its metrics; actions and Keras callbacks are as they were, those that had not changed too;
+    and the best models are those of the steps that are left.
+    """
+    x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+    action, epochs = Action(Counted(), every_steps=1), Epochs()
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer=lambda: keras.optimizers.SGD(0.01),
+        loss_fn="mse",
+        metrics=["mse"],
+        callbacks=[Counting(), KerasCallbacks([epochs])],
+        actions=[action],
+        divergence=Divergence(loss_above=20.0),
+        model_dir=tmp_path,
+        checkpoint_interval=7,
+        keep_best=1,
+        steps_per_loop=1,
+        seed=1,
+        verbose=False,
+    )
+    trainer.on_recovery = lambda *_: setattr(trainer.callbacks[0], "mended", True)
+    data = {"global_batch": 4, "eval_data": (x, 3 * x + 1), "eval_interval": 2}
+    summary = trainer.train((x, 3 * x + 1), 12, **data)
+
+    assert [line["restored"] for line in recoveries(tmp_path)] == [7]
+    assert [line["interval_begun"] for line in recoveries(tmp_path)] == [5]
+    history = summary.history
+    assert list(history["step"]) == [4, 8, 12]
+    np.testing.assert_allclose(history["loss"], history["mse"], rtol=1e-6)
+    assert action.call.count == 12
+    assert epochs.seen == [0, 1, 2]
+    kept = folder.committed(tmp_path / "best", "step")
+    assert list(kept) == [summary.best.step]
 
 
 class Counting(Callback):
