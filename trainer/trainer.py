@@ -59,9 +59,9 @@ from trainer.data.batches import (
     batches,
     check_ends,
     check_epochs_end,
+    check_length,
     repeat_first_batch,
     same_data,
-    target_step,
 )
 from trainer.data.errors import reading_explained
 from trainer.data.fingerprint import of_arrays
@@ -92,7 +92,14 @@ from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
 from trainer.run.build import Forward, build, recorded_settings
-from trainer.run.changes import Setup, adapted, check_unchanged, followed, setup_of
+from trainer.run.changes import (
+    Setup,
+    adapted,
+    check_unchanged,
+    followed,
+    restored_again,
+    setup_of,
+)
 from trainer.run.compile_autotune import (
     Choice,
     compilable_parts,
@@ -381,6 +388,7 @@ class Trainer(Task):
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"
         self._trained_on: tuple[Any, int | None, DataPosition] | None = None
+        self._position: DataPosition | None = None  # of the last call of `train`
         self._online: OnlineLoop | None = None  # what the last call of `train_on_batch` used
         self._failed: OnlineLoop | None = None  # the same, if an error has ended it
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
@@ -544,9 +552,12 @@ class Trainer(Task):
                 every epoch. Finite data is repeated. Arrays are read when the call begins; later
                 changes count in the next call, which then begins a new epoch.
             steps: the step to reach, counted from the beginning of the run, so that the same
-                command also resumes a run from its checkpoint.
-            epochs: the target in passes over `train_data` instead of steps. Give either `steps` or
-                `epochs`.
+                command also resumes a run from its checkpoint. A program may call `train` several
+                times, with other data or settings: started again, it repeats calls whose steps have
+                all been taken, without effect.
+            epochs: the target in passes over `train_data` instead of steps, counted from the
+                beginning of the run; passes over other data in earlier calls count, too. Give
+                either `steps` or `epochs`.
             global_batch: the batch size, if `train_data` is arrays.
             eval_data: data to evaluate on during training; None evaluates nothing. Arrays are
                 batched like the training data. A dict of several data sets, such as
@@ -583,14 +594,17 @@ class Trainer(Task):
         self._withdraw_stop()
         with only_writer(folder), StopSignals(self.stop) as signals:
             leaving = Leaving(signals)
+            self.data_argument = "train_data"
             known = self._known_position(train_data, global_batch)
-            data, target = self._read_train_data(train_data, steps, epochs, global_batch, known)
+            data = known.data if known else self._batches(train_data, global_batch)
+            self._check_train_data(data, steps, epochs)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
             evaluate = self._evaluation(evaluated, "eval_data")
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
+            target = self._target(steps, epochs, position)
             choice = self._settle_compile_mode(data, target, log, position)
             export, names = self._export_into, self._result_names(evaluated)
             request = TrainRequest(
@@ -732,23 +746,21 @@ class Trainer(Task):
         if self._started:
             self._parts.stop.assign(value=False)
 
-    def _read_train_data(
-        self,
-        train_data: Any,
-        steps: int | None,
-        epochs: int | None,
-        global_batch: int | None,
-        known: DataPosition | None,
-    ) -> tuple[Batches, int]:
-        """Returns the batches to train on and the step to reach, both checked."""
-        self.data_argument = "train_data"
-        data = known.data if known else self._batches(train_data, global_batch)
-        target = target_step(steps, epochs, data)
+    def _check_train_data(self, data: Batches, steps: int | None, epochs: int | None) -> None:
+        """Checks the length of a run and the batches to train on."""
+        check_length(steps, epochs, data)
         if self.overrides("on_epoch_end"):
             check_epochs_end(data)
         replicas = self.strategy.num_replicas_in_sync
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
-        return data, target
+
+    def _target(self, steps: int | None, epochs: int | None, position: DataPosition) -> int:
+        """Returns the step to reach. Exactly one of `steps` and `epochs` is given."""
+        if epochs is None:
+            return steps or 0
+        checkpoints = self._parts.checkpoints
+        saved = checkpoints.facts if checkpoints.latest and not checkpoints.resumed else None
+        return position.target(epochs, self.totals.attempted, saved)
 
     def _settle_compile_mode(
         self, data: Batches, target: int, log: RunLog, position: DataPosition
@@ -810,6 +822,8 @@ class Trainer(Task):
     ) -> DataPosition:
         """Returns a position at the beginning of the data."""
         position = position_in(data, self.checkpoint_config.data_resume)
+        ended = self._position.epochs_ended if self._position else 0
+        position.begin(self.totals.attempted if self._introduced else 0, ended)
         # Check with several workers too: if each shuffled in a different order, they would
         # train on some examples twice.
         multi_worker = strategies.capabilities(self.strategy).multi_worker
@@ -818,6 +832,7 @@ class Trainer(Task):
         elif self.model_dir and position.resume_mode != "restart":
             position.content = of_arrays(train_data)
         self._trained_on = train_data, global_batch, position
+        self._position = position
         return position
 
     def stop(self) -> None:
@@ -1188,6 +1203,8 @@ class Trainer(Task):
         if self._started and not self._introduced:
             # Another process may be training this run.
             self._parts = followed(self, self._parts, clean_up=training)
+        elif self._started and training and self._parts.checkpoints.deferred:
+            self._parts = restored_again(self, self._parts, self._setup)
         if self._started and (self._parts.plan.groups or not training):
             self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)
             return self._parts

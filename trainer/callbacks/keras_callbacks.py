@@ -74,9 +74,10 @@ class KerasCallbacks(Callback):
         self._as_made = [dict(remembered(callback)) for callback in self.callbacks]
         self._loaded: dict[str, Any] | None = None  # a state that waits for on_train_begin
         self._begun = self._stopped = False
-        self._evaluated_at: int | None = None
+        self._evaluated_at = -1  # no step
         self._list: Any = None  # a `keras.callbacks.CallbackList`
         self._steps_per_epoch, self._target = 1, 0
+        self._began = self._epochs_before = 0  # see `set_epochs`
         self._forget_epoch()
 
     def _forget_epoch(self) -> None:
@@ -104,6 +105,15 @@ class KerasCallbacks(Callback):
         """Notes the length of an epoch, which `train` has checked."""
         self._steps_per_epoch, self._target = steps_per_epoch or 1, target
 
+    def set_epochs(self, began: int, before: int) -> None:
+        """Notes where epochs begin."""
+        self._began, self._epochs_before = began, before
+
+    def _epoch_at(self, step: int) -> tuple[int, int]:
+        """Returns how many epochs have ended after `step` steps, and the batches since then."""
+        passes, batches = divmod(step - self._began, self._steps_per_epoch)
+        return self._epochs_before + passes, batches
+
     def on_train_begin(self) -> None:
         """Gives the callbacks the model, and puts back what they remember of the run so far."""
         trainer = self.trainer
@@ -123,7 +133,7 @@ class KerasCallbacks(Callback):
             self.callbacks,
             model=model,
             verbose=1,
-            epochs=-(-self._target // self._steps_per_epoch),
+            epochs=self._epoch_at(self._target + self._steps_per_epoch - 1)[0],
             steps=self._steps_per_epoch,
         )
         self._call("on_train_begin")
@@ -139,7 +149,7 @@ class KerasCallbacks(Callback):
 
     def on_loop_begin(self, step: int) -> None:
         """Begins an epoch where one begins, and a batch."""
-        epoch, batch = divmod(step, self._steps_per_epoch)
+        epoch, batch = self._epoch_at(step)
         if batch == 0:
             self._forget_epoch()
             self._call("on_epoch_begin", epoch)
@@ -155,7 +165,7 @@ class KerasCallbacks(Callback):
         if self.wants_reports and self._list:
             metrics = self.trainer.metrics.items()
             logs = {name: float(metric.result()) for name, metric in metrics}
-            last = int(steps.step[-1] - 1) % self._steps_per_epoch
+            last = self._epoch_at(int(steps.step[-1]) - 1)[1]
             self._call("on_train_batch_end", last, {"loss": self._loss} | logs)
 
     def on_log(self, step: int, values: dict[str, float]) -> None:
@@ -176,7 +186,7 @@ class KerasCallbacks(Callback):
 
     def on_epoch_end(self, epoch: int) -> None:
         """Ends an epoch. Results of an evaluation within it would be those of other weights."""
-        if self._evaluated_at != epoch * self._steps_per_epoch:
+        if self._epoch_at(self._evaluated_at) != (epoch, 0):
             self._results = {}
         logs = {"loss": self._loss} | self._metrics | self._results
         self._call("on_epoch_end", epoch - 1, logs)

@@ -76,6 +76,7 @@ class Checkpoints:
         # Size of each file of the last checkpoint, keyed by file name without suffix.
         self.bytes: dict[str, int] = {}
         self.resumed = False  # whether training has continued from the restored checkpoint
+        self.deferred = False  # whether a call of `train` has left that to a later call
 
     def restore(self, *, before: int | None = None, clean_up: bool = True) -> pathlib.Path | None:
         """Restores the newest intact checkpoint, if any. Call it in the strategy's scope.
@@ -254,6 +255,7 @@ class Checkpoints:
         """Takes over the newest checkpoint of another object for the same run."""
         before.wait()
         self.latest, self.facts, self.resumed = before.latest, before.facts, before.resumed
+        self.deferred = before.deferred
         self.bytes = before.bytes
 
     def kept_steps(self) -> set[int]:

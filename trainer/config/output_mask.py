@@ -92,15 +92,42 @@ def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
 
 
 def check_mask_is_known(model: Model, outputs: Any) -> None:
-    """Raises ValueError if the outputs have a mask that `mask_of_outputs` does not look for."""
+    """Raises ValueError if the outputs have a mask that `mask_of_outputs` does not find.
+
+    Args:
+        model: the model.
+        outputs: its outputs in a forward pass.
+    """
     masks = [keras_mask(output) for output in tf.nest.flatten(outputs)]
-    if any(mask is not None for mask in masks) and not makes_masks(model):
+    found = [mask for mask in masks if mask is not None]
+    if any(map(is_random, found)):
+        raise ValueError(
+            "`model` must make its Keras masks of numbers that are not random; got a mask on its "
+            "outputs that depends on random numbers, as of a Dropout or a GaussianNoise before a "
+            "Masking. The number of elements that are not masked must be known before the forward "
+            "pass. Put the layer that makes the mask first, or yield (x, y, weight) from "
+            "train_data."
+        )
+    if found and not makes_masks(model):
         raise ValueError(
             "`model` must make its Keras masks in compute_mask of a layer; got a mask on its "
             "outputs that no layer announces. The number of elements that are not masked must be "
             "known before the forward pass. Override compute_mask in the layer that makes the "
             "mask, or yield (x, y, weight) from train_data."
         )
+
+
+def is_random(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor of a graph depends on random numbers that are drawn in the graph."""
+    todo, seen = [] if tf.executing_eagerly() else [tensor.op], set()
+    while todo:
+        operation = todo.pop()
+        if "Random" in operation.type:
+            return True
+        if operation.name not in seen:
+            seen.add(operation.name)
+            todo += [each.op for each in operation.inputs]
+    return False
 
 
 def warn_of_lost_mask(model: Model, outputs: Any) -> None:

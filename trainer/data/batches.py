@@ -42,6 +42,14 @@ class Batches:
     steps_per_epoch: int | None  # None if the length of the dataset is unknown
     reader: Reader | None = None  # reads what Python makes; None for a pipeline and for arrays
     arrays: ArrayCopies | None = None  # None unless the data is arrays
+    first_pass: int = 0  # number of the pass of arrays whose order comes first
+
+    def beginning_with(self, first_pass: int) -> "Batches":
+        """Returns the same batches from another pass on; only arrays have numbered passes."""
+        if self.arrays is None or first_pass == self.first_pass:
+            return self
+        dataset = self.arrays.batches_from(first_pass)
+        return dataclasses.replace(self, dataset=dataset, first_pass=first_pass)
 
 
 def batches(
@@ -105,6 +113,7 @@ def batches(
         global_batch=_examples(first, argument),
         steps_per_epoch=cardinality if cardinality >= 0 else None,
         arrays=arrays,
+        first_pass=first_pass,
     )
 
 
@@ -215,8 +224,8 @@ def repeat_forever(found: Batches) -> tf.data.Dataset:
     return dataset.prefetch(2)
 
 
-def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
-    """Returns the number of the last step of a run.
+def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:
+    """Checks the length of a run.
 
     Args:
         steps: the number of the last step, or None.
@@ -229,7 +238,7 @@ def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
     """
     if steps is not None and epochs is None:
         check_count("steps", steps)
-        return steps
+        return
     if epochs is None or steps is not None:
         raise ValueError(
             f"`steps` must be given if and only if `epochs` is None; got steps={steps!r}, "
@@ -242,7 +251,6 @@ def target_step(steps: int | None, epochs: int | None, found: Batches) -> int:
             "epoch is one pass over the data. Pass steps=, or call dataset.apply("
             "tf.data.experimental.assert_cardinality(n)) with the number of batches."
         )
-    return epochs * found.steps_per_epoch
 
 
 def check_epochs_end(found: Batches) -> None:

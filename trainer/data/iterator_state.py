@@ -45,9 +45,14 @@ class DataPosition:
         given_up: whether the iterator may wait for data without end, so that its state cannot be
             read. An exact position is then saved as the number of batches: a pipeline that can be
             resumed exactly yields the same batches again, only later.
+        taken: number of batches taken since the run began to read this data.
+        left_out: how many of these no step has used.
+        began: the step of the run at which it began to read this data.
+        epochs_before: number of passes over earlier data that the run had ended by then.
     """
 
     given_up = False
+    taken = left_out = began = epochs_before = 0
 
     def __init__(self, data: Batches, resume_mode: str) -> None:
         """Creates the iterators, at the beginning of the data."""
@@ -57,7 +62,6 @@ class DataPosition:
         # In the pipeline of arrays nothing is counted, and calls with new arrays may be frequent.
         self._shuffle_counts = None if data.arrays else self._uncounted()
         self.iterator = iter(self._dataset)
-        self.taken = 0  # number of batches taken since the run began
         self.pipeline = ""  # description of the pipeline, if `check_savable` has been called
         self.content: Fingerprint | None = None  # None if nothing is known about the values
 
@@ -79,6 +83,82 @@ class DataPosition:
             "pipeline": self.pipeline,
             "data_resume": self.resume_mode,
         }
+
+    @property
+    def used(self) -> int:
+        """Number of steps taken with this data."""
+        return self.taken - self.left_out
+
+    @property
+    def epochs_ended(self) -> int:
+        """Number of passes that the run has ended, over earlier data too."""
+        length = self.data.steps_per_epoch
+        return self.epochs_before + (self.used // length if length else 0)
+
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers that `run.json` holds for `go_to`."""
+        return {
+            "batches_taken": self.taken,
+            "batches_left_out": self.left_out,
+            "data_began": self.began,
+            "epochs_before": self.epochs_before,
+            "epochs_ended": self.epochs_ended,
+        }
+
+    def begin(self, step: int, epochs_before: int) -> None:
+        """Notes that the run begins to read this data."""
+        self.began, self.epochs_before = step, epochs_before
+
+    def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+        """Moves to the position at which a checkpoint was written.
+
+        Args:
+            folder: the checkpoint.
+            saved: contents of its `run.json`. Those of older versions have `batches_taken` alone.
+
+        Raises:
+            ValueError: as for `read`.
+        """
+        taken = saved["batches_taken"]
+        self.began = saved.get("data_began", self.began)
+        again = self.data.beginning_with(self.began)
+        if again is not self.data:
+            self.data, self._dataset = again, repeat_forever(again)
+            self.iterator = iter(self._dataset)
+        self.read(folder, taken)
+        self.left_out = saved.get("batches_left_out", taken - saved["step"])
+        self.epochs_before = saved.get("epochs_before", 0)
+
+    def go_back(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+        """Moves to the position of a checkpoint of the same process, maybe with earlier data.
+
+        Args:
+            folder: the checkpoint.
+            saved: contents of its `run.json`.
+        """
+        if saved.get("data_began", self.began) == self.began:
+            self.go_to(folder, saved)
+        else:  # the data of this call comes next
+            self._dataset = repeat_forever(self.data)
+            self.iterator = iter(self._dataset)
+            self.taken = self.left_out = 0
+
+    def target(self, epochs: int, step: int, saved: Mapping[str, Any] | None) -> int:
+        """Returns the step at which a run has ended so many passes.
+
+        Args:
+            epochs: the number of passes, over this data and earlier data.
+            step: the step that the run has reached.
+            saved: contents of `run.json` of the checkpoint that the run goes on from; None if it
+                goes on from here.
+        """
+        used, before = self.used, self.epochs_before
+        if saved and "batches_taken" in saved:
+            left_out = saved.get("batches_left_out", saved["batches_taken"] - step)
+            used, before = saved["batches_taken"] - left_out, saved.get("epochs_before", 0)
+            if any(saved.get(name) != self.facts()[name] for name in ("global_batch", "data")):
+                used, before = 0, saved.get("epochs_ended", 0)
+        return step + (epochs - before) * (self.data.steps_per_epoch or 1) - used
 
     def check_savable(self) -> None:
         """Raises ValueError if the position must be exact but cannot be saved exactly."""
@@ -142,6 +222,11 @@ class DataPosition:
                 self.iterator = iter(self._dataset)
             self.drop(batches_taken)
         self.taken = batches_taken
+
+    def leave_out(self, count: int) -> None:
+        """Takes `count` batches that no step will use."""
+        self.drop(count)
+        self.left_out += count
 
     def drop(self, count: int) -> None:
         """Takes `count` batches without using them."""

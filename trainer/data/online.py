@@ -5,6 +5,7 @@ to be restored by the program.
 """
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -70,7 +71,6 @@ class OnlinePosition(DataPosition):
         self.resume_mode = before.resume_mode if before else "restart"
         self.pipeline = before.pipeline if before else ""
         self.content = before.content if before else None
-        self.taken = before.taken if before else 0
 
     def facts(self) -> dict[str, Any]:
         """Returns what `run.json` says about the data of `train`; nothing about these batches."""
@@ -78,16 +78,21 @@ class OnlinePosition(DataPosition):
             return self._before.facts()
         return {"pipeline": self.pipeline, "data_resume": self.resume_mode}
 
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers of the position in the data of `train`."""
+        return self._before.counts() if self._before else super().counts()
+
+    def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+        """Moves to the position in the data of `train`, if there is one."""
+        if self._before:
+            self._before.go_to(folder, saved)
+
+    go_back = go_to
+
     def write(self, folder: str) -> None:
         """Writes the position in the data of `train`, if there is one."""
         if self._before:
             self._before.write(folder)
 
-    def read(self, folder: pathlib.Path, batches_taken: int) -> None:
-        """Moves to the position in the data of `train`, if there is one."""
-        if self._before:
-            self._before.read(folder, batches_taken)
-            self.taken = self._before.taken
-
-    def drop(self, count: int) -> None:
+    def leave_out(self, count: int) -> None:
         """Does nothing: it is up to the program which batches it passes."""

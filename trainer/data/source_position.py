@@ -47,7 +47,6 @@ class SourcePosition(DataPosition):
         self.source = data.reader.source
         self.data = data
         self.resume_mode = resume_mode
-        self.taken = 0
         self.pipeline = ""
         self.content = None  # another batch is noticed by the checksum in the saved place
         self._dataset = self.reader.forever().prefetch(2)

@@ -101,6 +101,15 @@ class Callback:
             target: the step to reach.
         """
 
+    def set_epochs(self, began: int, before: int) -> None:
+        """Called by `train` once the run is restored.
+
+        Args:
+            began: the step at which the first pass over the training data began: 0 unless the run
+                was trained on other data before.
+            before: the number of passes over that data.
+        """
+
     def on_train_begin(self) -> None:
         """Called by `train` before the first step, once everything is built and restored."""
 

@@ -6,10 +6,12 @@ two calls of a trainer's methods, the step is planned and traced again: see `slo
 that are frozen or unfrozen.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+from absl import logging
 
 from trainer.base.keras_private import all_layers, keep_rate_tracked, learning_rate_setting
 from trainer.checkpoint.warm_start import weights_of
@@ -22,6 +24,7 @@ from trainer.run.build import (
     parts_of_plan,
     plan_evaluation,
 )
+from trainer.run.learning_rates import learning_rates
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import make_slots, missed_by_trained, slots_from, slots_now, trained_places
 from trainer.step import StepPlan
@@ -148,11 +151,34 @@ def adapted(
     return parts, setup_of(plan)
 
 
+def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) -> Parts:
+    """Restores the newest checkpoint for a call of `train` to which an earlier one has left that.
+
+    The checkpoint is from a later step than the program has repeated, and holds what the program
+    had done by then.
+    """
+    keep_rates_tracked(before_setup, parts.plan)
+    before = learning_rates(parts.plan)
+    parts.checkpoints.latest, parts.checkpoints.facts = None, {}
+    parts = followed(trainer, parts, clean_up=True)
+    now = learning_rates(parts.plan)
+    if changed := [name for name in now if now[name] != before.get(name)]:
+        logging.warning(
+            "%s %g was assigned before train() had come to the step of %s. The run goes on with "
+            "the checkpoint's %g.",
+            changed[0],
+            before.get(changed[0], math.nan),
+            parts.checkpoints.latest,
+            now[changed[0]],
+        )
+    return parts
+
+
 def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts:
     """Restores the newest checkpoint, if it is not the one that was restored last.
 
     Args:
-        trainer: a trainer that has started, and has not trained itself.
+        trainer: a trainer that has started, and has no steps of its own.
         parts: its parts.
         clean_up: as for `Checkpoints.restore`.
 

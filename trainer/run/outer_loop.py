@@ -112,11 +112,13 @@ class OuterLoop:
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
         self._log_interval: int | None = trainer.log_interval
         self._eval_interval = request.eval_interval
+        self._counted_by_epochs = False  # whether both intervals begin where epochs begin
         per_epoch = [callback for callback in trainer.callbacks if callback.per_epoch]
         if per_epoch and self._epoch:
             check_per_epoch(per_epoch[0], self._epoch, request.eval_interval, trainer.log_interval)
             self._log_interval = self._epoch
             self._eval_interval = request.eval_interval or self._epoch
+            self._counted_by_epochs = True
 
     def begin(self, *, first: bool) -> None:
         """Does what comes before the first step.
@@ -129,6 +131,8 @@ class OuterLoop:
         """
         self._tell_callbacks()
         self.resume()
+        for callback in self._trainer.callbacks:
+            callback.set_epochs(self._data_began, self._position.epochs_before)
         if first and not self._step:
             self._log.set_aside()
         self.check(first=first)
@@ -153,7 +157,17 @@ class OuterLoop:
         Raises:
             ValueError: if the checkpoint comes from a run with different settings.
         """
-        self._saver.resume(self._log)
+        self._saver.resume(self._log, self._request.target)
+
+    @property
+    def _data_began(self) -> int:
+        """The step at which the first pass over this data began."""
+        return self._step - self._position.used
+
+    def _crossed(self, interval: int | None, before: int) -> bool:
+        """Returns whether an interval of logs or evaluations has ended after step `before`."""
+        began = self._data_began if self._counted_by_epochs else 0
+        return crossed(interval, before - began, self._step - began)
 
     def check(self, *, first: bool) -> None:
         """Traces the step and checks it, if there are steps to take.
@@ -231,15 +245,8 @@ class OuterLoop:
         explained = worker_loss_explained(strategy, known)
         watched = silent_members_end_the_run(strategy, self._known_progress)
         with self._tracked(), progress, watched, explained:
-            # A run that is resumed from a checkpoint of step 0 has been evaluated already.
-            if self._request.evaluate_at_start and not (self._step or self._resumed):
-                self._evaluate()
-            if self._saver.is_evaluation_due(self._step) and self._request.evaluate:
-                self._evaluate()
-                self._saver.save(self._step, again=not self._saver.evaluation_due)
-            if self._recovery and self._parts.checkpoints.holds_other_variables():
-                # So that there is a checkpoint to roll back to, which fits the optimizers.
-                self._saver.save(self._step, again=True)
+            if not self._parts.checkpoints.deferred:
+                self._catch_up()
             while self._step < self._request.target and not self._stop_asked():
                 self._call_user(self._begin_inner_loop)
                 before = self._step
@@ -249,6 +256,18 @@ class OuterLoop:
             if self._step < self._request.target:
                 self._end_early()
             self._parts.checkpoints.wait()
+
+    def _catch_up(self) -> None:
+        """Evaluates and saves what has to be before the first step."""
+        # A run that is resumed from a checkpoint of step 0 has been evaluated already.
+        if self._request.evaluate_at_start and not (self._step or self._resumed):
+            self._evaluate()
+        if self._saver.is_evaluation_due(self._step) and self._request.evaluate:
+            self._evaluate()
+            self._saver.save(self._step, again=not self._saver.evaluation_due)
+        if self._recovery and self._parts.checkpoints.holds_other_variables():
+            # So that there is a checkpoint to roll back to, which fits the optimizers.
+            self._saver.save(self._step, again=True)
 
     def _begin_inner_loop(self) -> None:
         """Calls `on_loop_begin`, and checks that the step is still the one that was traced."""
@@ -358,22 +377,23 @@ class OuterLoop:
     def _next_stop(self) -> int:
         """Returns the step at which the next inner loop ends."""
         trainer = self._trainer
-        periods = [action.every_steps for action in trainer.actions]
         intervals = [
-            self._eval_interval,
             trainer.checkpoint_config.checkpoint_interval,
-            self._epoch,
-            self._log_interval,
-            *periods,
+            *(action.every_steps for action in trainer.actions),
         ]
-        marks = self._profile.ends if self._profile else ()
-        target = self._request.target
-        return next_stop(self._step, target, trainer.steps_per_loop, intervals, marks)
+        of_epochs = [self._epoch]
+        both = of_epochs if self._counted_by_epochs else intervals
+        both += [self._eval_interval, self._log_interval]
+        marks, target = self._profile.ends if self._profile else (), self._request.target
+        end = next_stop(self._step, target, trainer.steps_per_loop, intervals, marks)
+        began = self._data_began
+        return began + next_stop(self._step - began, end - began, target, of_epochs)
 
     def _explain(self, error: tf.errors.OpError) -> None:
         """Raises DataError if the data caused the error; otherwise adds a note to the error."""
         done = Totals.from_state(self._parts.state).attempted
         self._position.taken += done + 1 - self._step  # counts the failed step's batch
+        self._position.left_out += 1
         self._parts.checkpoints.wait()
         latest, exact = self._parts.checkpoints.latest, self._position.resume_mode == "exact"
         target, cause = self._request.target, self._position.error
@@ -387,8 +407,8 @@ class OuterLoop:
         """
         trainer, step = self._trainer, self._step
         last = step == self._request.target
-        log_now = last or crossed(self._log_interval, before, step)
-        evaluate_now = last or crossed(self._eval_interval, before, step)
+        log_now = last or self._crossed(self._log_interval, before)
+        evaluate_now = last or self._crossed(self._eval_interval, before)
         interval = trainer.checkpoint_config.checkpoint_interval
         save_now = last or crossed(interval, before, step) or self._saver.is_late()
         due = [action for action in trainer.actions if action.is_due(before, step)]
@@ -403,9 +423,10 @@ class OuterLoop:
             self._evaluate()
         for action in due:
             self._call_user(functools.partial(action, trainer))
-        if self._epoch and crossed(self._epoch, before, step):
-            epoch = step // self._epoch
-            self._call_user(lambda: trainer.call_hook("on_epoch_end", epoch))
+        began = self._data_began
+        if crossed(self._epoch, before - began, step - began):
+            ended = self._position.epochs_ended
+            self._call_user(lambda: trainer.call_hook("on_epoch_end", ended))
         self._call_user(lambda: trainer.call_hook("on_loop_end", step))
         if save_now:
             self._saver.save(step)

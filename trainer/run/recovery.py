@@ -69,9 +69,9 @@ class Recovery:
             raise diverged_error(detection, self._watch.recoveries, path)
         step = Totals.from_state(self._parts.state).attempted
         if "data" in checkpoints.facts:
-            self._position.read(path, checkpoints.facts["batches_taken"])
+            self._position.go_back(path, checkpoints.facts)
         batches_left_out = detection.last - step if self._divergence.skip_data else 0
-        self._position.drop(batches_left_out)
+        self._position.leave_out(batches_left_out)
         if checkpoints.facts["divergence"]:
             self._watch.set_state(checkpoints.facts["divergence"])
         self._watch.recoveries = tries

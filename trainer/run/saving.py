@@ -20,6 +20,8 @@ from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import facts_of, optimizers_of
 
+COUNTED = ("global_batch", "data")  # what the number of passes over data depends on
+
 
 class RunSaver:
     """Saves a run, and resumes it from a checkpoint.
@@ -55,14 +57,19 @@ class RunSaver:
         facts = self._parts.checkpoints.facts
         return facts.get("step") == step and bool(facts.get("evaluation_due"))
 
-    def resume(self, log: RunLog) -> None:
+    def resume(self, log: RunLog, target: int) -> None:
         """Continues from the restored checkpoint, if there is one.
 
         The variables have already been restored. This restores the position in the data and the
         state of the loss watch and the actions, and rewinds the log to the checkpoint's step.
 
+        A program that calls `train` several times, and is started again, repeats calls whose steps
+        have all been taken. A checkpoint of a later step was written by a later call, maybe with
+        other data and settings: the next call with steps to take resumes it, from the beginning.
+
         Args:
             log: the run's log.
+            target: the step at which this call of `train` ends.
 
         Raises:
             ValueError: if the checkpoint comes from a run with different settings.
@@ -74,16 +81,24 @@ class RunSaver:
         if checkpoints.resumed or not checkpoints.latest:
             return
         saved = dict(checkpoints.facts)
+        step = Totals.from_state(state).attempted
+        ours = self._position.facts()
+        other = any(name in ours and saved.get(name) != ours[name] for name in COUNTED)
+        checkpoints.deferred = step > target or (step == target and other)
+        if checkpoints.deferred:
+            log.rewind(step, trainer.model_dir)
+            return
         changed = self._changes(saved, checkpoints.latest)
         self._take_changes(saved, changed)
         # A run of `train_on_batch` alone has no position in data.
         if "data" in saved and not {"seed", "global_batch", "data"} & {*changed}:
-            self._position.read(checkpoints.latest, saved["batches_taken"])
+            self._position.go_to(checkpoints.latest, saved)
+        else:
+            self._position.epochs_before = saved.get("epochs_ended", 0)
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
         unknown = self.restore_listeners()
         checkpoints.resumed = True
-        step = Totals.from_state(state).attempted
         log.rewind(step, trainer.model_dir, self.saved_interval())
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
@@ -97,7 +112,10 @@ class RunSaver:
         checkpoints = self._parts.checkpoints
         if not (checkpoints.latest and checkpoints.facts.get("interval")):
             return None
-        return joined(checkpoints.facts["interval"], read_arrays(checkpoints.latest))
+        interval: dict[str, np.ndarray] = joined(
+            checkpoints.facts["interval"], read_arrays(checkpoints.latest)
+        )
+        return interval
 
     def restore_listeners(self) -> list[str]:
         """Restores the states of actions and callbacks from the newest checkpoint.
@@ -142,7 +160,7 @@ class RunSaver:
             self.facts()
             | self.identity()
             | {
-                "batches_taken": self._position.taken,
+                **self._position.counts(),
                 "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
                 "actions": [action.state() for action in self._trainer.actions],
                 "divergence": self._watch.state() if self._watch else None,

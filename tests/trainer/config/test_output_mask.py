@@ -101,6 +101,29 @@ def test_a_mask_that_no_layer_announces_is_refused():
     )
 
 
+@pytest.mark.parametrize("noise", [LAYERS.Dropout(0.5), LAYERS.GaussianNoise(0.1)])
+def test_a_mask_of_random_numbers_is_refused(noise):
+    """The weights would be those of the mask without noise, and the losses those of another one.
+    Noise behind the layer that makes the mask is no matter.
+    """
+    x, y = np.ones([4, 3, 1], np.float32), np.ones([4, 3, 1], np.float32)
+
+    def trainer(*layers):
+        model = keras.Sequential([keras.Input([3, 1]), *layers, LAYERS.Dense(1)])
+        return Trainer(model=model, optimizer="sgd", loss_fn="mse", verbose=False)
+
+    with pytest.raises(ValueError, match="random") as error:
+        trainer(noise, LAYERS.Masking()).train((x, y), 1, global_batch=4)
+    assert str(error.value) == (
+        "`model` must make its Keras masks of numbers that are not random; got a mask on its "
+        "outputs that depends on random numbers, as of a Dropout or a GaussianNoise before a "
+        "Masking. The number of elements that are not masked must be known before the forward "
+        "pass. Put the layer that makes the mask first, or yield (x, y, weight) from train_data."
+    )
+    behind = type(noise).from_config(noise.get_config())
+    assert trainer(LAYERS.Masking(), behind).train((x, y), 1, global_batch=4).totals.applied == 1
+
+
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
