@@ -63,7 +63,7 @@ from trainer.data.batches import (
     repeat_first_batch,
     same_data,
 )
-from trainer.data.errors import reading_explained
+from trainer.data.errors import reading_explained, reason_of
 from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
 from trainer.data.online import OnlinePosition, as_global_batch
@@ -116,7 +116,7 @@ from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
 from trainer.step import StepReport, attempt_step
 from trainer.step.checks import check_reduction
-from trainer.step.types import Batch, Model
+from trainer.step.types import Batch, MetricsByName, Model
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 
 
@@ -389,10 +389,12 @@ class Trainer(Task):
         self.compile_mode_open = jit_compile == "auto"
         self._trained_on: tuple[Any, int | None, DataPosition] | None = None
         self._position: DataPosition | None = None  # of the last call of `train`
-        self._online: OnlineLoop | None = None  # what the last call of `train_on_batch` used
+        self._loop: OuterLoop | None = None  # what the last call of `train` or its like used
+        self._online: OnlineLoop | None = None  # the same of `train_on_batch`, if it can go on
         self._failed: OnlineLoop | None = None  # the same, if an error has ended it
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
+        self._lent_metrics: MetricsByName = {}
         self._lent = contextlib.ExitStack()  # what an evaluation has to put back
         self.stop_asked = False
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
@@ -491,8 +493,17 @@ class Trainer(Task):
     def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics in use: those of evaluation while it runs, otherwise those of training."""
         if not self._started:
-            return {}
+            return self._lent_metrics
         return self._parts.metrics.eval if self._evaluating else self._parts.metrics.train
+
+    @contextlib.contextmanager
+    def lending(self, metrics: MetricsByName) -> Iterator[None]:
+        """Context manager, before the trainer has started: `metrics` are those in use."""
+        self._lent_metrics = metrics
+        try:
+            yield
+        finally:
+            self._lent_metrics = {}
 
     @property
     def totals(self) -> Totals:
@@ -610,7 +621,9 @@ class Trainer(Task):
             request = TrainRequest(
                 target, evaluate, eval_interval, export, evaluate_at_start, names
             )
+            self._warn_of_part_of_a_step()
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
+            self._loop = loop
             loop.begin(first=not self._introduced)
             if not self._introduced:
                 self._introduce(loop)
@@ -679,7 +692,9 @@ class Trainer(Task):
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         request = TrainRequest(ENDLESS, None, None, self._export_into)
         log = self._new_log()
+        self._warn_of_part_of_a_step()
         loop = OnlineLoop(self, self._parts, position, self._watch, log, request)
+        self._loop = loop
         try:
             loop.begin(first=not self._introduced)
             if not self._introduced:
@@ -691,6 +706,16 @@ class Trainer(Task):
             raise
         self._online = loop
         return loop
+
+    def _warn_of_part_of_a_step(self) -> None:
+        """Warns if the call before was ended by an operation that failed in a step."""
+        if self._loop and self._loop.failure:
+            logging.warning(
+                "An operation failed in the middle of the last step (%s). The variables may hold a "
+                "part of that step, which is not counted. To go on from the newest checkpoint "
+                "instead, make a new trainer.",
+                reason_of(self._loop.failure.message),
+            )
 
     def _end_online(self, *, save: bool = False) -> None:
         """Logs the last steps of `train_on_batch`, if it was called."""
@@ -790,7 +815,7 @@ class Trainer(Task):
         plan, history = self._parts.plan, self._history
         model_dir = self.model_dir if self.is_chief else None
         trackers = Trackers(self.trackers if self.is_chief else (), model_dir)
-        return RunLog(
+        log = RunLog(
             model_dir,
             self.style,
             plan.variable_names,
@@ -800,6 +825,9 @@ class Trainer(Task):
             trackers,
             plan.float8,
         )
+        if self._loop:
+            log.go_on_with(self._loop.log.unlogged)
+        return log
 
     def _known_position(self, train_data: Any, global_batch: int | None) -> DataPosition | None:
         """Returns the position at which the last call of `train` ended, if the data is the same."""
@@ -884,7 +912,8 @@ class Trainer(Task):
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
         with self._reading("data"):
             self._start(first_batch(found), training=False)
-            if self.model_dir and not self.totals.attempted:
+            warm = self.checkpoint_config.init_from
+            if self.model_dir and not (self.totals.attempted or warm):
                 logging.warning(
                     "There is no checkpoint in %s: the model is untrained.", self.model_dir
                 )
@@ -1211,7 +1240,7 @@ class Trainer(Task):
         with self._seeded.in_use():
             self._parts = build(self, batch, forward or self.compute_loss, training=training)
         warn_of_half_probabilities(self.model, self._loss_fn)
-        self._setup = setup_of(self._parts.plan)
+        self._setup = setup_of(self._parts.plan, self)
         self._started = True
         self._parts.stop.assign(self.stop_asked)  # `stop` may have been called during `build`
         return self._parts
@@ -1222,7 +1251,7 @@ class Trainer(Task):
         `train` calls it before each inner loop. Without hooks and actions it does nothing.
         """
         if self.actions or any(self.overrides(hook) for hook in HOOKS):
-            check_unchanged(self._parts, self._setup)
+            check_unchanged(self, self._parts, self._setup)
 
     def overrides(self, hook: str) -> bool:
         """Returns whether the trainer or one of its callbacks has a hook such as "on_log"."""

@@ -298,6 +298,11 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def is_metric_built(metric: keras.metrics.Metric) -> bool:
+    """Returns whether a metric has its variables. A few classes make them in their first update."""
+    return bool(getattr(metric, "_built", True))
+
+
 def arguments_of_loss(loss: Any) -> dict[str, Any]:
     """Returns what a Keras loss passes to its function, such as `axis`; {} for any other object.
 

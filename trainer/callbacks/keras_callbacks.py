@@ -221,17 +221,24 @@ class KerasCallbacks(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, at once or after `on_train_begin`."""
         if self._list:
+            self._reset()
             self._put_back(state)
         else:
             self._loaded = state
 
+    def _reset(self) -> None:
+        """Sets the attributes that training has changed to what they were when it began."""
+        for callback, made in zip(self.callbacks, self._as_made, strict=True):
+            now = remembered(callback)  # without what is no longer plain, such as an open file
+            for name in made.keys() & now.keys():
+                if not same(now[name], made[name]):
+                    setattr(callback, name, copied(made[name]))
+
     def _put_back(self, state: dict[str, Any]) -> None:
-        """Sets the attributes of callbacks to what `state_dict` returned, and others as made."""
-        for (key, callback), made in zip(self._keyed(), self._as_made, strict=True):
-            saved = state["callbacks"].get(key)
-            for name, value in {} if saved is None else (copied(made) | saved).items():
-                if not same(getattr(callback, name, None), value):
-                    setattr(callback, name, value)
+        """Sets the attributes of callbacks to what `state_dict` returned."""
+        for key, callback in self._keyed():
+            for name, value in state["callbacks"].get(key, {}).items():
+                setattr(callback, name, value)
         self._loss_sum, self._weight_sum = state["sums"]
         self._stopped = state["stopped"]
 

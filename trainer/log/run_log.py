@@ -7,7 +7,7 @@ import pathlib
 import time
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -31,6 +31,14 @@ from trainer.log.writers import RunWriters, stays
 from trainer.step.float8 import Float8Tensor
 from trainer.step.report import StepReport, describe_skip, step_of
 from trainer.step.xla import COMPILE_MODES
+
+
+class Unlogged(NamedTuple):
+    """An interval that has not ended."""
+
+    reports: list[StepReport]
+    unread: int  # index of the first report that has not been read from the device
+    loss_scale: float  # of the last step that was read
 
 
 class RunLog:
@@ -74,6 +82,19 @@ class RunLog:
         self._untimed = 0  # number of reports that were added before the clock was restarted
         self._clock_start = time.perf_counter()
         self._loss_scale = math.nan  # loss scale of the last step that was read
+
+    @property
+    def unlogged(self) -> "Unlogged":
+        """What the log knows of steps that it has not logged."""
+        return Unlogged(self._reports, self._unread, self._loss_scale)
+
+    def go_on_with(self, unlogged: "Unlogged") -> None:
+        """Takes over an interval in which an error has ended a call to `train`.
+
+        The metrics go on with it, too.
+        """
+        self._reports, self._unread, self._loss_scale = unlogged
+        self._untimed = len(self._reports)
 
     def say(self, line: str) -> None:
         """Prints a line, unless the run is quiet or its output pipe is closed."""

@@ -192,10 +192,21 @@ def fields_of(line: str) -> dict[str, Any] | None:
     """
     try:
         fields = json.loads(line)
-        is_ours = isinstance(fields["step"], int) and isinstance(fields["split"], str)
+        is_ours = type(fields["step"]) is int and isinstance(fields["split"], str)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return fields if is_ours and "\ufffd" not in line else None
+    return fields if is_ours and "\ufffd" not in line and has_numbers(fields) else None
+
+
+def has_numbers(fields: Mapping[str, Any]) -> bool:
+    """Returns whether a line has numbers where a run that goes on needs some."""
+    split = fields["split"]
+    if split in SPLITS:
+        values = [value for name, value in fields.items() if name != "split"]
+        return all(value is None or type(value) in (int, float) for value in values)
+    if split == "recovery":
+        return type(fields.get("restored")) is int
+    return split != "scale" or type(fields.get("loss_scale")) in (int, float)
 
 
 def set_lines_aside(path: pathlib.Path, lines: list[str]) -> None:

@@ -13,7 +13,7 @@ import strategies
 from scaling.base.argument_checks import shown
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
-from trainer.base.keras_private import recompute_constants
+from trainer.base.keras_private import is_metric_built, recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import versions, warn_about_model
 from trainer.checkpoint.contents import Contents, others_with_variables
@@ -104,6 +104,7 @@ def build(
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
+        create_metric_variables(trainer, metrics, batch, forward)
         checkpoints = make_checkpoints(trainer, state, metrics.train, checkpoint_folder(trainer))
         identity = identity_of(trainer, optimizers_of(trainer), metrics.train)
         again = give_saved_slots(trainer, checkpoints)
@@ -254,6 +255,30 @@ def build_metrics(trainer: RunnableTrainer) -> Metrics:
             )
         check_metric_names(metrics)
     return made
+
+
+def create_metric_variables(
+    trainer: RunnableTrainer, metrics: Metrics, batch: Batch, forward: Forward
+) -> None:
+    """Updates metrics that create their variables in their first update, without any effect.
+
+    Within a step it would be too late: replicas cannot create variables there, and a checkpoint
+    could not be restored into them.
+    """
+    if forward != trainer.compute_loss:  # `predict` has no labels, and updates no metric
+        return
+    unbuilt = [
+        own for own in metrics if not all(is_metric_built(metric) for metric in own.values())
+    ]
+    if not unbuilt:
+        return
+    one = cut_rows(batch, 0, 1)
+    with dtype_policy(trainer.precision):
+        for own in unbuilt:
+            with keras.StatelessScope(), trainer.lending(own):
+                result = forward(one, training=False)
+                aux = result[1] if isinstance(result, tuple) and len(result) == 2 else ()
+                trainer.update_metrics(one, aux)
 
 
 def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 from absl import logging
 
 from trainer.base.keras_private import all_layers, keep_rate_tracked, learning_rate_setting
@@ -25,21 +26,28 @@ from trainer.run.build import (
     plan_evaluation,
 )
 from trainer.run.learning_rates import learning_rates
+from trainer.run.plain_attributes import (
+    attributes_of_layer,
+    attributes_of_trainer,
+    plain_attributes,
+)
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import make_slots, missed_by_trained, slots_from, slots_now, trained_places
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
 from trainer.step.types import Variable
+from trainer.task import Task
+
+OF_OPTIMIZER = float, bool, int, type(None)  # the types of its settings
 
 
 class Setup(NamedTuple):
     """What a step was planned for. Objects are held, so that no other can have their id."""
 
     trained: tuple[Variable, ...]  # `model.trainable_variables`
-    layers: tuple[tuple[Any, ...], ...]  # for each layer: itself, and its settings
-    optimizers: tuple[
-        tuple[Any, ...], ...
-    ]  # for each optimizer: its learning rate and its settings
+    layers: tuple[tuple[Any, ...], ...]  # for each layer, and the trainer: itself, its settings
+    # For each optimizer: its learning rate, and its settings.
+    optimizers: tuple[tuple[Any, ...], ...]
 
     def same_variables(self, other: "Setup") -> bool:
         """Returns whether both train the same variables, in the same order."""
@@ -54,34 +62,26 @@ class Setup(NamedTuple):
         return mine == theirs
 
 
-def setup_of(plan: StepPlan) -> Setup:
-    """Returns what a plan's model and optimizers are set to now. Reads nothing from a device."""
-    layers = all_layers(plan.model) if isinstance(plan.model, keras.Model) else []
+def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
+    """Returns what a step is set to now. Reads nothing from a device."""
+    model = plan.model
+    parts = all_layers(model) if isinstance(model, keras.Model) else [model, *model.submodules]
     optimizers = [one for objective in plan.objectives for one in objective.updating]
     return Setup(
-        tuple(plan.model.trainable_variables),
-        tuple(
-            (layer, layer.dtype_policy.name, layer.trainable, numbers(layer)) for layer in layers
+        tuple(model.trainable_variables),
+        (
+            *((part, *policy_of(part), attributes_of_layer(part)) for part in parts),
+            (trainer, attributes_of_trainer(trainer)),
         ),
-        tuple((learning_rate_setting(one), numbers(one, whole=True)) for one in optimizers),
+        tuple(
+            (learning_rate_setting(one), plain_attributes(one, OF_OPTIMIZER)) for one in optimizers
+        ),
     )
 
 
-def numbers(owner: object, *, whole: bool = False) -> dict[str, Any]:
-    """Returns the public attributes of an object that are numbers.
-
-    Args:
-        owner: a layer or an optimizer.
-        whole: whether to include ints and None. A layer may count its calls in an int.
-    """
-    types = (float, bool, int, type(None)) if whole else (float, bool)
-    return {
-        name: value
-        for name, value in vars(owner).items()
-        if type(value) in types
-        and not name.startswith("_")
-        and name not in ("built", "trainable", "stop_training")
-    }
+def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:
+    """Returns the dtype policy of a layer and whether it is trained; nothing for a module."""
+    return (part.dtype_policy.name, part.trainable) if isinstance(part, keras.Layer) else ()
 
 
 def keep_rates_tracked(before: Setup, plan: StepPlan) -> None:
@@ -126,7 +126,7 @@ def adapted(
         ValueError: if an optimizer cannot train the variables that the model has now.
     """
     keep_rates_tracked(before, parts.plan)
-    now = setup_of(parts.plan)
+    now = setup_of(parts.plan, trainer)
     same = before.same_variables(now)
     if same and now.same_settings(before):
         return parts, before
@@ -148,7 +148,7 @@ def adapted(
             new.facts = new.facts | {"trained": trained_places(trainer)}
     depending = parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics)
     parts = parts._replace(checkpoints=new, slots=slots, **depending)
-    return parts, setup_of(plan)
+    return parts, setup_of(plan, trainer)
 
 
 def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) -> Parts:
@@ -223,10 +223,10 @@ def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:
     )
 
 
-def check_unchanged(parts: Parts, before: Setup) -> None:
+def check_unchanged(trainer: RunnableTrainer, parts: Parts, before: Setup) -> None:
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
     keep_rates_tracked(before, parts.plan)
-    now = setup_of(parts.plan)
+    now = setup_of(parts.plan, trainer)
     if not before.same_variables(now):
         found = difference(before.trained, now.trained)
     elif not now.same_settings(before):
@@ -244,6 +244,9 @@ def changed_settings(before: Setup, now: Setup) -> str:
     """Returns what differs between two setups, for an error."""
     for old, new in zip(before.layers, now.layers, strict=False):
         if old[0] is not new[0] or old[1:] != new[1:]:
+            names = [name for name in new[-1] if new[-1].get(name) != old[-1].get(name)]
+            if isinstance(new[0], Task):
+                return f"trainer.{names[0]}"
             return f"layer {new[0].name!r}"
     if len(before.layers) != len(now.layers):
         return "the layers"

@@ -60,7 +60,6 @@ class OnlineLoop(OuterLoop):
         request = request._replace(target=ENDLESS)
         super().__init__(trainer, parts, position, watch, log, request, Leaving())
         self.parts = parts
-        self.failure: tf.errors.OpError | None = None  # what ended a step in its middle
         self._held = contextlib.ExitStack()  # the lock of the folder, and the trackers' run
         self._waiting_since = time.perf_counter()
 

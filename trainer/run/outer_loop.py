@@ -93,7 +93,7 @@ class OuterLoop:
         self._trainer = trainer
         self._parts = parts
         self._position = position
-        self._log = log
+        self._log = self.log = log
         self._request = request
         self._leaving = leaving
         self._step = self._start = Totals.from_state(parts.state).attempted
@@ -112,6 +112,7 @@ class OuterLoop:
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
         self._log_interval: int | None = trainer.log_interval
         self._eval_interval = request.eval_interval
+        self.failure: tf.errors.OpError | None = None  # what ended a step in its middle
         self._counted_by_epochs = False  # whether both intervals begin where epochs begin
         per_epoch = [callback for callback in trainer.callbacks if callback.per_epoch]
         if per_epoch and self._epoch:
@@ -330,6 +331,7 @@ class OuterLoop:
                 self._account_for(self._pending_steps())
                 return
             self._explain(error)
+            self.failure = error
             raise
         self._account_for(report)
         if self._profile and self._profile.after(self._step):

@@ -4,6 +4,7 @@
 `Trainer` has all of them.
 """
 
+import contextlib
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -146,6 +147,9 @@ class RunnableTrainer(Protocol):
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step. Waits for the device."""
+
+    def lending(self, metrics: MetricsByName) -> contextlib.AbstractContextManager[None]:
+        """Context manager, before the trainer has started: `metrics` are those in use."""
 
     def build_metrics(self) -> MetricsByName:
         """Returns new metrics, keyed by name."""

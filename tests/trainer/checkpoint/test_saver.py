@@ -643,6 +643,10 @@ def test_a_manifest_describes_the_run(tmp_path):
         "pipeline": "",
         "data_resume": "exact",
         "batches_taken": 3,
+        "batches_left_out": 0,
+        "data_began": 0,
+        "epochs_before": 0,
+        "epochs_ended": 3,
         "scale": 8.0,
         "actions": [],
         "callbacks": {},
@@ -689,7 +693,7 @@ def test_the_log_is_rewound_with_the_run(tmp_path):
     stay = [
         '{"step": 1, "split": "train", "loss": 1.0}\n',
         '{"step": 3, "split":"validation",  "loss": null}\n',
-        '{"step": 9, "split": "recovery", "what": "loss 9 above 1 at step 9"}\n',
+        '{"step": 9, "split": "recovery", "what": "loss 9 above 1", "restored": 2}\n',
         '{"step": 2, "split": "skip"}\n',
     ]
     go = ['{"step": 4, "split": "train"}\n', '{"step": 30, "split": "skip"}\n']

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from trainer import Trainer
+from trainer import Action, Trainer
 from trainer.config.metrics import copy_of
 
 RANDOM = np.random.default_rng(0)
@@ -233,3 +233,51 @@ def test_every_metric_of_keras_is_copied():
 
     assert len(copied) > 40
     assert all(copied)
+
+
+LAZY = {
+    "F1Score": lambda: keras.metrics.F1Score(average="micro", threshold=0.5, name="score"),
+    "FBetaScore": lambda: keras.metrics.FBetaScore(average="macro", threshold=0.5, name="score"),
+    "R2Score": lambda: keras.metrics.R2Score(name="score"),
+    "AUC": lambda: keras.metrics.AUC(multi_label=True, name="score"),
+}
+
+
+def lazy_trainer(metric, **arguments):
+    """Returns a trainer that does not move, with a metric that makes its variables when updated."""
+    return Trainer(
+        model=lambda: keras.Sequential(
+            [keras.Input([3]), keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")]
+        ),
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        loss_fn="binary_crossentropy",
+        metrics=[LAZY[metric]()],
+        seed=1,
+        verbose=False,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "replicas"),
+    [("F1Score", 2), *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in [*LAZY][1:])],
+)
+def test_metrics_that_make_their_variables_late(metric, replicas, mirrored, tmp_path):
+    """Classes that make their variables in their first update work in training on several replicas,
+    and a resumed run goes on with their values.
+    """
+    x = np.random.default_rng(0).normal(size=[24, 3]).astype(np.float32)
+    y = (x[:, :1] > 0).astype(np.float32)
+    data = {"global_batch": 8}
+    whole = lazy_trainer(metric, strategy=mirrored(replicas), log_interval=3)
+    score = whole.train((x, y), 3, **data).history["score"][-1]
+    settings = {"strategy": mirrored(replicas), "model_dir": tmp_path, "log_interval": 3}
+    stopping = Action(lambda trainer: trainer.stop(), every_steps=2)
+    lazy_trainer(metric, actions=[stopping], **settings).train((x, y), 3, **data)
+    resumed = lazy_trainer(metric, **settings)
+    plain = LAZY[metric]()
+    plain.update_state(y, whole.predict(x, **data))
+
+    assert score == pytest.approx(float(plain.result()), rel=1e-5)
+    assert whole.evaluate((x, y), **data)["score"] == pytest.approx(score, rel=1e-5)
+    assert resumed.train((x, y), 3, **data).history["score"][-1] == score

@@ -171,7 +171,20 @@ def test_rewinding_touches_no_other_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "odd", ["[1, 2]", "7", "null", "{}", '{"step": "x", "split": "train"}', ""]
+    "odd",
+    [
+        "[1, 2]",
+        "7",
+        "null",
+        "{}",
+        "",
+        '{"step": "x", "split": "train"}',
+        '{"step": 1, "split": "train", "loss": "0.5"}',
+        '{"step": 1, "split": "validation", "loss": [0.5]}',
+        '{"step": 1, "split": "recovery"}',
+        '{"step": 1, "split": "recovery", "restored": "0"}',
+        '{"step": 1, "split": "scale"}',
+    ],
 )
 def test_rewinding_removes_odd_lines(tmp_path, odd):
     """A line that this class cannot have written ends no run."""

@@ -224,6 +224,39 @@ def test_a_step_that_failed_midway_is_not_saved(tmp_path):
     )
 
 
+@pytest.mark.parametrize("online", [True, False])
+def test_going_on_after_a_step_that_failed_midway_is_not_silent(online, caplog):
+    """Nobody knows which part of the step the variables hold; the next call says so, once."""
+
+    class Fails(Linear):
+        def update_metrics(self, batch, aux):
+            tf.debugging.assert_less(batch["slope"], 9.0, message="too steep")
+
+    line = Fails(verbose=False, jit_compile=False, check_gradients=False)
+
+    def take(slope, step):
+        batch = slopes(slope)
+        if online:
+            line.train_on_batch(batch)
+        else:
+            line.train(tf.data.Dataset.from_tensors(batch), step)
+
+    take(1.0, 1)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        take(10.0, 2)
+    assert not [text for text in caplog.messages if "in the middle" in text]
+    take(1.0, 2)
+    take(1.0, 3)
+
+    [message] = [text for text in caplog.messages if "in the middle" in text]
+    assert message.startswith("An operation failed in the middle of the last step (")
+    assert "too steep" in message
+    assert message.endswith(
+        "). The variables may hold a part of that step, which is not counted. To go on from the "
+        "newest checkpoint instead, make a new trainer."
+    )
+
+
 def test_without_checkpoints_nothing_is_saved_without_a_word(tmp_path):
     """`enable_checkpointing=False` is an error then."""
     line = Linear(model_dir=tmp_path, enable_checkpointing=False, verbose=False)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from helpers import STEEP, Linear, slopes
 
 import scaling
-from trainer import Action
+from trainer import Action, Trainer
 from trainer.data.batches import untuned
 from trainer.report.facts import settings_rows
 from trainer.report.reading import read_run
@@ -48,6 +48,33 @@ def test_a_stopped_run_writes_its_log(tmp_path):
     [line] = [line for line in lines if line["split"] == "train"]
 
     assert line["step"] == 3
+
+
+def test_an_interval_that_an_error_cut_is_logged_as_a_whole(tmp_path):
+    """The next call of `train` goes on with it, with its steps and with its metrics."""
+    failing = [RuntimeError("once")]
+
+    def fail(trainer):
+        if failing and trainer.totals.attempted == 6:
+            raise failing.pop()
+
+    x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        loss_fn="mse",
+        metrics=["mse"],
+        actions=[Action(fail, every_steps=1)],
+        model_dir=tmp_path,
+        log_interval=4,
+        verbose=False,
+    )
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train((x, x), 12, global_batch=4)
+    history = trainer.train((x, x), 12, global_batch=4).history
+
+    assert list(history["step"]) == [4, 8, 12]
+    np.testing.assert_allclose(history["loss"], history["mse"], rtol=1e-6)
 
 
 def test_evaluations_and_checkpoints_happen_when_due(tmp_path):

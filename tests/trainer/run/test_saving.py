@@ -107,7 +107,7 @@ def test_a_halted_run_may_go_on(tmp_path):
     state = trainer._parts.state
     state.halted.assign(True)
     state.consecutive_skips.assign(9)
-    saver.resume(RunLog(None, "quiet"))
+    saver.resume(RunLog(None, "quiet"), 10)
 
     assert not state.halted.numpy()
     assert int(state.consecutive_skips.numpy()) == 0

@@ -1,0 +1,101 @@
+"""The plain attributes that a step may have read while it was traced: numbers, flags and names.
+
+What a call of a layer or of a trainer's method assigns itself is left out: it counts something,
+such as its calls.
+"""
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+import keras
+
+PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
+# The methods that are traced; they may call others.
+OF_LAYERS = ("call", "compute_mask")
+OF_TRAINERS = (
+    "compute_loss",
+    "example_weights",
+    "predict_batch",
+    "update_metrics",
+    "train_step",
+    "eval_step",
+)
+
+
+def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """Returns the public attributes of an object that are of some types.
+
+    Args:
+        owner: a layer, a module or an optimizer.
+        kinds: the types.
+    """
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if type(value) in kinds
+        and not name.startswith("_")
+        and name not in ("built", "trainable", "stop_training")
+    }
+
+
+def attributes_of_layer(layer: object) -> dict[str, Any]:
+    """Returns a layer's flags and fractions, and the other plain attributes that its calls read."""
+    return plain_attributes(layer, (float, bool)) | read_by(layer, keras.Layer, OF_LAYERS)
+
+
+def attributes_of_trainer(trainer: object) -> dict[str, Any]:
+    """Returns the plain attributes that the traced methods of a trainer's subclass read."""
+    base = next(cls for cls in type(trainer).__mro__ if cls.__module__.startswith(PACKAGE))
+    return read_by(trainer, base, OF_TRAINERS)
+
+
+def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the plain attributes that an object's methods read and do not assign, by name.
+
+    Args:
+        owner: the object.
+        base: the class to whose methods its class has added others.
+        methods: the names of the methods; what they call is looked at, too.
+    """
+    cls = type(owner)
+    # Classes can be hashed, and mypy takes the method that hashes their objects for that.
+    names = names_read(cast("Any", cls), base, methods)
+    found = {name: vars(owner).get(name, getattr(cls, name, None)) for name in names}
+    return {name: each for name, each in found.items() if type(each) in (float, bool, int, str)}
+
+
+@functools.cache
+def names_read(cls: type, base: type, methods: tuple[str, ...]) -> list[str]:
+    """Returns the names of the attributes that methods read and do not assign; see `read_by`."""
+    own: dict[str, types.FunctionType] = {}
+    for owner in reversed(cls.__mro__[: cls.__mro__.index(base)] if base in cls.__mro__ else ()):
+        for name, method in vars(owner).items():
+            function = getattr(method, "fget", getattr(method, "__func__", method))
+            if isinstance(function, types.FunctionType):
+                own[name] = function
+    read: set[str] = set()
+    assigned: set[str] = set()
+    todo, seen = [*methods], set()
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in own:
+            continue
+        seen.add(name)
+        for instruction in instructions_of(own[name].__code__):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                read.add(instruction.argval)
+                todo.append(instruction.argval)
+            elif instruction.opname == "STORE_ATTR":
+                assigned.add(instruction.argval)
+    return sorted(read - assigned)
+
+
+def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yields the instructions of a function and of those that are defined in it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from instructions_of(constant)
