@@ -223,6 +223,11 @@ class DataPosition:
             self.drop(batches_taken)
         self.taken = batches_taken
 
+    def leave_out_one(self) -> None:
+        """Notes that a batch was taken which no step has used."""
+        self.taken += 1
+        self.left_out += 1
+
     def leave_out(self, count: int) -> None:
         """Takes `count` batches that no step will use."""
         self.drop(count)

@@ -394,8 +394,12 @@ class OuterLoop:
     def _explain(self, error: tf.errors.OpError) -> None:
         """Raises DataError if the data caused the error; otherwise adds a note to the error."""
         done = Totals.from_state(self._parts.state).attempted
-        self._position.taken += done + 1 - self._step  # counts the failed step's batch
-        self._position.left_out += 1
+        taken = done - self._step
+        if strategies.is_asynchronous(self._trainer.strategy):  # workers may still be in steps
+            self._position.taken += taken
+        else:
+            self._account_for(self._parts.pending.read(taken))
+        self._position.leave_out_one()  # the failed step's batch
         self._parts.checkpoints.wait()
         latest, exact = self._parts.checkpoints.latest, self._position.resume_mode == "exact"
         target, cause = self._request.target, self._position.error

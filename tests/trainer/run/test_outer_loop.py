@@ -50,28 +50,36 @@ def test_a_stopped_run_writes_its_log(tmp_path):
     assert line["step"] == 3
 
 
-def test_an_interval_that_an_error_cut_is_logged_as_a_whole(tmp_path):
-    """The next call of `train` goes on with it, with its steps and with its metrics."""
-    failing = [RuntimeError("once")]
+@pytest.mark.parametrize("where", ["action", "data"])
+def test_an_interval_that_an_error_cut_is_logged_as_a_whole(where, tmp_path):
+    """The next call of `train` goes on with it, with its steps and with its metrics, whether the
+    error came between two inner loops or within one.
+    """
+    x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+    good = untuned(tf.data.Dataset.from_tensor_slices((x, x)).batch(4))
+    bad = tf.data.Dataset.from_tensors("bad").map(
+        lambda text: (tf.strings.to_number(text) * x[:4], x[:4])
+    )
+    failing = [RuntimeError("bad")] if where == "action" else []
 
     def fail(trainer):
         if failing and trainer.totals.attempted == 6:
             raise failing.pop()
 
-    x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
     trainer = Trainer(
         model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
         optimizer=lambda: keras.optimizers.SGD(0.1),
         loss_fn="mse",
         metrics=["mse"],
-        actions=[Action(fail, every_steps=1)],
+        actions=[Action(fail, every_steps=6)],
         model_dir=tmp_path,
         log_interval=4,
         verbose=False,
     )
-    with pytest.raises(RuntimeError, match="once"):
-        trainer.train((x, x), 12, global_batch=4)
-    history = trainer.train((x, x), 12, global_batch=4).history
+    first = good if where == "action" else good.repeat(2).take(7).concatenate(bad)
+    with pytest.raises(RuntimeError, match="bad"):
+        trainer.train(first, 12)
+    history = trainer.train(good, 12).history
 
     assert list(history["step"]) == [4, 8, 12]
     np.testing.assert_allclose(history["loss"], history["mse"], rtol=1e-6)
