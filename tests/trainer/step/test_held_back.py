@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from trainer import Trainer
 from trainer.step.held_back import HoldBack, held_back_variables, is_seed_state, leaves
 
 
@@ -222,3 +223,37 @@ def test_an_array_is_not_a_container():
     array = np.zeros(3)
 
     assert leaves([array])[0] is array
+
+
+class Both(keras.layers.Layer):
+    """Counts its calls in a variable of Keras and in one of TensorFlow."""
+
+    def __init__(self):
+        """Begins at 0."""
+        super().__init__()
+        self.ours = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.plain = tf.Variable(0.0, trainable=False)
+
+    def call(self, inputs):
+        """Counts."""
+        self.ours.assign_add(1.0)
+        self.plain.assign_add(1.0)
+        return inputs
+
+
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(4, marks=pytest.mark.thorough)])
+def test_a_plain_variable_is_assigned_once_for_each_microbatch(num_microbatches):
+    """docs/numerics.md: Keras's variables move once in a step, others on the spot."""
+    counts = Both()
+    trainer = Trainer(
+        model=keras.Sequential([keras.Input([1]), counts, keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        num_microbatches=num_microbatches,
+        check_gradients=False,
+        verbose=False,
+    )
+    x = np.ones([8, 1], np.float32)
+    trainer.train((x, x), 3, global_batch=8)
+
+    assert (float(counts.ours), float(counts.plain)) == (3.0, 3.0 * num_microbatches)
