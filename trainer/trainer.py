@@ -605,10 +605,7 @@ class Trainer(Task):
         self._withdraw_stop()
         with only_writer(folder), StopSignals(self.stop) as signals:
             leaving = Leaving(signals)
-            self.data_argument = "train_data"
-            known = self._known_position(train_data, global_batch)
-            data = known.data if known else self._batches(train_data, global_batch)
-            self._check_train_data(data, steps, epochs)
+            known, data = self._read_train_data(train_data, steps, epochs, global_batch)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
@@ -621,7 +618,6 @@ class Trainer(Task):
             request = TrainRequest(
                 target, evaluate, eval_interval, export, evaluate_at_start, names
             )
-            self._warn_of_part_of_a_step()
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
             loop.begin(first=not self._introduced)
@@ -692,7 +688,6 @@ class Trainer(Task):
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         request = TrainRequest(ENDLESS, None, None, self._export_into)
         log = self._new_log()
-        self._warn_of_part_of_a_step()
         loop = OnlineLoop(self, self._parts, position, self._watch, log, request)
         self._loop = loop
         try:
@@ -707,14 +702,14 @@ class Trainer(Task):
         self._online = loop
         return loop
 
-    def _warn_of_part_of_a_step(self) -> None:
+    def _warn_of_part_of_a_step(self, before: OuterLoop) -> None:
         """Warns if the call before was ended by an operation that failed in a step."""
-        if self._loop and self._loop.failure:
+        if before.failure:
             logging.warning(
                 "An operation failed in the middle of the last step (%s). The variables may hold a "
                 "part of that step, which is not counted. To go on from the newest checkpoint "
                 "instead, make a new trainer.",
-                reason_of(self._loop.failure.message),
+                reason_of(before.failure.message),
             )
 
     def _end_online(self, *, save: bool = False) -> None:
@@ -771,13 +766,19 @@ class Trainer(Task):
         if self._started:
             self._parts.stop.assign(value=False)
 
-    def _check_train_data(self, data: Batches, steps: int | None, epochs: int | None) -> None:
-        """Checks the length of a run and the batches to train on."""
+    def _read_train_data(
+        self, train_data: Any, steps: int | None, epochs: int | None, global_batch: int | None
+    ) -> tuple[DataPosition | None, Batches]:
+        """Returns the position in the data, if the last call ended there, and the batches."""
+        self.data_argument = "train_data"
+        known = self._known_position(train_data, global_batch)
+        data = known.data if known else self._batches(train_data, global_batch)
         check_length(steps, epochs, data)
         if self.overrides("on_epoch_end"):
             check_epochs_end(data)
         replicas = self.strategy.num_replicas_in_sync
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
+        return known, data
 
     def _target(self, steps: int | None, epochs: int | None, position: DataPosition) -> int:
         """Returns the step to reach. Exactly one of `steps` and `epochs` is given."""
@@ -826,6 +827,7 @@ class Trainer(Task):
             plan.float8,
         )
         if self._loop:
+            self._warn_of_part_of_a_step(self._loop)
             log.go_on_with(self._loop.log.unlogged)
         return log
 

@@ -36,7 +36,6 @@ from trainer.run.slots import make_slots, missed_by_trained, slots_from, slots_n
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
 from trainer.step.types import Variable
-from trainer.task import Task
 
 OF_OPTIMIZER = float, bool, int, type(None)  # the types of its settings
 
@@ -245,9 +244,8 @@ def changed_settings(before: Setup, now: Setup) -> str:
     for old, new in zip(before.layers, now.layers, strict=False):
         if old[0] is not new[0] or old[1:] != new[1:]:
             names = [name for name in new[-1] if new[-1].get(name) != old[-1].get(name)]
-            if isinstance(new[0], Task):
-                return f"trainer.{names[0]}"
-            return f"layer {new[0].name!r}"
+            is_trainer = new is now.layers[-1]
+            return f"trainer.{names[0]}" if is_trainer else f"layer {new[0].name!r}"
     if len(before.layers) != len(now.layers):
         return "the layers"
     return "the optimizer"

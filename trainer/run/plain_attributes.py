@@ -4,8 +4,10 @@ What a call of a layer or of a trainer's method assigns itself is left out: it c
 such as its calls.
 """
 
+import collections
 import dis
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any, cast
@@ -70,12 +72,11 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
 @functools.cache
 def names_read(cls: type, base: type, methods: tuple[str, ...]) -> list[str]:
     """Returns the names of the attributes that methods read and do not assign; see `read_by`."""
-    own: dict[str, types.FunctionType] = {}
-    for owner in reversed(cls.__mro__[: cls.__mro__.index(base)] if base in cls.__mro__ else ()):
+    own: dict[str, list[types.FunctionType]] = collections.defaultdict(list)
+    for owner in cls.__mro__[: cls.__mro__.index(base)] if base in cls.__mro__ else ():
         for name, method in vars(owner).items():
-            function = getattr(method, "fget", getattr(method, "__func__", method))
-            if isinstance(function, types.FunctionType):
-                own[name] = function
+            if isinstance(function := plain_function(method), types.FunctionType):
+                own[name].append(function)  # a method may call the one that it overrides
     read: set[str] = set()
     assigned: set[str] = set()
     todo, seen = [*methods], set()
@@ -84,13 +85,20 @@ def names_read(cls: type, base: type, methods: tuple[str, ...]) -> list[str]:
         if name in seen or name not in own:
             continue
         seen.add(name)
-        for instruction in instructions_of(own[name].__code__):
+        for instruction in (one for each in own[name] for one in instructions_of(each.__code__)):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 read.add(instruction.argval)
                 todo.append(instruction.argval)
             elif instruction.opname == "STORE_ATTR":
                 assigned.add(instruction.argval)
     return sorted(read - assigned)
+
+
+def plain_function(method: Any) -> Any:
+    """Returns the function in a property, a class method, a `tf.function` or a decorated method."""
+    for wrapper in ("fget", "__func__", "python_function"):
+        method = getattr(method, wrapper, method)
+    return inspect.unwrap(method) if callable(method) else method
 
 
 def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
