@@ -65,12 +65,16 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     cls = type(owner)
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
     names = names_read(cast("Any", cls), base, methods)
-    found = {name: vars(owner).get(name, getattr(cls, name, None)) for name in names}
-    return {name: each for name, each in found.items() if type(each) in (float, bool, int, str)}
+    # An attribute of the class that is assigned to the object appears here, which is a change, too.
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if name in names and type(value) in (float, bool, int, str)
+    }
 
 
 @functools.cache
-def names_read(cls: type, base: type, methods: tuple[str, ...]) -> list[str]:
+def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str]:
     """Returns the names of the attributes that methods read and do not assign; see `read_by`."""
     own: dict[str, list[types.FunctionType]] = collections.defaultdict(list)
     for owner in cls.__mro__[: cls.__mro__.index(base)] if base in cls.__mro__ else ():
@@ -91,7 +95,8 @@ def names_read(cls: type, base: type, methods: tuple[str, ...]) -> list[str]:
                 todo.append(instruction.argval)
             elif instruction.opname == "STORE_ATTR":
                 assigned.add(instruction.argval)
-    return sorted(read - assigned)
+    hidden = "_" if cls.__module__.startswith("keras.") else " "  # Keras's own state
+    return frozenset(name for name in read - assigned if not name.startswith(hidden))
 
 
 def plain_function(method: Any) -> Any:
