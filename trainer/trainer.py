@@ -99,6 +99,7 @@ from trainer.run.changes import (
     followed,
     restored_again,
     setup_of,
+    with_metric_variables,
 )
 from trainer.run.compile_autotune import (
     Choice,
@@ -492,13 +493,13 @@ class Trainer(Task):
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics in use: those of evaluation while it runs, otherwise those of training."""
-        if not self._started:
+        if self._lent_metrics or not self._started:
             return self._lent_metrics
         return self._parts.metrics.eval if self._evaluating else self._parts.metrics.train
 
     @contextlib.contextmanager
     def lending(self, metrics: MetricsByName) -> Iterator[None]:
-        """Context manager, before the trainer has started: `metrics` are those in use."""
+        """Context manager in which `metrics` are those in use."""
         self._lent_metrics = metrics
         try:
             yield
@@ -625,13 +626,18 @@ class Trainer(Task):
                 self._introduce(loop)
             if choice:
                 log.say(str(choice))
-            leaving.call(lambda: self.call_hook("on_train_begin"))
+            self._call_hook(leaving, "on_train_begin")
             loop.run()
             summary = loop.conclude(began)
-            leaving.call(lambda: self.call_hook("on_train_end", summary))
+            self._call_hook(leaving, "on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             leaving.end_process(others=asked, blocked=position.given_up)
         return summary
+
+    def _call_hook(self, leaving: Leaving, hook: str, *arguments: Any) -> None:
+        """Calls a hook, unless this call of `train` has been left to a later one."""
+        if not self._parts.checkpoints.deferred:
+            leaving.call(lambda: self.call_hook(hook, *arguments))
 
     def train_on_batch(self, batch: Any, *others: Any) -> dict[str, float]:
         """Takes one step with a batch: for data that is made during training.
@@ -1231,6 +1237,8 @@ class Trainer(Task):
         Returns:
             The trainer's parts.
         """
+        if self._started and forward is None:
+            self._parts = with_metric_variables(self, self._parts, batch)
         if self._started and not self._introduced:
             # Another process may be training this run.
             self._parts = followed(self, self._parts, clean_up=training)

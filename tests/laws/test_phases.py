@@ -180,6 +180,23 @@ def test_a_phase_that_is_repeated_leaves_no_trace(tmp_path):
     np.testing.assert_array_equal(history["loss"], whole["loss"])
 
 
+def test_a_phase_that_is_repeated_calls_no_hook_of_its_beginning(tmp_path):
+    """A Keras callback would begin its file anew, before it is told of the checkpoint."""
+    made = [StopsAt(13), KerasCallbacks([keras.callbacks.CSVLogger(tmp_path / "log.csv")])]
+    trainer = line(tmp_path / "run", made)
+    trainer.train(FEW, 10, global_batch=16)
+    trainer.train(ALL, 20, global_batch=16)
+    before = (tmp_path / "log.csv").read_text()
+    made = [KerasCallbacks([keras.callbacks.CSVLogger(tmp_path / "log.csv")])]
+    resumed = line(tmp_path / "run", made)
+    resumed.train(FEW, 10, global_batch=16)
+    assert (tmp_path / "log.csv").read_text() == before
+    resumed.train(ALL, 20, global_batch=16)
+
+    rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
+    assert [int(row.partition(",")[0]) for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+
+
 def test_a_learning_rate_that_a_checkpoint_replaces_is_named(tmp_path, caplog):
     """Nobody can tell a program that is repeated from one that means a new rate from here on."""
     finish(other_rate, tmp_path, 13)

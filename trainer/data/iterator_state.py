@@ -27,6 +27,7 @@ from trainer.data.fingerprint import Fingerprint, of_pipeline
 from trainer.data.reader import untuned
 
 RESUME_MODES = ("exact", "skip", "restart")
+OF_A_PASS = "global_batch", "data"  # the entries of `run.json` that say how long a pass is
 POLL_SECS = 0.05
 COUNTED = "data.counted"  # a file instead of the iterator's state; see `given_up`
 
@@ -49,10 +50,11 @@ class DataPosition:
         left_out: how many of these no step has used.
         began: the step of the run at which it began to read this data.
         epochs_before: number of passes over earlier data that the run had ended by then.
+        since: the step after which checkpoints hold the position in this data.
     """
 
     given_up = False
-    taken = left_out = began = epochs_before = 0
+    taken = left_out = began = epochs_before = since = 0
 
     def __init__(self, data: Batches, resume_mode: str) -> None:
         """Creates the iterators, at the beginning of the data."""
@@ -108,6 +110,28 @@ class DataPosition:
     def begin(self, step: int, epochs_before: int) -> None:
         """Notes that the run begins to read this data."""
         self.began, self.epochs_before = step, epochs_before
+        self.since = step
+
+    def begin_instead(self, saved: Mapping[str, Any]) -> None:
+        """Notes that a resumed run begins to read this data instead of what a checkpoint was in.
+
+        Args:
+            saved: contents of the checkpoint's `run.json`.
+        """
+        used, self.epochs_before = self._counted(saved)
+        self.since, self.left_out = saved["step"], self.taken - used
+
+    def _counted(self, saved: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns the steps with this data by a checkpoint, and the passes over earlier data.
+
+        A change of the seed or of the values leaves the length of a pass as it is, so the passes
+        go on being counted. Checkpoints of older versions hold the number of all batches alone.
+        """
+        step, taken = saved["step"], saved["batches_taken"]
+        if all(saved.get(name) == self.facts()[name] for name in OF_A_PASS):
+            left_out = saved.get("batches_left_out", taken - step)
+            return taken - left_out, saved.get("epochs_before", 0)
+        return 0, saved.get("epochs_ended", step // (self.data.steps_per_epoch or 1))
 
     def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
         """Moves to the position at which a checkpoint was written.
@@ -120,7 +144,7 @@ class DataPosition:
             ValueError: as for `read`.
         """
         taken = saved["batches_taken"]
-        self.began = saved.get("data_began", self.began)
+        self.began = self.since = saved.get("data_began", self.began)
         again = self.data.beginning_with(self.began)
         if again is not self.data:
             self.data, self._dataset = again, repeat_forever(again)
@@ -136,7 +160,7 @@ class DataPosition:
             folder: the checkpoint.
             saved: contents of its `run.json`.
         """
-        if saved.get("data_began", self.began) == self.began:
+        if saved.get("data_began", self.began) == self.began and saved["step"] > self.since:
             self.go_to(folder, saved)
         else:  # the data of this call comes next
             self._dataset = repeat_forever(self.data)
@@ -152,12 +176,7 @@ class DataPosition:
             saved: contents of `run.json` of the checkpoint that the run goes on from; None if it
                 goes on from here.
         """
-        used, before = self.used, self.epochs_before
-        if saved and "batches_taken" in saved:
-            left_out = saved.get("batches_left_out", saved["batches_taken"] - step)
-            used, before = saved["batches_taken"] - left_out, saved.get("epochs_before", 0)
-            if any(saved.get(name) != self.facts()[name] for name in ("global_batch", "data")):
-                used, before = 0, saved.get("epochs_ended", 0)
+        used, before = self._counted(saved) if saved else (self.used, self.epochs_before)
         return step + (epochs - before) * (self.data.steps_per_epoch or 1) - used
 
     def check_savable(self) -> None:

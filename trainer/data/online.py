@@ -87,7 +87,15 @@ class OnlinePosition(DataPosition):
         if self._before:
             self._before.go_to(folder, saved)
 
-    go_back = go_to
+    def go_back(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+        """Moves to the position of a checkpoint of the same process, if there is one."""
+        if self._before:
+            self._before.go_back(folder, saved)
+
+    def begin_instead(self, saved: Mapping[str, Any]) -> None:
+        """Notes that the position in the data of `train` begins anew, if there is one."""
+        if self._before:
+            self._before.begin_instead(saved)
 
     def write(self, folder: str) -> None:
         """Writes the position in the data of `train`, if there is one."""

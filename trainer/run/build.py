@@ -104,7 +104,8 @@ def build(
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
-        create_metric_variables(trainer, metrics, batch, forward)
+        if forward == trainer.compute_loss:  # `predict` has no labels
+            create_metric_variables(trainer, metrics, batch)
         checkpoints = make_checkpoints(trainer, state, metrics.train, checkpoint_folder(trainer))
         identity = identity_of(trainer, optimizers_of(trainer), metrics.train)
         again = give_saved_slots(trainer, checkpoints)
@@ -257,28 +258,28 @@ def build_metrics(trainer: RunnableTrainer) -> Metrics:
     return made
 
 
-def create_metric_variables(
-    trainer: RunnableTrainer, metrics: Metrics, batch: Batch, forward: Forward
-) -> None:
+def create_metric_variables(trainer: RunnableTrainer, metrics: Metrics, batch: Batch) -> bool:
     """Updates metrics that create their variables in their first update, without any effect.
 
     Within a step it would be too late: replicas cannot create variables there, and a checkpoint
-    could not be restored into them.
+    could not be restored into them. Call it in the strategy's scope.
+
+    Returns:
+        Whether there were any.
     """
-    if forward != trainer.compute_loss:  # `predict` has no labels, and updates no metric
-        return
     unbuilt = [
         own for own in metrics if not all(is_metric_built(metric) for metric in own.values())
     ]
     if not unbuilt:
-        return
+        return False
     one = cut_rows(batch, 0, 1)
     with dtype_policy(trainer.precision):
         for own in unbuilt:
             with keras.StatelessScope(), trainer.lending(own):
-                result = forward(one, training=False)
+                result = trainer.compute_loss(one, training=False)
                 aux = result[1] if isinstance(result, tuple) and len(result) == 2 else ()
                 trainer.update_metrics(one, aux)
+    return True
 
 
 def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:

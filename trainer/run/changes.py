@@ -19,6 +19,7 @@ from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
 from trainer.run.build import (
     checkpoint_folder,
+    create_metric_variables,
     give_saved_slots,
     make_checkpoints,
     make_plan,
@@ -35,7 +36,7 @@ from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import make_slots, missed_by_trained, slots_from, slots_now, trained_places
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
-from trainer.step.types import Variable
+from trainer.step.types import Batch, Variable
 
 OF_OPTIMIZER = float, bool, int, type(None)  # the types of its settings
 
@@ -150,6 +151,16 @@ def adapted(
     return parts, setup_of(plan, trainer)
 
 
+def with_metric_variables(trainer: RunnableTrainer, parts: Parts, batch: Batch) -> Parts:
+    """Returns the parts after metrics have got their variables, which `predict` does not need."""
+    with trainer.strategy.scope():
+        if not create_metric_variables(trainer, parts.metrics, batch):
+            return parts
+        metrics, folder = parts.metrics.train, checkpoint_folder(trainer)
+        checkpoints = make_checkpoints(trainer, parts.state, metrics, folder)
+    return parts._replace(checkpoints=checkpoints)  # which restores its newest checkpoint
+
+
 def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) -> Parts:
     """Restores the newest checkpoint for a call of `train` to which an earlier one has left that.
 
@@ -243,9 +254,10 @@ def changed_settings(before: Setup, now: Setup) -> str:
     """Returns what differs between two setups, for an error."""
     for old, new in zip(before.layers, now.layers, strict=False):
         if old[0] is not new[0] or old[1:] != new[1:]:
-            names = [name for name in new[-1] if new[-1].get(name) != old[-1].get(name)]
+            both = {**old[-1], **new[-1]}
+            names = [name for name in both if old[-1].get(name) != new[-1].get(name)]
             is_trainer = new is now.layers[-1]
-            return f"trainer.{names[0]}" if is_trainer else f"layer {new[0].name!r}"
+            return f"trainer.{[*names, *both][0]}" if is_trainer else f"layer {new[0].name!r}"
     if len(before.layers) != len(now.layers):
         return "the layers"
     return "the optimizer"

@@ -132,8 +132,7 @@ class OuterLoop:
         """
         self._tell_callbacks()
         self.resume()
-        for callback in self._trainer.callbacks:
-            callback.set_epochs(self._data_began, self._position.epochs_before)
+        self._tell_where_epochs_begin()
         if first and not self._step:
             self._log.set_aside()
         self.check(first=first)
@@ -159,6 +158,10 @@ class OuterLoop:
             ValueError: if the checkpoint comes from a run with different settings.
         """
         self._saver.resume(self._log, self._request.target)
+
+    def _tell_where_epochs_begin(self) -> None:
+        for callback in self._trainer.callbacks:
+            callback.set_epochs(self._data_began, self._position.epochs_before)
 
     @property
     def _data_began(self) -> int:
@@ -445,6 +448,7 @@ class OuterLoop:
         self._step = self._recovery.roll_back(
             divergence, self._reporter, self._saver, self._best.roll_back
         )
+        self._tell_where_epochs_begin()
         return True
 
     def _stop_asked(self) -> bool:

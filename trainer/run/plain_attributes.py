@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import keras
 
@@ -89,12 +89,10 @@ def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str
         if name in seen or name not in own:
             continue
         seen.add(name)
-        for instruction in (one for each in own[name] for one in instructions_of(each.__code__)):
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                read.add(instruction.argval)
-                todo.append(instruction.argval)
-            elif instruction.opname == "STORE_ATTR":
-                assigned.add(instruction.argval)
+        for used in (names_used(each.__code__) for each in own[name]):
+            read |= used.of_self
+            assigned |= used.assigned
+            todo += used.loaded
     hidden = "_" if cls.__module__.startswith("keras.") else " "  # Keras's own state
     return frozenset(name for name in read - assigned if not name.startswith(hidden))
 
@@ -106,9 +104,36 @@ def plain_function(method: Any) -> Any:
     return inspect.unwrap(method) if callable(method) else method
 
 
-def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Yields the instructions of a function and of those that are defined in it."""
-    yield from dis.get_instructions(code)
+class NamesUsed(NamedTuple):
+    """The names of attributes in the code of a method, and of the functions defined in it."""
+
+    loaded: set[str]  # of any object; they may be methods
+    of_self: set[str]  # those of the method's own object
+    assigned: set[str]  # to any object
+
+
+def names_used(code: types.CodeType) -> NamesUsed:
+    """Returns the names of the attributes that a method's code uses."""
+    used = NamesUsed(set(), set(), set())
+    owner = code.co_varnames[0] if code.co_argcount else None
+    for part in parts_of(code):
+        before = None  # the local variable that the instruction before has loaded
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                used.loaded.add(instruction.argval)
+                if before == owner:
+                    used.of_self.add(instruction.argval)
+            elif instruction.opname == "STORE_ATTR":
+                used.assigned.add(instruction.argval)
+            loads = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+            before = instruction.argval if loads else None
+            before = before[-1] if isinstance(before, tuple) else before  # loads several at once
+    return used
+
+
+def parts_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields a function's code and that of the functions defined in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from instructions_of(constant)
+            yield from parts_of(constant)

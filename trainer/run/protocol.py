@@ -149,7 +149,7 @@ class RunnableTrainer(Protocol):
         """The loss scale of the next step. Waits for the device."""
 
     def lending(self, metrics: MetricsByName) -> contextlib.AbstractContextManager[None]:
-        """Context manager, before the trainer has started: `metrics` are those in use."""
+        """Context manager in which `metrics` are those in use."""
 
     def build_metrics(self) -> MetricsByName:
         """Returns new metrics, keyed by name."""

@@ -11,7 +11,7 @@ import strategies
 from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
 from trainer.checkpoint.compatibility import check_same, versions
 from trainer.checkpoint.folder import Facts
-from trainer.data.iterator_state import DataPosition
+from trainer.data.iterator_state import OF_A_PASS, DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
 from trainer.monitor.callback import keys_of
@@ -19,8 +19,6 @@ from trainer.monitor.divergence import LossWatch
 from trainer.run.identity import all_optimizers
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import facts_of, optimizers_of
-
-COUNTED = ("global_batch", "data")  # what the number of passes over data depends on
 
 
 class RunSaver:
@@ -83,7 +81,7 @@ class RunSaver:
         saved = dict(checkpoints.facts)
         step = Totals.from_state(state).attempted
         ours = self._position.facts()
-        other = any(name in ours and saved.get(name) != ours[name] for name in COUNTED)
+        other = any(name in ours and saved.get(name) != ours[name] for name in OF_A_PASS)
         checkpoints.deferred = step > target or (step == target and other)
         if checkpoints.deferred:
             log.rewind(step, trainer.model_dir)
@@ -93,8 +91,8 @@ class RunSaver:
         # A run of `train_on_batch` alone has no position in data.
         if "data" in saved and not {"seed", "global_batch", "data"} & {*changed}:
             self._position.go_to(checkpoints.latest, saved)
-        else:
-            self._position.epochs_before = saved.get("epochs_ended", 0)
+        elif "data" in saved:
+            self._position.begin_instead(saved)
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
         unknown = self.restore_listeners()

@@ -278,6 +278,10 @@ def test_metrics_that_make_their_variables_late(metric, replicas, mirrored, tmp_
     plain = LAZY[metric]()
     plain.update_state(y, whole.predict(x, **data))
 
+    after_predict = lazy_trainer(metric, strategy=mirrored(replicas), log_interval=3)
+    after_predict.predict(x, **data)
+
     assert score == pytest.approx(float(plain.result()), rel=1e-5)
+    assert after_predict.train((x, y), 3, **data).history["score"][-1] == score
     assert whole.evaluate((x, y), **data)["score"] == pytest.approx(score, rel=1e-5)
     assert resumed.train((x, y), 3, **data).history["score"][-1] == score

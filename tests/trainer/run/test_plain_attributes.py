@@ -147,6 +147,9 @@ def test_what_is_read_is_found_through_methods_and_inner_functions():
             self.seen += 1
             return super().weigh(losses) * self.strength * self.factors[0]
 
+        def predict_batch(self, batch):
+            return self.model(batch).unread  # an attribute of another object
+
         @functools.lru_cache  # noqa: B019  # any decorator
         def example_weights(self, batch):
             return tf.map_fn(lambda one: one if self.kind == "mean" else 0.0, batch[1][:, 0])
