@@ -139,7 +139,7 @@ PROGRAMS = [
 
 def tier(program, stop_at):
     """Returns the marker of a case: the last phase of a few programs in CI, the others by night."""
-    in_ci = stop_at == 13 and program in (other_arrays, other_rate, epochs)
+    in_ci = stop_at == 13 and program in (other_rate, epochs)
     return pytest.mark.thorough if in_ci else pytest.mark.slow
 
 
@@ -180,6 +180,7 @@ def test_a_phase_that_is_repeated_leaves_no_trace(tmp_path):
     np.testing.assert_array_equal(history["loss"], whole["loss"])
 
 
+@pytest.mark.thorough
 def test_a_phase_that_is_repeated_calls_no_hook_of_its_beginning(tmp_path):
     """A Keras callback would begin its file anew, before it is told of the checkpoint."""
     made = [StopsAt(13), KerasCallbacks([keras.callbacks.CSVLogger(tmp_path / "log.csv")])]
@@ -197,6 +198,7 @@ def test_a_phase_that_is_repeated_calls_no_hook_of_its_beginning(tmp_path):
     assert [int(row.partition(",")[0]) for row in rows] == [0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_a_learning_rate_that_a_checkpoint_replaces_is_named(tmp_path, caplog):
     """Nobody can tell a program that is repeated from one that means a new rate from here on."""
     finish(other_rate, tmp_path, 13)
@@ -258,6 +260,7 @@ def test_epochs_end_where_passes_over_the_data_end():
     assert keras_epochs.seen == [each for one in passes for each in one]
 
 
+@pytest.mark.thorough
 def test_a_rollback_into_an_earlier_phase_begins_the_data_anew(tmp_path):
     """The checkpoint before the divergence holds the position in other data."""
 

@@ -258,9 +258,10 @@ def lazy_trainer(metric, **arguments):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("metric", "replicas"),
-    [("F1Score", 2), *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in [*LAZY][1:])],
+    [("F1Score", 2), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in [*LAZY][1:])],
 )
 def test_metrics_that_make_their_variables_late(metric, replicas, mirrored, tmp_path):
     """Classes that make their variables in their first update work in training on several replicas,

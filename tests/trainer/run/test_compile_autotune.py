@@ -10,6 +10,7 @@ from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_b
 from trainer import Trainer, TrainingStuckError
 from trainer.data.batches import batches
 from trainer.run import compile_autotune as compilation
+from trainer.run.compile_autotune import AS_GOOD
 from trainer.step.xla import COMPILE_MODES
 
 pytestmark = pytest.mark.sampled
@@ -68,14 +69,21 @@ def layers():
 @pytest.mark.thorough
 @pytest.mark.usefixtures("always_measured")
 def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
-    """The fastest mode is chosen; the measurements are in a file and on the console."""
+    """The fastest mode is chosen, or a simpler one that is as good; the measurements are in a file and
+    on the console.
+    """
     trainer = trained_small(jit_compile="auto", model_dir=tmp_path, verbose=True)
     kept = json.loads((tmp_path / "jit_compile.json").read_text())
     millisecs = kept["milliseconds_a_step"]
 
     assert kept["jit_compile"] == trainer.jit_compile == trainer._parts.plan.jit_compile
     assert set(millisecs) == {COMPILE_MODES[mode] for mode in (False, True, "elementwise", "step")}
-    assert COMPILE_MODES[trainer.jit_compile] == min(millisecs, key=millisecs.get)
+    rounded = 1e-3  # the file holds microseconds
+    bound = AS_GOOD * min(millisecs.values())
+    names = list(millisecs)
+    chosen = names.index(COMPILE_MODES[trainer.jit_compile])
+    assert millisecs[names[chosen]] <= bound + 2 * rounded
+    assert all(millisecs[name] > bound - 2 * rounded for name in names[:chosen])
     assert f"XLA compiles {COMPILE_MODES[trainer.jit_compile]}: " in capsys.readouterr().out
 
 
