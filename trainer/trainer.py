@@ -1237,9 +1237,9 @@ class Trainer(Task):
         Returns:
             The trainer's parts.
         """
-        if self._started and forward is None:
-            self._parts = with_metric_variables(self, self._parts, batch)
         if self._started and not self._introduced:
+            if forward is None:
+                self._parts = with_metric_variables(self, self._parts, batch)
             # Another process may be training this run.
             self._parts = followed(self, self._parts, clean_up=training)
         elif self._started and training and self._parts.checkpoints.deferred:

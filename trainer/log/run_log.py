@@ -84,11 +84,11 @@ class RunLog:
         self._loss_scale = math.nan  # loss scale of the last step that was read
 
     @property
-    def unlogged(self) -> "Unlogged":
+    def unlogged(self) -> Unlogged:
         """What the log knows of steps that it has not logged."""
         return Unlogged(self._reports, self._unread, self._loss_scale)
 
-    def go_on_with(self, unlogged: "Unlogged") -> None:
+    def go_on_with(self, unlogged: Unlogged) -> None:
         """Takes over an interval in which an error has ended a call to `train`.
 
         The metrics go on with it, too.

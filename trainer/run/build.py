@@ -265,21 +265,19 @@ def create_metric_variables(trainer: RunnableTrainer, metrics: Metrics, batch: B
     could not be restored into them. Call it in the strategy's scope.
 
     Returns:
-        Whether there were any.
+        Whether one of them has its variables now. `update_metrics` may leave some out.
     """
-    unbuilt = [
-        own for own in metrics if not all(is_metric_built(metric) for metric in own.values())
-    ]
+    unbuilt = [one for own in metrics for one in own.values() if not is_metric_built(one)]
     if not unbuilt:
         return False
     one = cut_rows(batch, 0, 1)
     with dtype_policy(trainer.precision):
-        for own in unbuilt:
+        for own in metrics:
             with keras.StatelessScope(), trainer.lending(own):
                 result = trainer.compute_loss(one, training=False)
                 aux = result[1] if isinstance(result, tuple) and len(result) == 2 else ()
                 trainer.update_metrics(one, aux)
-    return True
+    return any(map(is_metric_built, unbuilt))
 
 
 def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:
