@@ -157,7 +157,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return tmp_path_factory.mktemp("damage")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_some_damages(folder, record_property):
     """A few."""
     check(folder, range(3), record_property)

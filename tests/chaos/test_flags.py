@@ -25,7 +25,7 @@ def check(cases, monkeypatch, folder, part=None, request=None):
     outcomes.check(found, wrong, "flags", part, request)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_few_texts(tmp_path, monkeypatch):
     """One for every twentieth flag."""
     cases = [(flag, odd_flags.drawn(flag, 1)[0]) for flag in odd_flags.names()[::20]]

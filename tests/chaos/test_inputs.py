@@ -126,6 +126,7 @@ def test_the_table_is_that_of_the_outcomes():
     assert table == outcomes.table()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", MODULES)
 def test_every_callable_has_a_valid_call(module, full):
     """A new public callable needs a line in `CALLS`; the call with its own arguments succeeds."""

@@ -191,6 +191,7 @@ HARMLESS = (
 )
 
 
+@pytest.mark.thorough
 def test_the_browser_catches_what_a_page_does(tmp_path):
     """Every payload that a page holds as it is, is found; as text, none is."""
     if not reports_can_be_made():

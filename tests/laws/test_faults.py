@@ -273,7 +273,7 @@ def test_a_disk_on_which_the_log_has_no_room(mount, tmp_path, undisturbed, room)
     assert_resumes(path, last, undisturbed)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_is_stopped_and_its_log_has_no_room(tmp_path):
     """A run that is stopped while its log cannot be written is still saved; a run whose log cannot
     be written at the start does not begin.

@@ -287,7 +287,7 @@ def measured(kind, strategy, size):
     return trainer.evaluate(whole, global_batch=size)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, pytest.param(10, marks=pytest.mark.slow)])
 def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
     """Each replica's metrics see its own rows, also where the last batch is smaller."""
@@ -296,7 +296,7 @@ def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
     assert found["hits"] == pytest.approx(wanted["hits"], abs=1e-6)
 
 
-@pytest.mark.parametrize("size", [7, 9])
+@pytest.mark.parametrize("size", [7, pytest.param(9, marks=pytest.mark.thorough)])
 def test_gathered_rows_are_refused_as_aux(mirrored, size):
     """They would be cut to the first rows on every replica: a wrong metric without a word."""
     message = (

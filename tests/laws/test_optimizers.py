@@ -122,7 +122,7 @@ def strategy_of(mirrored, replicas):
 
 
 # By default one optimizer, and in CI three, with the setting that has everything, on three replicas.
-MARKS = {"Lion": (), "Adam": pytest.mark.thorough, "Muon": pytest.mark.thorough}
+MARKS = {"Lion": (), "Adam": pytest.mark.thorough}
 CASES = [
     pytest.param(
         settings,

@@ -138,8 +138,8 @@ PROGRAMS = [
 
 
 def tier(program, stop_at):
-    """Returns the marker of a case: the last phase of a few programs in CI, the others by night."""
-    in_ci = stop_at == 13 and program in (other_rate, epochs)
+    """Returns the marker of a case: the last phase of one program in CI, the others by night."""
+    in_ci = stop_at == 13 and program is epochs
     return pytest.mark.thorough if in_ci else pytest.mark.slow
 
 
@@ -165,6 +165,7 @@ def test_a_program_of_several_phases_is_resumed_in_each(program, stop_at, tmp_pa
     assert_same_bits(all_copies(resumed), all_copies(whole))
 
 
+@pytest.mark.thorough
 def test_a_phase_that_is_repeated_leaves_no_trace(tmp_path):
     """A call whose steps have all been taken saves nothing and logs no step, and the interval that
     the checkpoint is in is logged as a whole.

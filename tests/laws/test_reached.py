@@ -169,6 +169,7 @@ def check_as_plain(make, loss_of, strategy, num_microbatches, jit_compile):
     assert moved >= len(model.trainable_variables)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "parts", "jit_compile"), [*SETTINGS, *SLOW_SETTINGS])
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_with_gradients_of_their_own_are_trained(

@@ -193,6 +193,7 @@ def test_derivatives_in_every_mode(name, precision, replicas, microbatches, mode
     assert_close(found, wanted, BOUNDS[precision])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", [False, True, pytest.param("elementwise", marks=SLOW)])
 @pytest.mark.parametrize("images", [False, True])
 def test_derivatives_through_batch_norm(mode, images):

@@ -150,7 +150,7 @@ def reachable(moves, start):
     return seen
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_every_state_of_small_dynamic_rules(full, capsys):
     """L3, L4, L11 and L17 for `DynamicLossScale`, in every state of 192 small rules (384 with
     `--full`): no move leaves the ranges of the fields; every move equals the oracle's; incurable

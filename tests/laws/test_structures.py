@@ -106,7 +106,7 @@ def test_batches_of_other_kinds_are_divided_right(what, replicas, microbatches, 
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["ragged", "sparse"])
 def test_an_overflow_is_recorded_with_such_a_batch(what, mirrored, tmp_path):
     """A skipped step's batch leaves the loop whole, whatever its components are."""

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from trainer import Action, Trainer
 
+pytestmark = pytest.mark.thorough
+
 # Ten examples of three zeros; all targets are 1.
 INPUTS, TARGETS = np.zeros([10, 3], np.float32), np.ones([10, 4], np.float32)
 

@@ -275,6 +275,7 @@ def test_keep_best_evaluates_at_the_end_of_training(tmp_path):
     assert [path.name for path in (tmp_path / "best").iterdir() if path.is_dir()] == ["step-2"]
 
 
+@pytest.mark.thorough
 def test_a_dataset_is_batched_already():
     """`--global_batch` applies to arrays; a dataset keeps its own batches."""
     values = parse("--steps=2", "--global_batch=64")

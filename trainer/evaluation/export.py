@@ -1,5 +1,6 @@
 """Exports a trained model as a `.keras` file or a SavedModel, in the precision of your choice."""
 
+import math
 import pathlib
 import tempfile
 from typing import Any
@@ -31,6 +32,7 @@ def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: A
         The largest difference between the outputs, as a fraction of the largest output; None
         without `compare_on`.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".keras":
         # A quantized model is copied, because Keras cannot load everything quantized that it saves.
         copied = precision != "train" or quantized_layers(model)
@@ -106,12 +108,16 @@ def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path
     Raises:
         ValueError: if the difference is larger than rounding explains.
     """
-    worst = 0.0
-    for pair in zip(tf.nest.flatten(expected), tf.nest.flatten(found), strict=True):
-        ours, theirs = (tf.cast(each, tf.float32).numpy() for each in pair)
-        size = float(np.max(np.abs(ours), initial=2.0**-126))
-        worst = max(worst, float(np.max(np.abs(ours - theirs), initial=0.0)) / size)
-    if not worst <= MAX_EPS * eps:
+    pairs = zip(tf.nest.flatten(expected), tf.nest.flatten(found), strict=True)
+    worst = max(difference(ours.numpy(), theirs.numpy()) for ours, theirs in pairs)
+    if worst == math.inf:
+        raise ValueError(
+            f"The exported model in {path} returns inf, NaN or other text where the trained model "
+            "does not. Probably its weights or the outputs of its layers are outside of the range "
+            'of its dtype: float16 ends at 65,504. Pass precision="bfloat16" or "float32", and do '
+            "not use this file."
+        )
+    if worst > MAX_EPS * eps:
         raise ValueError(
             f"The exported model in {path} does not return the same outputs as the trained "
             f"model: they differ by {worst:.2g} of the largest output, and rounding explains at "
@@ -119,6 +125,21 @@ def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path
             "Correct get_config() and export again, and do not use this file."
         )
     return worst
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the largest difference of two arrays, as a fraction of the first one's largest number.
+
+    It is inf if one of two numbers, but not the other, is inf or NaN, or if text differs.
+    """
+    if ours.dtype.kind in "OSU":
+        return 0.0 if np.array_equal(ours, theirs) else math.inf
+    ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
+    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    with np.errstate(invalid="ignore"):
+        differences = np.where(same, 0.0, np.abs(ours - theirs))
+    size = np.abs(ours).max(where=np.isfinite(ours), initial=2.0**-126)
+    return float(np.nan_to_num(differences, nan=math.inf, posinf=math.inf).max(initial=0.0) / size)
 
 
 def check_export(model: object, path: Any, precision: object) -> None:

@@ -27,8 +27,10 @@ class Divergence:
     Args:
         loss_above: a loss above this bound counts as a divergence; None sets no bound.
         rise: the run has diverged if the mean loss over the last `window` applied steps exceeds
-            `rise` times the lowest such mean so far. `rise` must be above 1, and needs positive
-            losses. None disables this criterion.
+            `rise` times the lowest such mean so far: with 3.0, if it is more than 3 where the
+            lowest is 1, and more than 1 where the lowest is -1 (2 more each time). It must be above
+            1. Nothing is compared while the lowest mean is 0; use `loss_above` for losses that come
+            near it. None disables this criterion.
         window: the number of applied steps that each mean covers.
         max_recoveries: the maximum number of rollbacks; the next divergence ends the run.
         skip_data: whether to skip the batches between the checkpoint and the divergence.
@@ -119,11 +121,11 @@ class LossWatch:
         if len(self._recent) < self._divergence.window:
             return None
         mean = math.fsum(loss for _, loss in self._recent) / len(self._recent)
-        if self._lowest is not None and mean > rise * self._lowest:
+        if self._lowest and mean > (limit := self._lowest + (rise - 1) * abs(self._lowest)):
             first = self._recent[0][0]
             what = (
-                f"mean loss {mean:g} over steps {first} to {step}, above {rise:g} x the lowest "
-                f"mean so far, {self._lowest:g}"
+                f"mean loss {mean:g} over steps {first} to {step}, above {limit:g}: the lowest "
+                f"mean so far is {self._lowest:g}, with rise={rise:g}"
             )
             return Detection(first, step, what)
         self._lowest = mean if self._lowest is None else min(self._lowest, mean)

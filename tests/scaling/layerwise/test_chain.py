@@ -52,7 +52,11 @@ def plain_gradients(model, inputs, loss_fn, scale=1.0):
     return [gradient / scale for gradient in tape.gradient(loss, model.trainable_variables)]
 
 
-@pytest.mark.parametrize("wrap", [None, False, True], ids=["eager", "graph", "xla"])
+@pytest.mark.parametrize(
+    "wrap",
+    [None, False, pytest.param(True, marks=pytest.mark.thorough)],
+    ids=["eager", "graph", "xla"],
+)
 def test_gradients_without_rounding_equal_float32_bit_for_bit(wrap):
     """L1: gradients that shrink by 2^-3 per layer equal those in float32 bit for bit, eagerly, in a
     graph and under XLA. Those of the last five layers, at least 4.7e-5, need no scaling. Each

@@ -120,6 +120,7 @@ def assert_same_moves(rule, system, rng, steps, tally):
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "version", "reference"), SYSTEMS, ids=IDS)
 def test_a_preset_moves_as_its_system(name, version, reference, full, capsys):
@@ -197,6 +198,7 @@ OVERRIDES = [
 OVERRIDE_IDS = [f"{reference.__name__} {constants}" for _, reference, constants in OVERRIDES]
 
 
+@pytest.mark.sampled
 @pytest.mark.thorough
 @pytest.mark.parametrize(("rule", "reference", "constants"), OVERRIDES, ids=OVERRIDE_IDS)
 def test_overrides_move_as_the_system_does_with_the_same_settings(rule, reference, constants, full):

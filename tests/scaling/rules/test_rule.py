@@ -89,6 +89,7 @@ def test_eager_graph_and_xla_agree(rule, jit_compile):
     assert traced.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cause", generators.INCURABLE)
 @pytest.mark.parametrize("rule", RULES, ids=name)
 def test_incurable_causes_change_nothing(rule, cause):

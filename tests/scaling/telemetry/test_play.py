@@ -85,7 +85,7 @@ def curable(cause, precision):
 EIGHT = scaling.DynamicLossScale(8.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 # At its own scale a step has the recorded result, whatever its magnitude.
 @example(EIGHT, [(8.0, Cause.BACKWARD, np.inf), (8.0, Cause.NONE, 1.0)], "mixed_float16")
 @example(EIGHT, [(8.0, Cause.NONE, HALF_MAX)], "mixed_float16")

@@ -132,7 +132,7 @@ def test_without_a_seed_a_model_draws_like_any_keras_model():
     assert not np.array_equal(one.get_weights()[0], other.get_weights()[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_dataset_made_again_is_the_same_data(tmp_path):
     """In one process, a shuffled dataset that is made again after a trainer resumes the run."""
     losses = {}

@@ -8,6 +8,7 @@ from helpers import Linear, slopes
 from trainer.callbacks import Timer
 
 
+@pytest.mark.thorough
 def test_time_counts_over_resumes(monkeypatch, tmp_path):
     """The run ends after the loop in which its time is over; the time of the process before
     counts, and that between the two does not.

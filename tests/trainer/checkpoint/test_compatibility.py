@@ -143,6 +143,7 @@ def as_doubles():
     return data | {"slope": data["slope"].astype(np.float64)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(WORDS))
 def test_a_run_with_something_else_is_refused_or_allowed(before, model_dir, mirrored, caplog, name):
     """The error gives the path, both values and a remedy. If the change is allowed, a warning gives
@@ -297,6 +298,7 @@ def test_older_checkpoints_resume(before, model_dir, caplog):
     assert trainer.moves == before[1].moves[SAVED_AT:]
 
 
+@pytest.mark.thorough
 def test_other_versions_describe_less_or_more(model_dir):
     """Bytecode is compared within a version of Python, and settings that only one version of Keras
     knows are not compared with another.

@@ -716,6 +716,7 @@ def test_the_log_is_rewound_with_the_run(tmp_path):
     assert {each.name for each in tmp_path.iterdir()} == {"metrics.jsonl", "damaged-metrics.jsonl"}
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_logs_each_step_once(tmp_path):
     """Steps that were logged but not saved before the process was killed are not logged twice."""
     arguments = {"model_dir": tmp_path, "log_interval": 1, "steps_per_loop": 1, "verbose": False}

@@ -93,9 +93,10 @@ def assert_only_weights(trainer, weights):
     [
         "run",
         "plain.keras",
+        pytest.param("run/ckpt-4", marks=pytest.mark.thorough),
         *(
-            pytest.param(what, marks=pytest.mark.thorough)
-            for what in ("run/ckpt-4", "some.weights.h5", "run/best/step-4/model.keras")
+            pytest.param(what, marks=pytest.mark.slow)
+            for what in ("some.weights.h5", "run/best/step-4/model.keras")
         ),
     ],
 )
@@ -130,6 +131,7 @@ def test_a_named_checkpoint_is_used_and_otherwise_the_newest(old):
     assert not any(np.array_equal(one, other) for one, other in zip(early, late, strict=True))
 
 
+@pytest.mark.thorough
 def test_the_folder_of_a_best_model_is_accepted(old, tmp_path):
     """The folder of a Keras model or of a `tf.Module`."""
     path, _ = old
@@ -363,7 +365,7 @@ def test_damaged_checkpoints_are_not_used(old, tmp_path):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_old_run_may_have_another_optimizer(tmp_path):
     """Only the weights are read, so the optimizers need not match."""
     Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=3, global_batch=1)

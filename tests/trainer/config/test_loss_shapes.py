@@ -68,7 +68,7 @@ def test_a_function_of_the_users_may_broadcast():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("width", "fits"), [(1, True), (3, False)])
 def test_labels_whose_width_only_the_batch_shows(jit_compile, width, fits):
     """Where the pipeline does not say how wide labels are, no label is broadcast either."""

@@ -278,6 +278,7 @@ def test_an_overflow_at_the_floor_is_attributed_to_the_model():
     assert trainer.totals == Totals(4, {"backward": 2, "model": 3})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("replicas", "attribute_causes"), [(1, True), (1, False), (3, False)])
 def test_every_skip_backs_off_without_attribution(mirrored, replicas, attribute_causes):
     """L17: attribute_causes=False halves the scale after every skip, as PyTorch does, and still
@@ -430,7 +431,7 @@ class Normed(Linear):
         return keras.optimizers.SGD(2.0**-20, momentum=0.9)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_float32_step_equals_that_of_a_float32_run(mirrored, replicas):
     """L11: the float32 step of a stuck run leaves the same weights, slots and statistics on every

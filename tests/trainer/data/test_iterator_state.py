@@ -504,6 +504,7 @@ def test_batches_that_were_taken_can_be_skipped(tmp_path):
     assert not [name for name in facts["files"] if name.startswith(("data", "counts"))]
 
 
+@pytest.mark.thorough
 def test_data_can_start_over(tmp_path):
     """With "restart", a resumed run begins a new pass."""
     assert resumed(tmp_path, from_python, "restart") == [0, 1, 2, 3, 4, 5, 6, 0]

@@ -62,7 +62,7 @@ def error_of(trainer, data, steps=4):
             ROWS,
             with_last(LABELS, -1),
             "labels from 0 to 2; got a smallest and a largest of -1 and 2",
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -87,7 +87,11 @@ def test_a_wrong_batch_is_named_and_not_trained_on(x, y, wanted):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("weights", "found"), [([1.0] * 7 + [-0.5], "-0.5"), ([1.0] * 7 + [np.nan], "inf or NaN")]
+    ("weights", "found"),
+    [
+        ([1.0] * 7 + [-0.5], "-0.5"),
+        pytest.param([1.0] * 7 + [np.nan], "inf or NaN", marks=pytest.mark.slow),
+    ],
 )
 def test_weights_are_checked(weights, found):
     """A weight below 0 would make the loss smaller the worse the prediction is."""
@@ -102,10 +106,10 @@ def test_weights_are_checked(weights, found):
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        pytest.param("binary_crossentropy", marks=pytest.mark.thorough),
-        pytest.param(keras.losses.BinaryFocalCrossentropy(), marks=pytest.mark.thorough),
+        pytest.param("binary_crossentropy", marks=pytest.mark.slow),
+        pytest.param(keras.losses.BinaryFocalCrossentropy(), marks=pytest.mark.slow),
         pytest.param("categorical_crossentropy", marks=pytest.mark.thorough),
-        keras.losses.CategoricalFocalCrossentropy(),
+        pytest.param(keras.losses.CategoricalFocalCrossentropy(), marks=pytest.mark.slow),
     ],
 )
 def test_labels_that_are_probabilities(loss_fn):
@@ -202,7 +206,7 @@ def test_batches_of_a_program():
     assert trainer.totals.attempted == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nothing_is_checked_by_default():
     """The traced step holds no operation for it."""
     for check_data, expected in ((False, False), (True, True)):

@@ -218,7 +218,7 @@ class Counted(keras.metrics.Metric):
         return self.count
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_metric_may_return_its_variable(mirrored):
     """A metric whose result is a variable is read on all replicas, in logs and in evaluations."""
     trainer = Trainer(

@@ -4,8 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer import Trainer
+from trainer.evaluation.export import difference, export
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
 
@@ -67,7 +70,12 @@ def loaded(path):
 @pytest.mark.parametrize("name", ["model.keras", "folder"])
 @pytest.mark.parametrize(
     "precision",
-    ["train", "float32", pytest.param("float16", marks=pytest.mark.thorough), "bfloat16"],
+    [
+        "train",
+        "float32",
+        pytest.param("float16", marks=pytest.mark.thorough),
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_written_predicts_the_same(run, tmp_path, precision, name):
     """In every precision and both formats, the loaded model has weights of the requested dtype, and
@@ -102,6 +110,7 @@ def test_a_mirrored_model_is_exported_with_its_average(mirrored, tmp_path):
     assert plain[0].numpy().tobytes() == run.model.variables[0].numpy().tobytes()
 
 
+@pytest.mark.thorough
 def test_a_setting_missing_from_the_config_is_detected(tmp_path):
     """A setting that get_config() leaves out is lost in the file, and `compare_on` detects it."""
     run = trained(Scaled())
@@ -119,6 +128,51 @@ def test_a_setting_missing_from_the_config_is_detected(tmp_path):
         "get_config() leaves out a setting. Correct get_config() and export again, and do not use "
         "this file."
     )
+
+
+def test_an_exported_model_that_overflows_is_detected(tmp_path):
+    """In float16, inf - inf is NaN, which is no number within any tolerance. The folder is made."""
+    model = keras.Sequential(
+        [
+            keras.Input([1]),
+            keras.layers.Dense(2, kernel_initializer=keras.initializers.Constant(1e3)),
+            keras.layers.Dense(2, kernel_initializer=keras.initializers.Constant(1e3)),
+            keras.layers.UnitNormalization(),
+        ]
+    )
+    path = tmp_path / "new" / "model.keras"
+    with pytest.raises(ValueError, match="returns inf") as error:
+        export(model, path, "float16", X)
+    assert str(error.value) == (
+        f"The exported model in {path} returns inf, NaN or other text where the trained model does "
+        "not. Probably its weights or the outputs of its layers are outside of the range of its "
+        'dtype: float16 ends at 65,504. Pass precision="bfloat16" or "float32", and do not use this '
+        "file."
+    )
+
+    assert export(model, path, "bfloat16", X) <= 32 * 2.0**-7
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -2.0, np.inf, -np.inf, np.nan]), max_size=4),
+    st.lists(st.sampled_from([0.0, 1.0, -2.0, np.inf, -np.inf, np.nan]), min_size=4, max_size=4),
+)
+def test_a_difference_is_infinite_where_one_of_two_numbers_is_not_finite(ours, theirs):
+    """Equal numbers, also inf and NaN, do not differ."""
+    theirs = theirs[: len(ours)]
+    found = difference(np.array(ours), np.array(theirs))
+
+    same = [a == b or (a != a and b != b) for a, b in zip(ours, theirs, strict=True)]  # noqa: PLR0124
+    finite = [np.isfinite(a) and np.isfinite(b) for a, b in zip(ours, theirs, strict=True)]
+    one_is_not = any(not equal and not both for equal, both in zip(same, finite, strict=True))
+    assert (found == np.inf) == one_is_not
+    assert (found == 0) == all(same)
+
+
+def test_text_is_compared_as_it_is():
+    """A key that a model passes on."""
+    assert difference(np.array([b"a", b"b"], object), np.array([b"a", b"b"], object)) == 0
+    assert difference(np.array([b"a", b"b"], object), np.array([b"a", b"c"], object)) == np.inf
 
 
 def test_other_formats_and_precisions_are_refused(run):

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from trainer import Divergence
 from trainer.monitor.divergence import Detection, LossWatch, check_divergence, diverged_error
@@ -33,7 +35,34 @@ def test_the_first_divergence_of_applied_steps_is_detected():
     assert rise.detect(reports([1.0, 1.0, 2.0])) is None
     found = rise.detect(reports([2.5], first=4))
     assert (found.first, found.last) == (3, 4)
-    assert found.what == ("mean loss 2.25 over steps 3 to 4, above 2 x the lowest mean so far, 1")
+    assert found.what == (
+        "mean loss 2.25 over steps 3 to 4, above 2: the lowest mean so far is 1, with rise=2"
+    )
+
+
+@given(
+    st.lists(st.floats(-100, 100, width=16), min_size=1, max_size=20),
+    st.integers(1, 3),
+    st.sampled_from([1.5, 2.0, 3.0]),
+)
+@example([-10.0, -10.0, 10.0, 11.0], 1, 3.0)  # log densities
+@example([0.0, 0.5], 1, 2.0)  # a hinge loss that was 0
+def test_a_rise_is_measured_from_losses_of_any_sign(losses, window, rise):
+    """A run that does not get worse has not diverged, whatever the sign of its losses; it has if the
+    mean rises from the lowest by more than rise - 1 times its size.
+    """
+    sinking = LossWatch(Divergence(rise=rise, window=window))
+    assert sinking.detect(reports(sorted(losses, reverse=True))) is None
+
+    means = [np.mean(losses[at : at + window]) for at in range(len(losses) - window + 1)]
+    lowest = np.minimum.accumulate(means)
+    ends = [
+        at
+        for at in range(1, len(means))
+        if lowest[at - 1] != 0 and means[at] - lowest[at - 1] > (rise - 1) * abs(lowest[at - 1])
+    ]
+    found = LossWatch(Divergence(rise=rise, window=window)).detect(reports(losses, first=0))
+    assert (found and found.last) == (ends[0] + window - 1 if ends else None)
 
 
 def test_a_restored_watch_continues_where_it_was_saved():

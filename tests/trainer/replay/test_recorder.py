@@ -85,7 +85,7 @@ def test_the_oldest_records_are_removed(tmp_path):
     assert names(kept) == ["step-00000008"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_newest_record_stays_even_if_an_older_one_has_a_later_step(tmp_path):
     """A resumed run may return to earlier steps; age decides which record is removed."""
     [*_, kept] = run(tmp_path)

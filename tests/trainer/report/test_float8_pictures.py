@@ -57,7 +57,7 @@ def test_a_panel_shows_magnitudes_below_the_limit(tmp_path, monkeypatch):
     [
         1,
         pytest.param(24, marks=pytest.mark.slow),
-        pytest.param(30, marks=pytest.mark.thorough),
+        pytest.param(30, marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_saturated_are_shown(tmp_path, monkeypatch, layers):

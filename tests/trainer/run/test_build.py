@@ -166,7 +166,7 @@ def test_names_in_a_checkpoint_do_not_change(tmp_path):
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_weights_of_another_run_are_taken_once(tmp_path):
     """`init_from` gives a new run its weights, and a resumed run ignores it."""
     Linear(model_dir=tmp_path / "old", verbose=False).train(slopes(1.0), steps=2, global_batch=1)

@@ -143,7 +143,7 @@ def test_a_run_of_phases_resumes(tmp_path):
         assert_same_state(phases(folder, 4, 8), whole)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_other_trained_variables_are_not_resumed(tmp_path):
     """L12: a resumed run does not train other variables than its checkpoint did, unless they were
     changed after it was restored.

@@ -213,7 +213,7 @@ def test_float16_on_a_cpu_is_compiled_in_a_short_run():
     assert trainer.jit_compile is True
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 @pytest.mark.parametrize("fastest", [True, False, "step"])
 def test_float16_on_a_cpu_is_measured_in_a_long_run(monkeypatch, fastest):

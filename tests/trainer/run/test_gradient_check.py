@@ -123,7 +123,11 @@ def test_a_variable_without_a_gradient_is_named(caplog):
 
 @pytest.mark.parametrize(
     "use",
-    ["trained", *(pytest.param(use, marks=pytest.mark.thorough) for use in ("frozen", "stopped"))],
+    [
+        "trained",
+        pytest.param("frozen", marks=pytest.mark.slow),
+        pytest.param("stopped", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_head_that_nobody_trains_is_named(caplog, use):
     """L19: a layer kept on the trainer, not in the model, is named if the loss gives it a gradient; a

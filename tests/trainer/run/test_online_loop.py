@@ -52,8 +52,8 @@ def dataset():
     ("precision", "replicas"),
     [
         ("float32", 1),
-        pytest.param("mixed_float16", 1, marks=pytest.mark.slow),
-        pytest.param("mixed_float16", 2, marks=pytest.mark.thorough),
+        pytest.param("mixed_float16", 1, marks=pytest.mark.thorough),
+        pytest.param("mixed_float16", 2, marks=pytest.mark.slow),
     ],
 )
 def test_steps_on_batches_are_the_steps_of_train(precision, replicas, mirrored):
@@ -171,8 +171,11 @@ class Broken(Callback):
     "error",
     [
         KeyboardInterrupt(),
-        OSError("the disk is gone"),
-        tf.errors.NotFoundError(None, None, "of a file that a callback reads"),
+        pytest.param(OSError("the disk is gone"), marks=pytest.mark.thorough),
+        pytest.param(
+            tf.errors.NotFoundError(None, None, "of a file that a callback reads"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["Ctrl-C", "Python", "TensorFlow"],
 )

@@ -153,7 +153,7 @@ def test_the_order_between_inner_loops(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_error_between_steps_says_where_the_run_stands(tmp_path, saved):
     """An error of a hook is raised as it is, with a note; the run is saved before."""
 
@@ -179,7 +179,7 @@ def test_log_lines_are_on_time(tmp_path):
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 17]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_history_of_a_run_does_not_show_its_interruptions(tmp_path):
     """The history and the best result of a run are the same to the bit whether one process took all
     steps or two; each call's summary ends where the call did.

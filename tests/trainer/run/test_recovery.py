@@ -190,6 +190,7 @@ def test_a_loss_that_rises_past_a_window(tmp_path):
     assert (trainer.totals.attempted, trainer._trained_on[-1].taken) == (8, 11)
 
 
+@pytest.mark.thorough
 def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):
     """If the window began before the oldest checkpoint, no checkpoint can be restored."""
     divergence = Divergence(rise=1.5, window=6)
@@ -249,6 +250,7 @@ class Epochs(keras.callbacks.Callback):
 
 
 # Keras converts its variables in a way that NumPy 2 warns about.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
 def test_what_listens_to_the_run_goes_back_with_it(tmp_path):
     """After a rollback into an interval, the next line is about the whole interval, in its loss and

@@ -138,6 +138,7 @@ def test_a_divergence_is_reported_once(log, reporter):
     assert reporter.take_divergence() is None
 
 
+@pytest.mark.thorough
 def test_a_stuck_run_writes_its_log_first(tmp_path):
     """The steps that led to the error have a log line, although none was due yet."""
     trainer = Linear(model_dir=tmp_path, max_consecutive_skips=2, verbose=False)

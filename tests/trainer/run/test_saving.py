@@ -88,6 +88,7 @@ def test_a_step_is_saved_once(tmp_path):
     assert steps_saved(tmp_path) == [3]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_repeats_the_facts_of_its_run(tmp_path):
     """`run.json` holds the facts, which are JSON types and do not change while the run trains."""
     trainer, saver = trained(tmp_path, seed=3)

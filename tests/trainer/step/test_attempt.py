@@ -724,6 +724,7 @@ class Late(keras.Model):
         return self.last(self.hidden(inputs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_model_that_is_built_when_called(mirrored, replicas):
     """The model is built on one example, in the strategy's scope and under the policy, and nothing

@@ -55,6 +55,7 @@ def random_images(shape, dtype="float32", seed=0):
     return tf.cast(tf.constant(drawn, tf.float32), dtype)
 
 
+@pytest.mark.thorough
 @given(
     st.tuples(*[st.integers(1, 5)] * 4),
     st.sampled_from(["float32", "mixed_bfloat16", "mixed_float16"]),

@@ -575,6 +575,7 @@ def test_data_of_another_form_is_refused(data, arguments, message):
     assert message in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_batch_smaller_than_its_parts_is_refused(mirrored):
     """The nominal batch needs an example for each replica and microbatch; a short last batch is
     accepted.

@@ -178,6 +178,7 @@ def test_counts_by_variable():
     assert squares_overflow(values).numpy().tolist() == [False, False, True, True]
 
 
+@pytest.mark.thorough
 def test_no_slice_has_to_be_known_to_the_compiler():
     """No slice begins at a computed position. To compile the branch of a skip, XLA would otherwise
     compute every gradient on the host first, which takes minutes even for a small perceptron.

@@ -322,7 +322,7 @@ def test_scales_have_no_moving_average(frequency):
     assert np.array_equal(kernel, average) == (frequency == 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_run_can_start_from_weights_of_another_precision(tmp_path, backwards):
     """From bfloat16 into float8 and back: the weights are the other run's, scales begin anew."""

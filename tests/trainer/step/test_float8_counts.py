@@ -68,7 +68,7 @@ def steps(model, batches, loss=squared, strategy=None, **settings):
     return reports, [variable.numpy() for variable in model.variables], plan
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_shares_are_those_of_the_tensors():
     """Each share is of the tensor that the product takes: inputs, kernel, and gradients before the
     bias, which the activation has scaled.
@@ -108,7 +108,7 @@ def test_shares_are_those_of_the_tensors():
     assert amax["stack/two/outputs_grad"] == np.abs(upstream).max()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by_keras", "jit_compile"),
     [
@@ -239,7 +239,7 @@ def scaled_square(factor, model):
     return lambda batch, training: factor * squared(model)(batch, training)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_cannot_be_counted_is_nan():
     """A probe does not enter a layer that is computed again in the backward pass."""
 

@@ -126,6 +126,7 @@ def test_the_best_fixed_scale_is_the_largest_without_an_overflow(tmp_path):
     assert causes[1]["backward"] >= 1
 
 
+@pytest.mark.thorough
 def test_the_lost_share_counts_elements(tmp_path):
     """At a scale of 2^-24, the lost share is the share of elements up to 2^-1."""
     run("none", tmp_path, precision="float32")
@@ -143,7 +144,7 @@ def test_the_lost_share_counts_elements(tmp_path):
     assert low.below_best == STEPS
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_step_of_a_resumed_run_is_read_once(tmp_path):
     """If a resumed run wrote a step twice, the later line counts."""
     run("dynamic", tmp_path, steps=50, checkpoint_interval=20)
@@ -190,7 +191,7 @@ def operations(trainer):
     return {node.op for function in functions for node in function.node_def}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_damaged_line_is_refused_by_its_number(tmp_path):
     """A torn last line raises an error that names it."""
     run("dynamic", tmp_path, steps=30)

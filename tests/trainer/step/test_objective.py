@@ -312,7 +312,7 @@ def test_one_part_that_overflows_stops_both(duels, replicas, alternate):
             assert trainer.part_of(report.bad_variable) == bad[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_an_update_moves_both(duels, replicas, alternate):
@@ -516,7 +516,7 @@ def test_losses_that_do_not_fit_are_refused(kind, found):
         list(attempt(Wrong(verbose=False), batches()[:1]))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_other_losses_are_ignored():
     """A loss without an optimizer of its name moves nothing."""
 
@@ -592,7 +592,7 @@ class Rates(Trainer):
         return {"base": losses, "head": losses}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("alternate", [False, True])
 def test_a_shared_loss_is_reported_once(mirrored, alternate):
     """One loss under the names of two optimizers (discriminative learning rates) moves both parts, and

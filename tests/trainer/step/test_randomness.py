@@ -174,7 +174,7 @@ def test_the_same_seed_draws_the_same(first_runs, full, kind, replicas, num_micr
     assert drawn_by(Drawing(kind, own_seed=5, **arguments)) == drawn
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_seed_draws_others(first_runs, full, kind):
     """Runs with different seeds share no numbers, and without a seed each trainer takes a random
