@@ -16,6 +16,7 @@ from trainer.config.label_ranges import label_ranges
 from trainer.config.loss_fn import (
     example_losses,
     example_weights,
+    floats_in_float32,
     global_loss,
     is_keras_function,
     mask_of,
@@ -180,7 +181,7 @@ class Task:
             losses *= class_factors(y, self._class_weight, self._loss_fn)
         if not weights_elements(self._loss_fn, sample_weight):
             warn_of_lost_mask(self.model, outputs)
-        return losses, tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+        return losses, tf.nest.map_structure(floats_in_float32, outputs)
 
     def _check_form(self, batch: Batch) -> None:
         """Raises ValueError unless a batch has the form that the default `compute_loss` takes."""

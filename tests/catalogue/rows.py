@@ -62,7 +62,7 @@ class Row:
 
     def allows(self, configuration: Any) -> bool:
         """Whether a step can be compared in a configuration."""
-        xla = configuration.jit_compile is True
+        xla = configuration.jit_compile in (True, "step")
         fails = {*self.fails_in, *self.refused_in}
         return configuration.precision not in fails and not (
             xla and (self.no_xla or self.xla_lacks)

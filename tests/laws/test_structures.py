@@ -136,6 +136,21 @@ def test_what_xla_does_not_support_is_refused(what, mirrored):
     )
 
 
+@pytest.mark.parametrize(
+    "what", ["strings", *(pytest.param(each, marks=pytest.mark.thorough) for each in CASES)]
+)
+def test_auto_takes_a_step_that_runs(what, mirrored, caplog):
+    """In half precision "auto" begins with XLA on some processors, but not with what XLA does not
+    support: a warning says so.
+    """
+    trainer = trained(what, 1, 1, mirrored, jit_compile="auto", precision="mixed_float16")
+
+    kind = {"ragged": "ragged tensors", "strings": "strings"}.get(what)
+    assert trainer.totals.applied == 2
+    assert kind is None or trainer.jit_compile is False
+    assert kind is None or f"XLA cannot compile batches with {kind}, so" in caplog.text
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
 def test_whole_numbers_go_straight_into_batch_norm(dtype):

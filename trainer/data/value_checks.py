@@ -67,12 +67,12 @@ def not_negative(weights: tf.Tensor) -> tf.Operation:
 def in_range(labels: LabelRange) -> tf.Operation:
     """Checks that labels are in their range."""
     values = tf.nest.flatten(labels.labels, expand_composites=True)[0]
-    low, high = (tf.cast(bound, values.dtype) for bound in (labels.low, labels.high))
+    # A bound such as 999 need not be a number of the labels' own dtype, such as uint8.
+    values = tf.cast(values, tf.int64 if values.dtype.is_integer else tf.float64)
     if labels.ignored is not None:
-        ignored = values == tf.cast(labels.ignored, values.dtype)
-        values = tf.where(ignored, low, values)
+        values = tf.where(values == labels.ignored, tf.cast(labels.low, values.dtype), values)
     least, most = tf.reduce_min(values), tf.reduce_max(values)
-    right = (tf.size(values) == 0) | ((least >= low) & (most <= high))
+    right = (tf.size(values) == 0) | ((least >= labels.low) & (most <= labels.high))
     wanted = f"{labels.name} from {labels.low} to {labels.high}; got a smallest and a largest of"
     return check(right, wanted, least, most)
 

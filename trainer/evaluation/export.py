@@ -128,7 +128,7 @@ def check_same_outputs(expected: Any, found: Any, eps: float, path: pathlib.Path
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Returns the largest difference of two arrays, as a fraction of the first one's largest number.
+    """Returns the largest difference, as a fraction of the largest number of the first array.
 
     It is inf if one of two numbers, but not the other, is inf or NaN, or if text differs.
     """

@@ -100,7 +100,7 @@ def build(
         # Before the optimizer is built: some optimizers copy the weights when they are built.
         load_initial_weights(trainer, clean_up=training)
         if training:
-            check_compilable(batch, trainer.jit_compile)
+            leave_out_xla_or_refuse(trainer, batch)
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
         metrics = build_metrics(trainer)
@@ -331,17 +331,28 @@ def check_items(items: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     return items
 
 
-def check_compilable(batch: Batch, jit_compile: bool | str) -> None:
-    """Raises ValueError if XLA is to compile passes over strings or ragged tensors."""
+def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
+    """Chooses a step without XLA for batches of strings or ragged tensors, if "auto" may choose.
+
+    Raises:
+        ValueError: if the user has chosen that XLA compiles passes over such batches.
+    """
+    if trainer.jit_compile not in WITH_PASSES:
+        return
     for leaf in tensors_in(batch):
         ragged = isinstance(leaf, tf.RaggedTensor)
-        if jit_compile in WITH_PASSES and (ragged or leaf.dtype == tf.string):
-            kind = "ragged tensors" if ragged else "strings"
-            raise ValueError(
-                f"`jit_compile` must not be {jit_compile!r} for batches with {kind}; "
-                f"got {leaf.dtype.name} of shape {leaf.shape}. XLA does not support them. Turn "
-                'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
-            )
+        if not ragged and leaf.dtype != tf.string:
+            continue
+        kind = "ragged tensors" if ragged else "strings"
+        if trainer.compile_mode_open:
+            warn_of_plain_step(f"batches with {kind}", trainer.precision.compute_dtype)
+            assign(trainer, "jit_compile", value=False)
+            return
+        raise ValueError(
+            f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind}; "
+            f"got {leaf.dtype.name} of shape {leaf.shape}. XLA does not support them. Turn "
+            'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
+        )
 
 
 def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:

@@ -99,7 +99,7 @@ def warn_of_plain_step(what: str, dtype: str) -> None:
     """
     logging.warning(
         "XLA cannot compile %s, so TensorFlow runs the step without XLA, which is slow in %s on "
-        "this CPU. To compile the step, apply such layers to the data, with Dataset.map.",
+        "this CPU. To compile the step, turn the data into dense numbers with Dataset.map.",
         what,
         dtype,
     )

@@ -77,6 +77,43 @@ def test_an_output_without_a_loss_is_left_out():
     np.testing.assert_array_equal(trainer.model.get_layer("b_head").get_weights()[0], before)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_an_output_without_a_loss_may_be_a_key(num_microbatches):
+    """Text, and integers that float32 does not have, are passed on as they are."""
+    numbers = 2**40 + np.arange(6)
+    texts = np.array([f"row {number}" for number in numbers])
+
+    def model():
+        x, number = keras.Input([2], name="x"), keras.Input([], dtype="int64", name="number")
+        text = keras.Input([], dtype="string", name="text")
+        y = keras.layers.Dense(1, kernel_initializer="ones")(x)
+        return keras.Model({"x": x, "number": number, "text": text}, [y, number, text])
+
+    seen = []
+
+    class Kept(Trainer):
+        def update_metrics(self, batch, aux):
+            seen.append([each.dtype.name for each in aux])
+            super().update_metrics(batch, aux)
+
+    trainer = Kept(
+        model=model,
+        optimizer="sgd",
+        loss_fn=["mse", None, None],
+        num_microbatches=num_microbatches,
+        verbose=False,
+    )
+    x = {"x": np.ones([6, 2], np.float32), "number": numbers, "text": texts}
+    y = np.ones([6, 1], np.float32), numbers, texts
+    trainer.train((x, y), 1, global_batch=6)
+    _, *found = trainer.predict(x, global_batch=4)
+
+    assert seen
+    assert all(names == ["float32", "int64", "string"] for names in seen)
+    np.testing.assert_array_equal(found[0], numbers)
+    np.testing.assert_array_equal(found[1], texts.astype("S"))
+
+
 @pytest.mark.parametrize(
     ("losses", "y", "outputs", "message"),
     [

@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from trainer import DataError, Trainer
+from trainer.data.value_checks import LabelRange, in_range
 
 ROWS = np.arange(32, dtype=np.float32).reshape(8, 4)
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])
@@ -130,6 +133,27 @@ def test_a_class_that_is_ignored_may_be_anything():
 
     assert trainer.train(batches(ROWS, with_last(LABELS, -100)), 4).step == 4
     assert "of 0 and 7" in error_of(trainer, batches(ROWS, with_last(LABELS, 7)), 9)[0]
+
+
+@given(
+    st.sampled_from(["uint8", "int8", "int32", "int64", "float32", "bfloat16"]),
+    st.lists(st.integers(-128, 255), max_size=4),
+    st.integers(1, 1000),
+    st.sampled_from([None, -1, 255]),
+)
+@example("uint8", [240], 999, None)  # 999 is 231 in uint8
+@example("uint8", [255], 9, -1)  # and -1 is 255
+def test_bounds_need_not_be_numbers_of_the_labels_dtype(dtype, numbers, high, ignored):
+    """Labels are in range if they are so as Python numbers."""
+    labels = tf.cast(tf.constant(numbers, tf.int64), dtype)
+    found = [number for number in tf.cast(labels, tf.int64).numpy() if number != ignored]
+    given_range = LabelRange("labels", labels, 0, high, ignored)
+
+    if all(0 <= number <= high for number in found):
+        in_range(given_range)
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"labels from 0 to {high}; got"):
+            in_range(given_range)
 
 
 def test_each_of_several_outputs_has_its_own_range():
