@@ -57,9 +57,14 @@ CASES = {
 }
 
 
-def trained(what, replicas, microbatches, mirrored, **settings):
-    """The weights after two steps of a trainer."""
-    parts, build, errors = CASES[what]
+def data_of(what):
+    """Batches of all rows, without end."""
+    return tf.data.Dataset.from_tensor_slices(CASES[what][0] | {"y": Y}).batch(7).repeat()
+
+
+def made(what, **settings):
+    """A trainer."""
+    _, build, errors = CASES[what]
 
     class Task(Trainer):
         def build_model(self):
@@ -72,14 +77,14 @@ def trained(what, replicas, microbatches, mirrored, **settings):
             del training
             return errors(self.model, batch)[:, 0] ** 2
 
-    dataset = tf.data.Dataset.from_tensor_slices(parts | {"y": Y}).batch(7).repeat()
-    trainer = Task(
-        strategy=mirrored(replicas) if replicas > 1 else "default",
-        num_microbatches=microbatches,
-        verbose=False,
-        **({"jit_compile": False} | settings),
-    )
-    trainer.train(dataset, steps=2)
+    return Task(verbose=False, **({"jit_compile": False} | settings))
+
+
+def trained(what, replicas, microbatches, mirrored, **settings):
+    """A trainer after two steps."""
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = made(what, strategy=strategy, num_microbatches=microbatches, **settings)
+    trainer.train(data_of(what), steps=2)
     return trainer
 
 
@@ -149,6 +154,17 @@ def test_auto_takes_a_step_that_runs(what, mirrored, caplog):
     assert trainer.totals.applied == 2
     assert kind is None or trainer.jit_compile is False
     assert kind is None or f"XLA cannot compile batches with {kind}, so" in caplog.text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["ragged", "strings"])
+def test_auto_evaluates_without_training(what):
+    """An evaluation in the training precision runs without XLA, too."""
+    results = made(what, jit_compile="auto", precision="mixed_float16").evaluate(
+        data_of(what), steps=1, precision="train"
+    )
+
+    assert np.isfinite(results["loss"])
 
 
 @pytest.mark.thorough

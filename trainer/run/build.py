@@ -99,7 +99,7 @@ def build(
         build_model(trainer, batch, forward)
         # Before the optimizer is built: some optimizers copy the weights when they are built.
         load_initial_weights(trainer, clean_up=training)
-        if training:
+        if training or trainer.compile_mode_open:
             leave_out_xla_or_refuse(trainer, batch)
         plan = make_plan(trainer) if training or can_train(trainer) else plan_evaluation(trainer)
         state = TrainState(trainer.rule, trainer.seed)
@@ -337,22 +337,26 @@ def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
     Raises:
         ValueError: if the user has chosen that XLA compiles passes over such batches.
     """
-    if trainer.jit_compile not in WITH_PASSES:
+    part = part_without_xla(batch)
+    if part is None or trainer.jit_compile not in WITH_PASSES:
         return
-    for leaf in tensors_in(batch):
-        ragged = isinstance(leaf, tf.RaggedTensor)
-        if not ragged and leaf.dtype != tf.string:
-            continue
-        kind = "ragged tensors" if ragged else "strings"
-        if trainer.compile_mode_open:
-            warn_of_plain_step(f"batches with {kind}", trainer.precision.compute_dtype)
-            assign(trainer, "jit_compile", value=False)
-            return
+    kind = "ragged tensors" if isinstance(part, tf.RaggedTensor) else "strings"
+    if not trainer.compile_mode_open:
         raise ValueError(
             f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind}; "
-            f"got {leaf.dtype.name} of shape {leaf.shape}. XLA does not support them. Turn "
+            f"got {part.dtype.name} of shape {part.shape}. XLA does not support them. Turn "
             'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
         )
+    warn_of_plain_step(f"batches with {kind}", trainer.precision.compute_dtype)
+    assign(trainer, "jit_compile", value=False)
+
+
+def part_without_xla(batch: Batch) -> tf.Tensor | tf.RaggedTensor | None:
+    """Returns the first part of a batch that XLA does not support: strings, or a ragged tensor."""
+    for part in tensors_in(batch):
+        if isinstance(part, tf.RaggedTensor) or part.dtype == tf.string:
+            return part
+    return None
 
 
 def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:
