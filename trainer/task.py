@@ -22,6 +22,7 @@ from trainer.config.loss_fn import (
     mask_of,
     weights_elements,
 )
+from trainer.config.metric_shapes import check_metric_shapes
 from trainer.config.metrics import check_metrics, make_metrics
 from trainer.config.output_losses import OutputLosses, OutputWeights, check_loss_weights
 from trainer.config.output_mask import (
@@ -308,6 +309,7 @@ class Task:
             if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
                 aux = with_keras_mask(aux, mask_of_outputs(self.model, x))
             for metric in self.metrics.values():
+                check_metric_shapes(metric, y, aux)
                 call_user(metric.update_state, y, aux, sample_weight=sample_weight)
 
     def checkpoint_items(self) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from trainer.step.losses import assert_shapes
 ELEMENTWISE = (
     "BinaryCrossentropy",
     "BinaryFocalCrossentropy",
+    "CategoricalFocalCrossentropy",
     "CategoricalHinge",
     "CosineSimilarity",
+    "Dice",
     "Hinge",
     "Huber",
     "KLDivergence",
@@ -30,6 +32,7 @@ ELEMENTWISE = (
     "MeanSquaredLogarithmicError",
     "Poisson",
     "SquaredHinge",
+    "Tversky",
 )
 CLASSES = tuple(getattr(keras.losses, name) for name in ELEMENTWISE)
 FUNCTIONS = tuple(each().fn for each in CLASSES)
@@ -53,6 +56,7 @@ def keras_loss(loss_fn: Any, call: Callable[..., Any], y: Any, predictions: Any)
         ValueError: if labels and outputs do not fit each other.
     """
     check_same_shape(loss_fn, y, predictions)
+    check_class_numbers(loss_fn, y, predictions)
     try:
         with tf.control_dependencies(assertions(loss_fn, y, predictions)):
             return call_user(call, y, predictions)
@@ -71,21 +75,43 @@ def check_same_shape(loss_fn: Any, y: Any, predictions: Any) -> None:
 
     A last dimension of size 1 that only one of them has does not count, as in Keras.
     """
-    if not (is_elementwise(loss_fn) and tf.is_tensor(y) and tf.is_tensor(predictions)):
-        return
-    one, other = y.shape, predictions.shape
-    if one.rank is None or other.rank is None:
-        return
-    if one.rank == other.rank + 1 and one[-1] == 1:
-        one = one[:-1]
-    elif other.rank == one.rank + 1 and other[-1] == 1:
-        other = other[:-1]
-    if not one.is_compatible_with(other):
+    if is_elementwise(loss_fn) and would_repeat(y, predictions):
         raise ValueError(
             f"`loss_fn` must compare labels with outputs of the same shape; got labels "
             f"{described(y)} and outputs {described(predictions)} for {name_of(loss_fn)}. Keras "
             "would repeat the smaller, and compare labels with outputs of other places. Give the "
             "model as many outputs as there are labels, or pass a function that repeats them."
+        )
+
+
+def would_repeat(y: Any, predictions: Any) -> bool:
+    """Returns whether labels and outputs have static shapes of which one would be broadcast."""
+    if not (tf.is_tensor(y) and tf.is_tensor(predictions)):
+        return False
+    one, other = y.shape, predictions.shape
+    if one.rank is None or other.rank is None:
+        return False
+    if one.rank == other.rank + 1 and one[-1] == 1:
+        one = one[:-1]
+    elif other.rank == one.rank + 1 and other[-1] == 1:
+        other = other[:-1]
+    return not one.is_compatible_with(other)
+
+
+def check_class_numbers(loss_fn: Any, y: Any, predictions: Any) -> None:
+    """Raises ValueError if Keras would compare the class of one example with all examples' outputs.
+
+    Keras says that this loss takes labels of shape (examples, 1), and compares them so.
+    """
+    if type(loss_fn) is not keras.losses.CategoricalGeneralizedCrossEntropy:
+        return
+    one, other = y.shape.rank, predictions.shape.rank
+    if one is not None and other is not None and one != other - 1:
+        raise ValueError(
+            "`loss_fn` must compare the number of a class with its outputs; got labels "
+            f"{described(y)} and outputs {described(predictions)} for {name_of(loss_fn)}. Keras "
+            "would compare the label of each example with the outputs of all. Give the labels one "
+            "dimension less than the outputs: y[:, 0], or y.argmax(-1) of one-hot labels."
         )
 
 

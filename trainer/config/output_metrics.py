@@ -9,6 +9,7 @@ import tensorflow as tf
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
 from trainer.config.loss_fn import example_losses
+from trainer.config.metric_shapes import check_metric_shapes
 from trainer.config.output_losses import Key, OutputLosses
 
 FORM = (
@@ -156,4 +157,5 @@ def update_by_output(
                 found = tf.where(weight == 0, tf.zeros_like(found), found)
             update(found, sample_weight=sample_weight)
         else:
+            check_metric_shapes(metrics[name], labels[key], values[key])
             call_user(update, labels[key], values[key], sample_weight=sample_weight)

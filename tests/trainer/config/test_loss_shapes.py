@@ -17,8 +17,26 @@ MSE = keras.losses.MeanSquaredError()
 @pytest.mark.parametrize(("labels", "outputs"), [([4, 3], [4, 1]), ([4, 1], [4, 3])])
 def test_keras_would_broadcast(loss_class, labels, outputs):
     """Every loss that compares element by element refuses labels that it would repeat."""
+    overlap = loss_class in (keras.losses.Dice, keras.losses.Tversky)
+    loss = loss_class(axis=1) if overlap else loss_class()
     with pytest.raises(ValueError, match="`loss_fn` must compare labels with outputs of the same"):
-        example_losses(loss_class(), tf.ones(labels), tf.fill(outputs, 0.5))
+        example_losses(loss, tf.ones(labels), tf.fill(outputs, 0.5))
+
+
+@pytest.mark.parametrize("labels", [[4, 1], [4, 3]])
+def test_the_classes_of_all_examples_are_not_compared(labels):
+    """This loss of Keras would make a table of all pairs, whatever its docstring says."""
+    loss_fn, outputs = keras.losses.CategoricalGeneralizedCrossEntropy(), tf.fill([4, 3], 1 / 3)
+    assert example_losses(loss_fn, tf.ones([4]), outputs).shape == [4]
+    with pytest.raises(ValueError, match="number of a class") as error:
+        example_losses(loss_fn, tf.ones(labels), outputs)
+
+    assert str(error.value) == (
+        "`loss_fn` must compare the number of a class with its outputs; got labels float32 "
+        f"{tuple(labels)} and outputs float32 (4, 3) for CategoricalGeneralizedCrossEntropy. Keras "
+        "would compare the label of each example with the outputs of all. Give the labels one dimension less than the "
+        "outputs: y[:, 0], or y.argmax(-1) of one-hot labels."
+    )
 
 
 @pytest.mark.parametrize("loss_fn", [MSE, keras.losses.mean_squared_error])

@@ -1,0 +1,90 @@
+"""Labels that Keras's metrics would broadcast are refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import linear_model
+
+from trainer import Trainer
+from trainer.config.metric_shapes import CLASSES, check_metric_shapes
+
+SMALL = np.ones([4, 1], np.float32)
+WRONG = [([4, 3], [4, 1]), ([4, 1], [4, 3]), ([4], [4, 3])]
+
+
+@pytest.mark.parametrize("metric_class", CLASSES)
+@pytest.mark.parametrize(("labels", "outputs"), WRONG)
+def test_keras_would_broadcast(metric_class, labels, outputs):
+    """Every metric that compares element by element refuses labels that it would repeat, and takes
+    those of the same shape; a last dimension of size 1 does not count.
+    """
+    with pytest.raises(ValueError, match="`metrics` must compare labels with outputs of the same"):
+        check_metric_shapes(metric_class(), tf.ones(labels), tf.ones(outputs))
+
+    check_metric_shapes(metric_class(), tf.ones([4, 3]), tf.ones([4, 3]))
+    check_metric_shapes(metric_class(), tf.ones([4]), tf.ones([4, 1]))
+
+
+@pytest.mark.parametrize("kind", ["Categorical", "TopKCategorical"])
+@pytest.mark.parametrize("labels", [[8], [8, 1]])
+def test_class_numbers_have_metrics_of_their_own(kind, labels):
+    """The metric that is refused for class numbers is not the accuracy; the one that is named is."""
+    y = np.arange(8) % 3
+    outputs = tf.one_hot(y, 3)
+    wrong = getattr(keras.metrics, f"{kind}Accuracy")()
+    name = f"Sparse{kind}Accuracy"
+    with pytest.raises(ValueError, match=rf"keras\.metrics\.{name}\(\) for labels that are"):
+        check_metric_shapes(wrong, tf.reshape(y, labels), outputs)
+
+    right = getattr(keras.metrics, name)()
+    check_metric_shapes(right, tf.reshape(y, labels), outputs)
+    right.update_state(tf.reshape(y, labels), outputs)
+    assert float(right.result()) == 1.0
+
+
+def test_a_run_with_such_a_metric_is_refused():
+    """In training, with one output; the error has both shapes."""
+    trainer = Trainer(
+        model=linear_model,
+        optimizer="sgd",
+        loss_fn=lambda y, p: tf.reduce_mean(tf.abs(y - p), axis=1),
+        metrics=["mae"],
+        verbose=False,
+    )
+    with pytest.raises(ValueError, match="`metrics` must compare") as error:
+        trainer.train((SMALL, np.ones([4, 3], np.float32)), 1, global_batch=4)
+
+    assert str(error.value) == (
+        "`metrics` must compare labels with outputs of the same shape; got labels float32 "
+        "(None, 3) and outputs float32 (None, 1) for MeanAbsoluteError. Keras would repeat the "
+        "smaller, and compare labels with outputs of other places. Give them the same shape, or "
+        "override update_metrics(batch, outputs)."
+    )
+
+
+def test_a_metric_of_one_of_several_outputs_is_refused():
+    """In an evaluation, too."""
+
+    def model():
+        x = keras.Input([1])
+        return keras.Model(x, {"a": keras.layers.Dense(1)(x), "b": keras.layers.Dense(3)(x)})
+
+    trainer = Trainer(
+        model=model,
+        loss_fn={"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics={"b": keras.metrics.CategoricalAccuracy()},
+        verbose=False,
+    )
+    data = SMALL, {"a": SMALL, "b": np.arange(4) % 3}
+    with pytest.raises(ValueError, match=r"keras\.metrics\.SparseCategoricalAccuracy\(\)"):
+        trainer.evaluate(data, global_batch=4)
+
+
+def test_a_metric_of_the_users_may_broadcast():
+    """Its author has chosen to."""
+
+    class Own(keras.metrics.MeanAbsoluteError):
+        """A class of one's own."""
+
+    check_metric_shapes(Own(), tf.ones([4, 3]), tf.ones([4, 1]))

@@ -1,0 +1,67 @@
+"""The shapes of labels and outputs that Keras's own metrics compare, checked when they are traced.
+
+Keras broadcasts labels of another shape without a word, or takes the largest of one number: with
+class numbers as labels, `CategoricalAccuracy` is a number that means nothing.
+"""
+
+from typing import Any
+
+import keras
+
+from trainer.config.default_batch import described
+from trainer.config.loss_shapes import would_repeat
+
+# Metrics that compare a label with the output at the same place.
+ELEMENTWISE = (
+    "Accuracy",
+    "BinaryAccuracy",
+    "BinaryCrossentropy",
+    "CategoricalAccuracy",
+    "CategoricalCrossentropy",
+    "CategoricalHinge",
+    "ConcordanceCorrelation",
+    "CosineSimilarity",
+    "F1Score",
+    "FBetaScore",
+    "Hinge",
+    "KLDivergence",
+    "LogCoshError",
+    "MeanAbsoluteError",
+    "MeanAbsolutePercentageError",
+    "MeanSquaredError",
+    "MeanSquaredLogarithmicError",
+    "PearsonCorrelation",
+    "Poisson",
+    "R2Score",
+    "RootMeanSquaredError",
+    "SquaredHinge",
+    "TopKCategoricalAccuracy",
+)
+CLASSES = tuple(getattr(keras.metrics, name) for name in ELEMENTWISE)
+OF_CLASS_NUMBERS = {
+    keras.metrics.CategoricalAccuracy: "SparseCategoricalAccuracy",
+    keras.metrics.CategoricalCrossentropy: "SparseCategoricalCrossentropy",
+    keras.metrics.TopKCategoricalAccuracy: "SparseTopKCategoricalAccuracy",
+}
+
+
+def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:
+    """Raises ValueError if one of Keras's metrics would broadcast labels or outputs.
+
+    A last dimension of size 1 that only one of them has does not count, as in Keras.
+
+    Args:
+        metric: the metric.
+        y: the labels.
+        outputs: the outputs.
+    """
+    if type(metric) not in CLASSES or not would_repeat(y, outputs):
+        return
+    sparse = OF_CLASS_NUMBERS.get(type(metric))
+    remedy = f"Pass keras.metrics.{sparse}() for labels that are class numbers, " if sparse else ""
+    raise ValueError(
+        f"`metrics` must compare labels with outputs of the same shape; got labels {described(y)} "
+        f"and outputs {described(outputs)} for {type(metric).__name__}. Keras would repeat the "
+        "smaller, and compare labels with outputs of other places. "
+        f"{remedy or 'Give them the same shape, '}or override update_metrics(batch, outputs)."
+    )
