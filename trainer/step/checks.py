@@ -32,6 +32,7 @@ OWN_STEPS = {
     "compute_loss": "compute_loss",
     "test_step": "eval_step",
     "predict_step": "predict_batch",
+    "compute_metrics": "update_metrics",
 }
 
 

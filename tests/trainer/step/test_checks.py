@@ -150,6 +150,11 @@ class Centered(keras.optimizers.SGD):
             "Override Trainer.predict_batch instead.",
         ),
         (
+            {"model": with_own("compute_metrics")},
+            "`model` must not override compute_metrics; got Own. The trainer would never call it. "
+            "Override Trainer.update_metrics instead.",
+        ),
+        (
             {"model": weightless},
             "`model` must have trainable variables; got none. There is nothing to update. Create "
             "them in build_model() or when the model is first called.",
