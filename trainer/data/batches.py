@@ -81,6 +81,7 @@ def batches(
     Raises:
         TypeError, ValueError: if the data has another type, is empty or is not batched.
     """
+    check_not_distributed(data, argument)
     if is_source(data):
         check_batch_size(data, argument, global_batch)
         made = made_pipeline(data)
@@ -115,6 +116,16 @@ def batches(
         arrays=arrays,
         first_pass=first_pass,
     )
+
+
+def check_not_distributed(data: Any, argument: str) -> None:
+    """Raises TypeError for a dataset that a strategy has divided already."""
+    if isinstance(data, tf.distribute.DistributedDataset | tf.distribute.DistributedIterator):
+        raise TypeError(
+            f"`{argument}` must not be distributed; got {type(data).__name__}. Every replica takes "
+            "its share of one global batch, and the position in the data is saved with the run. "
+            "Pass the tf.data.Dataset itself, or the function of a tf.distribute.InputContext."
+        )
 
 
 def are_arrays(data: Data) -> bool:

@@ -86,6 +86,24 @@ def test_a_function_of_an_input_context(mirrored, replicas):
     assert rows(found.dataset) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
 
 
+def test_a_distributed_dataset_is_refused(mirrored):
+    """The trainer divides batches itself. A function's dataset, and an iterator, are refused too."""
+    dataset = tf.data.Dataset.from_tensor_slices(X).batch(4)
+    distributed = mirrored(2).experimental_distribute_dataset(dataset)
+    with pytest.raises(TypeError) as error:
+        batches(distributed, "train_data", mirrored(2))
+    assert str(error.value) == (
+        "`train_data` must not be distributed; got DistributedDataset. Every replica takes its "
+        "share of one global batch, and the position in the data is saved with the run. Pass the "
+        "tf.data.Dataset itself, or the function of a tf.distribute.InputContext."
+    )
+
+    made = mirrored(2).distribute_datasets_from_function(lambda _: dataset)
+    for data in (made, iter(distributed)):
+        with pytest.raises(TypeError, match="must not be distributed; got Distributed"):
+            batches(data, "train_data", mirrored(2))
+
+
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "endless", "function"])
 def test_every_kind_of_data_trains(kind):
     """5 epochs of 10 examples in batches of 2 are 25 steps, each of which lowers the weight by 1."""
