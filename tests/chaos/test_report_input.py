@@ -161,7 +161,7 @@ def copies(run, place):
     return [place / "whole.html", place / "bare.html"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_malformed_run(tmp_path, record_property):
     """Of the kind that holds text for a browser to run."""
     kinds = [damage.__name__ for damage in malformed_runs.DAMAGES]

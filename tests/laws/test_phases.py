@@ -165,7 +165,7 @@ def test_a_program_of_several_phases_is_resumed_in_each(program, stop_at, tmp_pa
     assert_same_bits(all_copies(resumed), all_copies(whole))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_phase_that_is_repeated_leaves_no_trace(tmp_path):
     """A call whose steps have all been taken saves nothing and logs no step, and the interval that
     the checkpoint is in is logged as a whole.

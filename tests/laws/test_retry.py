@@ -244,7 +244,7 @@ def test_after_too_many_retries_nothing_has_moved(runs, replicas):
     assert good.loss_scale == RULE.initial_scale / 2 ** (MAX_RETRIES + 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("place", ["input", "loss", "unscaling"])
 def test_what_no_scale_can_cure_is_not_retried(runs, replicas, place):
@@ -586,7 +586,7 @@ def check_history(trainer, oracle, history, replicas):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(history=HISTORIES, rule=st.sampled_from(RULES))
 def test_any_history_follows_the_law(linear, history, rule):

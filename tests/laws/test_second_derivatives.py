@@ -220,7 +220,7 @@ def steep(model, x, wide, state=None):
     return tf.reduce_sum((1e8 * tf.cast(slopes, wide)) ** 2, -1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_inner_derivative_can_have_a_scale_of_its_own():
     """In float16 an inner derivative underflows, and the loss scale cannot help: the penalty sees
     0. With `scale_loss` and `unscale_gradients` inside the loss it is right.

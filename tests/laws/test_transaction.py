@@ -298,7 +298,7 @@ class Drawing(Linear):
         return 0.0 * losses + keras.random.normal([], seed=seed) * batch["slope"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", ["trainer", "model", "module"])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -11,7 +11,7 @@ import scaling
 from scaling import DynamicLossScale, FixedLossScale, LossScaler
 from trainer import Trainer
 
-pytestmark = [pytest.mark.thorough, pytest.mark.replicas(2, 3)]
+pytestmark = [pytest.mark.slow, pytest.mark.replicas(2, 3)]
 
 # tf_keras's scale follows every non-finite gradient, whatever its cause.
 LIKE_TF_KERAS = {"attribute_causes": False}

@@ -150,7 +150,7 @@ def test_parameter_servers_need_a_whole_job(monkeypatch, kinds, listed):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_auto_takes_the_best_device_and_prints_which():
     """Without a TPU or a GPU, "auto" is the default strategy."""
     program = "import strategies; print(strategies.create('auto').num_replicas_in_sync)"

@@ -347,7 +347,8 @@ def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
             f"got {part.dtype.name} of shape {part.shape}. XLA does not support them. Turn "
             'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
         )
-    warn_of_plain_step(f"batches with {kind}", trainer.precision.compute_dtype)
+    remedy = "turn them into dense numbers"
+    warn_of_plain_step(f"batches with {kind}", trainer.precision.compute_dtype, remedy)
     assign(trainer, "jit_compile", value=False)
 
 

@@ -90,18 +90,22 @@ def listed_layers(layers: Sequence[keras.Layer]) -> str:
     return ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in layers)
 
 
-def warn_of_plain_step(what: str, dtype: str) -> None:
+def warn_of_plain_step(
+    what: str, dtype: str, remedy: str = "apply such layers to the data"
+) -> None:
     """Warns that a half-precision step is not compiled, though this CPU needs XLA to be fast.
 
     Args:
         what: what XLA cannot compile.
         dtype: the compute dtype.
+        remedy: what to do with `Dataset.map`.
     """
     logging.warning(
         "XLA cannot compile %s, so TensorFlow runs the step without XLA, which is slow in %s on "
-        "this CPU. To compile the step, turn the data into dense numbers with Dataset.map.",
+        "this CPU. To compile the step, %s, with Dataset.map.",
         what,
         dtype,
+        remedy,
     )
 
 

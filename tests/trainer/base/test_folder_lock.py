@@ -48,6 +48,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
     assert not (tmp_path / HOLDER).exists()
 
 
+@pytest.mark.thorough
 def test_a_folder_is_free_between_calls(tmp_path):
     """In one process another trainer can go on, as when a cell of a notebook is run again."""
     for steps in (1, 2):

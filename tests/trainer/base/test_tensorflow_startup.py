@@ -53,7 +53,7 @@ def test_importing_trainer_first_hides_start_up_messages(level):
     assert (result.stderr == "") == (level is None)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only set on x86")
 @pytest.mark.parametrize("setting", [None, pytest.param("0", marks=pytest.mark.slow)])
 def test_onednn_is_on_unless_the_environment_turns_it_off(setting):

@@ -44,7 +44,7 @@ def test_it_ends_a_run_and_restores_the_best_weights():
     assert line.weight == 0.0
 
 
-@pytest.mark.thorough  # takes seconds
+@pytest.mark.slow
 def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path):
     """Its checkpoint has the counts and the best weights. A run that was stopped stops at once,
     and goes on from the last weights with more patience.

@@ -258,7 +258,7 @@ def lazy_trainer(metric, **arguments):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "replicas"),
     [("F1Score", 2), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in [*LAZY][1:])],

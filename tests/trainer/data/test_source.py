@@ -19,7 +19,7 @@ def test_a_position_is_found_again(kind, tmp_path):
     assert_found_again(SOURCES[kind], tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "kind", ["generator function", pytest.param("list", marks=pytest.mark.slow)]

@@ -28,6 +28,7 @@ def stopped(data, folder, resume_mode="exact"):
     return position
 
 
+@pytest.mark.thorough
 def test_a_generator_cannot_be_resumed(tmp_path, caplog):
     """It is said at the start and refused on resume; a new one may be skipped."""
 

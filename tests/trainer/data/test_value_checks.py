@@ -55,7 +55,12 @@ def error_of(trainer, data, steps=4):
     ("x", "y", "wanted"),
     [
         (with_last(ROWS, np.inf), LABELS, "finite numbers in part 0 of the batch; got inf or NaN"),
-        (with_last(ROWS, np.nan), LABELS, "finite numbers in part 0 of the batch; got inf or NaN"),
+        pytest.param(
+            with_last(ROWS, np.nan),
+            LABELS,
+            "finite numbers in part 0 of the batch; got inf or NaN",
+            marks=pytest.mark.slow,
+        ),
         (
             ROWS,
             with_last(LABELS, 3),
@@ -126,6 +131,7 @@ def test_labels_that_are_probabilities(loss_fn):
     assert "labels from 0 to 1; got a smallest and a largest of 0 and 2, in" in message
 
 
+@pytest.mark.thorough
 def test_a_class_that_is_ignored_may_be_anything():
     """`ignore_class` is no label."""
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=-100)

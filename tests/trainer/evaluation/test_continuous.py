@@ -208,6 +208,7 @@ def test_arguments_are_checked(tmp_path, arguments, call, message):
     assert str(error.value) == message
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_trains_does_not_follow(tmp_path):
     """It would lose its weights."""
     trainer = Running(model_dir=tmp_path)

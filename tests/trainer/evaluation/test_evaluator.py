@@ -166,7 +166,7 @@ def test_a_module_predicts_as_it_trains():
     np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_an_evaluation_does_not_advance_seed_generators(mirrored, replicas):
     """Evaluations and predictions during training do not change what training draws from the model's

@@ -435,7 +435,7 @@ def test_a_process_that_is_asked_to_end_exits_with_75(processes, undisturbed, ph
     assert first_loop_step(model_dir) == step
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow", "second", "code"),
     [("one long step", signal.SIGTERM, 128 + 15), ("one long save", signal.SIGINT, 128 + 2)],

@@ -85,7 +85,7 @@ class Hidden(Linear):
         return tf.cast(1.0 / activation[:, 0], tf.float32)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_an_overflow_of_the_forward_pass_moves_no_scale(mirrored, replicas, num_microbatches):

@@ -173,7 +173,7 @@ def test_a_plain_module_is_replayed_too(tmp_path):
     assert {replay.place for replay in replays} == {None}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused(tmp_path):
     """A replay needs the same settings, the same model, and a record."""
     _, [path, _] = record(tmp_path, "loss")

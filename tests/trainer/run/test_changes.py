@@ -381,6 +381,7 @@ def train_first(trainer, data, plain):
     trainer.train(data, steps=1)
 
 
+@pytest.mark.thorough
 def test_a_change_during_training_is_refused():
     """L19: hooks and actions cannot change what the step was traced with; the error names it."""
 

@@ -66,7 +66,7 @@ def layers():
     return [keras.layers.Flatten(), keras.layers.Dense(3)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("always_measured")
 def test_the_fastest_is_taken_and_remembered(tmp_path, capsys):
     """The fastest mode is chosen, or a simpler one that is as good; the measurements are in a file and

@@ -46,7 +46,7 @@ def bits(trainer):
     return [copy.numpy().tobytes() for copy in copies]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_dry_run_reports_and_leaves_nothing(mirrored, tmp_path, replicas):
     """A dry run reports on a step, an evaluation, a checkpoint, the number of traces and the

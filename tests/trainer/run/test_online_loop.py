@@ -51,7 +51,7 @@ def dataset():
 @pytest.mark.parametrize(
     ("precision", "replicas"),
     [
-        ("float32", 1),
+        pytest.param("float32", 1, marks=pytest.mark.slow),
         pytest.param("mixed_float16", 1, marks=pytest.mark.thorough),
         pytest.param("mixed_float16", 2, marks=pytest.mark.slow),
     ],

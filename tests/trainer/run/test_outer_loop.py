@@ -39,6 +39,7 @@ def test_a_run_stops_when_asked(tmp_path, capsys):
     assert trainer.train(slopes(1.0, 2.0), steps=20, global_batch=2).step == 20
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_writes_its_log(tmp_path):
     """A stopped run writes a log line even before the first one was due."""
     action = Action(lambda trainer: trainer.stop(), every_steps=3)

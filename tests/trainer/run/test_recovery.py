@@ -190,7 +190,7 @@ def test_a_loss_that_rises_past_a_window(tmp_path):
     assert (trainer.totals.attempted, trainer._trained_on[-1].taken) == (8, 11)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_a_checkpoint_before_the_divergence_the_run_ends(tmp_path):
     """If the window began before the oldest checkpoint, no checkpoint can be restored."""
     divergence = Divergence(rise=1.5, window=6)

@@ -132,7 +132,7 @@ def largest_difference(these, those):
     return max(np.abs(this - that).max() for this, that in zip(these, those, strict=True))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.replicas(1, 3)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 3])

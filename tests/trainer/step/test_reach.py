@@ -85,6 +85,7 @@ def test_what_is_not_entered():
     assert [id(item) for item in items] == [id(root), *map(id, root)]
 
 
+@pytest.mark.thorough
 def test_depth_and_cycles():
     """A hundred thousand containers in each other, and objects that hold each other, are no problem."""
     wanted = tf.Variable(1.0)
