@@ -148,7 +148,7 @@ def test_a_part_keeps_the_rows_of_the_others():
 
     assert nightly.read(text) == {"laws": first, "chaos": second}
     limit = nightly.PARTS["step"].minutes
-    assert f"| step | 1 | not run in this form |  |  |  |  | {limit} |  |" in text
+    assert f"| step | 4 | not run in this form |  |  |  |  | {limit} |  |" in text
     assert "Night 1 was not run whole." in text
     again = ("| laws | 1 | passed | 4 | 1 | 0 | 2.5 | 40 | 2026-11-26 |", [])
     text = nightly.page(nightly.read(text) | {"laws": again})
