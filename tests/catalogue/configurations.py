@@ -23,6 +23,11 @@ class Configuration:
         mode = {False: "plain", True: "XLA"}.get(self.jit_compile, self.jit_compile)
         return f"{self.replicas} x {self.num_microbatches}, {mode}, {self.precision}"
 
+    @property
+    def with_xla(self) -> bool:
+        """Whether XLA compiles the forward and backward passes."""
+        return self.jit_compile in (True, "step")
+
     def as_one_program(self) -> "Configuration":
         """The configuration in which XLA compiles the whole step, where it is all on one replica."""
         alone = (self.replicas, self.num_microbatches) == (1, 1) and self.jit_compile is True

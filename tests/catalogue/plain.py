@@ -37,7 +37,7 @@ def plain_step(model, batch, case, configuration, keys, loss_scale):
     if not any(replaced):  # float8 remembers the scaled gradients
         # The whole batch's gradients are larger than a share's, and must not overflow either.
         loss_scale = max(1.0, loss_scale / 2.0**8)
-    if case.row.compared_with == DRAWS and configuration.jit_compile in (True, "step"):
+    if case.row.compared_with == DRAWS and configuration.with_xla:
         differentiate = tf.function(gradients_of, jit_compile=True)
     whole = case.row.compared_with == WHOLE
     parts = [[batch]] if whole else parts_of(batch, configuration)

@@ -62,10 +62,9 @@ class Row:
 
     def allows(self, configuration: Any) -> bool:
         """Whether a step can be compared in a configuration."""
-        xla = configuration.jit_compile in (True, "step")
         fails = {*self.fails_in, *self.refused_in}
         return configuration.precision not in fails and not (
-            xla and (self.no_xla or self.xla_lacks)
+            configuration.with_xla and (self.no_xla or self.xla_lacks)
         )
 
 

@@ -27,10 +27,10 @@ class Divergence:
     Args:
         loss_above: a loss above this bound counts as a divergence; None sets no bound.
         rise: the run has diverged if the mean loss over the last `window` applied steps exceeds
-            `rise` times the lowest such mean so far: with 3.0, if it is more than 3 where the
-            lowest is 1, and more than 1 where the lowest is -1 (2 more each time). It must be above
-            1. Nothing is compared while the lowest mean is 0; use `loss_above` for losses that come
-            near it. None disables this criterion.
+            `rise` times the lowest such mean so far. A rise from a negative mean is measured in
+            multiples of its size: with 3.0, the bound is 3 if the lowest mean is 1, and 1 if it is
+            -1. It must be above 1. Nothing is compared while the lowest mean is 0; use `loss_above`
+            for losses that come near 0. None disables this criterion.
         window: the number of applied steps that each mean covers.
         max_recoveries: the maximum number of rollbacks; the next divergence ends the run.
         skip_data: whether to skip the batches between the checkpoint and the divergence.
