@@ -26,6 +26,7 @@ from trainer.config.metric_shapes import check_metric_shapes
 from trainer.config.metrics import check_metrics, make_metrics
 from trainer.config.output_losses import OutputLosses, OutputWeights, check_loss_weights
 from trainer.config.output_mask import (
+    check_mask_in_training,
     check_mask_is_known,
     mask_of_outputs,
     warn_of_lost_mask,
@@ -173,6 +174,8 @@ class Task:
         check_real("weights", sample_weight, self.data_argument)
         outputs = self._call_model(x, training)
         check_mask_is_known(self.model, outputs)
+        if training:
+            check_mask_in_training(self.model, x)
         if self.loss_reduction == "global":
             parts = y, outputs, sample_weight, mask_of(self._loss_fn, outputs)
             losses = global_loss(self._loss_fn, *(self.all_gather(each) for each in parts))

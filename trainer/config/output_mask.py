@@ -7,6 +7,7 @@ weights are. Masks are computed from the inputs alone, as a rule: `Embedding(mas
 cut away on which the mask does not depend, which leaves a few comparisons.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -73,13 +74,25 @@ def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
     """
     if not makes_masks(model):
         return None
+    traced = traced_mask(model, x, training=False)
+    return None if traced is None else traced(*tf.nest.flatten(x, expand_composites=True))
+
+
+def traced_mask(model: Model, x: Any, *, training: bool) -> Any:
+    """Returns a function of the parts of some inputs that computes the mask; None without a mask.
+
+    Args:
+        model: the model.
+        x: inputs of the shapes and dtypes that the function takes.
+        training: the argument of the model's call.
+    """
     specs = tf.nest.map_structure(tf.type_spec_from_value, x)
     found: list[tf.Tensor | None] = []
 
     def forward(*leaves: Any) -> tf.Tensor:
         inputs = tf.nest.pack_sequence_as(x, leaves)
         with keras.StatelessScope():  # layers that count their calls would assign here
-            outputs = call_user(model, inputs, training=False)
+            outputs = call_user(model, inputs, training=training)
         mask = keras_mask(outputs) if tf.is_tensor(outputs) else None
         found.append(mask)
         return tf.constant(value=True) if mask is None else mask
@@ -87,8 +100,74 @@ def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
     traced = tf.compat.v1.wrap_function(forward, tf.nest.flatten(specs))
     if found[0] is None:
         return None
-    pruned = traced.prune(traced.inputs[: -len(traced.captured_inputs) or None], traced.outputs[0])
-    return pruned(*tf.nest.flatten(x, expand_composites=True))
+    return traced.prune(arguments_of(traced), traced.outputs[0])
+
+
+def arguments_of(traced: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a traced function's graph that stand for its arguments."""
+    inputs: list[tf.Tensor] = traced.inputs[: -len(traced.captured_inputs) or None]
+    return inputs
+
+
+def check_mask_in_training(model: Model, x: Any) -> None:
+    """Raises ValueError if a model computes its mask by other operations in training.
+
+    Args:
+        model: the model.
+        x: its inputs.
+    """
+    if not makes_masks(model):
+        return
+    otherwise, in_training = (traced_mask(model, x, training=each) for each in (False, True))
+    if otherwise is None and in_training is None:
+        return
+    if None in (otherwise, in_training) or computation(otherwise) != computation(in_training):
+        raise ValueError(
+            "`model` must make its Keras masks in training as it does otherwise; got a mask on its "
+            "outputs that depends on a layer which returns something else in training, such as "
+            "Dropout, BatchNormalization or one of your own before a Masking. The number of "
+            "elements that are not masked must be known before the forward pass. Put the layer "
+            "that makes the mask first, or leave it out and yield (x, y, weight) from train_data."
+        )
+
+
+def computation(traced: Any) -> list[tuple[Any, ...]]:
+    """Returns the operations that the result of a traced function needs, in the graph's order."""
+    needed = operations_before(traced.outputs[0])
+    order = [each for each in traced.graph.get_operations() if each in needed]
+    numbers = {operation: number for number, operation in enumerate(order)}
+    places = {tensor.op: place for place, tensor in enumerate(arguments_of(traced))}
+    captured = {inner.op: id(outer) for outer, inner in traced.graph.captures}
+    library = traced.graph.as_graph_def().library.function
+    functions = {function.signature.name: function.node_def for function in library}
+    return [
+        (
+            operation.type,
+            places.get(operation),
+            captured.get(operation),
+            [(numbers[each.op], each.value_index) for each in operation.inputs],
+            attributes_of(operation.node_def, functions),
+        )
+        for operation in order
+    ]
+
+
+def attributes_of(node: Any, functions: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the attributes of an operation, without TensorFlow's own notes.
+
+    Args:
+        node: the operation's `NodeDef`.
+        functions: the operations of each function, by its name. An attribute that is a function
+            is described by them, since each trace names it anew.
+    """
+    described: list[tuple[str, Any]] = []
+    for name, value in sorted(node.attr.items()):
+        if value.WhichOneof("value") == "func":
+            inside = functions.get(value.func.name, ())
+            described.append((name, [(each.op, attributes_of(each, functions)) for each in inside]))
+        elif not name.startswith("_"):
+            described.append((name, value.SerializeToString(deterministic=True)))
+    return described
 
 
 def check_mask_is_known(model: Model, outputs: Any) -> None:
@@ -105,29 +184,33 @@ def check_mask_is_known(model: Model, outputs: Any) -> None:
             "`model` must make its Keras masks of numbers that are not random; got a mask on its "
             "outputs that depends on random numbers, as of a Dropout or a GaussianNoise before a "
             "Masking. The number of elements that are not masked must be known before the forward "
-            "pass. Put the layer that makes the mask first, or yield (x, y, weight) from "
-            "train_data."
+            "pass. Put the layer that makes the mask first, or leave it out and yield (x, y, "
+            "weight) from train_data."
         )
     if found and not makes_masks(model):
         raise ValueError(
             "`model` must make its Keras masks in compute_mask of a layer; got a mask on its "
             "outputs that no layer announces. The number of elements that are not masked must be "
             "known before the forward pass. Override compute_mask in the layer that makes the "
-            "mask, or yield (x, y, weight) from train_data."
+            "mask, or leave the mask out and yield (x, y, weight) from train_data."
         )
 
 
 def is_random(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor of a graph depends on random numbers that are drawn in the graph."""
-    todo, seen = [] if tf.executing_eagerly() else [tensor.op], set()
+    needed = () if tf.executing_eagerly() else operations_before(tensor)
+    return any("Random" in operation.type for operation in needed)
+
+
+def operations_before(tensor: tf.Tensor) -> set[tf.Operation]:
+    """Returns the operations of a graph that a tensor needs."""
+    todo, found = [tensor.op], set()
     while todo:
         operation = todo.pop()
-        if "Random" in operation.type:
-            return True
-        if operation.name not in seen:
-            seen.add(operation.name)
+        if operation not in found:
+            found.add(operation)
             todo += [each.op for each in operation.inputs]
-    return False
+    return found
 
 
 def warn_of_lost_mask(model: Model, outputs: Any) -> None:
