@@ -6,14 +6,14 @@ For each rule, this prints how many steps the rule would have skipped, how many 
 below the best fixed scale (the largest scale at which no step overflows), and what fraction of the
 gradients' elements float16 would have flushed to zero. The program also plots the scales into
 RUN/scales.png. The run must have been trained with `record_gradients=True`. The assumptions of the
-simulation are listed in `scaling/telemetry/play.py`.
+simulation are listed in `scaling/telemetry/simulate_rules.py`.
 
     python -m scaling.simulate RUN/metrics.jsonl --float8_rules=delayed,keras3,current
 
 simulates the rules of float8 tensors instead. For each tensor and rule, this prints how often the
 largest magnitude would have saturated, how many factors of two above it were left unused, and how
 often the scale moved, and plots scales into RUN/float8_scales.png. Its assumptions are listed in
-`scaling/telemetry/float8_play.py`.
+`scaling/telemetry/simulate_float8.py`.
 """
 
 import itertools
@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from scaling.telemetry.float8_play import compare_float8
 from scaling.telemetry.float8_record import read_float8_record
 from scaling.telemetry.float8_table import draw_float8, float8_table
 from scaling.telemetry.output import new_figure, printable, save_figure
-from scaling.telemetry.play import Outcome, best_fixed_scale, compare
 from scaling.telemetry.record import Record, read_record
+from scaling.telemetry.simulate_float8 import compare_float8
+from scaling.telemetry.simulate_rules import Outcome, best_fixed_scale, compare
 
 RULES = flags.DEFINE_list(
     "rules",

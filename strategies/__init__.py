@@ -1,6 +1,5 @@
 """Where a step runs, how its batch is divided, and how its replicas agree."""
 
-from strategies.agreements import agree, any_worker, from_chief, sum_gradients
 from strategies.capabilities import (
     Capabilities,
     capabilities,
@@ -11,6 +10,7 @@ from strategies.capabilities import (
 )
 from strategies.checks import check_devices
 from strategies.cluster import find_cluster
+from strategies.collectives import agree, any_worker, from_chief, sum_gradients
 from strategies.division import Share, check_divisible, take, whole
 from strategies.factories import split_cpu
 from strategies.registry import create, names, register

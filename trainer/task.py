@@ -8,12 +8,14 @@ import tensorflow as tf
 
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import with_keras_mask
-from trainer.config.class_weights import check_class_weight, class_factors
-from trainer.config.default_batch import check_inputs, check_real, misfit, unpack
-from trainer.config.elsewhere import check_no_foreign_methods
+from trainer.config.foreign_names import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
-from trainer.config.label_ranges import label_ranges
-from trainer.config.loss_fn import (
+from trainer.config.resolve import check_optimizer_name, resolve_loss
+from trainer.data.value_checks import LabelRange
+from trainer.losses.class_weights import check_class_weight, class_factors
+from trainer.losses.default_batch import check_inputs, check_real, misfit, unpack
+from trainer.losses.label_ranges import label_ranges
+from trainer.losses.loss_fn import (
     example_losses,
     example_weights,
     floats_in_float32,
@@ -22,18 +24,16 @@ from trainer.config.loss_fn import (
     mask_of,
     weights_elements,
 )
-from trainer.config.metric_shapes import check_metric_shapes
-from trainer.config.metrics import check_metrics, make_metrics
-from trainer.config.output_losses import OutputLosses, OutputWeights, check_loss_weights
-from trainer.config.output_mask import (
+from trainer.losses.metric_shapes import check_metric_shapes
+from trainer.losses.metrics import check_metrics, make_metrics
+from trainer.losses.output_losses import OutputLosses, OutputWeights, check_loss_weights
+from trainer.losses.output_mask import (
     check_mask_in_training,
     check_mask_is_known,
     mask_of_outputs,
     warn_of_lost_mask,
 )
-from trainer.config.output_metrics import entries_by_name, update_by_output
-from trainer.config.resolve import check_optimizer_name, resolve_loss
-from trainer.data.value_checks import LabelRange
+from trainer.losses.output_metrics import entries_by_name, update_by_output
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers

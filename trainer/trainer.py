@@ -26,7 +26,8 @@ from trainer.base.scoped_seed import ScopedSeed
 from trainer.checkpoint.best import export_model
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
-from trainer.config.elsewhere import (
+from trainer.config.fields import take_fields
+from trainer.config.foreign_names import (
     ARGUMENTS,
     DATA_ARGUMENTS,
     METHODS,
@@ -35,7 +36,6 @@ from trainer.config.elsewhere import (
     check_one_batch,
     no_such_method,
 )
-from trainer.config.fields import take_fields
 from trainer.config.groups import (
     MonitorConfig,
     OverflowRecordConfig,
@@ -43,9 +43,7 @@ from trainer.config.groups import (
     RunConfig,
     UpdateConfig,
 )
-from trainer.config.half_probabilities import warn_of_half_probabilities
 from trainer.config.hooks import HOOKS
-from trainer.config.output_losses import OutputWeights
 from trainer.config.resolve import (
     LossScaleArgument,
     check_one_process,
@@ -85,6 +83,8 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, Totals, TrainSummary
 from trainer.log.tracker_services import make_tracker
 from trainer.log.trackers import Tracker, Trackers
+from trainer.losses.half_probabilities import warn_of_half_probabilities
+from trainer.losses.output_losses import OutputWeights
 from trainer.monitor.actions import Action
 from trainer.monitor.callback import Callback
 from trainer.monitor.divergence import Divergence, LossWatch

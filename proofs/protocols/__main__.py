@@ -5,10 +5,10 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from proofs.protocols import checkpoint, leaving, server, verdict  # isort: skip  # after the above
+from proofs.protocols import checkpoint, server, stop_signal, verdict  # isort: skip  # after the above
 from proofs.protocols.search import CIRCLE, STUCK, search  # isort: skip
 
-PROTOCOLS = (verdict, checkpoint, leaving, server)
+PROTOCOLS = (verdict, checkpoint, stop_signal, server)
 
 
 def main() -> int:

@@ -108,7 +108,7 @@ class Verdict(NamedTuple):
         True
     """
 
-    grads_finite: tf.Tensor  # shape=(), bool: whether every gradient on every replica was finite
+    grads_finite: tf.Tensor  # shape=(), bool: whether everything was finite, on every replica
     cause: tf.Tensor | Cause = Cause.BACKWARD  # shape=(), int32: ignored on finite steps
     # shape=(), float32: the largest unscaled gradient magnitude, for rules that need it
     max_magnitude: tf.Tensor | None = None

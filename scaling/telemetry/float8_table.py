@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from scaling.float8.formats import format_of
-from scaling.telemetry.float8_play import Float8Outcome
 from scaling.telemetry.float8_record import Float8Record, TensorRecord
 from scaling.telemetry.output import new_figure, printable, save_figure
+from scaling.telemetry.simulate_float8 import Float8Outcome
 
 LONGEST_NAME = 60  # characters
 MOST_PICTURES = 4

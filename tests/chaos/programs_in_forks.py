@@ -30,7 +30,11 @@ MEGABYTES = 8192  # of address space, of which TensorFlow alone takes about thre
 
 def prepare():
     """Imports what the commands need, but not the commands themselves: those run as `__main__`."""
-    for name in ("trainer.report.page", "trainer.report.pictures", "scaling.telemetry.play"):
+    for name in (
+        "trainer.report.page",
+        "trainer.report.pictures",
+        "scaling.telemetry.simulate_rules",
+    ):
         importlib.import_module(name)
     importlib.import_module("scaling.telemetry.float8_table")
     for name in ("matplotlib.backends.backend_agg", "matplotlib.ft2font"):

@@ -27,7 +27,7 @@ NOT_RUN = {
             "python benchmarks/onednn.py",
             "python benchmarks/profile_step.py --model=cnn --dtype=bfloat16",
             "python benchmarks/profile_step.py --model=cnn --dtype=float32",
-            "python benchmarks/scale.py",
+            "python benchmarks/all_reduce.py",
             "python benchmarks/start_up.py",
             "python benchmarks/step_time.py",
             "python benchmarks/verdict.py",

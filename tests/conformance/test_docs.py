@@ -12,9 +12,11 @@ import re
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
 
-from trainer import Trainer
+from trainer import DataError, Divergence, Trainer
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -228,6 +230,53 @@ def test_each_law_names_a_test_that_carries_its_number():
         }
         assert test in functions, f"{law}: no {test} in {path}"
         assert re.search(rf"\b{law}\b", functions[test]), f"{law}: {test} does not carry it"
+
+
+def lines_of_a_troubled_run(folder):
+    """Returns the lines of a run with a skip, recorded gradients, a rollback and an error."""
+    x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
+
+    def batches():
+        for step in range(1, 14):
+            yield x, 3 * x + np.float32({1: np.inf, 10: 30}.get(step, 0))
+        raise RuntimeError("the disk is gone")
+
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        metrics=["mae"],
+        precision="mixed_float16",
+        loss_scale=16.0,
+        record_gradients=True,
+        divergence=Divergence(loss_above=500.0, skip_data=True),
+        model_dir=folder,
+        checkpoint_interval=5,
+        log_interval=2,
+        verbose=False,
+    )
+    with pytest.raises(DataError, match="the disk is gone"):
+        trainer.train(batches, 20, eval_data=(x, x), eval_interval=5)
+    trainer.train((x, x), trainer.totals.attempted + 1, global_batch=64)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_the_fields_of_the_log_are_listed(tmp_path):
+    """Every field of every kind of line that `metrics.jsonl` holds is in docs/watching.md, and no other."""
+    page = (DOCS / "watching.md").read_text().partition("### The lines of `metrics.jsonl`")[2]
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| .*? \| (.*) \|$", page, re.MULTILINE)
+    listed = {
+        tuple(re.findall(r"`(\w+)`", kinds)): re.findall(r"`(\w+)`", row) for kinds, row in rows
+    }
+    found = {}
+    for line in lines_of_a_troubled_run(tmp_path):
+        kinds = next(kinds for kinds in listed if line["split"] in kinds)
+        found.setdefault(kinds, set()).update(line.keys() - {"step", "split", "mae"})
+
+    assert found.keys() == listed.keys() - {("split",), ("float8",)}  # the first is the head
+    for kinds, fields in found.items():
+        assert kinds == ("validation",) or fields == set(listed[kinds]), kinds
 
 
 @pytest.mark.extras

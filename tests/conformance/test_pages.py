@@ -34,7 +34,7 @@ OTHERS = [
     "docs/architecture.md",
     "docs/catalogue.md",
     "docs/report.md",
-    "docs/scale.md",
+    "docs/devices.md",
     "docs/peers_tests.md",
     "docs/skipped-steps.md",
     "docs/versions.md",

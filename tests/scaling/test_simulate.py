@@ -7,7 +7,7 @@ from absl.testing import flagsaver
 from recorded import float8_line, step_reports, write_float8, write_record
 
 from scaling import Cause, simulate
-from scaling.telemetry.play import compare
+from scaling.telemetry.simulate_rules import compare
 
 
 @pytest.fixture

@@ -29,8 +29,7 @@ def check_nonnegative(name: str, value: object) -> None:
 def check_bool(name: str, value: object) -> None:
     """Raises TypeError, naming the argument, unless `value` is True or False.
 
-    This check is stricter than its namesake in `scaling`, which also takes 0, 1 and NumPy's
-    bools: a trainer's arguments include counts, and a 1 in the wrong place should not pass.
+    This check is stricter than its namesake in `scaling`, which also takes NumPy's bools.
     """
     if not isinstance(value, bool):
         raise TypeError(

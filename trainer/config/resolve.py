@@ -12,8 +12,8 @@ from absl import logging
 import scaling
 import strategies
 from scaling.base.argument_checks import did_you_mean, shown
-from trainer.config.loss_fn import check_loss_fn
-from trainer.config.output_losses import is_several, resolve_output_losses
+from trainer.losses.loss_fn import check_loss_fn
+from trainer.losses.output_losses import is_several, resolve_output_losses
 
 # A name, a fixed scale, a rule, or None: see `Trainer`.
 LossScaleArgument: TypeAlias = str | float | scaling.LossScaleRule | None

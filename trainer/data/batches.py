@@ -15,17 +15,17 @@ import tensorflow as tf
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies, present
+from trainer.data.choose_source import is_arrow, is_source, source_of
 from trainer.data.errors import pipeline_error, raised_by_halfstep, source_error
 from trainer.data.leaves import check_spec
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
-from trainer.data.sources import is_arrow, is_source, source_of
 from trainer.data.structures import as_arrays
 from trainer.step.types import Batch
 
 Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
 DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
-# What users may pass; besides, what `sources.is_source` knows: read batch by batch in Python.
+# What users may pass; besides, what `choose_source.is_source` knows: read batch by batch in Python.
 Data: TypeAlias = "tf.data.Dataset | DatasetFunction | Arrays"
 
 # The element spec of a dataset: the structure of a batch, with a spec for each tensor.
@@ -69,7 +69,7 @@ def batches(
             `tf.distribute.InputContext` that returns a dataset batched to
             `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
             first dimension indexes the examples; or what Python reads batch by batch: see
-            `sources.source_of`.
+            `choose_source.source_of`.
         argument: name of the user's argument, for errors.
         strategy: the strategy whose replicas will share each batch.
         global_batch: the batch size for arrays; None for other data.

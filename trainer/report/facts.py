@@ -10,9 +10,9 @@ import tensorflow as tf
 
 import scaling
 from scaling.base.number_formats import HALF_MAX
-from scaling.telemetry.play import best_fixed_scale
 from scaling.telemetry.recommend import describe_share
 from scaling.telemetry.record import Record
+from scaling.telemetry.simulate_rules import best_fixed_scale
 from scaling.telemetry.stats import GradientStats
 from trainer.log.model_table import flattened
 from trainer.log.summary import format_bytes, power_of_two

@@ -20,7 +20,6 @@ from trainer.checkpoint.contents import Contents, others_with_variables
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
-from trainer.config.output_mask import check_mask_values
 from trainer.config.resolve import dtype_policy
 from trainer.data.value_checks import checked
 from trainer.evaluation.evaluator import Evaluator, results_of
@@ -28,6 +27,7 @@ from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
 from trainer.loop.pending import Pending
+from trainer.losses.output_mask import check_mask_values
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
 from trainer.run.identity import identity_of

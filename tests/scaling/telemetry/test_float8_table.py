@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from recorded import float8_line, write_float8
 
-from scaling.telemetry.float8_play import compare_float8
 from scaling.telemetry.float8_table import draw_float8, float8_table, short
+from scaling.telemetry.simulate_float8 import compare_float8
 
 HOSTILE = "\x1b[2J\u202e\n$\\frac{1}{0}$" + "y" * 200
 MARKUP = "[red]\u4e2d[/red] <b>&amp;"

@@ -9,7 +9,7 @@ import tensorflow as tf
 from data_sources import Shuffled, X, assert_found_again, assert_trains, begin, take
 
 from trainer.data.batches import batches
-from trainer.data.sources import source_of
+from trainer.data.choose_source import source_of
 
 # torchdata 0.11 calls a function that PyTorch 2.13 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")

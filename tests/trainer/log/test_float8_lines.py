@@ -11,8 +11,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaling.telemetry.float8_play import compare_float8
 from scaling.telemetry.float8_record import read_float8_record
+from scaling.telemetry.simulate_float8 import compare_float8
 from trainer import Trainer, convert_to_float8
 from trainer.log.float8_lines import float8_line, saturates
 from trainer.step.float8 import FORMATS, Float8Tensor

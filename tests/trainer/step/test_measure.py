@@ -13,8 +13,8 @@ from helpers import Linear, slopes
 import scaling
 from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
-from scaling.telemetry.play import best_fixed_scale, compare, play
 from scaling.telemetry.record import read_record
+from scaling.telemetry.simulate_rules import best_fixed_scale, compare, simulate_rule
 from trainer.data.batches import untuned
 from trainer.step.measure import measure
 
@@ -66,7 +66,7 @@ def test_simulating_the_rule_of_a_run_repeats_the_run(name, tmp_path):
     """Simulating a run's own rule on its record gives exactly its scales and skips."""
     summary = run(RULES[name], tmp_path)
     record = read_record(tmp_path / "metrics.jsonl")
-    scales, skipped = play(RULES[name], record)
+    scales, skipped = simulate_rule(RULES[name], record)
 
     assert list(range(1, STEPS + 1)) == record.step.tolist()
     assert record.loss_scale.tolist() == scales.tolist()
@@ -85,7 +85,7 @@ def test_simulating_another_rule_predicts_its_run(tmp_path):
         run(RULES[name], tmp_path / name)
     record = read_record(tmp_path / "headroom" / "metrics.jsonl")
     own = read_record(tmp_path / "dynamic" / "metrics.jsonl")
-    _, skipped = play(RULES["dynamic"], record)
+    _, skipped = simulate_rule(RULES["dynamic"], record)
 
     assert abs(int(skipped.sum()) - int(own.skipped.sum())) <= 2
     assert own.skipped.sum() > 10

@@ -4,8 +4,8 @@ import keras
 import pytest
 
 from trainer.base.warn_once import warn_once
-from trainer.config.half_probabilities import warn_of_half_probabilities
-from trainer.config.output_losses import OutputLosses
+from trainer.losses.half_probabilities import warn_of_half_probabilities
+from trainer.losses.output_losses import OutputLosses
 
 
 def sequential(activation, dtype="mixed_float16"):

@@ -6,9 +6,9 @@ from typing import Any
 import keras
 
 from scaling.base.argument_checks import did_you_mean, shown
-from trainer.config.loss_shapes import name_of
-from trainer.config.output_losses import OutputLosses
-from trainer.config.output_metrics import entries_by_name, metrics_by_output, shape_of_output
+from trainer.losses.loss_shapes import name_of
+from trainer.losses.output_losses import OutputLosses
+from trainer.losses.output_metrics import entries_by_name, metrics_by_output, shape_of_output
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
 ACCURACY = {

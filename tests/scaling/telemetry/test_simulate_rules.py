@@ -11,7 +11,12 @@ from recorded import step_reports, write_record
 import scaling
 from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
-from scaling.telemetry.play import best_fixed_scale, gather_evidence, play, summarize
+from scaling.telemetry.simulate_rules import (
+    best_fixed_scale,
+    gather_evidence,
+    simulate_rule,
+    summarize,
+)
 
 OVERFLOWED = (Cause.BACKWARD, Cause.REDUCTION)
 
@@ -96,7 +101,9 @@ EIGHT = scaling.DynamicLossScale(8.0)
 def test_a_simulated_rule_agrees_with_plain_python(tmp_path_factory, rule, steps, precision):
     """L4: every scale and every skip of a simulated rule equals that of its oracle."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    scales, skipped = play(rule, write_record(path, step_reports(steps), precision=precision))
+    scales, skipped = simulate_rule(
+        rule, write_record(path, step_reports(steps), precision=precision)
+    )
     state = oracle.start(rule)
     for index, (_, cause, _) in enumerate(steps):
         incurable = not curable(cause, precision)
@@ -111,7 +118,7 @@ def test_a_simulated_rule_agrees_with_plain_python(tmp_path_factory, rule, steps
 def test_the_rule_receives_the_recorded_magnitudes(path):
     """A rule that needs magnitudes receives those of the record."""
     steps = [(2.0**10, Cause.NONE, 1.0), (2.0**10, Cause.NONE, 1.0)]
-    scales, _ = play(
+    scales, _ = simulate_rule(
         scaling.HeadroomLossScale(headroom_bits=3), write_record(path, step_reports(steps))
     )
 

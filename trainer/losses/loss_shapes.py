@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user
-from trainer.config.default_batch import described, from_library, reason_in
+from trainer.losses.default_batch import described, from_library, reason_in
 from trainer.step.losses import assert_shapes
 
 # Losses that compare a label with the output at the same place, by class and as a function.

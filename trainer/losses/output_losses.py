@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import without_autograph
-from trainer.config.loss_fn import LossFunction, example_losses, ignore_class_of
-from trainer.config.loss_shapes import name_of
+from trainer.losses.loss_fn import LossFunction, example_losses, ignore_class_of
+from trainer.losses.loss_shapes import name_of
 
 Key: TypeAlias = str | int  # the name of an output in a dict, or its place in a list
 OutputWeights: TypeAlias = Mapping[str, float] | Sequence[float]

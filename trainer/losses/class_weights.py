@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import shown
-from trainer.config.loss_shapes import name_of
-from trainer.config.output_losses import is_several
+from trainer.losses.loss_shapes import name_of
+from trainer.losses.output_losses import is_several
 
 FORM = "Pass {0: 1.0, 1: 5.0}, for example."
 

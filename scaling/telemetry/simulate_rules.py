@@ -72,7 +72,7 @@ def gather_evidence(record: Record) -> StepEvidence:
     )
 
 
-def play(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
+def simulate_rule(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
     """Simulates a rule on a record, in one graph call.
 
     Returns:
@@ -145,5 +145,7 @@ def compare(record: Record, rules: Iterable[str]) -> list[Outcome]:
         rules: rules as text, as `parse_rule` accepts them.
     """
     recorded = summarize("as recorded", record.loss_scale, record.skipped, record)
-    simulated = [summarize(text, *play(parse_rule(text), record), record) for text in rules]
+    simulated = [
+        summarize(text, *simulate_rule(parse_rule(text), record), record) for text in rules
+    ]
     return [recorded, *simulated]

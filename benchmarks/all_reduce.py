@@ -1,6 +1,6 @@
 """The cost of the one all-reduce of a step, by bytes and replicas, with a fitted model.
 
-    python benchmarks/scale.py
+    python benchmarks/all_reduce.py
 
 Replicas are logical CPU devices in one process (`mirrored`), and then processes that communicate
 over gRPC on 127.0.0.1 (`multi_worker_mirrored`). The variants in a row are measured in turn in one

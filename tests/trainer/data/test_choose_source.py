@@ -5,7 +5,7 @@ import tensorflow as tf
 from data_sources import Batches, Shuffled, X, generate
 
 from trainer.data.batches import batches
-from trainer.data.sources import is_source
+from trainer.data.choose_source import is_source
 
 
 def test_what_is_a_source():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer import Action, Trainer
-from trainer.config.metrics import copy_of
+from trainer.losses.metrics import copy_of
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[16, 3]).astype("float32")

@@ -7,7 +7,7 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Trainer
-from trainer.config.default_batch import (
+from trainer.losses.default_batch import (
     check_inputs,
     described,
     from_library,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from proofs.protocols import leaving
+from proofs.protocols import stop_signal
 from proofs.protocols.search import search
 from trainer.loop.inner import run_steps
 from trainer.run.outer_loop import OuterLoop
@@ -22,16 +22,16 @@ def test_the_claims_hold_whenever_the_signal_comes(workers, signalled, blocks):
     """All are saved at one step, at most one after the signal; or, if the data of one stops coming,
     all end.
     """
-    found = search(leaving.model(workers, signalled=signalled, blocks=blocks))
+    found = search(stop_signal.model(workers, signalled=signalled, blocks=blocks))
 
     assert found.broken == "", "\n".join(found.story)
     assert found.states > 300
 
 
-@pytest.mark.parametrize("fault", leaving.FAULTS)
+@pytest.mark.parametrize("fault", stop_signal.FAULTS)
 def test_a_fault_is_found(fault):
     """A protocol with a fault breaks a claim, and there is a story of how."""
-    found = search(leaving.FAULTS[fault]())
+    found = search(stop_signal.FAULTS[fault]())
 
     assert found.broken
     assert any("SIGTERM" in line for line in found.story)
@@ -41,7 +41,7 @@ def test_data_that_stops_on_a_worker_without_a_signal_is_waited_for():
     """What the claims leave out: the others cannot tell this from a slow step. Schedulers send the
     signal to all.
     """
-    found = search(leaving.model(2, signalled=1, blocks=1))
+    found = search(stop_signal.model(2, signalled=1, blocks=1))
 
     assert found.broken == "everybody can go on until all is done"
     assert found.story[-1] == "the data of worker 1 stops coming"
@@ -91,8 +91,8 @@ def test_the_inner_loop_votes_before_each_batch():
 
     taken, _ = run_steps(step, tf.Variable(False), vote, Pending(), Batches(), tf.constant(5))
 
-    one = ["next", "train_step", leaving.VOTE_INSIDE]
-    assert done == [leaving.VOTE_INSIDE, *one, *one]
+    one = ["next", "train_step", stop_signal.VOTE_INSIDE]
+    assert done == [stop_signal.VOTE_INSIDE, *one, *one]
     assert int(taken) == 2
 
 
@@ -102,7 +102,7 @@ def test_the_outer_loop_votes_before_each_inner_loop(monkeypatch):
     this vote asks for is set before the one in the graph.
     """
     done = []
-    line = helpers.Linear(steps_per_loop=leaving.STEPS_PER_LOOP, verbose=False)
+    line = helpers.Linear(steps_per_loop=stop_signal.STEPS_PER_LOOP, verbose=False)
     asked = OuterLoop._stop_asked
 
     def vote(self):

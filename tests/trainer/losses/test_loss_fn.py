@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import strategies
 from trainer import Trainer
-from trainer.config.loss_fn import (
+from trainer.losses.loss_fn import (
     check_loss_fn,
     check_reduction,
     element_losses,

@@ -42,7 +42,7 @@ class Float8Outcome:
     moves: int  # how often the scale changed
 
 
-def play_float8(rule: Float8Rule, amax: np.ndarray, present: np.ndarray) -> np.ndarray:
+def simulate_float8_rule(rule: Float8Rule, amax: np.ndarray, present: np.ndarray) -> np.ndarray:
     """Simulates a rule on tensors of one format, in one graph call.
 
     Args:
@@ -140,7 +140,7 @@ def compare_float8(
             for column, tensor in enumerate(chosen):
                 amax[: len(tensor.amax), column] = tensor.amax
                 present[: len(tensor.amax), column] = True
-            scales = play_float8(by_format[chosen[0].dtype], amax, present)
+            scales = simulate_float8_rule(by_format[chosen[0].dtype], amax, present)
             for column, place in enumerate(places):
                 own = scales[: len(tensors[place].step), column]
                 outcomes[place].append(outcome_of(text, own, tensors[place]))

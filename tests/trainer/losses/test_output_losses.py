@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import Trainer
-from trainer.config.output_losses import OutputLosses
+from trainer.losses.output_losses import OutputLosses
 
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=[12, 3]).astype(np.float32)

@@ -8,7 +8,7 @@ from helpers import attempt
 
 from trainer import Trainer
 from trainer.base.warn_once import warn_once
-from trainer.config.output_mask import (
+from trainer.losses.output_mask import (
     check_mask_in_training,
     check_mask_is_known,
     mask_of_outputs,

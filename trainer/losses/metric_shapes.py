@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from trainer.config.default_batch import described
-from trainer.config.loss_shapes import would_repeat
+from trainer.losses.default_batch import described
+from trainer.losses.loss_shapes import would_repeat
 
 # Metrics that compare a label with the output at the same place.
 ELEMENTWISE = (

@@ -7,7 +7,7 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Trainer
-from trainer.config.metric_shapes import CLASSES, check_metric_shapes
+from trainer.losses.metric_shapes import CLASSES, check_metric_shapes
 
 SMALL = np.ones([4, 1], np.float32)
 WRONG = [([4, 3], [4, 1]), ([4, 1], [4, 3]), ([4], [4, 3])]

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
-from trainer.config.loss_fn import example_losses
-from trainer.config.metric_shapes import check_metric_shapes
-from trainer.config.output_losses import Key, OutputLosses
+from trainer.losses.loss_fn import example_losses
+from trainer.losses.metric_shapes import check_metric_shapes
+from trainer.losses.output_losses import Key, OutputLosses
 
 FORM = (
     'Pass metrics={"a": ["mae"]} if loss_fn is a dict, or a list with a list of metrics for each '

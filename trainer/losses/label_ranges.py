@@ -5,10 +5,10 @@ from typing import Any
 
 import keras
 
-from trainer.config.loss_fn import ignore_class_of
-from trainer.config.loss_shapes import name_of
-from trainer.config.output_losses import OutputLosses
 from trainer.data.value_checks import LabelRange
+from trainer.losses.loss_fn import ignore_class_of
+from trainer.losses.loss_shapes import name_of
+from trainer.losses.output_losses import OutputLosses
 
 # Losses whose labels are numbers of classes, and losses whose labels are probabilities.
 CLASSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import Trainer
-from trainer.config.class_weights import class_factors
+from trainer.losses.class_weights import class_factors
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=[12, 3]).astype(np.float32)

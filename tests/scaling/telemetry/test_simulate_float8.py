@@ -10,8 +10,13 @@ import tensorflow as tf
 
 from scaling.float8 import CurrentScaling, DelayedScaling, preset
 from scaling.float8.formats import FORMATS
-from scaling.telemetry.float8_play import compare_float8, groups, outcome_of, play_float8
 from scaling.telemetry.float8_record import TensorRecord
+from scaling.telemetry.simulate_float8 import (
+    compare_float8,
+    groups,
+    outcome_of,
+    simulate_float8_rule,
+)
 
 NUMPY = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 
@@ -112,7 +117,7 @@ def test_a_rule_moves_as_in_a_loop_of_its_own(rule):
             state = rule.advance(state, steps[at])
         return scales.stack()
 
-    found = play_float8(rule, amax, np.ones_like(amax, bool))
+    found = simulate_float8_rule(rule, amax, np.ones_like(amax, bool))
     np.testing.assert_array_equal(found, loop(tf.constant(amax)))
 
 

@@ -4,8 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from trainer.config.label_ranges import label_ranges
-from trainer.config.loss_shapes import name_of
+from trainer.losses.label_ranges import label_ranges
+from trainer.losses.loss_shapes import name_of
 
 OUTPUTS = tf.zeros([2, 5])
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import arguments_of_loss, keras_mask
 from trainer.base.warn_once import warn_once
-from trainer.config.loss_shapes import keras_loss, name_of
+from trainer.losses.loss_shapes import keras_loss, name_of
 
 LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 

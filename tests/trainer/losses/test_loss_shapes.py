@@ -7,8 +7,8 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Trainer
-from trainer.config.loss_fn import example_losses
-from trainer.config.loss_shapes import CLASSES, is_elementwise
+from trainer.losses.loss_fn import example_losses
+from trainer.losses.loss_shapes import CLASSES, is_elementwise
 
 MSE = keras.losses.MeanSquaredError()
 

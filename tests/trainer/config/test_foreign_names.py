@@ -8,7 +8,13 @@ import pytest
 from helpers import Linear, slopes
 
 from trainer import Trainer
-from trainer.config.elsewhere import ARGUMENTS, DATA_ARGUMENTS, METHODS, OVERRIDDEN, TRAIN_ARGUMENTS
+from trainer.config.foreign_names import (
+    ARGUMENTS,
+    DATA_ARGUMENTS,
+    METHODS,
+    OVERRIDDEN,
+    TRAIN_ARGUMENTS,
+)
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 ROWS = [

@@ -1,0 +1,1 @@
+"""What losses, metrics and weights mean: one loss and one weight for each example."""
