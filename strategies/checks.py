@@ -1,7 +1,7 @@
 """Argument checks. They use static information only and add no operations to a graph.
 
-`shown`, `as_tensor` and `not_a_tensor` are copies of those in `scaling/base/argument_checks.py`, since
-neither package imports the other; a test compares them.
+`shown`, `as_tensor` and `not_a_tensor` are copies of those in `scaling/base/argument_checks.py`,
+since neither package imports the other; a test compares them.
 """
 
 import numbers
