@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import with_keras_mask
 from trainer.config.foreign_names import check_no_foreign_methods
@@ -113,7 +114,9 @@ class Task:
         own_loss = type(self).compute_loss is not Task.compute_loss
         check_class_weight(class_weight, loss_fn, loss_reduction, overridden=own_loss)
         self._loss_fn = resolve_loss(loss_fn, loss_reduction, loss_weights)
-        self._class_weight = dict(class_weight) if class_weight else None
+        self._class_weight = {
+            as_python(label): as_python(weight) for label, weight in (class_weight or {}).items()
+        }
         check_metrics(metrics, self._loss_fn)
         self.loss_reduction = loss_reduction
         self.weights_overridden = type(self).example_weights is not Task.example_weights

@@ -14,6 +14,7 @@ from absl import logging
 
 import strategies
 from trainer.base.argument_checks import (
+    as_python,
     check_keep_count,
     check_no_unknown_arguments,
     check_path,
@@ -66,6 +67,7 @@ from trainer.data.fingerprint import of_arrays
 from trainer.data.iterator_state import DataPosition
 from trainer.data.online import OnlinePosition, as_global_batch
 from trainer.data.source_position import position_in
+from trainer.data.structures import as_arrays
 from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
 from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
@@ -111,6 +113,7 @@ from trainer.run.compile_autotune import (
 from trainer.run.description import describe_trainer
 from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, overfit
 from trainer.run.follow import calls_of
+from trainer.run.identity import evaluated_of
 from trainer.run.leaving import Leaving
 from trainer.run.online_loop import OnlineLoop, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
@@ -406,7 +409,7 @@ class Trainer(Task):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, unless what it stands for is fixed; see `config/attributes.py`."""
         check_assignment(self, name, value, Trainer)
-        super().__setattr__(name, value)
+        super().__setattr__(name, as_python(value) if name in CHANGEABLE else value)
         if name == "optimizer":
             self.has_optimizer = True
 
@@ -617,7 +620,7 @@ class Trainer(Task):
             choice = self._settle_compile_mode(data, target, log, position)
             export, names = self._export_into, self._result_names(evaluated)
             request = TrainRequest(
-                target, evaluate, eval_interval, export, evaluate_at_start, names
+                target, evaluate, as_python(eval_interval), export, evaluate_at_start, names
             )
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
@@ -789,10 +792,10 @@ class Trainer(Task):
     def _target(self, steps: int | None, epochs: int | None, position: DataPosition) -> int:
         """Returns the step to reach. Exactly one of `steps` and `epochs` is given."""
         if epochs is None:
-            return steps or 0
+            return as_python(steps) or 0
         checkpoints = self._parts.checkpoints
         saved = checkpoints.facts if checkpoints.latest and not checkpoints.resumed else None
-        return position.target(epochs, self.totals.attempted, saved)
+        return position.target(as_python(epochs), self.totals.attempted, saved)
 
     def _settle_compile_mode(
         self, data: Batches, target: int, log: RunLog, position: DataPosition
@@ -866,7 +869,7 @@ class Trainer(Task):
         if (self.model_dir or multi_worker) and not are_arrays(train_data):
             position.check_savable()
         elif self.model_dir and position.resume_mode != "restart":
-            position.content = of_arrays(train_data)
+            position.content = of_arrays(as_arrays(train_data, "train_data"))
         self._trained_on = train_data, global_batch, position
         self._position = position
         return position
@@ -981,7 +984,9 @@ class Trainer(Task):
                 evaluation=lambda: self._evaluation(found, "data"),
                 export=self._export_into,
             )
-            evaluation = ContinuousEvaluation(model_dir, identity_of(found, steps), calls)
+            described = evaluated_of(self, data)
+            identity = identity_of(found, steps, described)
+            evaluation = ContinuousEvaluation(model_dir, identity, calls)
             results = evaluation.run(last_step, timeout_secs)
             signals.end_process()
         return results
@@ -1074,6 +1079,7 @@ class Trainer(Task):
             ValueError: with several workers or parameter servers.
         """
         check_one_process("overfit_one_batch", self.strategy)
+        steps = as_python(steps)
         check_overfit_steps(steps)
         data = self._batches(train_data, global_batch)
         self.data_argument = "train_data"

@@ -6,7 +6,7 @@ import pytest
 from helpers import Linear, linear_model, slopes
 
 import scaling
-from trainer import Trainer
+from trainer import Action, Trainer
 
 X = np.ones([8, 1], np.float32)
 
@@ -15,6 +15,41 @@ def make(**arguments):
     """A trainer of (x, y) batches, with overrides from the test."""
     good = {"model": linear_model, "optimizer": keras.optimizers.SGD, "loss_fn": "mse"}
     return Trainer(**good | {"verbose": False} | arguments)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("length", [{"steps": np.int64(4)}, {"epochs": np.int32(2)}])
+def test_numbers_of_numpy_train_and_are_saved_as_those_of_python(tmp_path, length):
+    """Settings that come out of a search or an array are counts and fractions like others."""
+
+    def weights(folder, integer, fraction, length):
+        trainer = Trainer(
+            model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            loss_fn="mse",
+            precision="mixed_float16",
+            num_microbatches=integer(2),
+            ema_momentum=fraction(0.5),
+            global_clipnorm=fraction(2),
+            max_retries=integer(3),
+            on_overflow="retry",
+            max_consecutive_skips=integer(50),
+            steps_per_loop=integer(2),
+            log_interval=integer(2),
+            checkpoint_interval=integer(2),
+            actions=[Action(print, every_steps=integer(2))],
+            seed=integer(3),
+            model_dir=folder,
+            verbose=False,
+        )
+        x = np.ones([16, 1], np.float32)
+        trainer.train((x, x), global_batch=8, eval_data=(x, x), eval_interval=integer(2), **length)
+        assert (folder / "ckpt-4" / "run.json").exists()
+        return trainer.model.get_weights()
+
+    plain = {name: int(value) for name, value in length.items()}
+    ours = weights(tmp_path / "numpy", np.int64, np.float32, length)
+    assert ours == weights(tmp_path / "python", int, float, plain)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number, shown
 from trainer.base.atomic_files import make_folder
 
@@ -18,6 +20,17 @@ LONGEST_NAME = 255  # bytes of a file's or a folder's name
 def check_count(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 1."""
     check_integer(name, value, 1, "This argument is a count.", "Pass a positive integer")
+
+
+def as_python(value: Any) -> Any:
+    """Returns an int or float of NumPy as one of Python, and any other value as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> as_python(np.int64(3)), as_python("three")
+        (3, 'three')
+    """
+    return value.item() if isinstance(value, np.integer | np.floating) else value
 
 
 def check_nonnegative(name: str, value: object) -> None:

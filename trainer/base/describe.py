@@ -24,6 +24,7 @@ from trainer.base.keras_private import arguments_of_loss
 
 Plain: TypeAlias = Any  # None, a bool, a number, a string, or lists and dicts of such values
 
+NUMBERS = bool, int, float, np.integer, np.floating
 LONG = 32  # lists and arrays with more items are described by a hash
 # Entries of a Keras config that have no effect on what an object computes.
 UNUSED = ("name", "build_config", "build_input_shape", "compile_config", "registered_name")
@@ -133,11 +134,10 @@ def plain_attributes(owner: object, names: Sequence[str] | None = None) -> dict[
         owner: any object.
         names: the attributes to return, as far as they exist; None returns all.
     """
-    kinds = (bool, int, float, str, np.integer, np.floating)
     found = {
         name: value
         for name, value in getattr(owner, "__dict__", {}).items()
-        if isinstance(value, kinds) and not name.startswith("_")
+        if isinstance(value, (*NUMBERS, str)) and not name.startswith("_")
     }
     found = {name: found[name] for name in (found if names is None else names) if name in found}
     return {name: describe(value) for name, value in found.items() if name not in EVERY_LAYER}
@@ -173,7 +173,7 @@ def describe_function(function: Any, *, owner: bool = True) -> dict[str, Plain] 
     values = {key: plain.__globals__[key] for key in used if key in plain.__globals__}
     values |= dict(zip(code.co_freevars, cells_of(plain), strict=True))
     defaults = [*(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values()]
-    numbers = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+    numbers = {key: value for key, value in values.items() if isinstance(value, NUMBERS)}
     numbers |= {f"default {place}": value for place, value in enumerate(defaults)}
     return {
         "function": name,

@@ -71,6 +71,8 @@ class Checkpoints:
         # Path and `run.json` of the checkpoint that was last saved or restored.
         self.latest: pathlib.Path | None = None
         self.facts: Facts = {}
+        # Sizes and checksums of the files of that checkpoint; None while they are not known.
+        self.files: Facts | None = None
         # The previous values of `latest` and `facts`, put back if the current write fails.
         self._previous: tuple[pathlib.Path | None, Facts] = (None, {})
         # Size of each file of the last checkpoint, keyed by file name without suffix.
@@ -156,7 +158,7 @@ class Checkpoints:
             and self._has_copies(facts, path),
             scale=facts["loss_scale"] == repr(self._rule),
         )
-        self.latest, self.facts = path, facts
+        self.latest, self.facts, self.files = path, facts, facts.get("files")
 
     def save(
         self, step: int, facts: Facts, write_more: Callable[[str], None] | None = None
@@ -198,7 +200,7 @@ class Checkpoints:
         except (OSError, tf.errors.OpError) as error:
             self._discard(path)
             raise write_error(path, error) from error
-        self._previous = self.latest, self.facts
+        self._previous, self.files = (self.latest, self.facts), None
         self._writing = self._writer.submit(self._finish, path, facts)
         self.latest, self.facts, self.resumed = path, facts, True
         if not self._asynchronous:
@@ -218,7 +220,7 @@ class Checkpoints:
             return False
         while True:
             newest = self._newest_step()
-            if newest < 0 or newest == self.facts.get("step"):
+            if newest < 0 or self._is_known(newest):
                 return False
             try:
                 return self.restore(clean_up=clean_up) is not None
@@ -233,7 +235,7 @@ class Checkpoints:
         The files are not checked: `restore` does that.
         """
         step = self._newest_step()
-        if self._model_dir is None or step < 0 or step == self.facts.get("step"):
+        if self._model_dir is None or step < 0 or self._is_known(step):
             return {}
         return folder.read_unchecked(self._model_dir / f"{PREFIX}-{step}")
 
@@ -251,11 +253,22 @@ class Checkpoints:
         found = folder.committed(self._model_dir, PREFIX) if self._model_dir else {}
         return strategies.from_chief(max(found, default=-1), self._strategy)
 
+    def _is_known(self, step: int) -> bool:
+        """Returns whether the checkpoint of a step is the one that was last saved or restored.
+
+        Another run that began anew in the folder may have written one of the same step.
+        """
+        if step != self.facts.get("step") or self._model_dir is None:
+            return False
+        found = folder.read_unchecked(self._model_dir / f"{PREFIX}-{step}").get("files")
+        replaced = None not in (found, self.files) and found != self.files
+        return not strategies.from_chief(int(replaced), self._strategy)
+
     def continue_from(self, before: "Checkpoints") -> None:
         """Takes over the newest checkpoint of another object for the same run."""
         before.wait()
         self.latest, self.facts, self.resumed = before.latest, before.facts, before.resumed
-        self.deferred = before.deferred
+        self.deferred, self.files = before.deferred, before.files
         self.bytes = before.bytes
 
     def kept_steps(self) -> set[int]:
@@ -282,7 +295,7 @@ class Checkpoints:
         try:
             if self._asynchronous:
                 move_to_disk(unfinished(path).absolute())
-            files = folder.commit(path, facts)
+            files = self.files = folder.commit(path, facts)
         except BaseException as error:
             self._discard(path)
             if isinstance(error, (OSError, tf.errors.OpError)):

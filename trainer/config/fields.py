@@ -20,7 +20,13 @@ from typing import Any
 
 from scaling.base.argument_checks import is_integer, is_number, shown
 from scaling.base.number_formats import as_float
-from trainer.base.argument_checks import check_bool, check_choice, check_count, check_nonnegative
+from trainer.base.argument_checks import (
+    as_python,
+    check_bool,
+    check_choice,
+    check_count,
+    check_nonnegative,
+)
 
 Check = Callable[[str, Any], None]  # (name, value): raises TypeError or ValueError
 
@@ -106,8 +112,12 @@ def check_fields(group: Any) -> None:
 
 
 def take_fields(group: type, arguments: dict[str, Any]) -> Any:
-    """Returns a group whose fields have the values of the arguments with the same names."""
-    return group(**{field.name: arguments[field.name] for field in dataclasses.fields(group)})
+    """Returns a group whose fields have the values of the arguments with the same names.
+
+    Numbers of NumPy become Python's, which can be written to JSON and compared with any tensor.
+    """
+    names = [field.name for field in dataclasses.fields(group)]
+    return group(**{name: as_python(arguments[name]) for name in names})
 
 
 def argument_texts(cls: type) -> dict[str, str]:

@@ -202,9 +202,12 @@ def same_data(before: Data, now: Data, found: Batches) -> bool:
     """
     if not (are_arrays(before) and are_arrays(now)):
         return before is now
-    ours, theirs = tf.nest.flatten(before), tf.nest.flatten(now)
-    pairs = zip(ours, theirs, strict=False)
-    same = len(ours) == len(theirs) and all(one is other for one, other in pairs)
+    try:
+        tf.nest.assert_same_structure(before, now)
+    except (TypeError, ValueError):
+        return False
+    pairs = zip(tf.nest.flatten(before), tf.nest.flatten(now), strict=True)
+    same = all(one is other for one, other in pairs)
     return same and found.arrays is not None and found.arrays.hold(as_arrays(now, "train_data"))
 
 

@@ -4,6 +4,7 @@ Each batch comes with its place: JSON types from which another process can read 
 `IndexedSource` finds a batch by its number, `IterableSource` by reading from the beginning.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
@@ -167,7 +168,8 @@ class IterableSource(Source):
                 batch = next(iterator)
             except StopIteration:
                 break
-            found.append((batch, self.state(iterator)))
+            # The iterator may fill the same arrays again for its next batch.
+            found.append((copy.deepcopy(batch), self.state(iterator)))
         return [batch for batch, _ in found]
 
     def one_pass(

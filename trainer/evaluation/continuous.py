@@ -20,6 +20,7 @@ from absl import logging
 import strategies
 from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count
+from trainer.base.describe import digest
 from trainer.checkpoint import folder
 from trainer.checkpoint.saver import PREFIX, manifest_text
 from trainer.evaluation.eval_data import EvalData
@@ -154,12 +155,19 @@ class ContinuousEvaluation:
         return True
 
 
-def identity_of(data: EvalData, steps: int | None) -> str:
-    """Returns what distinguishes data to evaluate on, without reading it."""
-    return "; ".join(
+def identity_of(data: EvalData, steps: int | None, described: Any) -> str:
+    """Returns what distinguishes one evaluation from another, without reading a pipeline.
+
+    Args:
+        data: the data to evaluate on.
+        steps: the largest number of batches.
+        described: what else the results depend on, as JSON types: the loss, the metrics, arrays.
+    """
+    parts = [
         f"{name} {found.dataset.element_spec}, {found.steps_per_epoch} steps, up to {steps}"
         for name, found in data.items()
-    )
+    ]
+    return "; ".join([*parts, digest(json.dumps(described, sort_keys=True))])
 
 
 def fingerprint(manifest: str) -> str:

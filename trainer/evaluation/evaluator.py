@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import strategies
 from scaling.base.argument_checks import is_name_in, shown
-from strategies.division import count_examples
+from strategies.division import count_examples, known_examples
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32, differentiable_moments
 from trainer.step.accumulate import real_aux, real_rows
@@ -351,9 +351,21 @@ def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
 
 
 def joined(*parts: Any) -> Any:
-    """Returns the rows of the outputs for all batches: a NumPy array or a ragged tensor."""
+    """Returns the rows of the outputs for all batches: a NumPy array or a ragged tensor.
+
+    Raises:
+        ValueError: if the rows of different batches have different shapes.
+    """
     if isinstance(parts[0], tf.RaggedTensor):
         return tf.concat(parts, axis=0)
+    other = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
+    if other is not None:
+        raise ValueError(
+            "`predict_batch` must return rows of one shape for all batches; got shapes "
+            f"{tuple(parts[0].shape)} and {tuple(other.shape)}. They are joined into one array. "
+            "Pad the batches to one length, return a tf.RaggedTensor, or call predict for each "
+            "batch."
+        )
     return np.concatenate(parts)
 
 
@@ -364,7 +376,27 @@ def replica_predict(
     share = my_share(batch, tf.ones([count_examples(batch)]))
     with without_writes(plan, source):
         outputs = call_user(method, share.batch)
+    check_rows(outputs, share)
     return real_rows(outputs, share)
+
+
+def check_rows(outputs: Any, share: strategies.Share) -> None:
+    """Raises ValueError unless outputs have one row for each example, as far as is known."""
+    examples = known_examples(share.batch)
+    for leaf in tf.nest.flatten(outputs):
+        rows = known_examples(leaf) if hasattr(leaf, "shape") else None
+        if not hasattr(leaf, "shape"):
+            found = f"got {type(leaf).__name__}"
+        elif tf.TensorShape(leaf.shape).rank == 0 or (
+            None not in (rows, examples) and rows != examples
+        ):
+            found = f"got one of shape {leaf.shape} for {examples} examples"
+        else:
+            continue
+        raise ValueError(
+            f"`predict_batch` must return tensors with one row per example; {found}. `predict` "
+            "joins the rows of all replicas and batches. Return what belongs to each example."
+        )
 
 
 def without_writes(plan: StepPlan, source: tf.Tensor) -> HoldBack:

@@ -8,7 +8,7 @@ from typing import Any
 
 from scaling.base.argument_checks import is_number, shown
 from scaling.base.number_formats import as_float
-from trainer.base.argument_checks import check_count
+from trainer.base.argument_checks import as_python, check_count
 from trainer.loop.inner import crossed
 
 
@@ -55,6 +55,7 @@ class Action:
             )
         if self.every_steps is not None:
             check_count("every_steps", self.every_steps)
+            self.every_steps = as_python(self.every_steps)
         secs = self.every_secs
         if secs is not None and not (is_number(secs) and 0 < as_float(secs) < math.inf):
             raise ValueError(

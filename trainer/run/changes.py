@@ -33,7 +33,14 @@ from trainer.run.plain_attributes import (
     plain_attributes,
 )
 from trainer.run.protocol import Parts, RunnableTrainer
-from trainer.run.slots import make_slots, missed_by_trained, slots_from, slots_now, trained_places
+from trainer.run.slots import (
+    check_keeps_variables,
+    make_slots,
+    missed_by_trained,
+    slots_from,
+    slots_now,
+    trained_places,
+)
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
 from trainer.step.types import Batch, Variable
@@ -137,6 +144,7 @@ def adapted(
     with trainer.strategy.scope():
         if not same:
             check_built_model(trainer.model, trainer.strategy)
+            check_keeps_variables(trainer, slots)
             make_slots(trainer)
             slots = slots_now(trainer, slots)
         plan = make_plan(trainer, slots) if parts.plan.groups else plan_evaluation(trainer)

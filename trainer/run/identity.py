@@ -7,6 +7,10 @@ import keras
 from trainer.base.describe import describe
 from trainer.checkpoint.folder import Facts
 from trainer.checkpoint.run_facts import loss_facts, model_facts, optimizer_facts
+from trainer.data.batches import are_arrays
+from trainer.data.fingerprint import of_arrays
+from trainer.data.structures import as_arrays
+from trainer.evaluation.eval_data import is_named
 from trainer.run.protocol import RunnableTrainer
 from trainer.step.objective import single_optimizers
 from trainer.step.types import MetricsByName
@@ -74,6 +78,27 @@ def loss_of(trainer: RunnableTrainer) -> Facts:
     if trainer.loss_reduction != "mean":  # older records do not have it
         facts = facts | {"reduction": trainer.loss_reduction}
     return facts
+
+
+def evaluated_of(trainer: RunnableTrainer, data: Any) -> Facts:
+    """Returns what results of evaluations depend on besides the weights, as far as it is known.
+
+    Args:
+        trainer: the trainer.
+        data: the data, or several by name. Only arrays are described.
+    """
+    parts = data.values() if is_named(data) else [data]
+    arrays = [as_arrays(part, "data") for part in parts if are_arrays(part)]
+    return {
+        "loss": loss_of(trainer),
+        "metrics": describe(getattr(trainer, "_given_metrics", None)),
+        "arrays": [rounded(each) for each in of_arrays(arrays)],
+    }
+
+
+def rounded(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry of a fingerprint whose numbers do not depend on the order of a sum."""
+    return {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in entry.items()}
 
 
 def settings_for_sums(trainer: RunnableTrainer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The plain attributes that a step may have read while it was traced: numbers, flags and names.
+"""The attributes that a step may have read while it was traced: numbers, flags, names, functions.
 
 What a call of a layer or of a trainer's method assigns itself is left out: it counts something,
 such as its calls.
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import keras
+
+from trainer.base.argument_checks import as_python
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
 # The methods that are traced; they may call others.
@@ -34,9 +36,10 @@ def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
         owner: a layer, a module or an optimizer.
         kinds: the types.
     """
+    values = {name: as_python(value) for name, value in vars(owner).items()}
     return {
         name: value
-        for name, value in vars(owner).items()
+        for name, value in values.items()
         if type(value) in kinds
         and not name.startswith("_")
         and name not in ("built", "trainable", "stop_training")
@@ -44,8 +47,17 @@ def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 
 def attributes_of_layer(layer: object) -> dict[str, Any]:
-    """Returns a layer's flags and fractions, and the other plain attributes that its calls read."""
-    return plain_attributes(layer, (float, bool)) | read_by(layer, keras.Layer, OF_LAYERS)
+    """Returns a layer's flags and fractions, the numbers of its regularizers and constraints, and
+    the other numbers, names and functions that its calls read.
+    """
+    parts = {
+        f"{name}.{field}": value
+        for name, part in vars(layer).items()
+        if isinstance(part, keras.regularizers.Regularizer | keras.constraints.Constraint)
+        for field, value in plain_attributes(part, (float, int, bool)).items()
+    }
+    own = plain_attributes(layer, (float, bool))
+    return own | parts | read_by(layer, keras.Layer, OF_LAYERS)
 
 
 def attributes_of_trainer(trainer: object) -> dict[str, Any]:
@@ -66,10 +78,11 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
     names = names_read(cast("Any", cls), base, methods)
     # An attribute of the class that is assigned to the object appears here, which is a change, too.
+    values = {name: as_python(value) for name, value in vars(owner).items() if name in names}
     return {
         name: value
-        for name, value in vars(owner).items()
-        if name in names and type(value) in (float, bool, int, str)
+        for name, value in values.items()
+        if type(value) in (float, bool, int, str) or isinstance(value, types.FunctionType)
     }
 
 

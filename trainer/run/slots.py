@@ -80,6 +80,25 @@ def facts_of(slots: Slots, trainer: RunnableTrainer) -> dict[str, Any]:
     return {"slots": saved, "trained": sorted(trained)}
 
 
+def check_keeps_variables(trainer: RunnableTrainer, slots: Slots) -> None:
+    """Raises ValueError if a model no longer has a variable that its optimizer has trained.
+
+    Args:
+        trainer: the trainer.
+        slots: the slots of its optimizers until now.
+    """
+    weights = {id(variable) for variable in weights_of(trainer.model)}
+    for slot in (slot for own in slots.values() for slot in own):
+        if id(slot.variable) not in weights:
+            name = getattr(slot.variable, "path", slot.variable.name)
+            raise ValueError(
+                f"`model` must keep the variables that it was trained with; got one without "
+                f"{name!r}. A layer was replaced or quantized, and the optimizer's slots and the "
+                "run's checkpoints belong to the old variables. Make a new trainer for the changed "
+                "model: Trainer(model=lambda: trainer.model, ...)."
+            )
+
+
 def trained_places(trainer: RunnableTrainer) -> list[int]:
     """Returns the positions of the trained variables in the model's weights."""
     places = {id(variable): place for place, variable in enumerate(weights_of(trainer.model))}

@@ -330,6 +330,27 @@ def test_checkpoints_come_at_their_interval(tmp_path):
     assert steps_saved(tmp_path) == [6, 9, 11]
 
 
+def test_a_checkpoint_of_another_run_at_the_same_step_is_read(tmp_path):
+    """A trainer that evaluates notices that the folder holds another run now, whose newest checkpoint is
+    of the same step.
+    """
+
+    def trainer():
+        return Linear(model_dir=tmp_path, seed=None, verbose=False)
+
+    def evaluated(one):
+        return one.evaluate(slopes(1.0), global_batch=1)["loss"], one.weight
+
+    trainer().train(slopes(1.0), steps=4, global_batch=1)
+    reader = trainer()
+    assert evaluated(reader) == (-3.0, -3.0)
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    trainer().train(slopes(2.0), steps=4, global_batch=1)
+
+    assert evaluated(reader) == (-7.0, -7.0)
+
+
 def test_without_an_interval_one_is_written_at_the_end(tmp_path):
     """Without a `model_dir`, none is written at all."""
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=30, global_batch=1)

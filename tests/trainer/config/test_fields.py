@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from trainer.config.fields import (
@@ -71,6 +72,16 @@ def test_take_fields():
     arguments = dataclasses.asdict(Group(steps=7)) | {"other": 1}
 
     assert take_fields(Group, arguments) == Group(steps=7)
+
+
+def test_numbers_of_numpy_become_numbers_of_python():
+    """They can be written to `run.json`, and computed with beside tensors of any dtype."""
+    given = dataclasses.asdict(Group()) | {"steps": np.int64(3), "secs": np.float32(2)}
+    taken = take_fields(Group, given)
+
+    assert (type(taken.steps), type(taken.secs)) == (int, float)
+    with pytest.raises(TypeError, match="`on` must be True or False"):
+        take_fields(Group, given | {"on": np.bool_(1)})
 
 
 def test_optional():

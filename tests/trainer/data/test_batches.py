@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear
 
-from trainer.data.batches import batches, repeat_forever
+from trainer.data.batches import batches, repeat_forever, same_data
 from trainer.data.errors import DataError
 
 X = np.arange(10, dtype=np.float32)
@@ -48,6 +48,17 @@ def test_the_order_depends_on_the_seed_only():
 
     assert order(1) == first
     assert order(2) != first
+
+
+def test_the_same_arrays_in_another_structure_are_other_data():
+    """A second call of `train` with a tuple in place of a dict must not go on with the dict."""
+    data = {"x": X, "y": X}
+    found = batches(data, "data", tf.distribute.get_strategy(), global_batch=4)
+
+    assert same_data(data, dict(data), found)
+    assert not same_data(data, (X, X), found)
+    assert not same_data(data, {"x": X, "z": X}, found)
+    assert not same_data(data, {"x": X}, found)
 
 
 def test_none_is_refused():

@@ -1,7 +1,11 @@
 """Generators, lists and iterables: what they yield, and how their position is found again."""
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from data_sources import Batches, assert_found_again, assert_trains, generate
+
+from trainer.data.batches import batches
 
 SOURCES = {
     "generator function": lambda: generate,
@@ -17,6 +21,19 @@ def test_a_position_is_found_again(kind, tmp_path):
     pass, and in the passes after it.
     """
     assert_found_again(SOURCES[kind], tmp_path)
+
+
+def test_an_array_may_be_filled_again():
+    """A generator may use one array for all batches. The first two are read in advance."""
+
+    def refilled():
+        rows = np.zeros([2, 1], np.float32)
+        for number in range(4):
+            rows[:] = number
+            yield rows
+
+    found = batches(refilled, "data", tf.distribute.get_strategy())
+    assert [batch.numpy().tolist() for batch in found.dataset] == [[[n], [n]] for n in range(4)]
 
 
 @pytest.mark.slow

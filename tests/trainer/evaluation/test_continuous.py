@@ -143,6 +143,23 @@ def test_a_checkpoint_of_the_same_step_is_evaluated_again(run):
     assert results[10]["loss"] != expected[10]
 
 
+@pytest.mark.thorough
+def test_another_loss_or_array_is_evaluated_anew(run):
+    """Results are taken over for the same data, loss and metrics only."""
+
+    class Halved(Followed):
+        def compute_loss(self, batch, training):
+            return super().compute_loss(batch, training) / 2
+
+    steps = list(follow(evaluator(run), last_step=14))
+    assert not follow(evaluator(run), last_step=14)
+    other = HELD_OUT | {"y": HELD_OUT["y"] + 1}
+    trainer = evaluator(run)
+    assert list(trainer.evaluate_continuously(other, global_batch=16, last_step=14)) == steps
+    assert list(follow(Halved(model_dir=run, seed=8), last_step=14)) == steps
+    assert list(follow(evaluator(run), last_step=14)) == steps
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_left_out(run, caplog):
     """The others are evaluated."""

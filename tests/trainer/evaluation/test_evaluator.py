@@ -452,6 +452,45 @@ def test_a_prediction_needs_neither_optimizer_nor_loss(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda outputs: tf.reduce_mean(outputs, axis=0), "one of shape (3,) for 11 examples"),
+        (tf.reduce_mean, "one of shape () for 11 examples"),
+        (lambda outputs: {"a": outputs, "b": None}, "NoneType"),
+    ],
+    ids=["mean", "scalar", "none"],
+)
+def test_predictions_have_one_row_for_each_example(result, found):
+    """Rows of replicas and batches are joined, so a mean over a batch would pass for a prediction."""
+    trainer = classifier()
+    trainer.predict_batch = lambda x: result(trainer.model(x))
+    with pytest.raises(ValueError, match="one row per example") as error:
+        trainer.predict(X, global_batch=11)
+
+    assert str(error.value) == (
+        f"`predict_batch` must return tensors with one row per example; got {found}. `predict` "
+        "joins the rows of all replicas and batches. Return what belongs to each example."
+    )
+
+
+@pytest.mark.thorough
+def test_predictions_of_batches_have_one_shape():
+    """Sequences of another length in each batch cannot be joined into one array."""
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([None, 2]), keras.layers.Dense(1)]),
+        verbose=False,
+    )
+    with pytest.raises(ValueError, match="one shape for all batches") as error:
+        trainer.predict(lambda: (np.ones([2, length, 2], np.float32) for length in (3, 4)))
+
+    assert str(error.value) == (
+        "`predict_batch` must return rows of one shape for all batches; got shapes (2, 3, 1) and "
+        "(2, 4, 1). They are joined into one array. Pad the batches to one length, return a "
+        "tf.RaggedTensor, or call predict for each batch."
+    )
+
+
 def test_an_average_without_its_optimizer_is_refused(tmp_path):
     """L21: the raw weights do not silently take the place of the average."""
     Linear(ema_momentum=0.5, model_dir=tmp_path, verbose=False).train(

@@ -68,7 +68,7 @@ def changing(name, value):
 
 
 CHANGES = [
-    (lambda trainer: setattr(trainer, "beta", 5), 5.0, "trainer.beta"),
+    (lambda trainer: setattr(trainer, "beta", np.float32(5)), 5.0, "trainer.beta"),
     pytest.param(changing("factor", 3), 3.0, "layer 'powers'", marks=pytest.mark.thorough),
     pytest.param(changing("mode", "x"), 10.0, "layer 'powers'", marks=pytest.mark.slow),
 ]
@@ -131,6 +131,41 @@ def test_a_number_of_a_module_is_read_again():
     trainer.train((ONES, 0 * ONES), 2, global_batch=4)
     trainer.model.factor = 3.0
     assert trainer.train((ONES, 0 * ONES), 4, global_batch=4).history["loss"][-1] == 3.0
+
+
+def regularized():
+    """A dense layer with an activation and a regularizer, whose weight is 1."""
+    dense = keras.layers.Dense(
+        1,
+        "relu",
+        use_bias=False,
+        kernel_initializer="ones",
+        kernel_regularizer=keras.regularizers.L2(0.0),
+    )
+    return keras.Sequential([keras.Input([1]), dense])
+
+
+@pytest.mark.thorough
+def test_an_activation_and_a_regularizer_are_read_again():
+    """L21: a layer's activation and the factor of its regularizer, changed between two calls."""
+    trainer = Trainer(
+        model=regularized,
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        loss_fn="mse",
+        log_interval=1,
+        verbose=False,
+    )
+    history = trainer.train((ONES, ONES), 1, global_batch=4).history
+    assert (history["loss"][-1], history["regularization_loss"][-1]) == (0.0, 0.0)
+    [layer] = trainer.model.layers
+    layer.kernel_regularizer.l2 = 0.5
+    history = trainer.train((ONES, ONES), 2, global_batch=4).history
+    assert history["regularization_loss"][-1] == 0.5
+    layer.activation = keras.activations.tanh
+    expected = (np.tanh(1.0) - 1.0) ** 2
+    assert trainer.evaluate((ONES, ONES), global_batch=4)["loss"] == pytest.approx(expected)
+    history = trainer.train((ONES, ONES), 3, global_batch=4).history
+    assert history["loss"][-1] == pytest.approx(expected)
 
 
 def test_what_is_read_is_found_through_methods_and_inner_functions():

@@ -73,6 +73,25 @@ class Dictionary(keras.optimizers.SGD):
             self.own = {variable.path: self.add_variable([], name="own") for variable in variables}
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+@pytest.mark.thorough
+def test_a_model_without_a_trained_variable_is_refused():
+    """Before a step, with the name of the variable: its slots and its checkpoints would be lost."""
+    trainer = trainer_of(lambda: keras.optimizers.Adam(0.125))
+    train(trainer, 2, ())
+    trainer.model.get_layer("two").quantize("int8")
+    with pytest.raises(ValueError, match="two/kernel") as refused:
+        trainer.train((X, 3 * X), steps=4, global_batch=2)
+
+    assert trainer.totals.attempted == 2
+    assert str(refused.value) == (
+        "`model` must keep the variables that it was trained with; got one without "
+        "'net/two/kernel'. A layer was replaced or quantized, and the optimizer's slots and the "
+        "run's checkpoints belong to the old variables. Make a new trainer for the changed model: "
+        "Trainer(model=lambda: trainer.model, ...)."
+    )
+
+
 @pytest.mark.thorough
 def test_slots_that_are_not_found_are_refused():
     """An optimizer whose slots the trainer cannot move is not built again; frozen layers are no problem."""
