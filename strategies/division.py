@@ -142,7 +142,7 @@ def _equal_part(share: Share, index: int | tf.Tensor, size: int) -> Share:
     """Returns a part whose size is static, which XLA (and so a TPU) requires."""
 
     def cut(tensor: Leaf) -> Leaf:
-        if not isinstance(tensor, tf.Tensor):
+        if not isinstance(tensor, tf.Tensor) or tensor.shape.rank is None:
             return cut_rows(tensor, index * size, (index + 1) * size)
         inner = tensor.shape.rank - 1  # number of dimensions that are not cut
         return tf.slice(tensor, [index * size, *[0] * inner], [size, *[-1] * inner])

@@ -171,7 +171,8 @@ class Trainer(Task):
             With a `loss_fn`, the trainer gathers labels, outputs and weights itself.
         num_microbatches: number of parts to split each replica's share of a batch into. More parts
             need less memory.
-        global_clipnorm: upper bound on the global norm of all gradients. None sets no bound.
+        global_clipnorm: upper bound on the global norm of all gradients; with optimizers that
+            alternate, of the gradients of each update. None sets no bound.
         clipnorm: upper bound on the norm of each variable's gradient. None sets no bound.
         clipvalue: upper bound on the magnitude of each gradient element. None sets no bound. At
             most one of the three bounds may be set.

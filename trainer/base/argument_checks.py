@@ -1,5 +1,6 @@
 """Argument checks for several packages. Each error names the argument and says what to pass."""
 
+import contextlib
 import inspect
 import os
 import pathlib
@@ -10,8 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from scaling.base.argument_checks import check_integer, did_you_mean, is_integer, is_number, shown
+from scaling.base.argument_checks import (
+    as_tensor,
+    check_integer,
+    did_you_mean,
+    is_integer,
+    is_number,
+    shown,
+)
 from trainer.base.atomic_files import make_folder
 
 LONGEST_NAME = 255  # bytes of a file's or a folder's name
@@ -31,6 +40,27 @@ def as_python(value: Any) -> Any:
         (3, 'three')
     """
     return value.item() if isinstance(value, np.integer | np.floating) else value
+
+
+def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:
+    """Returns what a user's method has returned as a tensor.
+
+    Args:
+        name: the method.
+        value: what it has returned.
+        what: what it should return, for the error.
+
+    Raises:
+        TypeError: if that is no tensor, and no array or list of numbers.
+    """
+    tensors = isinstance(value, list | tuple) and any(map(tf.is_tensor, value))
+    if not tensors:  # they would be stacked
+        with contextlib.suppress(Exception):  # TensorFlow raises many kinds
+            return as_tensor(name, value)
+    raise TypeError(
+        f"`{name}` must return {what}; got {type(value).__name__}. TensorFlow cannot convert it to "
+        "a tensor. Check what the method returns, and that it returns something."
+    )
 
 
 def check_nonnegative(name: str, value: object) -> None:

@@ -70,7 +70,7 @@ class Interval:
 
     step: int  # the last step of the interval
     loss: float  # mean over the examples of the applied steps, with their weights; NaN if no step
-    # was applied
+    # was applied, or if all weights were 0
     regularization_loss: float  # mean over the examples of the applied steps; NaN as for `loss`
     gradient_norm: float  # mean over the applied steps; NaN as for `loss`
     loss_scale: float  # loss scale of the last step
@@ -120,11 +120,10 @@ def summarize(
     applied = np.asarray(steps.grads_finite)
 
     def mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
-        if not applied.any():
-            return math.nan
-        if weights is not None and np.sum(weights[applied], dtype=np.float64) > 0:
-            return float(np.average(values[applied], weights=weights[applied].astype(np.float64)))
-        return float(np.mean(values[applied]))
+        if weights is None:
+            return float(np.mean(values[applied])) if applied.any() else math.nan
+        own = weights[applied].astype(np.float64)
+        return float(np.average(values[applied], weights=own)) if own.sum() else math.nan
 
     def per_second(amount: float) -> float:
         return float(amount) / seconds

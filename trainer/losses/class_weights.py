@@ -46,6 +46,13 @@ def check_class_weight(
             f"got {shown(dict(class_weight))}. Otherwise it is not known which labels are classes. "
             "Multiply the losses by the weights in compute_loss."
         )
+    if getattr(loss_fn, "reduction", None) == "mean_with_sample_weight":
+        raise ValueError(
+            "`class_weight` must be None if the reduction of loss_fn is 'mean_with_sample_weight'; "
+            f"got {shown(dict(class_weight))}. `fit` divides by the sum of the weights then, which "
+            "the step must know before the forward pass. Leave reduction= out, or yield the weight "
+            "of each example's class as the third element of the data."
+        )
 
 
 def class_factors(y: tf.Tensor, class_weight: Mapping[int, float], loss_fn: Any) -> tf.Tensor:
@@ -66,6 +73,12 @@ def class_factors(y: tf.Tensor, class_weight: Mapping[int, float], loss_fn: Any)
         >>> class_factors(tf.constant([0, 1, 2]), {1: 5.0}, None).numpy()
         array([1., 5., 1.], dtype=float32)
     """
+    if not hasattr(y, "shape"):
+        raise ValueError(
+            f"`class_weight` must be used with one tensor of labels; got a {type(y).__name__}. It "
+            "is not known which labels are classes. Multiply the losses by the weights in "
+            "compute_loss."
+        )
     one_hot = y.shape.rank == 2 and y.shape[-1] != 1
     if (one_hot and not name_of(loss_fn).lower().startswith("categorical")) or y.shape.rank > 2:
         raise ValueError(

@@ -46,7 +46,7 @@ def added_loss(
     for entry in entries:
         value = tf.cast(entry, tf.float32)  # before the sum, which overflows float16
         if may_be_per_example(entry, share.weights):
-            rows = tf.reduce_sum(value, axis=list(range(1, value.shape.rank)))
+            rows = sums_of_rows(value)
             weights = weights_of_rows(rows, share, size, fraction)
             total += tf.reduce_sum(tf.math.multiply_no_nan(rows, weights))
         else:
@@ -58,12 +58,20 @@ def may_be_per_example(entry: tf.Tensor, weights: tf.Tensor) -> bool:
     """Returns whether the static shape of an entry allows one number per example.
 
     Args:
-        entry: an entry of `model.losses`.
+        entry: an entry of `model.losses`. Operations such as `tf.math.segment_sum` do not tell how
+            many numbers they return.
         weights: the weights of the share's examples: shape (max(examples, 1), ...).
     """
-    if not entry.shape.rank:
-        return False
-    return bool(entry.shape[0] == weights.shape[0])  # or both are unknown
+    rows = entry.shape[:1].num_elements()
+    return entry.shape.rank != 0 and rows in (None, weights.shape[0])
+
+
+def sums_of_rows(value: tf.Tensor) -> tf.Tensor:
+    """Returns an entry summed over all dimensions but the first: shape (rows,), or (1,)."""
+    if value.shape.rank is not None:
+        return tf.reduce_sum(value, axis=list(range(1, value.shape.rank)))
+    first = tf.concat([tf.shape(value)[:1], [1]], axis=0)[0]
+    return tf.reduce_sum(tf.reshape(value, [first, -1]), axis=1)
 
 
 def weights_of_rows(
@@ -95,7 +103,8 @@ def warn_of_losses_per_example(
     for entry in entries:
         if may_be_per_example(entry, weights):
             layer = layer_that_added(model, entry)
-            shape = ", ".join(["examples", *map(str, entry.shape[1:])])
+            inner = entry.shape[1:] if entry.shape.rank else ()
+            shape = ", ".join(["examples", *map(str, inner)])
             warn_once(
                 f"{name_of(layer)} adds a loss of shape ({shape}), one number per example. The "
                 "trainer takes its weighted mean over the global batch, as it does with the losses "

@@ -14,11 +14,17 @@ from scaling.base.argument_checks import shown
 from scaling.rules.rule import check_rule
 from scaling.rules.trial import try_rule
 from strategies.checks import check_reduce_dtype, check_strategy
-from strategies.division import known_examples, tensors_in
-from trainer.base.argument_checks import check_bool, check_count, check_ema_momentum
+from strategies.division import count_examples, known_examples, tensors_in
+from trainer.base.argument_checks import (
+    as_returned_tensor,
+    check_bool,
+    check_count,
+    check_ema_momentum,
+)
 from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
 from trainer.step.held_back import tensorflow_variable
+from trainer.step.losses import nan_unless
 from trainer.step.objective import single_optimizers
 from trainer.step.types import Batch, Model
 
@@ -252,6 +258,13 @@ def check_nothing_is_left_out(optimizer: keras.optimizers.Optimizer) -> None:
             "step calls the optimizer's apply(), so the override would be left out. Override "
             "apply(grads, trainable_variables) instead."
         )
+    several = keras.optimizers.MultiOptimizer
+    if isinstance(optimizer, several) and type(optimizer).apply is not several.apply:
+        raise ValueError(
+            "`optimizer` must not override apply of MultiOptimizer; got "
+            f"{type(optimizer).__name__}. The step calls apply() of the optimizers in it, so the "
+            "override would be left out. Override apply of those."
+        )
     if optimizer.loss_scale_factor is not None:
         raise ValueError(
             "`optimizer` must not set loss_scale_factor; got "
@@ -283,6 +296,12 @@ def check_not_set_twice(
     if ema_momentum is None:
         return
     check_ema_momentum(ema_momentum)
+    if optimizer.built and not optimizer.use_ema:
+        raise ValueError(
+            "`ema_momentum` must be None if the optimizer has been built; got "
+            f"{shown(ema_momentum)}. A built optimizer has no averages of the weights, and cannot "
+            "get them. Pass a new optimizer, or a function that makes one."
+        )
     if optimizer.use_ema:
         raise ValueError(
             "`ema_momentum` must be None if the optimizer has use_ema=True; got "
@@ -359,13 +378,16 @@ def check_counts(**counts: object) -> None:
         check_count(name, count)
 
 
+WRONG_WEIGHTS = "`example_weights` must return one weight per example; got"
+
+
 def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
     """Returns example weights as float32: shape (global_batch, ...).
 
     Raises:
         ValueError: if the first dimension is not the example.
     """
-    weights = tf.convert_to_tensor(weights)
+    weights = as_returned_tensor("example_weights", weights, "one weight per example")
     first_tensor(batch)
     rows = known_examples(batch)
     if weights.shape.rank == 0 or (rows and weights.shape[0] not in (None, rows)):
@@ -374,7 +396,12 @@ def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
             f"got shape {weights.shape}. Each weight multiplies the loss of one example, or of one "
             "element of it. Let the first dimension be the example."
         )
-    return tf.cast(weights, tf.float32)
+    if None not in (rows, weights.shape[:1].num_elements()):
+        return tf.cast(weights, tf.float32)
+    count = count_examples(batch)
+    message = [WRONG_WEIGHTS, tf.shape(weights)[:1], "for", count, "examples."]
+    same = tf.reduce_all(tf.shape(weights)[:1] == count)
+    return nan_unless(same, tf.cast(weights, tf.float32), message)
 
 
 def first_tensor(batch: Batch) -> tf.Tensor:

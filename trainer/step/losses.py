@@ -1,5 +1,6 @@
 """Checks, names and weights the losses that `compute_loss` returned."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import shown
 from strategies.division import count_examples, known_examples
+from trainer.base.argument_checks import as_returned_tensor
 from trainer.base.keras_private import outputs_of_called
 from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
@@ -211,7 +213,7 @@ def by_objective(
 
 def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Returns the losses of a batch, or raises TypeError or ValueError; see `losses_and_aux`."""
-    losses = tf.convert_to_tensor(losses)
+    losses = as_returned_tensor("compute_loss", losses, "one loss per example, or (losses, aux)")
     if losses.dtype != tf.float32:
         raise TypeError(
             f"`compute_loss` must return float32 losses; got {losses.dtype.name}. In half "
@@ -226,13 +228,27 @@ def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     if losses.shape.rank == 0 or (rows is not None and found not in (None, rows)):
         remedy = REMEDY_OF_SCALAR if losses.shape.rank == 0 else REMEDY
         raise ValueError(f"{wanted} {losses.shape}. {remedy}")
-    if rows is not None:
+    if None not in (rows, found):
         return losses
     count = count_examples(batch)[None]
     same = tf.reduce_all(tf.shape(losses)[:1] == count)
     message = [wanted, tf.shape(losses), "for", count, "examples.", REMEDY]
+    return nan_unless(same, losses, message)
+
+
+def nan_unless(same: tf.Tensor, values: tf.Tensor, message: list[Any]) -> tf.Tensor:
+    """Returns values, or fails unless `same` holds.
+
+    Where XLA computes a shape while the graph runs, as after `tf.boolean_mask`, nothing can fail:
+    all values are NaN then, so that the step is skipped.
+
+    Args:
+        same: computed from shapes only: shape (), bool.
+        values: any shape, float32.
+        message: of the error: strings and tensors.
+    """
     with tf.control_dependencies(assert_shapes(same, message)):
-        return tf.identity(losses)
+        return tf.where(same, values, math.nan)
 
 
 def assert_shapes(same: tf.Tensor, message: list[Any]) -> list[tf.Operation]:

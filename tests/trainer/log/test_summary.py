@@ -59,7 +59,7 @@ def test_means_are_over_applied_steps():
 
 def test_means_are_over_examples():
     """The loss counts each step with the weight of its batch, and `model.losses` with its number of
-    examples. The gradient norm counts every step once, and so does a loss if no batch has weight.
+    examples. The gradient norm counts every step once. Where no batch has weight, there is no mean loss.
     """
     numbers = {"loss": [1.0, 3.0, 9.0], "regularization_loss": [2.0, 4.0, 9.0]}
     numbers |= {"gradient_norm": [1.0, 2.0, 9.0], "grads_finite": [True, True, False]}
@@ -72,7 +72,7 @@ def test_means_are_over_examples():
     assert interval.loss == (10 * 1.0 + 30 * 3.0) / 40
     assert interval.regularization_loss == pytest.approx((80 * 2.0 + 20 * 4.0) / 100)
     assert interval.gradient_norm == 1.5
-    assert weightless.loss == 2.0
+    assert math.isnan(weightless.loss)
 
 
 def test_an_interval_without_an_update_has_no_means():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import Trainer
-from trainer.losses.class_weights import class_factors
+from trainer.losses.class_weights import check_class_weight, class_factors
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
@@ -58,6 +58,29 @@ def test_weights_of_classes_are_keras_s(mirrored, kind, replicas):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
     expected = model.evaluate(X, y, batch_size=12, verbose=0)
     assert trainer.evaluate((X, y), global_batch=12)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_labels_are_one_tensor():
+    """Of a dict, it is not known which labels are classes."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        class_factors({"a": tf.zeros([2])}, WEIGHTS, keras.losses.get("mse"))
+    assert str(error.value) == (
+        "`class_weight` must be used with one tensor of labels; got a dict. It is not known which "
+        "labels are classes. Multiply the losses by the weights in compute_loss."
+    )
+
+
+def test_the_denominator_of_another_reduction_is_refused():
+    """`fit` divides by the sum of the weights of the batch's classes."""
+    loss_fn = keras.losses.BinaryCrossentropy(reduction="mean_with_sample_weight")
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        check_class_weight({0: 1.0, 1: 5.0}, loss_fn, "mean", overridden=False)
+    assert str(error.value) == (
+        "`class_weight` must be None if the reduction of loss_fn is 'mean_with_sample_weight'; got "
+        "{0: 1.0, 1: 5.0}. `fit` divides by the sum of the weights then, which the step must know "
+        "before the forward pass. Leave reduction= out, or yield the weight of each example's "
+        "class as the third element of the data."
+    )
 
 
 @pytest.mark.parametrize("shape", [[2, 5], [2, 3, 3]])

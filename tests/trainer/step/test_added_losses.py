@@ -75,6 +75,28 @@ def test_the_number_of_rows_may_be_unknown(jit_compile):
     assert float(added(tf.constant([3.0, 4.0, 5.0]), weights)) == 12.0 * 2 / 4
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("shape", [[None], [None, None], None], ids=str)
+def test_an_entry_may_hide_how_many_rows_it_has(shape, jit_compile):
+    """L8: some operations, such as `tf.math.segment_sum` and `tf.sparse.reduce_sum`, do not tell their
+    shape where that of the batch is known.
+    """
+
+    @tf.function(jit_compile=jit_compile)
+    def added(entry):
+        hidden = tf.raw_ops.PlaceholderWithDefault(input=entry, shape=tf.TensorShape(shape))
+        weights = tf.constant([2.0, 0.0])
+        share = strategies.Share(weights, weights, tf.constant(2))
+        return added_loss([hidden], share, GlobalBatchSize(tf.constant(8.0), tf.constant(4)))
+
+    columns = [[1.0], [3.0]] if shape == [None, None] else [1.0, 3.0]
+    assert float(added(tf.constant(columns))) == 1.0 * 2 / 8
+    rows = [[1.0], [3.0], [4.0]] if shape == [None, None] else [1.0, 3.0, 4.0]
+    assert float(added(tf.constant(rows))) == 8.0 * 2 / 4
+    if shape is None:
+        assert float(added(tf.constant(5.0))) == 5.0 * 2 / 4
+
+
 class Adding(keras.layers.Layer):
     """Adds a loss of its inputs."""
 

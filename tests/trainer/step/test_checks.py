@@ -70,9 +70,40 @@ class Centered(keras.optimizers.SGD):
         return super().apply_gradients((g - tf.reduce_mean(g), v) for g, v in grads_and_vars)
 
 
+class Silent(keras.optimizers.MultiOptimizer):
+    """Updates nothing, where the step does not look."""
+
+    def apply(self, grads, trainable_variables=None):
+        """Returns at once."""
+
+
+def silent():
+    """A `Silent` optimizer of one."""
+    return Silent(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
+
+
+def built():
+    """An optimizer that has been built without averages."""
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([])
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            {"optimizer": silent},
+            "`optimizer` must not override apply of MultiOptimizer; got Silent. The step calls "
+            "apply() of the optimizers in it, so the override would be left out. Override apply of "
+            "those.",
+        ),
+        (
+            {"optimizer": built, "ema_momentum": 0.9},
+            "`ema_momentum` must be None if the optimizer has been built; got 0.9. A built "
+            "optimizer has no averages of the weights, and cannot get them. Pass a new optimizer, "
+            "or a function that makes one.",
+        ),
         (
             {"model": None},
             "`model` must be given unless build_model() is overridden; got None. The trainer has "
@@ -487,6 +518,22 @@ def test_weights_of_another_number_are_refused_where_the_number_is_known():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_weights(np.ones([3]), batch)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_weights_that_hide_their_number_are_counted(jit_compile):
+    """In every batch, not only in the first; under XLA they are NaN, and the step is skipped."""
+
+    @tf.function(jit_compile=jit_compile)
+    def checked(mask):
+        return check_weights(tf.boolean_mask(tf.ones([2]), mask), {"x": tf.ones([2, 5])})
+
+    assert checked(tf.constant([True, True])).numpy().tolist() == [1.0, 1.0]
+    if jit_compile:
+        assert np.isnan(checked(tf.constant([False, True]))).all()
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="one weight per example"):
+            checked(tf.constant([False, True]))
 
 
 DATASET = tf.data.Dataset.from_tensor_slices((X, X))

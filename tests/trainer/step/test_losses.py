@@ -155,6 +155,41 @@ def test_losses_of_unknown_size_are_checked_when_it_is_known():
         checked(tf.ones([1]), tf.ones([2]))
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_losses_that_hide_their_number_are_counted(jit_compile):
+    """`tf.boolean_mask` does not tell how many losses it leaves, also in a batch of a known size. XLA
+    cannot fail then: the losses are NaN, and the step is skipped.
+    """
+
+    @tf.function(jit_compile=jit_compile)
+    def checked(mask):
+        return check_losses(tf.boolean_mask(tf.ones([2]), mask), tf.ones([2]))
+
+    assert checked(tf.constant([True, True])).numpy().tolist() == [1.0, 1.0]
+    if jit_compile:
+        assert np.isnan(checked(tf.constant([True, False]))).all()
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="one loss per example"):
+            checked(tf.constant([True, False]))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [None, (tf.ones([2]), {}, {}), [tf.ones([2]), tf.ones([2])], tf.ragged.constant([[1.0], []])],
+    ids=lambda value: type(value).__name__,
+)
+def test_losses_are_one_tensor(losses):
+    """A method without `return`, and three results instead of two, are named."""
+    with pytest.raises(TypeError, match="compute_loss") as error:
+        check_losses(losses, BATCH)
+
+    assert str(error.value) == (
+        "`compute_loss` must return one loss per example, or (losses, aux); got "
+        f"{type(losses).__name__}. TensorFlow cannot convert it to a tensor. Check what the method "
+        "returns, and that it returns something."
+    )
+
+
 def test_losses_of_elements_need_weights_of_elements():
     """L8: losses of shape (examples, tokens) meet weights of that shape, and no others."""
     whole = strategies.whole(tf.zeros([3]), tf.constant([[1.0, 0.0], [2.0, 1.0], [0.0, 0.0]]))
