@@ -116,6 +116,7 @@ class IndexedSource(Source):
         """Yields the batches of one pass."""
         self.begin_pass(0)
         yield from self.batches_from(0)
+        self.end_pass()
 
 
 class ListSource(IndexedSource):

@@ -81,7 +81,6 @@ class Evaluator:
         self._plan, self._strategy = plan, plan.strategy
         self._state = state
         self._stop = stop
-        self._calls = 0  # evaluations and predictions that users have asked for so far
         # The source of keys for `make_keys`: the call's own number, and the batch's index.
         self._source = tf.Variable([0, 0], trainable=False, dtype=tf.int64, name="draws")
         self._is_keras = isinstance(task.model, keras.Model)
@@ -174,8 +173,8 @@ class Evaluator:
                 calls before it. An evaluation during training depends on the step alone: a resumed
                 run draws the same.
         """
-        self._calls += asked_for
-        call = self._calls if asked_for else 0
+        self._state.calls += asked_for
+        call = self._state.calls if asked_for else 0
         number = tf.random.stateless_uniform(
             [],
             # Training's places are below 2^62.

@@ -38,6 +38,8 @@ def half_squared_norm_in_rows(gradient: Gradient) -> tf.Tensor:
 
 
 def count_nonfinite(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the numbers of inf and NaN elements: shape (2,), int32."""
+    """Returns the numbers of inf and NaN elements; integers are neither: shape (2,), int32."""
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return tf.zeros([2], tf.int32)
     flags = (tf.math.is_inf(tensor), tf.math.is_nan(tensor))
     return tf.stack([tf.math.count_nonzero(flag, dtype=tf.int32) for flag in flags])

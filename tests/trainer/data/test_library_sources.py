@@ -52,6 +52,42 @@ SOURCES = {
 }
 
 
+class Hooked(keras.utils.PyDataset):
+    """Two batches; counts the calls of its hooks."""
+
+    def __init__(self):
+        """No calls yet."""
+        super().__init__()
+        self.calls = []
+
+    def __len__(self):
+        """The number of batches."""
+        return 2
+
+    def __getitem__(self, index):
+        """Ones."""
+        return np.ones([2, 1], np.float32)
+
+    def on_epoch_begin(self):
+        """Called before a pass."""
+        self.calls.append("begin")
+
+    def on_epoch_end(self):
+        """Called after a pass."""
+        self.calls.append("end")
+
+
+def test_the_hooks_of_a_py_dataset_frame_each_evaluation():
+    """As in Keras, a pass begins and ends with a call; the first two batches are read in advance."""
+    data = Hooked()
+    found = batches(data, "data", tf.distribute.get_strategy())
+    data.calls.clear()
+    for _ in range(2):
+        assert len(list(found.dataset)) == 2
+
+    assert data.calls == ["begin", "end"] * 2
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_position_is_found_again(kind, tmp_path):

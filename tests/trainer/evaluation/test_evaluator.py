@@ -399,6 +399,9 @@ def test_dropout_in_prediction_draws_anew(mirrored, replicas):
     assert len(np.unique(draws)) == 4 * replicas
     for draw in draws:
         np.testing.assert_array_equal(second.predict(x, global_batch=replicas), draw)
+    first.model.layers[-1].trainable = False  # the parts are made again
+    third = first.predict(x, global_batch=replicas)
+    assert len(np.unique([*draws, third])) == 6 * replicas
 
 
 def frozen():

@@ -76,3 +76,4 @@ def test_count_nonfinite():
 
     assert count_nonfinite(values).numpy().tolist() == [3, 1]
     assert count_nonfinite(tf.zeros([0])).numpy().tolist() == [0, 0]
+    assert count_nonfinite(tf.constant([1, 2])).numpy().tolist() == [0, 0]  # a trainable count
