@@ -378,12 +378,13 @@ class Trainer(Task):
         """Checks and stores the arguments. The model is built when it is first used."""
         arguments, before = dict(locals()), {*vars(self)}
         check_no_unknown_arguments(unknown, Trainer.__init__, ARGUMENTS)
+        # First: a strategy may configure the devices, which a metric's variables would initialize.
+        self._take_run(take_fields(RunConfig, arguments))
         super().__init__(
             model, optimizer, loss_fn, metrics, loss_reduction, loss_weights, class_weight
         )
         self.skip_policy: SkipPolicy = take_fields(SkipPolicy, arguments)
         self.checkpoint_config: CheckpointConfig = take_fields(CheckpointConfig, arguments)
-        self._take_run(take_fields(RunConfig, arguments))
         self._take_precision(take_fields(PrecisionConfig, arguments))
         self._take_update(take_fields(UpdateConfig, arguments))
         self._take_records(take_fields(OverflowRecordConfig, arguments))

@@ -1,5 +1,8 @@
 """The trainer itself: its arguments, and what it can say before it has seen any data."""
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -208,3 +211,27 @@ def test_the_folder_of_a_run_does_not_follow_the_working_directory(tmp_path, mon
         "ckpt-2",
     ]
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+CONFIGURES_DEVICES = """
+import strategies
+from trainer import Trainer
+
+def two(devices):
+    strategies.split_cpu(2)
+    return strategies.create("mirrored")
+
+strategies.register("two", two)
+trainer = Trainer(loss_fn="mse", metrics=["mae"], strategy="two")
+print(trainer.strategy.num_replicas_in_sync, "replicas")
+"""
+
+
+@pytest.mark.thorough
+def test_a_strategy_may_configure_the_devices_before_a_metric_is_made():
+    """A metric by name has variables, which would initialize the devices: with several workers, the
+    collectives could not be configured any more.
+    """
+    run = [sys.executable, "-c", CONFIGURES_DEVICES]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "2 replicas\n", done.stderr

@@ -143,6 +143,23 @@ def plain_attributes(owner: object, names: Sequence[str] | None = None) -> dict[
     return {name: describe(value) for name, value in found.items() if name not in EVERY_LAYER}
 
 
+def text_of_rule(rule: Any) -> str:
+    """Returns a loss-scale rule as text that another process returns for the same rule, too.
+
+    Example:
+        >>> class Halving:
+        ...     def __init__(self, start):
+        ...         self.start = start
+        >>> text_of_rule(Halving(2.0))
+        'Halving(start=2.0)'
+    """
+    text = repr(rule)
+    if hex(id(rule)) not in text:  # as in the one of `object`
+        return text
+    numbers = [f"{name}={value!r}" for name, value in sorted(plain_attributes(rule).items())]
+    return f"{type(rule).__name__}({', '.join(numbers)})"
+
+
 def is_function(value: Any) -> bool:
     """Returns whether a value is a function or a method, also one that `tf.function` has made."""
     kinds = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)

@@ -18,6 +18,7 @@ from trainer.base.atomic_files import (
     remove_folder,
     unfinished,
 )
+from trainer.base.describe import text_of_rule
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.checkpoint.folder import Facts
@@ -156,7 +157,7 @@ class Checkpoints:
             path,
             copies=facts["num_replicas"] == self._strategy.num_replicas_in_sync
             and self._has_copies(facts, path),
-            scale=facts["loss_scale"] == repr(self._rule),
+            scale=facts["loss_scale"] == text_of_rule(self._rule),
         )
         self.latest, self.facts, self.files = path, facts, facts.get("files")
 

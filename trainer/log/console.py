@@ -19,6 +19,7 @@ from trainer.log.digits import format_number
 from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
+CENTURY = 100 * 365 * 86_400  # seconds; of longer waits nothing is shown
 WIDTH = 100  # columns of a table when the output is not a terminal
 
 
@@ -171,9 +172,8 @@ def format_log_line(interval: Interval, target: int, totals: Totals) -> str:
         return f"step {interval.step}  {format_values(interval, totals)}"
     width, steps_left = len(str(target)), target - interval.step
     speed = interval.steps_per_second
-    time_left = (
-        dt.timedelta(seconds=round(steps_left / speed)) if steps_left and speed > 0 else None
-    )
+    seconds = steps_left / speed if speed > 0 else math.inf
+    time_left = dt.timedelta(seconds=round(seconds)) if 0 < seconds < CENTURY else None
     return (
         f"step {interval.step:>{width}}/{target} {interval.step / target:4.0%}  "
         + format_values(interval, totals)

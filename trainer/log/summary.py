@@ -166,7 +166,7 @@ def power_of_two(scale: float) -> str:
         ('2^10', '265.42')
     """
     fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else repr(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else repr(float(scale))
 
 
 @dataclasses.dataclass(frozen=True)

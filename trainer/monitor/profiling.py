@@ -32,10 +32,13 @@ class Profile:
 
     def after(self, step: int) -> bool:
         """Stops the profiler after the last step to profile; returns whether it was stopped."""
-        ended = self._running and step >= self._last
+        return step >= self._last and self.end()
+
+    def end(self) -> bool:
+        """Stops the profiler if it runs, and returns whether it did."""
+        ended, self._running = self._running, False
         if ended:
             tf.profiler.experimental.stop()
-            self._running = False
         return ended
 
 

@@ -191,7 +191,8 @@ def write_state(
             "be replayed in the model that took it. Use the trainer of that run."
         )
     for name, copy in copies.items():
-        copy.assign(state[name])
+        value = state[name]  # NumPy's files do not know bfloat16 and float8, and keep the bytes
+        copy.assign(value.view(copy.dtype.as_numpy_dtype) if value.dtype.kind == "V" else value)
 
 
 def copies_by_name(

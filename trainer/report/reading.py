@@ -23,12 +23,14 @@ import numpy as np
 from scaling.base.argument_checks import is_name_in
 from scaling.float8.formats import FORMATS
 from scaling.telemetry.record import LAST_STEP, SPLIT, Record, parse_record, read_lines
+from trainer.log.writers import stays
 
 MAX_DEPTH = 20  # of nested objects and lists in a line
 MAX_NAME = 200  # characters of a name
 MAX_TEXT = 10_000  # characters of any other text
 LARGEST = 1e200  # a larger value would overflow on its way through the pictures
 LONGEST_RUN = 1e12  # seconds
+EVENTS = "run", "recovery", "end", "failure"  # kinds of lines that a rollback does not undo
 # Characters that change how the text around them is shown, and halves of characters.
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
@@ -218,7 +220,8 @@ class Lines:
     def __init__(self, path: pathlib.Path) -> None:
         """Reads the file."""
         self.by_split: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-        self.gradients: list[tuple[int, str]] = []  # line numbers and texts, for `parse_record`
+        # Steps, line numbers and texts, for `parse_record`.
+        self.gradients: list[tuple[int, int, str]] = []
         self.last_step = 0
         self.unreadable = 0  # number of lines that could not be read
         for number, text in read_lines(path):
@@ -234,18 +237,38 @@ class Lines:
             return
         self.by_split[split].append(line)
         if split == SPLIT:
-            self.gradients.append((number, text))
+            self.gradients.append((step, number, text))
         if split in {"run", "end", "failure"}:  # a call to `train` that came after an earlier end
             for earlier in {"end", "failure"} - {split}:
                 self.by_split[earlier].clear()
-        if split != "recovery":  # the run rolled back from that step
+        if split == "recovery":
+            self._go_back(line)
+        else:
             self.last_step = max(self.last_step, step)
+
+    def _go_back(self, line: dict[str, Any]) -> None:
+        """Forgets the lines about steps that a rollback has undone; see `History.read`."""
+        try:
+            restored = check_count(line["restored"])
+            begun = check_count(line.get("interval_begun", restored + 1))
+        except (ValueError, KeyError, TypeError):
+            return  # `read` counts the line
+        for split, lines in self.by_split.items():
+            if split not in EVENTS:
+                lines[:] = [
+                    each for each in lines if stays({**each, "split": split}, restored, begun)
+                ]
+        self.gradients = [
+            each for each in self.gradients if each[0] <= restored and each[0] < begun
+        ]
+        self.last_step = restored
 
     def read_record(self, path: pathlib.Path) -> Record | None:
         """Returns the recorded gradients, without damaged lines; None if there are none."""
         damaged: list[ValueError] = []
         try:
-            return parse_record(self.gradients, path, on_damage=damaged.append)
+            lines = [(number, text) for _, number, text in self.gradients]
+            return parse_record(lines, path, on_damage=damaged.append)
         except ValueError:  # no line is left
             return None
         finally:

@@ -13,6 +13,7 @@ import strategies
 from scaling.base.argument_checks import shown
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
+from trainer.base.describe import text_of_rule
 from trainer.base.keras_private import is_metric_built, recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import versions, warn_about_model
@@ -489,7 +490,7 @@ def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
         "reduce_dtype": trainer.reduce_dtype,
         "reduce_bucket_bytes": trainer.reduce_bucket_bytes,
         "loss_scale": trainer.loss_scale_argument,
-        "rule": repr(trainer.rule),
+        "rule": text_of_rule(trainer.rule),
         "num_replicas": trainer.strategy.num_replicas_in_sync,
         "strategy": trainer.strategy_name,
     }

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_count
+from trainer.base.describe import text_of_rule
 from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
@@ -230,7 +231,10 @@ def save_and_restore(
     """
     strategy = trainer.strategy
     checkpoints = make_checkpoints(trainer, parts.state, parts.metrics.train, folder)
-    facts = {"num_replicas": strategy.num_replicas_in_sync, "loss_scale": repr(trainer.rule)}
+    facts = {
+        "num_replicas": strategy.num_replicas_in_sync,
+        "loss_scale": text_of_rule(trainer.rule),
+    }
     checkpoints.save(0, facts, None)
     checkpoints.wait()
     # Each step sets the states of seed generators, so they are not saved.

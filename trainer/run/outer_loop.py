@@ -11,7 +11,7 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -248,7 +248,7 @@ class OuterLoop:
         known = self._known_progress if on_servers else self._progress
         explained = worker_loss_explained(strategy, known)
         watched = silent_members_end_the_run(strategy, self._known_progress)
-        with self._tracked(), progress, watched, explained:
+        with self._tracked(), progress, watched, explained, self._profiled():
             if not self._parts.checkpoints.deferred:
                 self._catch_up()
             while self._step < self._request.target and not self._stop_asked():
@@ -272,6 +272,20 @@ class OuterLoop:
         if self._recovery and self._parts.checkpoints.holds_other_variables():
             # So that there is a checkpoint to roll back to, which fits the optimizers.
             self._saver.save(self._step, again=True)
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Ends a profile whose last step has not been taken when the loop ends, or fails."""
+        try:
+            yield
+        finally:
+            if self._profile and self._profile.end():
+                self._say_profiled()
+
+    def _say_profiled(self) -> None:
+        """Prints where the profile is."""
+        folder = f"{self._trainer.model_dir}/plugins/profile"
+        self._log.say(f"profiled, for TensorBoard: {folder}")
 
     def _begin_inner_loop(self) -> None:
         """Calls `on_loop_begin`, and checks that the step is still the one that was traced."""
@@ -338,8 +352,7 @@ class OuterLoop:
             raise
         self._account_for(report)
         if self._profile and self._profile.after(self._step):
-            folder = f"{self._trainer.model_dir}/plugins/profile"
-            self._log.say(f"profiled, for TensorBoard: {folder}")
+            self._say_profiled()
         if self._parts.recorder:
             # If there is a step to record, the loop ended right after it, so `batch` is its batch.
             keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)

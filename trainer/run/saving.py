@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import strategies
+from trainer.base.describe import text_of_rule
 from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
 from trainer.checkpoint.compatibility import check_same, versions
 from trainer.checkpoint.folder import Facts
@@ -234,7 +235,7 @@ class RunSaver:
         return {
             "versions": versions(),
             "precision": trainer.precision.name,
-            "loss_scale": repr(trainer.rule),
+            "loss_scale": text_of_rule(trainer.rule),
             "seed": trainer.seed,
             "num_replicas": trainer.strategy.num_replicas_in_sync,
             "num_microbatches": trainer.num_microbatches,

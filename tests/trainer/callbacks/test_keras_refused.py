@@ -3,7 +3,12 @@
 import keras
 import pytest
 
-from trainer.callbacks.keras_refused import REFUSED, check_model_and_optimizer, overrides
+from trainer.callbacks.keras_refused import (
+    REFUSED,
+    check_keras_callbacks,
+    check_model_and_optimizer,
+    overrides,
+)
 
 
 def test_hooks_of_instances_count():
@@ -13,6 +18,18 @@ def test_hooks_of_instances_count():
     assert overrides(own, "on_epoch_end")
     assert not overrides(own, "on_epoch_begin")
     assert keras.callbacks.CallbackList in REFUSED
+
+
+def test_a_function_for_the_batches_of_an_evaluation_is_refused():
+    """It would never be called. Keras's own methods for them are left out without a word."""
+    check_keras_callbacks([keras.callbacks.ProgbarLogger()])
+    with pytest.raises(ValueError, match="on_test_batch_end") as error:
+        check_keras_callbacks([keras.callbacks.LambdaCallback(on_test_batch_end=print)])
+    assert str(error.value) == (
+        "`callbacks` must not hold a callback with on_test_batch_end; got LambdaCallback. An "
+        "evaluation is one graph call, so the method would never be called. Use on_test_begin and "
+        "on_test_end instead."
+    )
 
 
 def test_several_optimizers_have_no_rate_to_set():

@@ -131,6 +131,14 @@ def test_without_a_speed_there_is_no_time_left(speed):
     assert "left" not in line
 
 
+@pytest.mark.parametrize("target", [10**18, 2**63 - 1])
+def test_a_target_that_is_never_reached_has_no_time_left(target):
+    """A run without an end may be given as one of very many steps."""
+    line = format_log_line(interval(), target, Totals(20, {}))
+    assert "left" not in line
+    assert line.startswith("step ")
+
+
 def test_unknown_values_are_left_out():
     """Means over no update are dashes, and a speed that was not measured is left out."""
     text = format_values(interval(loss=NAN, examples_per_second=NAN), Totals(0, {"backward": 3}))

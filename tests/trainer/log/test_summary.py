@@ -123,6 +123,11 @@ def test_every_power_of_two_is_shown_exactly(exponent):
     assert power_of_two(2.0**exponent) == f"2^{exponent}"
 
 
+def test_a_scale_between_powers_is_a_plain_number():
+    """Reports hold numbers of NumPy."""
+    assert power_of_two(np.float32(1000.0)) == "1000.0"
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (10**6, "1.0 MB"), (25 * 10**8, "2.5 GB")],

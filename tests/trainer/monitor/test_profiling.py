@@ -39,6 +39,24 @@ def test_the_requested_steps_are_profiled(tmp_path, monkeypatch):
     assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
 
 
+@pytest.mark.thorough
+def test_a_profile_ends_with_its_run(tmp_path, capsys):
+    """If the last step to profile is not reached, the profile is that of the steps before; the next one
+    can begin.
+    """
+    for name in ("first", "second"):
+        trainer = Trainer(
+            model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+            optimizer="sgd",
+            loss_fn="mse",
+            model_dir=tmp_path / name,
+            profile_steps=(3, 100),
+        )
+        trainer.train((X, X), steps=5, global_batch=8)
+        assert list((tmp_path / name).glob("plugins/profile/*/*.xplane.pb"))
+    assert capsys.readouterr().out.count("profiled, for TensorBoard") == 2
+
+
 def test_the_profiler_runs_for_exactly_its_steps(monkeypatch, tmp_path):
     """It starts before the first step and stops after the last one, once each."""
     calls = []

@@ -48,6 +48,17 @@ def test_a_record_holds_the_batch_the_state_and_the_report(tmp_path):
     assert [array.tolist() for array in state.values()] == [[[0.0]]]
 
 
+def test_a_state_in_bfloat16_is_written_back(tmp_path):
+    """NumPy's files do not know this dtype."""
+    variable, strategy = tf.Variable([1.5, -2.0], dtype=tf.bfloat16), tf.distribute.get_strategy()
+    np.savez(tmp_path / "state.npz", **read_state([variable], strategy))
+    variable.assign([0.0, 0.0])
+    with np.load(tmp_path / "state.npz") as state:
+        write_state([variable], dict(state), strategy)
+
+    assert tf.cast(variable, tf.float32).numpy().tolist() == [1.5, -2.0]
+
+
 @pytest.mark.thorough
 def test_only_the_first_of_consecutive_skips_is_recorded(tmp_path):
     """A record that would be larger than `max_overflow_bytes` is not written."""

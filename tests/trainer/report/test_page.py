@@ -240,7 +240,7 @@ def test_long_tables_end_with_what_they_leave_out(tmp_path):
     start = {"split": "run", "step": 0, "time": "9999-12-31T23:59:59-23:59"}
     start |= {"settings": {f"s{n}": n for n in range(2003)}}
     start |= {"model": [row | {"name": f"v{n}"} for n in range(2004)]}
-    recovery = {"split": "recovery", "what": "x", "restored": 1, "batches_left_out": 1}
+    recovery = {"split": "recovery", "what": "x", "restored": 10, "batches_left_out": 1}
     recoveries = [recovery | {"step": n} for n in range(25)]
     train = TRAIN | {f"m{n}": 1.0 for n in range(55)}
     page = page_of(write_lines(tmp_path, train, start, *recoveries))

@@ -51,7 +51,7 @@ def test_the_later_of_two_lines_about_a_step_counts(tmp_path):
     later = TRAIN | {"loss": 0.25}
     end = {"split": "end", "step": 10, "seconds": 1.0, "stopped": True}
     start = {"split": "run", "step": 0, "time": "2026", "settings": {}, "model": []}
-    recovery = {"split": "recovery", "step": 99, "what": "x", "restored": 5, "batches_left_out": 0}
+    recovery = {"split": "recovery", "step": 99, "what": "x", "restored": 10, "batches_left_out": 0}
     lines = [TRAIN, SKIP, end, SKIP | {"cause": "forward"}, later, recovery]
 
     run = read_run(write_lines(tmp_path, *lines))
@@ -60,6 +60,30 @@ def test_the_later_of_two_lines_about_a_step_counts(tmp_path):
     assert run.end.stopped
     assert run.last_step == 10
     assert read_run(write_lines(tmp_path, *lines, start)).end is None
+
+
+def test_a_rollback_takes_lines_back(tmp_path):
+    """What is written about steps behind the checkpoint does not count, also if the run never comes
+    there again. Sums over an interval with such a step do not count either.
+    """
+    scales = [{"split": "scale", "step": step, "loss_scale": 2.0**step} for step in (1, 5, 8)]
+    validations = [{"split": "validation", "step": step, "loss": 1.0} for step in (4, 8)]
+    trained = [TRAIN | {"step": step} for step in (3, 6, 9)]
+    gradients = [GRADIENTS | {"step": step} for step in (3, 6, 9)]
+    skips = [SKIP | {"step": step} for step in (5, 7)]
+    back = {"split": "recovery", "step": 9, "what": "x", "restored": 6, "batches_left_out": 0}
+    lines = [*scales, *validations, *trained, *gradients, *skips]
+    run = read_run(write_lines(tmp_path, *lines, back))
+
+    assert run.last_step == 6
+    assert list(run.scale.step) == [1, 5]
+    assert list(run.validation["loss"].step) == [4]
+    assert list(run.train["loss"].step) == [3, 6]
+    assert run.record.step[-1] == 6
+    assert [skip.step for skip in run.skips] == [5]
+    assert [each.restored for each in run.recoveries] == [6]
+    within = back | {"restored": 5, "interval_begun": 4}
+    assert list(read_run(write_lines(tmp_path, *lines, within)).train["loss"].step) == [3]
 
 
 def test_an_error_is_an_end_until_a_later_start_or_end(tmp_path):

@@ -4,8 +4,10 @@ import json
 import time
 
 import pytest
+import tensorflow as tf
 from helpers import Linear, slopes
 
+import scaling
 from trainer import Action
 from trainer.checkpoint import folder
 from trainer.log.run_log import RunLog
@@ -100,6 +102,34 @@ def test_a_checkpoint_repeats_the_facts_of_its_run(tmp_path):
     assert saved.items() >= facts.items()
     assert (facts["seed"], facts["global_batch"], facts["precision"]) == (3, 1, "float32")
     assert (saved["batches_taken"], saved["scale"], saved["divergence"]) == (5, 1.0, None)
+
+
+class OnlyDown:
+    """A rule of one's own, without a `__repr__`: the scale never rises."""
+
+    needs_magnitude = False
+
+    def __init__(self, start):
+        """Stores the first scale."""
+        self.start = start
+
+    def initial_state(self):
+        """The first scale."""
+        return scaling.FixedLossScaleState(tf.constant(self.start))
+
+    def advance(self, state, verdict):
+        """Halves the scale after an overflow."""
+        factor = tf.where(scaling.as_verdict(verdict).overflowed, 0.5, 1.0)
+        return state._replace(loss_scale=state.loss_scale * factor)
+
+
+def test_a_run_with_a_rule_of_one_s_own_is_resumed(tmp_path):
+    """L12: another object of the class with the same attributes is the same rule."""
+    trained(tmp_path, loss_scale=OnlyDown(8.0))
+    trainer, _ = trained(tmp_path, steps=4, loss_scale=OnlyDown(8.0))
+    assert trainer.totals.attempted == 4
+    with pytest.raises(ValueError, match=r"`loss_scale` .*OnlyDown\(start=4\.0\)"):
+        trained(tmp_path, steps=5, loss_scale=OnlyDown(4.0))
 
 
 def test_a_halted_run_may_go_on(tmp_path):
