@@ -47,7 +47,7 @@ def find_cluster() -> Resolver | None:
     found = None
     if os.environ.get("TF_CONFIG"):
         found = from_tf_config(os.environ["TF_CONFIG"])
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS") or "1") > 1:
         found = from_slurm()
     elif os.environ.get(KUBERNETES_SELECTOR):
         found = from_kubernetes(os.environ[KUBERNETES_SELECTOR])
@@ -123,6 +123,8 @@ def find_problem(text: str) -> str | None:
     try:
         cluster, task = config["cluster"], config["task"]
         addresses = [address for job in cluster.values() for address in job]
+        if not re.fullmatch(r"\d+", str(task["index"])):
+            return f"the index is {task['index']!r}, and not a number from 0"
         own_address = cluster[task["type"]][int(task["index"])]
     except KeyError as error:
         return f"{error} is missing"
@@ -140,6 +142,8 @@ def find_bad_address(addresses: Sequence[Any]) -> str | None:
     for address in addresses:
         if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
             return f"{address!r} is not HOST:PORT"
+        if not 0 < int(address.rpartition(":")[2]) < 2**16:
+            return f"{address!r} has a port that is not from 1 to 65535"
         if addresses.count(address) > 1:
             return f"{address} is listed twice"
     return None

@@ -108,6 +108,8 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         )
     if parts == 1:
         return share
+    is_tensor = isinstance(index, tf.Tensor | tf.Variable)
+    index = tf.cast(index, tf.int32) if is_tensor else int(index)  # counts of examples are int32
     known = tf.get_static_value(share.examples)
     if known and known % parts == 0:
         return _equal_part(share, index, int(known) // parts)

@@ -4,6 +4,7 @@ To add a strategy, write a function here and list it in `registry.py`.
 """
 
 import os
+import re
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -49,7 +50,8 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     three ones.
     """
     chosen = _names_of(devices) if devices is not None else _all_devices()
-    if not chosen or len(set(chosen)) != len(chosen):
+    same = {re.sub("^/?(device:)?", "", device, flags=re.IGNORECASE).upper() for device in chosen}
+    if not chosen or len(same) != len(chosen):
         raise ValueError(
             f"`devices` must name at least one device, and each only once; got {shown(devices)}. "
             'Each replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for '

@@ -54,7 +54,16 @@ def test_tf_config_comes_first(monkeypatch):
             "(char 1)",
         ),
         ("[]", "not in the form of the example"),
-        (config({"worker": ["a:1"]}, index="first"), "not in the form of the example"),
+        (
+            config({"worker": ["a:1"]}, index="first"),
+            "the index is 'first', and not a number from 0",
+        ),
+        (config({"worker": ["a:1"]}, index=-1), "the index is -1, and not a number from 0"),
+        (config({"worker": ["a:1"]}, index=0.7), "the index is 0.7, and not a number from 0"),
+        (
+            config({"worker": ["a:1", "b:99999"]}),
+            "'b:99999' has a port that is not from 1 to 65535",
+        ),
         ('{"task": {"type": "worker", "index": 0}}', "'cluster' is missing"),
         ('{"cluster": {"worker": ["a:1"]}}', "'task' is missing"),
         (config({"worker": ["a:1"]}, "chief"), "'chief' is missing"),

@@ -89,3 +89,13 @@ def test_ragged_and_sparse_tensors_are_cut_as_dense_ones(examples):
             assert none is None
             np.testing.assert_array_equal(ragged_part, wanted)
             np.testing.assert_array_equal(sparse_part, wanted)
+
+
+@pytest.mark.parametrize("make", [np.int64, lambda index: tf.constant(index, tf.int64)])
+def test_an_index_of_64_bits_is_an_index(make):
+    """Counts of examples are int32; an index may be of NumPy, or a tensor."""
+    share = strategies.whole(tf.range(7), tf.ones([7]))
+    traced = tf.function(lambda: strategies.take(share, make(1), 3).batch)
+
+    assert strategies.take(share, make(1), 3).batch.numpy().tolist() == [3, 4]
+    assert traced().numpy().tolist() == [3, 4]

@@ -58,6 +58,7 @@ ONCE_EACH = (
             'operations are placed on that device. Name one device, or use "mirrored" for several.',
         ),
         ("mirrored", ["CPU:0", "CPU:0"], ONCE_EACH.format("['CPU:0', 'CPU:0']")),
+        ("mirrored", ["CPU:0", "/device:cpu:0"], ONCE_EACH.format("['CPU:0', '/device:cpu:0']")),
         ("mirrored", [], ONCE_EACH.format("[]")),
         (
             "mirrored",

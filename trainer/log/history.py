@@ -118,8 +118,14 @@ class History:
         self._rows: dict[str, list[Row]] = {split: [] for split in PREFIXES}
 
     def add(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        """Adds a log line ("train") or an evaluation ("validation"), as plain numbers."""
-        self._rows[split].append(Row(step, dict(values)))
+        """Adds a log line ("train") or an evaluation ("validation"), as plain numbers.
+
+        inf is NaN, as in `metrics.jsonl`, from which a resumed run reads its history.
+        """
+        finite = {
+            name: value if math.isfinite(value) else math.nan for name, value in values.items()
+        }
+        self._rows[split].append(Row(step, finite))
 
     def rewind(self, step: int, begun: int | None = None) -> None:
         """Forgets the numbers of later steps. Snapshots keep them.

@@ -36,6 +36,17 @@ def history_of(tmp_path, step=9):
     return history
 
 
+def test_inf_is_nan_as_in_the_file():
+    """L12: the history, and the best result, are those of a run that was resumed from the file."""
+    history = History()
+    history.add("validation", 1, {"loss": math.inf})
+    history.add("validation", 2, {"loss": 3.0})
+    snapshot = history.snapshot()
+
+    assert np.isnan(snapshot.arrays()["val_loss"]).tolist() == [True, False]
+    assert snapshot.best("loss", -1).step == 2
+
+
 def test_a_history_is_a_dict_of_arrays(tmp_path):
     """Each name has an array as long as its steps; what a line lacks is NaN; a step that was
     repeated after a rollback counts once.
