@@ -26,6 +26,7 @@ def report(steps, losses):
         "step": tf.constant(steps, tf.int64),
         "loss": tf.constant(losses),
         "loss_scale": tf.ones([count]),
+        "weight": tf.ones([count]),
         "grads_finite": tf.fill([count], value=True),
         "consecutive_skips": tf.zeros([count], tf.int64),
         "magnitude_counts": tf.zeros([count, 0]),
