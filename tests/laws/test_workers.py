@@ -194,7 +194,7 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
 
 def documented():
     """The commands in docs/devices.md that start jobs of workers."""
-    text = (jobs.TESTS.parent / "docs" / "scale.md").read_text()
+    text = (jobs.TESTS.parent / "docs" / "devices.md").read_text()
     found = re.findall(r"^python (-m strategies\.launch .*)$", text, re.MULTILINE)
     return [command for command in found if "--ps" not in command]  # see test_parameter_server.py
 
