@@ -4,10 +4,12 @@ Each batch comes with its place: JSON types from which another process can read 
 `IndexedSource` finds a batch by its number, `IterableSource` by reading from the beginning.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import tensorflow as tf
 
 Place: TypeAlias = dict[str, Any]  # where a source goes on; holds what `state_json` can write
 Placed: TypeAlias = tuple[Any, Place]  # a batch, and the place behind it
@@ -131,6 +133,11 @@ class ListSource(IndexedSource):
         return self._data[index]
 
 
+def own_copy(leaf: Any) -> Any:
+    """Returns a copy of an array, which an iterator may fill again for its next batch."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
 class IterableSource(Source):
     """Data that can be read from its beginning again, as often as needed.
 
@@ -169,8 +176,7 @@ class IterableSource(Source):
                 batch = next(iterator)
             except StopIteration:
                 break
-            # The iterator may fill the same arrays again for its next batch.
-            found.append((copy.deepcopy(batch), self.state(iterator)))
+            found.append((tf.nest.map_structure(own_copy, batch), self.state(iterator)))
         return [batch for batch, _ in found]
 
     def one_pass(

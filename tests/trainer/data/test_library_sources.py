@@ -52,6 +52,19 @@ SOURCES = {
 }
 
 
+@pytest.mark.extras
+def test_batches_need_not_be_copied():
+    """PyTorch refuses to copy a tensor that was computed from one with gradients."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+    def computed():
+        for number in range(3):
+            yield torch.ones([2, 1], requires_grad=True) * number
+
+    found = batches(computed, "data", tf.distribute.get_strategy())
+    assert [float(batch[0, 0]) for batch in found.dataset] == [0.0, 1.0, 2.0]
+
+
 class Hooked(keras.utils.PyDataset):
     """Two batches; counts the calls of its hooks."""
 
