@@ -785,11 +785,15 @@ class Trainer(Task):
         known = self._known_position(train_data, global_batch)
         data = known.data if known else self._batches(train_data, global_batch)
         check_length(steps, epochs, data)
+        self._check_train_data(data)
+        return known, data
+
+    def _check_train_data(self, data: Batches) -> None:
+        """Raises ValueError if batches cannot be divided, or if a hook waits for a pass's end."""
         if self.overrides("on_epoch_end"):
             check_epochs_end(data)
         replicas = self.strategy.num_replicas_in_sync
         strategies.check_divisible(data.global_batch, replicas, self.num_microbatches)
-        return known, data
 
     def _target(self, steps: int | None, epochs: int | None, position: DataPosition) -> int:
         """Returns the step to reach. Exactly one of `steps` and `epochs` is given."""
@@ -865,16 +869,20 @@ class Trainer(Task):
         position = position_in(data, self.checkpoint_config.data_resume)
         ended = self._position.epochs_ended if self._position else 0
         position.begin(self.totals.attempted if self._introduced else 0, ended)
+        self._check_savable(train_data, position)
+        if self.model_dir and are_arrays(train_data) and position.resume_mode != "restart":
+            position.content = of_arrays(as_arrays(train_data, "train_data"))
+        self._trained_on = train_data, global_batch, position
+        self._position = position
+        return position
+
+    def _check_savable(self, train_data: Any, position: DataPosition) -> None:
+        """Raises ValueError if the position in the data will be saved and cannot be."""
         # Check with several workers too: if each shuffled in a different order, they would
         # train on some examples twice.
         multi_worker = strategies.capabilities(self.strategy).multi_worker
         if (self.model_dir or multi_worker) and not are_arrays(train_data):
             position.check_savable()
-        elif self.model_dir and position.resume_mode != "restart":
-            position.content = of_arrays(as_arrays(train_data, "train_data"))
-        self._trained_on = train_data, global_batch, position
-        self._position = position
-        return position
 
     def stop(self) -> None:
         """Asks `train` to save the run and end after the step that is running.
@@ -1053,10 +1061,15 @@ class Trainer(Task):
         """
         check_one_process("dry_run", self.strategy)
         data = self._batches(train_data, global_batch)
+        self._check_train_data(data)
+        if data.reader is None:  # which would be read by a second iterator
+            self._check_savable(train_data, position_in(data, self.checkpoint_config.data_resume))
         found = self._read_eval_data(eval_data, data, 1)
         evaluate = functools.partial(self._evaluate, found, stoppable=False, argument="eval_data")
         self.data_argument = "train_data"
         self._start(data.first)
+        if found:
+            self.checkpoint_config.check_results(self._result_names(found))
         trace = tracing(iter(repeat_first_batch(data)))
         self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
         return dry_run(self, self._parts, data, evaluate if found else None)

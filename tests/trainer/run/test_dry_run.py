@@ -111,6 +111,42 @@ def test_problems_are_reported():
     ] * 3
 
 
+def shuffled():
+    """A pipeline with another order in every process, whose position cannot be saved."""
+    return tf.data.Dataset.from_tensor_slices(slopes(1.0, 2.0)).shuffle(2).batch(2)
+
+
+class WithEpochs(Linear):
+    """Waits for the end of an epoch."""
+
+    def on_epoch_end(self, epoch):
+        """Does nothing."""
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "message"),
+    [
+        (lambda _: Linear(num_microbatches=3), slopes(1.0, 2.0), "must be at least"),
+        (lambda _: WithEpochs(), shuffled().repeat(), "must have a known length"),
+        (lambda folder: Linear(model_dir=folder), shuffled(), "seed"),
+        (lambda _: Linear(best_metric="auc"), slopes(1.0, 2.0), "`best_metric` must be a result"),
+    ],
+)
+def test_what_train_refuses_at_once_a_dry_run_refuses(tmp_path, make, data, message):
+    """A dry run raises the error that `train` raises before its first step."""
+    arrays = not isinstance(data, tf.data.Dataset)
+    arguments = {"global_batch": 2 if arrays else None, "eval_data": slopes(1.0, 2.0)}
+    errors = []
+    for call in (
+        lambda: make(tmp_path).train(data, steps=1, **arguments),
+        lambda: make(tmp_path).dry_run(data, **arguments),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
 @pytest.mark.slow
 def test_replicas_that_differ_are_found(mirrored):
     """One different weight on one replica is reported."""
