@@ -318,7 +318,10 @@ class RunLog:
         self._loss_scale = scales[-1]["loss_scale"] if scales else math.nan
 
     def roll_back(self, step: int, unfinished: Mapping[str, np.ndarray] | None) -> int:
-        """Goes back to a step in the same process. The lines of later steps stay in the files.
+        """Goes back to a step in the same process.
+
+        The lines of later steps stay in `metrics.jsonl`, in which a line says that they were
+        undone; a table has no such lines, so their rows are removed.
 
         Args:
             step: the step to go back to.
@@ -329,6 +332,7 @@ class RunLog:
         """
         begun = self._take_up(step, unfinished)
         self.history.rewind(step, begun)
+        self.writers.rewind_tables(step, begun)
         return begun
 
     def _take_up(self, step: int, unfinished: Mapping[str, np.ndarray] | None) -> int:

@@ -139,10 +139,14 @@ class RunWriters:
         lines, kept = read_lines(path, step, begun)
         set_lines_aside(path, [line for line in lines if is_damaged(line)])
         write_if_changed(path, lines, kept)
-        for split in SPLITS:
-            last = begun - 1 if split == "train" else step
-            rewind_table(self._folder / f"{split}.csv", last)
+        self.rewind_tables(step, begun)
         return [json.loads(line) for line in kept]
+
+    def rewind_tables(self, step: int, begun: int) -> None:
+        """Removes the rows of steps after `step` from the CSV files; see `rewind`."""
+        if self._folder is not None:
+            rewind_table(self._folder / "train.csv", begun - 1)
+            rewind_table(self._folder / "validation.csv", step)
 
     def _event_writer(self, folder: pathlib.Path, split: str) -> tf.summary.SummaryWriter:
         if split not in self._events:
