@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from absl import logging
@@ -105,9 +105,7 @@ class Trackers:
             yield
             status = "finished" if reached() >= target else "stopped"
         finally:
-            for name, tracker in self._trackers.items():
-                with self._going_on(name, "end the run"):
-                    tracker.end(status)
+            self._end(self._trackers, status)
 
     def write_scalars(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Passes numbers to all trackers; one that fails is named in a warning."""
@@ -121,11 +119,21 @@ class Trackers:
         if run.step and self._path and self._path.exists():
             with contextlib.suppress(ValueError):  # damaged: the trackers begin new runs
                 known = dict(json.loads(self._path.read_text()))
-        ids = {}
-        for name, tracker in self._trackers.items():
-            ids[name] = tracker.begin(run._replace(run_id=known.get(name)))
+        ids: dict[str, str] = {}
+        try:
+            for name, tracker in self._trackers.items():
+                ids[name] = tracker.begin(run._replace(run_id=known.get(name)))
+        except BaseException:
+            self._end(ids, "failed")
+            raise
         if ids and self._path:
             write_atomically(self._path, json.dumps(ids))
+
+    def _end(self, names: Iterable[str], status: str) -> None:
+        """Ends the run at the trackers with these names."""
+        for name in names:
+            with self._going_on(name, "end the run"):
+                self._trackers[name].end(status)
 
     @contextlib.contextmanager
     def _going_on(self, name: str, what: str) -> Iterator[None]:

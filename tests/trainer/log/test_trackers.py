@@ -69,6 +69,21 @@ def test_trackers_get_the_numbers_of_the_log(tmp_path):
     assert first.run.settings == next(line for line in lines if line["split"] == "run")["settings"]
 
 
+def test_a_tracker_that_cannot_begin_leaves_none_open():
+    """An error in `begin` ends the call of `train`, and the trackers that had begun are ended."""
+
+    class Unreachable(Notes):
+        def begin(self, run):
+            raise ConnectionError("no route to host")
+
+    notes, never = Notes(), Notes()
+    trainer = Linear(trackers=[notes, Unreachable(), never], verbose=False)
+    with pytest.raises(ConnectionError, match="no route to host"):
+        trainer.train(slopes(1.0), steps=2, global_batch=1)
+    assert notes.calls == [("begin", 0, None), ("end", "failed")]
+    assert never.calls == []
+
+
 def test_a_broken_tracker_does_not_end_the_run(tmp_path, caplog):
     """A tracker that fails is named once until it works again, and everything else goes on."""
     notes = Notes(broken=(4, 6, 10))
