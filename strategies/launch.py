@@ -12,6 +12,7 @@ is that of the first process that failed.
 """
 
 import argparse
+import io
 import json
 import os
 import pathlib
@@ -129,10 +130,16 @@ class Job:
                 process.send_signal(number)
 
     def write_line(self, line: str) -> None:
-        """Writes a line that no other thread's output can interrupt."""
+        """Writes a line that no other thread's output can interrupt.
+
+        The job goes on if nobody reads the output any more, as in `... | head`.
+        """
         with self._output_lock:
-            self._out.write(f"{line}\n")
-            self._out.flush()
+            try:
+                self._out.write(f"{line}\n")
+                self._out.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
 
     def _wait(self) -> Task | None:
         """Waits until the job ends; returns the first process that failed, or None."""
@@ -185,7 +192,8 @@ def describe_exit(code: int | None) -> str:
         ('exited with code 1', 'was killed by SIGKILL')
     """
     if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        named = {number.value: number.name for number in signal.Signals}  # not those of real time
+        return f"was killed by {named.get(-code, f'signal {-code}')}"
     return f"exited with code {code}"
 
 
@@ -225,6 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not pathlib.Path(chosen.script).is_file():
         parser.error(f"SCRIPT must be an existing file; got {shown(chosen.script)}")
     command = [sys.executable, "-u", chosen.script, *chosen.flags]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character
     job = Job(command, chosen.workers, chosen.ps, sys.stdout)
 
     def forward_signal(number: int, frame: FrameType | None) -> None:

@@ -173,6 +173,45 @@ def test_as_a_command(tmp_path):
             os.kill(int(line.split()[2]), 0)
 
 
+@pytest.mark.thorough
+def test_nobody_reads_the_output_and_a_real_time_signal_ends_a_worker(tmp_path):
+    """A job whose output is read no more, as by `head`, ends with the code of its workers. Text that
+    the output's encoding lacks is escaped.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, pathlib, time\n"
+        "print('\u00fc' if json.loads(os.environ['TF_CONFIG'])['task']['index'] else 'u')\n"
+        "while not pathlib.Path('closed').exists():\n"
+        "    time.sleep(0.05)\n"
+        "for _ in range(100):\n"
+        "    print('x' * 1000)\n"
+        "os.kill(os.getpid(), 40)\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:backslashreplace"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "strategies.launch", "--workers=2", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | environment,
+    )
+    killer = threading.Timer(60, process.kill)
+    killer.start()
+    first = [process.stdout.readline() for _ in range(2)]
+    process.stdout.close()
+    (tmp_path / "closed").touch()
+    errors = process.stderr.read()
+    code = process.wait(30)
+    killer.cancel()
+    process.stderr.close()
+
+    assert sorted(first) == ["[worker 0] u\n", "[worker 1] \\xfc\n"]
+    assert code == 128 + 40
+    assert "Error" not in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
