@@ -23,9 +23,10 @@ from trainer.losses.loss_fn import (
     global_loss,
     is_keras_function,
     mask_of,
+    weights_beside_mask,
     weights_elements,
 )
-from trainer.losses.metric_shapes import check_metric_shapes
+from trainer.losses.metric_shapes import check_metric_shapes, check_outputs
 from trainer.losses.metrics import check_metrics, make_metrics
 from trainer.losses.output_losses import OutputLosses, OutputWeights, check_loss_weights
 from trainer.losses.output_mask import (
@@ -302,6 +303,7 @@ class Task:
                 "updated. Override update_metrics(batch, aux), or leave the metrics out."
             )
         if self.metrics:
+            check_outputs(aux, self.metrics)
             x, y, sample_weight = unpack(batch, self.data_argument)
             if isinstance(self._loss_fn, OutputLosses) and not callable(self._given_metrics):
                 entries = entries_by_name(
@@ -313,7 +315,10 @@ class Task:
                 update_by_output(self.metrics, entries, self._loss_fn, y, aux, sample_weight)
                 return
             if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
-                aux = with_keras_mask(aux, mask_of_outputs(self.model, x))
+                mask = mask_of_outputs(self.model, x)
+                if mask is not None and mask.shape.is_compatible_with(aux.shape[: mask.shape.rank]):
+                    aux = with_keras_mask(aux, mask)
+                    sample_weight = weights_beside_mask(sample_weight, mask)
             for metric in self.metrics.values():
                 check_metric_shapes(metric, y, aux)
                 call_user(metric.update_state, y, aux, sample_weight=sample_weight)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -18,7 +18,7 @@ from trainer.step.accumulate import real_aux, real_rows
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.held_back import HoldBack
-from trainer.step.losses import distinct, losses_and_aux, weighted_sum
+from trainer.step.losses import assert_shapes, distinct, losses_and_aux, weighted_sum
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
@@ -344,19 +344,27 @@ def predict_batch(
 def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
     """Returns the rows of all replicas' outputs, in order. Call it in cross-replica context."""
     parts = strategy.experimental_local_results(shares)
-    if isinstance(parts[0], tf.RaggedTensor) and len(parts) == strategy.num_replicas_in_sync:
-        return tf.concat(parts, axis=0)  # `gather` takes dense tensors only
+    composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
+    if composite and len(parts) == strategy.num_replicas_in_sync:
+        return concatenated(parts)  # `gather` takes dense tensors only
     return strategy.gather(shares, axis=0)
 
 
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Returns the rows of ragged or of sparse tensors in one."""
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+    return tf.concat(parts, axis=0)
+
+
 def joined(*parts: Any) -> Any:
-    """Returns the rows of the outputs for all batches: a NumPy array or a ragged tensor.
+    """Returns the rows of the outputs for all batches: an array, or a ragged or sparse tensor.
 
     Raises:
         ValueError: if the rows of different batches have different shapes.
     """
-    if isinstance(parts[0], tf.RaggedTensor):
-        return tf.concat(parts, axis=0)
+    if isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor):
+        return concatenated(parts)
     other = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
     if other is not None:
         raise ValueError(
@@ -375,27 +383,38 @@ def replica_predict(
     share = my_share(batch, tf.ones([count_examples(batch)]))
     with without_writes(plan, source):
         outputs = call_user(method, share.batch)
-    check_rows(outputs, share)
-    return real_rows(outputs, share)
+    with tf.control_dependencies(check_rows(outputs, share)):
+        return real_rows(outputs, share)
 
 
-def check_rows(outputs: Any, share: strategies.Share) -> None:
-    """Raises ValueError unless outputs have one row for each example, as far as is known."""
-    examples = known_examples(share.batch)
+WRONG_ROWS = "`predict_batch` must return tensors with one row per example; got"
+OF_ROWS = "`predict` joins the rows of all replicas and batches. Return what belongs to each example."
+
+
+def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
+    """Raises ValueError unless outputs have one row for each example.
+
+    Returns:
+        What checks the numbers of rows that are known only when the graph runs.
+    """
+    examples, checks = known_examples(share.batch), []
+    held, real = tf.shape(share.weights)[0], share.examples
     for leaf in tf.nest.flatten(outputs):
         rows = known_examples(leaf) if hasattr(leaf, "shape") else None
         if not hasattr(leaf, "shape"):
-            found = f"got {type(leaf).__name__}"
+            found = type(leaf).__name__
         elif tf.TensorShape(leaf.shape).rank == 0 or (
             None not in (rows, examples) and rows != examples
         ):
-            found = f"got one of shape {leaf.shape} for {examples} examples"
+            found = f"one of shape {leaf.shape} for {examples} examples"
         else:
+            if None in (rows, examples):
+                count = count_examples(leaf)
+                message = [WRONG_ROWS, count, "rows for", real, "examples.", OF_ROWS]
+                checks += assert_shapes((count == held) | (count == real), message)
             continue
-        raise ValueError(
-            f"`predict_batch` must return tensors with one row per example; {found}. `predict` "
-            "joins the rows of all replicas and batches. Return what belongs to each example."
-        )
+        raise ValueError(f"{WRONG_ROWS} {found}. {OF_ROWS}")
+    return checks
 
 
 def without_writes(plan: StepPlan, source: tf.Tensor) -> HoldBack:

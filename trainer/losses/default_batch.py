@@ -4,6 +4,7 @@ All of it is known while a step is traced, so nothing is checked again for every
 """
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -102,7 +103,7 @@ def check_inputs(model: Any, x: Batch, argument: str) -> None:
                 f"{described(leaf)}. Keras would cast them to {declared[0].dtype}. Convert them to "
                 "numbers where the data is made, or give keras.Input the dtype of the data."
             )
-    for leaf, each in zip(leaves, declared, strict=False):
+    for leaf, each in pairs_of(x, model):
         if isinstance(leaf, tf.RaggedTensor) and has_fixed_end(each) and leaf.shape[-1] is None:
             raise TypeError(
                 f"`{argument}` must have a last dimension of a fixed size for this model; got "
@@ -110,6 +111,15 @@ def check_inputs(model: Any, x: Batch, argument: str) -> None:
                 "Its products need rows of one size. Pad the data with to_tensor(), or make the "
                 "last dimension of keras.Input None."
             )
+
+
+def pairs_of(x: Any, model: keras.Model) -> Iterable[tuple[Any, Any]]:
+    """Returns inputs with the declared inputs that they are for; in a dict, by their names."""
+    declared = getattr(model, "input", None)  # a Sequential may have none until it is called
+    if not isinstance(x, Mapping):
+        return zip(tf.nest.flatten(x), model.inputs, strict=False)
+    named = declared if isinstance(declared, Mapping) else {each.name: each for each in model.inputs}
+    return [(x[name], named[name]) for name in x if name in named]
 
 
 def has_fixed_end(declared: Any) -> bool:

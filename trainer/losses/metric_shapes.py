@@ -4,6 +4,7 @@ Keras broadcasts labels of another shape without a word, or takes the largest of
 class numbers as labels, `CategoricalAccuracy` is a number that means nothing.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -43,6 +44,16 @@ OF_CLASS_NUMBERS = {
     keras.metrics.CategoricalCrossentropy: "SparseCategoricalCrossentropy",
     keras.metrics.TopKCategoricalAccuracy: "SparseTopKCategoricalAccuracy",
 }
+
+
+def check_outputs(aux: Any, metrics: Iterable[str]) -> None:
+    """Raises ValueError if `compute_loss` returned no outputs for metrics to compare."""
+    if isinstance(aux, tuple) and not aux:
+        raise ValueError(
+            "`compute_loss` must return (losses, outputs) if there are metrics; got losses alone, "
+            f"and metrics {', '.join(metrics)}. They compare outputs with labels. Return the "
+            "outputs as well, override update_metrics(batch, aux), or leave the metrics out."
+        )
 
 
 def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:

@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
+from trainer.base.describe import describe, is_function
 from trainer.losses.loss_shapes import name_of
 from trainer.losses.output_losses import OutputLosses
 from trainer.losses.output_metrics import entries_by_name, metrics_by_output, shape_of_output
@@ -165,7 +168,7 @@ def other_settings(metric: keras.metrics.Metric, copy: keras.metrics.Metric) -> 
     differing = {
         name: getattr(copy, name, None)
         for name, value in vars(metric).items()
-        if is_plain(value) and getattr(copy, name, None) != value
+        if is_setting(value) and describe(getattr(copy, name, None)) != describe(value)
     }
     if any("built" in name for name in differing):  # it was updated already
         differing = {
@@ -185,13 +188,16 @@ def not_described(found: str) -> str:
     )
 
 
-def is_plain(value: Any) -> bool:
-    """Returns whether a value is a number, a text, None, or a container of such values."""
+def is_setting(value: Any) -> bool:
+    """Returns whether a value is a number, a text, None, a function, an array, or a container of
+    such values.
+    """
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+        return all(map(is_setting, value))
+    kinds = bool, int, float, str, np.generic, np.ndarray, tf.Tensor
+    return value is None or isinstance(value, kinds) or is_function(value)
 
 
 def class_named(name: str, loss_fn: Any) -> Callable[..., keras.metrics.Metric]:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from scaling.base.argument_checks import shown
+from scaling.base.argument_checks import is_number, shown
 from trainer.base.autograph import without_autograph
 from trainer.losses.loss_fn import LossFunction, example_losses, ignore_class_of
 from trainer.losses.loss_shapes import name_of
@@ -162,8 +162,7 @@ def weights_by_key(
             "loss; in a dict, those that are left out are 1."
         )
     for key, weight in given.items():
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight):
+        if not is_number(weight) or not math.isfinite(weight):
             raise ValueError(
                 f"`loss_weights` must hold finite numbers; got {shown(weight)} for {key!r}. Each "
                 "weight multiplies one loss. Pass 1.0 for a loss that is to stay as it is."

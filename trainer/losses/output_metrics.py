@@ -153,7 +153,7 @@ def update_by_output(
         if metric is None:
             found = example_losses(losses.losses[key], labels[key], values[key])
             if sample_weight is not None:  # as in the loss, an example without weight adds nothing
-                weight = tf.reshape(sample_weight, tf.shape(found))
+                weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), tf.float32)
                 found = tf.where(weight == 0, tf.zeros_like(found), found)
             update(found, sample_weight=sample_weight)
         else:

@@ -477,6 +477,30 @@ def test_predictions_have_one_row_for_each_example(result, found):
     )
 
 
+def test_a_number_of_rows_that_is_known_late_is_checked():
+    """Rows that are chosen by their values are missing in the result, which would go unnoticed."""
+    trainer = classifier()
+    trainer.predict_batch = lambda x: tf.boolean_mask(trainer.model(x), x[:, 0] > np.median(X[:, 0]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got") as error:
+        trainer.predict(X, global_batch=11)
+    assert "rows for] [11] [examples." in str(error.value)
+
+    trainer = classifier()
+    trainer.predict_batch = lambda x: tf.boolean_mask(trainer.model(x), x[:, 0] < np.inf)
+    assert len(trainer.predict(X, global_batch=4)) == len(X)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_predictions_may_be_sparse(mirrored, replicas):
+    """A model that returns a sparse tensor predicts one with the rows of all batches."""
+    trainer = classifier(strategy=mirrored(replicas) if replicas > 1 else "default")
+    trainer.predict_batch = lambda x: tf.sparse.from_dense(tf.nn.relu(trainer.model(x)))
+    found = trainer.predict(X, global_batch=4)
+    assert found.shape == (len(X), 3)
+    outputs = trainer.model(X).numpy()
+    np.testing.assert_allclose(tf.sparse.to_dense(found), np.maximum(outputs, 0), rtol=1e-5)
+
+
 @pytest.mark.thorough
 def test_predictions_of_batches_have_one_shape():
     """Sequences of another length in each batch cannot be joined into one array."""

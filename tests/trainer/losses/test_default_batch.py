@@ -110,6 +110,18 @@ def test_a_ragged_last_dimension_is_refused_where_the_model_has_a_fixed_one():
     check_inputs(linear_model(), tf.RaggedTensor.from_tensor(ONE[None], ragged_rank=1), "data")
 
 
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_inputs_in_a_dict_are_checked_by_their_names(as_dict):
+    """The order of the data's keys and of the model's inputs may differ."""
+    ends, fixed = keras.Input([None], name="a"), keras.Input([2], name="z")
+    model = keras.Model({"a": ends, "z": fixed} if as_dict else [fixed, ends], [ends, fixed])
+    ragged, dense = tf.ragged.constant([[1.0], [1.0, 2.0]]), tf.ones([2, 2])
+
+    check_inputs(model, {"z": dense, "a": ragged}, "data")
+    with pytest.raises(TypeError, match=r"for an input of shape \(None, 2\)"):
+        check_inputs(model, {"a": dense, "z": ragged}, "data")
+
+
 def test_text_is_taken_by_a_model_with_inputs_of_text():
     """Only declared inputs of real numbers refuse it."""
     layer = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")

@@ -88,3 +88,22 @@ def test_a_metric_of_the_users_may_broadcast():
         """A class of one's own."""
 
     check_metric_shapes(Own(), tf.ones([4, 3]), tf.ones([4, 1]))
+
+
+def test_losses_without_outputs_have_no_metrics():
+    """Metrics of `compute_loss` that returns losses alone are refused before the first step."""
+
+    class LossesAlone(Trainer):
+        def compute_loss(self, batch, training):
+            return super().compute_loss(batch, training)[0]
+
+    trainer = LossesAlone(
+        model=linear_model, optimizer="sgd", loss_fn="mse", metrics=["mae"], verbose=False
+    )
+    with pytest.raises(ValueError) as caught:
+        trainer.train((SMALL, SMALL), steps=1, global_batch=4)
+    assert str(caught.value) == (
+        "`compute_loss` must return (losses, outputs) if there are metrics; got losses alone, and "
+        "metrics mae. They compare outputs with labels. Return the outputs as well, override "
+        "update_metrics(batch, aux), or leave the metrics out."
+    )

@@ -5,6 +5,7 @@ import inspect
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from trainer import Action, Trainer
 from trainer.losses.metrics import copy_of
@@ -169,6 +170,9 @@ def later(metric):
     [
         (lambda: Above(0.9), "Above, whose copy has another threshold"),
         (lambda: later(Above()), "Above, whose copy has another threshold"),
+        (lambda: Above(np.float32([0.9])), "Above, whose copy has another threshold"),
+        (lambda: Above(tf.constant(0.9)), "Above, whose copy has another threshold"),
+        (lambda: Above(tf.square), "Above, whose copy has another threshold"),
         (
             lambda: keras.metrics.CosineSimilarity(axis=0),
             "CosineSimilarity, whose copy has another fn_kwargs",

@@ -13,7 +13,7 @@ X = RNG.normal(size=[12, 3]).astype(np.float32)
 Y = {"a": RNG.normal(size=[12, 2]).astype(np.float32), "b": RNG.integers(0, 3, 12)}
 LOSSES = {"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
 MSE = keras.losses.get("mse")
-WEIGHTS = {"a": 0.25, "b": 2.0}
+WEIGHTS = {"a": 0.25, "b": np.int64(2)}
 
 
 def two_heads(kind=dict):

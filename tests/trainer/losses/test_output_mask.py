@@ -230,6 +230,37 @@ def test_masked_sequences_train_as_in_keras(mirrored, replicas, num_microbatches
     assert ours.evaluate(data()[0], global_batch=5) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("steps", [4, 6])
+def test_weights_of_examples_weight_their_metrics(steps):
+    """With weights of shape (examples,) the metrics of masked sequences are those of the examples that
+    have weight, also where there are as many examples as time steps.
+    """
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 12, steps, 1)).astype(np.float32)
+    x[:, steps - 2 :] = 0.0
+    weights = np.tile(np.float32([1, 0, 0]), 4)
+
+    def results(*batch):
+        trainer = Trainer(
+            model=lambda: keras.Sequential(
+                [
+                    keras.Input([steps, 1]),
+                    keras.layers.Masking(0.0),
+                    keras.layers.Dense(1, kernel_initializer="ones"),
+                ]
+            ),
+            optimizer="sgd",
+            loss_fn="mae",
+            metrics=["mae", "mse"],
+            verbose=False,
+        )
+        return trainer.evaluate(batch, global_batch=4)
+
+    found = results(x, y, weights)
+    assert found == pytest.approx(results(x[::3], y[::3]), rel=1e-6)
+    assert found["mae"] == pytest.approx(found["loss"], rel=1e-6)
+
+
 LOST = (
     "The Keras mask that 'ids' makes does not reach the model's output, so padding counts in the "
     "loss and in the metrics, as in Keras. Operations outside layers drop masks (`a + b`, "

@@ -40,6 +40,15 @@ def trainer_of(kind, metrics, **arguments):
     )
 
 
+def test_weights_may_be_bools():
+    """The examples that are True count, in each output's loss and metrics too."""
+    keep = np.arange(8) % 2 == 0
+    trainer = trainer_of(dict, {"a": "mae"})
+    found = trainer.evaluate((X, Y, keep), global_batch=8)
+    alone = X[keep], {name: each[keep] for name, each in Y.items()}
+    assert found == pytest.approx(trainer_of(dict, {"a": "mae"}).evaluate(alone, global_batch=4))
+
+
 @pytest.mark.parametrize(
     ("kind", "replicas"), [pytest.param(dict, 3, marks=pytest.mark.thorough), (list, 1)]
 )
