@@ -65,8 +65,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
             name: scaling.scale_loss(loss + regularization_loss, inputs.scale_state)
             for name, loss in losses.items()
         }
-    # A weight that the forward pass assigned is differentiated at its new value, as Keras does.
-    sources = [passed.after.get(str(at), variable) for at, variable in enumerate(weights)]
+    sources = [inputs.values.get(str(at), variable) for at, variable in enumerate(weights)]
     found: dict[int, Gradient] = {}
     counts: Counts = {}
     for objective in plan.objectives:

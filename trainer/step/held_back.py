@@ -14,7 +14,9 @@ class HoldBack(keras.StatelessScope):
     """A scope in which assignments to Keras variables are only recorded.
 
     A variable that has been given a value, or was assigned inside the scope, reaches layers as a
-    plain tensor. Any other variable is read as itself.
+    plain tensor. Any other variable is read as itself. Gradients are those of a loop without the
+    scope: what reads a variable after an assignment has a gradient with respect to the variable,
+    and none with respect to what was assigned.
     """
 
     def __init__(
@@ -26,6 +28,7 @@ class HoldBack(keras.StatelessScope):
         super().__init__(list(given), collect_losses=True)
         # Read outside of any layer, so that nothing is cast.
         self._read = {id(variable): tensorflow_variable(variable) for variable in variables}
+        self._sources = {id(variable): value for variable, value in given}
         self._unknown: list[keras.Variable] = []
         self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
         self._graph = tf.compat.v1.get_default_graph()
@@ -46,10 +49,14 @@ class HoldBack(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records an assignment. Keras calls this method."""
         check_place(update[0], inner_graphs(self._graph))
-        if id(update[0]) not in self._read:
-            self._unknown.append(update[0])
-        self._draws[id(update[0])] = self.draws_from(update[0]) + 1
-        super().add_update(update)
+        variable, value = update
+        if id(variable) not in self._read:
+            self._unknown.append(variable)
+        self._draws[id(variable)] = self.draws_from(variable) + 1
+        if value.dtype.is_floating:
+            source = self._sources.get(id(variable), tensorflow_variable(variable))
+            value = in_place_of(value, source) if variable.trainable else tf.stop_gradient(value)
+        super().add_update((variable, value))
 
     def draws_from(self, seed: keras.Variable) -> int:
         """Returns how often a seed generator was drawn from, given its state."""
@@ -65,6 +72,22 @@ class HoldBack(keras.StatelessScope):
                 "numbers, pass a keras.random.SeedGenerator that the model or the trainer holds "
                 "as seed=. Update metrics in update_metrics()."
             )
+
+
+def in_place_of(value: tf.Tensor, source: tf.Tensor | tf.Variable) -> tf.Tensor:
+    """Returns a value whose gradient goes to a variable, or to what a pass was given for it.
+
+    Args:
+        value: what was assigned to the variable.
+        source: the variable, or the tensor that the pass reads in its place.
+    """
+
+    @tf.custom_gradient
+    def assigned(value: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tf.identity(value), lambda gradient: (None, gradient)
+
+    result: tf.Tensor = assigned(value, tf.convert_to_tensor(source))
+    return result
 
 
 def inner_graphs(outer: tf.Graph) -> set[str]:

@@ -257,3 +257,61 @@ def test_a_plain_variable_is_assigned_once_for_each_microbatch(num_microbatches)
     trainer.train((x, x), 3, global_batch=8)
 
     assert (float(counts.ours), float(counts.plain)) == (3.0, 3.0 * num_microbatches)
+
+
+class Centred(keras.Model):
+    """Subtracts a running mean of its features, which moves from the second step on."""
+
+    def build(self, input_shape):
+        """Two layers, a mean and a counter."""
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.last = keras.layers.Dense(1)
+        fixed = {"initializer": "zeros", "trainable": False}
+        self.mean = self.add_weight(shape=(4,), name="mean", **fixed)
+        self.calls = self.add_weight(shape=(), name="calls", **fixed)
+
+    def call(self, inputs, training=False):
+        """Reads the mean after it has been assigned."""
+        features = self.hidden(inputs)
+        if training:
+            moved = 0.5 * self.mean + 0.5 * keras.ops.mean(features, axis=0)
+            self.mean.assign(keras.ops.where(self.calls > 0, moved, self.mean))
+            self.calls.assign_add(1.0)
+        return self.last(features - self.mean)
+
+
+def twice():
+    """A layer that assigns its kernel in each of two calls."""
+    inner = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")
+    layer, inputs = keras.layers.SpectralNormalization(inner), keras.Input([3])
+    calls = [layer(inputs), layer(keras.layers.Rescaling(2.0)(inputs))]
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(calls)))
+
+
+@pytest.mark.parametrize("make", [Centred, twice])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_gradient_goes_to_the_variable_and_not_into_what_was_assigned(make, compiled):
+    """L19: what reads a variable after an assignment has the gradient that it has in Keras's own step,
+    also in later steps, and if the variable is assigned twice.
+    """
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
+    start = make()
+    start(x)
+    models = [keras.models.clone_model(start) if make is twice else make() for _ in range(2)]
+    for each in models:
+        each(x)
+        each.set_weights(start.get_weights())
+    theirs, ours = models
+    theirs.compile(keras.optimizers.SGD(0.1), "mse")
+    trainer = Trainer(
+        model=ours,
+        optimizer=keras.optimizers.SGD(0.1),
+        loss_fn="mse",
+        jit_compile=compiled,
+        verbose=False,
+    )
+    for _ in range(4):
+        theirs.train_on_batch(x, y[:, :1])
+        trainer.train_on_batch((x, y[:, :1]))
+    for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
