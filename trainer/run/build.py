@@ -55,6 +55,7 @@ from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
 from trainer.step.randomness import seed_states
+from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, warn_of_plain_step
 
@@ -271,14 +272,43 @@ def create_metric_variables(trainer: RunnableTrainer, metrics: Metrics, batch: B
     unbuilt = [one for own in metrics for one in own.values() if not is_metric_built(one)]
     if not unbuilt:
         return False
-    one = cut_rows(batch, 0, 1)
-    with dtype_policy(trainer.precision):
-        for own in metrics:
-            with keras.StatelessScope(), trainer.lending(own):
-                result = trainer.compute_loss(one, training=False)
-                aux = result[1] if isinstance(result, tuple) and len(result) == 2 else ()
-                trainer.update_metrics(one, aux)
+
+    def update(examples: Batch) -> None:
+        result = trainer.compute_loss(examples, training=False)
+        aux = result[1] if isinstance(result, tuple) and len(result) == 2 else ()
+        trainer.update_metrics(examples, aux)
+
+    for own in metrics:
+        with trainer.lending(own):
+            call_without_effect(update, batch, trainer)
     return any(map(is_metric_built, unbuilt))
+
+
+def call_without_effect(
+    call: Callable[[Batch], object], batch: Batch, trainer: RunnableTrainer
+) -> None:
+    """Calls a function that creates variables; those that exist are as they were afterwards.
+
+    Args:
+        call: a function of examples.
+        batch: the first batch. One example is enough to create the variables, as a rule; a loss
+            that looks at groups of examples needs all.
+        trainer: the trainer that reaches the variables.
+    """
+    roots = [trainer.model, *roots_of(trainer).values()]
+    found = variables_in_reach(roots, held_back=())
+    plain = [variable for variable in found if isinstance(variable, tf.Variable)]
+    before = read_copies(plain, trainer.strategy)
+    try:
+        with dtype_policy(trainer.precision):  # Keras variables cannot be assigned in this scope
+            try:
+                with keras.StatelessScope():
+                    call(cut_rows(batch, 0, 1))
+            except Exception:  # noqa: BLE001  # the user's code, and all libraries below it
+                with keras.StatelessScope():
+                    call(batch)
+    finally:
+        write_copies(plain, before, trainer.strategy)
 
 
 def checkpoint_folder(trainer: RunnableTrainer) -> pathlib.Path | None:
@@ -365,11 +395,7 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
     """Calls the model once if it creates its variables when it is first called."""
     model = trainer.model
     if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
-        # One example is enough to create the variables. The stateless scope keeps the call from
-        # assigning to them.
-        one = cut_rows(batch, 0, 1)
-        with dtype_policy(trainer.precision), keras.StatelessScope():
-            forward(one, training=False)
+        call_without_effect(lambda examples: forward(examples, training=False), batch, trainer)
     if isinstance(model, keras.Model):
         check_mask_values(model)
         if model.trainable_variables:

@@ -1,10 +1,12 @@
 """Building what a trainer works with, and restoring it from a checkpoint."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
+from trainer import Trainer
 from trainer.replay.recorder import FlightRecorder
 from trainer.run.build import check_items, recorded_settings
 from trainer.run.slots import optimizers_by_item
@@ -191,3 +193,50 @@ def test_a_built_model_is_not_called():
     started(Built(verbose=False))
 
     assert model.sizes == []
+
+
+class Counting(keras.Model):
+    """Counts its calls in a `tf.Variable`, which no scope of Keras holds back."""
+
+    def __init__(self):
+        """A layer without a shape, and the counter."""
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.calls = tf.Variable(0, trainable=False)
+
+    def call(self, inputs):
+        """Counts."""
+        self.calls.assign_add(1)
+        return self.dense(inputs)
+
+
+def test_building_a_model_is_no_step():
+    """The call that creates a model's variables leaves those that exist as they were."""
+    trainer = Trainer(model=Counting, optimizer="sgd", loss_fn="mse", verbose=False)
+    trainer.train((np.ones([8, 2], np.float32), np.ones([8, 3], np.float32)), steps=3, global_batch=4)
+    assert int(trainer.model.calls.numpy()) == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_of_groups_of_examples_builds_its_model(late):
+    """Without an Input a model is built by its first call, and some metrics by their first update. A
+    loss that needs pairs of examples cannot be computed from one.
+    """
+
+    class Pairs(Trainer):
+        def compute_loss(self, batch, training):
+            first, second = tf.split(self.model(batch[0], training=training), 2)
+            return tf.reduce_mean((first - second) ** 2), self.model(batch[0])
+
+    layers = [keras.Input([2])] if late else []
+    trainer = Pairs(
+        model=lambda: keras.Sequential([*layers, keras.layers.Dense(3, "sigmoid")]),
+        optimizer="sgd",
+        loss_fn="mse",
+        loss_reduction="global",
+        metrics=[keras.metrics.F1Score("macro", threshold=0.5)] if late else [],
+        verbose=False,
+    )
+    x = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+    totals = trainer.train((x, np.ones([8, 3], np.float32)), steps=2, global_batch=4).totals
+    assert totals.applied == 2
