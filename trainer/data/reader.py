@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from trainer.data.leaves import LeafError
-from trainer.data.source import EmptyPassError, Place, Source
+from trainer.data.source import EmptyPassError, Place, Source, copy_unless_tensorflow_copies
 from trainer.data.structures import as_batch, difference, fingerprint, spec_of
 
 # At most this many batches have been read, but not used by a step: two that `repeat_forever`
@@ -158,7 +158,7 @@ class Reader:
                 "two batches, may change. Pad or crop where the batches are made, or pass "
                 "tf.data.Dataset.from_generator(..., output_signature=...)."
             )
-        return converted
+        return tf.nest.map_structure(copy_unless_tensorflow_copies, converted)
 
     def _other_structure(self, one: Any, other: Any) -> bool:
         try:

@@ -14,6 +14,8 @@ import tensorflow as tf
 Place: TypeAlias = dict[str, Any]  # where a source goes on; holds what `state_json` can write
 Placed: TypeAlias = tuple[Any, Place]  # a batch, and the place behind it
 
+TAKEN_OVER = 64  # bytes: TensorFlow uses memory of this alignment itself, and copies any other
+
 
 class EmptyPassError(RuntimeError):
     """Raised when a source ends although steps are left."""
@@ -135,7 +137,19 @@ class ListSource(IndexedSource):
 
 def own_copy(leaf: Any) -> Any:
     """Returns a copy of an array, which an iterator may fill again for its next batch."""
+    if hasattr(leaf, "detach") and hasattr(leaf, "clone"):  # of PyTorch
+        return leaf.detach().clone()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def copy_unless_tensorflow_copies(leaf: Any) -> Any:
+    """Returns a copy of an array whose memory TensorFlow would use itself, and others as they are.
+
+    It takes over memory that is aligned to 64 bytes, as that of PyTorch, of shared memory and of
+    files is. Batches are read ahead, so an iterator that fills its array again would change them.
+    """
+    aligned = isinstance(leaf, np.ndarray) and leaf.ctypes.data % TAKEN_OVER == 0
+    return leaf.copy() if aligned else leaf
 
 
 class IterableSource(Source):

@@ -1,5 +1,6 @@
 """Generators, lists and iterables: what they yield, and how their position is found again."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,17 +24,45 @@ def test_a_position_is_found_again(kind, tmp_path):
     assert_found_again(SOURCES[kind], tmp_path)
 
 
-def test_an_array_may_be_filled_again():
-    """A generator may use one array for all batches. The first two are read in advance."""
+class Refilled(keras.utils.PyDataset):
+    """Batches in one array, which is filled again for each; TensorFlow takes over aligned memory.
+
+    Args:
+        offset: distance of the array from an aligned address, in bytes.
+    """
+
+    def __init__(self, offset):
+        """Makes the array."""
+        super().__init__()
+        memory = np.zeros(256, np.uint8)
+        start = -memory.ctypes.data % 64 + offset
+        self.rows = memory[start : start + 8].view(np.float32).reshape(2, 1)
+
+    def __len__(self):
+        """Returns the number of batches."""
+        return 6
+
+    def __getitem__(self, number):
+        """Returns the array, filled with a number."""
+        self.rows[:] = number
+        return self.rows
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("kind", ["generator", "PyTorch", "PyDataset"])
+def test_an_array_may_be_filled_again(kind, offset):
+    """One array for all batches: the first two are read in advance, and others are read ahead."""
+    source = Refilled(offset)
+    of_torch = pytest.importorskip("torch").from_numpy if kind == "PyTorch" else np.asarray
 
     def refilled():
-        rows = np.zeros([2, 1], np.float32)
-        for number in range(4):
-            rows[:] = number
-            yield rows
+        for number in range(6):
+            yield of_torch(source[number])
 
-    found = batches(refilled, "data", tf.distribute.get_strategy())
-    assert [batch.numpy().tolist() for batch in found.dataset] == [[[n], [n]] for n in range(4)]
+    data = source if kind == "PyDataset" else refilled
+    found = batches(data, "data", tf.distribute.get_strategy())
+    read = list(found.dataset.prefetch(6))
+    assert [batch.numpy().tolist() for batch in read] == [[[n], [n]] for n in range(6)]
 
 
 @pytest.mark.slow
