@@ -388,7 +388,9 @@ def replica_predict(
 
 
 WRONG_ROWS = "`predict_batch` must return tensors with one row per example; got"
-OF_ROWS = "`predict` joins the rows of all replicas and batches. Return what belongs to each example."
+OF_ROWS = (
+    "`predict` joins the rows of all replicas and batches. Return what belongs to each example."
+)
 
 
 def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:

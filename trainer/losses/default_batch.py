@@ -118,7 +118,9 @@ def pairs_of(x: Any, model: keras.Model) -> Iterable[tuple[Any, Any]]:
     declared = getattr(model, "input", None)  # a Sequential may have none until it is called
     if not isinstance(x, Mapping):
         return zip(tf.nest.flatten(x), model.inputs, strict=False)
-    named = declared if isinstance(declared, Mapping) else {each.name: each for each in model.inputs}
+    named = (
+        declared if isinstance(declared, Mapping) else {each.name: each for each in model.inputs}
+    )
     return [(x[name], named[name]) for name in x if name in named]
 
 

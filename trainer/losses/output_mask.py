@@ -7,7 +7,7 @@ weights are. Masks are computed from the inputs alone, as a rule: `Embedding(mas
 cut away on which the mask does not depend, which leaves a few comparisons.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,9 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, keras_mask
 from trainer.base.warn_once import warn_once
 from trainer.step.types import Model
+
+# Operations whose results do not depend on the values that they are given.
+OF_SHAPES = ("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike")
 
 
 def makes_masks(model: Model) -> bool:
@@ -94,6 +97,8 @@ def traced_mask(model: Model, x: Any, *, training: bool) -> Any:
         with keras.StatelessScope():  # layers that count their calls would assign here
             outputs = call_user(model, inputs, training=training)
         mask = keras_mask(outputs) if tf.is_tensor(outputs) else None
+        if mask is not None:  # a graph that is pruned does not tell the shapes behind a lookup
+            mask = tf.ensure_shape(mask, mask.shape)
         found.append(mask)
         return tf.constant(value=True) if mask is None else mask
 
@@ -145,7 +150,7 @@ def computation(traced: Any) -> list[tuple[Any, ...]]:
             operation.type,
             places.get(operation),
             captured.get(operation),
-            [(numbers[each.op], each.value_index) for each in operation.inputs],
+            [(numbers[each.op], each.value_index) for each in values_read(operation)],
             attributes_of(operation.node_def, functions),
         )
         for operation in order
@@ -202,14 +207,22 @@ def is_random(tensor: tf.Tensor) -> bool:
     return any("Random" in operation.type for operation in needed)
 
 
+def values_read(operation: tf.Operation) -> Sequence[tf.Tensor]:
+    """Returns the inputs of an operation, but none if it looks at their shapes alone.
+
+    Keras's `Concatenate` makes a mask of ones of the shape of an input that has none.
+    """
+    return () if operation.type in OF_SHAPES else operation.inputs
+
+
 def operations_before(tensor: tf.Tensor) -> set[tf.Operation]:
-    """Returns the operations of a graph that a tensor needs."""
+    """Returns the operations of a graph on whose values a tensor depends."""
     todo, found = [tensor.op], set()
     while todo:
         operation = todo.pop()
         if operation not in found:
             found.add(operation)
-            todo += [each.op for each in operation.inputs]
+            todo += [each.op for each in values_read(operation)]
     return found
 
 

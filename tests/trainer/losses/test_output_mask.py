@@ -189,6 +189,77 @@ def test_layers_that_are_the_same_in_training_may_come_before_a_mask(layer):
     check_mask_in_training(model, tf.ones([4, 3, 1]))
 
 
+def words(*layers):
+    """Embedded words with a mask, joined with what some layers make of them, into three classes."""
+    tokens = keras.Input([None], dtype="int32")
+    embedded = LAYERS.Embedding(3, 4, mask_zero=True, embeddings_initializer=uniform(0))(tokens)
+    found = embedded
+    for layer in layers:
+        found = layer(found)
+    joined = LAYERS.Concatenate()([found, embedded])
+    return keras.Model(tokens, LAYERS.Dense(3, kernel_initializer=uniform(1))(joined))
+
+
+def strings():
+    """Words as text: the lookup does not tell the rank of its mask."""
+    text = keras.Input([None], dtype="string")
+    lookup = LAYERS.StringLookup(vocabulary=["a", "b"], mask_token="")
+    embedding = LAYERS.Embedding(4, 4, mask_zero=True, embeddings_initializer=uniform(0))
+    found = LAYERS.GRU(
+        4, return_sequences=True, kernel_initializer=uniform(2), recurrent_initializer=uniform(3)
+    )
+    return keras.Model(
+        text, LAYERS.Dense(3, kernel_initializer=uniform(1))(found(embedding(lookup(text))))
+    )
+
+
+def uniform(seed):
+    """An initializer."""
+    return keras.initializers.RandomUniform(-0.5, 0.5, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: words(LAYERS.Dropout(1e-9)),
+        lambda: words(LAYERS.BatchNormalization()),
+        pytest.param(
+            lambda: words(
+                LAYERS.LSTM(
+                    4,
+                    dropout=1e-9,
+                    return_sequences=True,
+                    kernel_initializer=uniform(2),
+                    recurrent_initializer=uniform(3),
+                )
+            ),
+            marks=pytest.mark.thorough,
+        ),
+        strings,
+    ],
+    ids=["dropout", "norm", "lstm", "strings"],
+)
+def test_a_mask_may_pass_a_concatenation_and_a_lookup(make):
+    """A Concatenate makes a mask of the shape of an input alone, whatever layer that comes from."""
+    ids = np.random.default_rng(0).integers(1, 3, size=(8, 5)).astype(np.int32)
+    ids[::2, 3:] = 0
+    labels = ids % 3
+    x = np.array(["", "a", "b"])[ids] if make is strings else ids
+    model = make()
+    model.compile(keras.optimizers.SGD(0.5), LOSS)
+    model.fit(
+        tf.data.Dataset.from_tensor_slices((x, labels)).batch(4), epochs=2, shuffle=False, verbose=0
+    )
+    ours = Trainer(
+        model=make, optimizer=lambda: keras.optimizers.SGD(0.5), loss_fn=LOSS, verbose=False
+    )
+    data = tf.data.Dataset.from_tensor_slices((x, labels)).batch(4)
+    ours.train(data, steps=4)
+    for mine, other in zip(ours.model.get_weights(), model.get_weights(), strict=True):
+        if other.dtype.kind == "f":
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)
+
+
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
