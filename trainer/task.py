@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
-from trainer.base.keras_private import with_keras_mask
 from trainer.config.foreign_names import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
 from trainer.config.resolve import check_optimizer_name, resolve_loss
@@ -23,7 +22,6 @@ from trainer.losses.loss_fn import (
     global_loss,
     is_keras_function,
     mask_of,
-    weights_beside_mask,
     weights_elements,
 )
 from trainer.losses.metric_shapes import check_metric_shapes, check_outputs
@@ -33,6 +31,7 @@ from trainer.losses.output_mask import (
     check_mask_in_training,
     check_mask_is_known,
     mask_of_outputs,
+    masked,
     warn_of_lost_mask,
 )
 from trainer.losses.output_metrics import entries_by_name, update_by_output
@@ -316,9 +315,7 @@ class Task:
                 return
             if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
                 mask = mask_of_outputs(self.model, x)
-                if mask is not None and mask.shape.is_compatible_with(aux.shape[: mask.shape.rank]):
-                    aux = with_keras_mask(aux, mask)
-                    sample_weight = weights_beside_mask(sample_weight, mask)
+                aux, sample_weight = masked(aux, sample_weight, mask)
             for metric in self.metrics.values():
                 check_metric_shapes(metric, y, aux)
                 call_user(metric.update_state, y, aux, sample_weight=sample_weight)

@@ -1,4 +1,4 @@
-"""The weights to evaluate: the exponential moving averages (EMA) that optimizers keep, or the last."""
+"""The weights to evaluate: the moving averages (EMA) that optimizers keep, or the trained ones."""
 
 import contextlib
 from collections.abc import Iterator

@@ -253,26 +253,6 @@ def product(weights: tf.Tensor | None, others: tf.Tensor) -> tf.Tensor:
     return aligned[0] * aligned[1]
 
 
-def weights_beside_mask(
-    sample_weight: tf.Tensor | None, mask: tf.Tensor | None
-) -> tf.Tensor | None:
-    """Returns weights for a metric of outputs with a Keras mask, in the mask's shape.
-
-    A metric of Keras multiplies the two, and NumPy's rules would take weights of shape (examples,)
-    for those of the elements.
-
-    Args:
-        sample_weight: shape (examples, ...), or None.
-        mask: shape (examples, ...), or None.
-    """
-    if sample_weight is None or mask is None:
-        return sample_weight
-    weights = without_last_ones(tf.cast(sample_weight, tf.float32))
-    if weights.shape.rank >= mask.shape.rank:
-        return sample_weight
-    return product(weights, tf.ones_like(mask, tf.float32))
-
-
 def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor:
     """Returns the losses before any reduction: shape (examples, ...)."""
     if isinstance(loss_fn, keras.losses.Loss):

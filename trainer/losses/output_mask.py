@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import all_layers, keras_mask
+from trainer.base.keras_private import all_layers, keras_mask, with_keras_mask
 from trainer.base.warn_once import warn_once
+from trainer.losses.loss_fn import product, without_last_ones
 from trainer.step.types import Model
 
 # Operations whose results do not depend on the values that they are given.
@@ -106,6 +107,28 @@ def traced_mask(model: Model, x: Any, *, training: bool) -> Any:
     if found[0] is None:
         return None
     return traced.prune(arguments_of(traced), traced.outputs[0])
+
+
+def masked(
+    outputs: tf.Tensor, sample_weight: tf.Tensor | None, mask: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Returns outputs with their Keras mask, and weights, as a metric of Keras takes the two.
+
+    It multiplies weights and mask, and NumPy's rules would take weights of shape (examples,) for
+    those of the elements. So these have the mask's shape here.
+
+    Args:
+        outputs: shape (examples, ...). Outputs of another shape than the mask's get none.
+        sample_weight: shape (examples, ...), or None.
+        mask: shape (examples, ...), or None.
+    """
+    if mask is None or not mask.shape.is_compatible_with(outputs.shape[: mask.shape.rank]):
+        return outputs, sample_weight
+    if sample_weight is not None:
+        weights = without_last_ones(tf.cast(sample_weight, tf.float32))
+        if weights.shape.rank < mask.shape.rank:
+            sample_weight = product(weights, tf.ones_like(mask, tf.float32))
+    return with_keras_mask(outputs, mask), sample_weight
 
 
 def arguments_of(traced: Any) -> list[tf.Tensor]:

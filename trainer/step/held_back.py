@@ -82,11 +82,10 @@ def in_place_of(value: tf.Tensor, source: tf.Tensor | tf.Variable) -> tf.Tensor:
         source: the variable, or the tensor that the pass reads in its place.
     """
 
-    @tf.custom_gradient
     def assigned(value: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, Any]:
         return tf.identity(value), lambda gradient: (None, gradient)
 
-    result: tf.Tensor = assigned(value, tf.convert_to_tensor(source))
+    result: tf.Tensor = tf.custom_gradient(assigned)(value, tf.convert_to_tensor(source))
     return result
 
 

@@ -100,7 +100,7 @@ def test_losses_without_outputs_have_no_metrics():
     trainer = LossesAlone(
         model=linear_model, optimizer="sgd", loss_fn="mse", metrics=["mae"], verbose=False
     )
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="must return") as caught:
         trainer.train((SMALL, SMALL), steps=1, global_batch=4)
     assert str(caught.value) == (
         "`compute_loss` must return (losses, outputs) if there are metrics; got losses alone, and "
