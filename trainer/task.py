@@ -110,6 +110,7 @@ class Task:
         # A subclass may have assigned `self.optimizer` before it calls this constructor.
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
+        self._inputs: Any = None  # specs of what the model was called with last
         check_loss_weights(loss_fn, loss_weights)
         own_loss = type(self).compute_loss is not Task.compute_loss
         check_class_weight(class_weight, loss_fn, loss_reduction, overridden=own_loss)
@@ -382,6 +383,7 @@ class Task:
     def _call_model(self, x: Batch, training: bool) -> Aux:
         check_inputs(self.model, x, self.data_argument)
         named = {"training": training} if isinstance(self.model, keras.Model) else {}
+        self._inputs = tf.nest.map_structure(spec_of_any_size, x)
         try:
             return call_user(self.model, x, **named)
         except Exception as error:
@@ -389,6 +391,13 @@ class Task:
             if found is error:
                 raise
             raise found from error
+
+
+def spec_of_any_size(tensor: Any) -> tf.TypeSpec:
+    """Returns the spec of an input for any number of examples."""
+    spec = tf.type_spec_from_value(tensor)
+    dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if dense else spec
 
 
 def check_given(name: str, value: object, kinds: Any, what: str) -> None:

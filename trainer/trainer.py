@@ -1133,7 +1133,7 @@ class Trainer(Task):
         self._check_started("export")
         check_export(self.model, path, precision)
         with self._weights(averaged):
-            return export(self.model, local_path(path), precision, compare_on)
+            return export(self.model, local_path(path), precision, compare_on, self._inputs)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
         """Repeats a skipped step that the flight recorder has recorded (law L18, docs/numerics.md).

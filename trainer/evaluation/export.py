@@ -18,7 +18,13 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 MAX_EPS = 32  # largest accepted output difference, in multiples of the coarsest dtype's EPS
 
 
-def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: Any) -> float | None:
+def export(
+    model: keras.Model,
+    path: pathlib.Path,
+    precision: str,
+    compare_on: Any,
+    inputs: Any = None,
+) -> float | None:
     """Writes a Keras model; see `Trainer.export`.
 
     Args:
@@ -27,6 +33,8 @@ def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: A
         precision: one of `PRECISIONS`.
         compare_on: inputs for which the exported model must return the same outputs as `model`,
             or None.
+        inputs: specs of what the model was called with; None if it is not known. A SavedModel of a
+            subclassed model needs them.
 
     Returns:
         The largest difference between the outputs, as a fraction of the largest output; None
@@ -39,7 +47,18 @@ def export(model: keras.Model, path: pathlib.Path, precision: str, compare_on: A
         (copy_of(model, precision) if copied else model).save(path)
     else:
         # A copy, because the variables of `model` may be distributed.
-        copy_of(model, precision).export(path, format="tf_saved_model", verbose=False)
+        declared = getattr(model, "inputs", None)
+        signature = None if declared or inputs is None else [inputs]
+        if signature is None and not declared:
+            raise ValueError(
+                "`path` must be a .keras file for a subclassed model whose inputs are not known; "
+                f"got {str(path)!r}. A SavedModel has a signature, and the trainer knows it if its "
+                'own compute_loss or predict_batch has called the model. Pass "model.keras", or '
+                "call predict first."
+            )
+        copy_of(model, precision).export(
+            path, format="tf_saved_model", verbose=False, input_signature=signature
+        )
     if compare_on is None:
         return None
     expected = model(compare_on, training=False)

@@ -247,3 +247,54 @@ def test_what_keras_cannot_load_is_not_exported(tmp_path):
         )
 
     assert not list(tmp_path.iterdir())
+
+
+@keras.saving.register_keras_serializable("tests")
+class Tagger(keras.Model):
+    """A subclassed model, which declares no inputs; they are integers in a dict."""
+
+    def __init__(self, **arguments):
+        """Makes the layers."""
+        super().__init__(**arguments)
+        self.embedding, self.dense = keras.layers.Embedding(300, 4), keras.layers.Dense(2)
+
+    def call(self, inputs):
+        """Reads the tokens."""
+        return self.dense(self.embedding(inputs["tokens"]))
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_a_subclassed_model_is_exported_with_the_inputs_that_it_had(tmp_path, precision):
+    """A SavedModel takes batches of any size, and integers that half precision does not have."""
+    tokens = np.arange(64, dtype=np.int32).reshape(16, 4) * 4 + 45
+    x = {"tokens": tokens}
+    trainer = Trainer(
+        model=Tagger, optimizer="sgd", loss_fn="mse", precision=precision, verbose=False
+    )
+    trainer.train((x, np.ones([16, 4, 2], np.float32)), steps=1, global_batch=8)
+    trainer.export(tmp_path / "model", precision="float32", compare_on=x)
+    exported = tf.saved_model.load(str(tmp_path / "model"))  # owns the variables
+    found = exported.serve({"tokens": tokens[:3]})
+    np.testing.assert_allclose(found, trainer.predict(x, global_batch=8)[:3], rtol=1e-5, atol=1e-6)
+
+
+def test_the_inputs_of_a_subclassed_model_must_be_known(tmp_path):
+    """A compute_loss of one's own may have called the model with anything; predict tells it."""
+
+    class Own(Trainer):
+        def compute_loss(self, batch, training):
+            return tf.reduce_mean(self.model(batch, training=training), axis=[1, 2])
+
+    x = {"tokens": np.ones([4, 3], np.int32)}
+    trainer = Own(model=Tagger, optimizer="sgd", verbose=False)
+    trainer.train(x, steps=1, global_batch=4)
+    with pytest.raises(ValueError, match="subclassed") as error:
+        trainer.export(tmp_path / "model")
+    assert str(error.value) == (
+        "`path` must be a .keras file for a subclassed model whose inputs are not known; got "
+        f"{str(tmp_path / 'model')!r}. A SavedModel has a signature, and the trainer knows it if its "
+        'own compute_loss or predict_batch has called the model. Pass "model.keras", or call predict '
+        "first."
+    )
+    trainer.predict(x, global_batch=4)
+    trainer.export(tmp_path / "model", compare_on=x)
