@@ -401,6 +401,7 @@ class Trainer(Task):
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self._lent_metrics: MetricsByName = {}
+        self._running = False  # whether `train` takes steps
         self._lent = contextlib.ExitStack()  # what an evaluation has to put back
         self.stop_asked = False
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
@@ -632,12 +633,22 @@ class Trainer(Task):
             if choice:
                 log.say(str(choice))
             self._call_hook(leaving, "on_train_begin")
-            loop.run()
+            with self._taking_steps():
+                loop.run()
             summary = loop.conclude(began)
             self._call_hook(leaving, "on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             leaving.end_process(others=asked, blocked=position.given_up)
         return summary
+
+    @contextlib.contextmanager
+    def _taking_steps(self) -> Iterator[None]:
+        """Context manager: a change of settings is refused, for the step has been traced."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
 
     def _call_hook(self, leaving: Leaving, hook: str, *arguments: Any) -> None:
         """Calls a hook, unless this call of `train` has been left to a later one."""
@@ -660,6 +671,8 @@ class Trainer(Task):
         Returns:
             The weighted mean loss of the batch as "loss", and the training metrics over the steps
             since the last log line, keyed by name. A skipped step returns the loss that it had.
+            Without weight there is no mean, and without an applied step there are no metrics: they
+            are NaN.
 
         Raises:
             TypeError, ValueError: if the batch, the model or the optimizer cannot be used; with
@@ -1060,6 +1073,7 @@ class Trainer(Task):
             TypeError, ValueError: for the same reasons as `train`.
         """
         check_one_process("dry_run", self.strategy)
+        self._withdraw_stop()
         data = self._batches(train_data, global_batch)
         self._check_train_data(data)
         if data.reader is None:  # which would be read by a second iterator
@@ -1096,6 +1110,7 @@ class Trainer(Task):
         check_one_process("overfit_one_batch", self.strategy)
         steps = as_python(steps)
         check_overfit_steps(steps)
+        self._withdraw_stop()
         data = self._batches(train_data, global_batch)
         self.data_argument = "train_data"
         self._start(data.first)
@@ -1265,6 +1280,8 @@ class Trainer(Task):
             self._parts = followed(self, self._parts, clean_up=training)
         elif self._started and training and self._parts.checkpoints.deferred:
             self._parts = restored_again(self, self._parts, self._setup)
+        if self._running:  # in a hook or an action, which may have changed something
+            check_unchanged(self, self._parts, self._setup)
         if self._started and (self._parts.plan.groups or not training):
             self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)
             return self._parts

@@ -32,14 +32,14 @@ def check_count(name: str, value: object) -> None:
 
 
 def as_python(value: Any) -> Any:
-    """Returns an int or float of NumPy as one of Python, and any other value as it is.
+    """Returns a number, bool or text of NumPy as one of Python, and any other value as it is.
 
     Example:
         >>> import numpy as np
         >>> as_python(np.int64(3)), as_python("three")
         (3, 'three')
     """
-    return value.item() if isinstance(value, np.integer | np.floating) else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:

@@ -32,6 +32,15 @@ GROUPS = (
 )
 FIELDS = {field.name: field for group in GROUPS for field in dataclasses.fields(group)}
 
+TRACED_METHODS = (
+    "compute_loss",
+    "example_weights",
+    "predict_batch",
+    "update_metrics",
+    "train_step",
+    "eval_step",
+)
+
 # Read anew in every call of `train`.
 CHANGEABLE = ("steps_per_loop", "log_interval", "check_gradients", "profile_steps", "actions")
 
@@ -74,7 +83,11 @@ COMPUTED = {
 }
 
 # Arguments of which a trainer has no attribute.
-ARGUMENTS_ONLY = {"loss_fn", *FIELDS} - {*FIXED, *CHANGEABLE, *COMPUTED}
+ARGUMENTS_ONLY = {"loss_fn", "loss_weights", "class_weight", *FIELDS} - {
+    *FIXED,
+    *CHANGEABLE,
+    *COMPUTED,
+}
 
 RENAME = "If this is an attribute of your own subclass, give it another name."
 
@@ -93,6 +106,9 @@ OPTIMIZER = (
 
 
 REPLACEABLE = {"model": MODEL, "optimizer": OPTIMIZER}
+# The same for methods that a step or an evaluation is traced from.
+METHOD = "It has been traced. Assign it before the first call, or override it in a subclass."
+REPLACEABLE |= dict.fromkeys(TRACED_METHODS, METHOD)
 
 
 def check_assignment(trainer: Any, name: str, value: object, base: type) -> None:

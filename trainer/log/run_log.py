@@ -202,6 +202,11 @@ class RunLog:
         steps = concatenate(self._reports) if self.pending else None
         return None if steps is None else steps._asdict()
 
+    @property
+    def any_applied(self) -> bool:
+        """Whether a step since the last log line was applied. Call `read` first."""
+        return any(report.grads_finite.any() for report in self._reports)
+
     def flush(
         self,
         target: int,

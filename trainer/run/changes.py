@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from trainer.base.argument_checks import as_python
 from trainer.base.keras_private import all_layers, keep_rate_tracked, learning_rate_setting
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
@@ -81,9 +82,19 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
             (trainer, attributes_of_trainer(trainer)),
         ),
         tuple(
-            (learning_rate_setting(one), plain_attributes(one, OF_OPTIMIZER)) for one in optimizers
+            (learning_rate_setting(one), rate_of(one), plain_attributes(one, OF_OPTIMIZER))
+            for one in optimizers
         ),
     )
+
+
+def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the numbers of a learning rate that a traced update holds."""
+    setting = learning_rate_setting(optimizer)
+    if isinstance(setting, keras.optimizers.schedules.LearningRateSchedule):
+        return plain_attributes(setting, OF_OPTIMIZER)
+    found = as_python(setting()) if callable(setting) else None
+    return found if isinstance(found, OF_OPTIMIZER) else None
 
 
 def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Runs calls of `Trainer.train_on_batch`: one step each, and the work after an inner loop."""
 
 import contextlib
+import math
 import sys
 import time
 
@@ -103,7 +104,8 @@ class OnlineLoop(OuterLoop):
             batch: the global batch, as tensors.
 
         Returns:
-            The loss of the batch, and the training metrics since the last log line, by name.
+            The loss of the batch, and the training metrics since the last log line, by name. What
+            nothing was counted for is NaN.
         """
         try:
             return self._take(batch)
@@ -136,8 +138,10 @@ class OnlineLoop(OuterLoop):
             spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
             keep_overflow(parts.recorder, report, batch, spec)
         self._reporter.read()
-        results = {"loss": float(report.loss.numpy()[0])}
-        results |= {name: float(value) for name, value in metrics.items()}
+        weighs = report.weight.numpy()[0] != 0  # otherwise there is no weighted mean
+        results = {"loss": float(report.loss.numpy()[0]) if weighs else math.nan}
+        counted = self._log.any_applied
+        results |= {name: float(value) if counted else math.nan for name, value in metrics.items()}
         self._after_inner_loop(before)
         self._waiting_since = time.perf_counter()
         return results

@@ -15,18 +15,11 @@ from typing import Any, NamedTuple, cast
 import keras
 
 from trainer.base.argument_checks import as_python
+from trainer.config.attributes import TRACED_METHODS
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
 # The methods that are traced; they may call others.
 OF_LAYERS = ("call", "compute_mask")
-OF_TRAINERS = (
-    "compute_loss",
-    "example_weights",
-    "predict_batch",
-    "update_metrics",
-    "train_step",
-    "eval_step",
-)
 
 
 def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
@@ -63,11 +56,13 @@ def attributes_of_layer(layer: object) -> dict[str, Any]:
 def attributes_of_trainer(trainer: object) -> dict[str, Any]:
     """Returns the plain attributes that the traced methods of a trainer's subclass read."""
     base = next(cls for cls in type(trainer).__mro__ if cls.__module__.startswith(PACKAGE))
-    return read_by(trainer, base, OF_TRAINERS)
+    return read_by(trainer, base, TRACED_METHODS)
 
 
 def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, Any]:
     """Returns the plain attributes that an object's methods read and do not assign, by name.
+
+    Those of its classes are among them.
 
     Args:
         owner: the object.
@@ -77,20 +72,22 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     cls = type(owner)
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
     names = names_read(cast("Any", cls), base, methods)
-    # An attribute of the class that is assigned to the object appears here, which is a change, too.
-    values = {name: as_python(value) for name, value in vars(owner).items() if name in names}
-    return {
-        name: value
-        for name, value in values.items()
-        if type(value) in (float, bool, int, str) or isinstance(value, types.FunctionType)
-    }
+    found: dict[str, Any] = {}
+    for part in (*reversed(cls.__mro__), owner):
+        kinds = (float, bool, int, str, *([types.FunctionType] if part is owner else []))
+        values = {name: as_python(vars(part)[name]) for name in names & vars(part).keys()}
+        found |= {name: value for name, value in values.items() if type(value) in kinds}
+    return found
 
 
 @functools.cache
 def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str]:
     """Returns the names of the attributes that methods read and do not assign; see `read_by`."""
     own: dict[str, list[types.FunctionType]] = collections.defaultdict(list)
-    for owner in cls.__mro__[: cls.__mro__.index(base)] if base in cls.__mro__ else ():
+    added = (
+        [each for each in cls.__mro__ if each not in base.__mro__] if base in cls.__mro__ else []
+    )
+    for owner in added:
         for name, method in vars(owner).items():
             if isinstance(function := plain_function(method), types.FunctionType):
                 own[name].append(function)  # a method may call the one that it overrides

@@ -18,6 +18,7 @@ def put_back(trainer: RunnableTrainer, parts: Parts) -> Iterator[None]:
     variables = variables_in_reach(roots.values(), held_back=())
     before = read_copies(variables, trainer.strategy)
     known = {id(variable) for variable in variables}
+    parts.state.halted.assign(value=False)  # a run that was stuck takes steps here
     try:
         yield
     finally:

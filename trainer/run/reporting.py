@@ -105,7 +105,7 @@ class Reporter:
         """Writes a log line, and returns what it says; None if there are no steps to log."""
         if not self._log.pending:
             return None
-        metrics = self._trainer.metrics
+        metrics = self._parts.metrics.train
         values = numbers_of(metrics)
         totals, rates = Totals.from_state(self._parts.state), learning_rates(self._parts.plan)
         with self.writing():

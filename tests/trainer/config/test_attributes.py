@@ -69,6 +69,20 @@ def test_settings_are_fixed_from_the_beginning():
     assert {"metrics", "totals", "loss_scale"} == {*COMPUTED}
 
 
+def test_methods_that_were_traced_are_not_replaced():
+    """Before the first call they may be; then they would be ignored."""
+    trainer = Linear(verbose=False)
+    compute_loss = trainer.compute_loss
+    trainer.compute_loss = lambda batch, training: 2.0 * compute_loss(batch, training)
+    trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+    assert trainer.weight == 1 - 2 * 1.5
+    assert refused(trainer, "compute_loss", 1) == (HEAD + TAIL).format(
+        "compute_loss",
+        1,
+        "It has been traced. Assign it before the first call, or override it in a subclass.",
+    )
+
+
 def test_arguments_that_are_no_attributes():
     """An argument that a trainer keeps under another name would be ignored, so it is refused."""
     trainer = Trainer(verbose=False)

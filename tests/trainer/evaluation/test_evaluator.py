@@ -480,7 +480,9 @@ def test_predictions_have_one_row_for_each_example(result, found):
 def test_a_number_of_rows_that_is_known_late_is_checked():
     """Rows that are chosen by their values are missing in the result, which would go unnoticed."""
     trainer = classifier()
-    trainer.predict_batch = lambda x: tf.boolean_mask(trainer.model(x), x[:, 0] > np.median(X[:, 0]))
+    trainer.predict_batch = lambda x: tf.boolean_mask(
+        trainer.model(x), x[:, 0] > np.median(X[:, 0])
+    )
     with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got") as error:
         trainer.predict(X, global_batch=11)
     assert "rows for] [11] [examples." in str(error.value)

@@ -213,7 +213,9 @@ class Counting(keras.Model):
 def test_building_a_model_is_no_step():
     """The call that creates a model's variables leaves those that exist as they were."""
     trainer = Trainer(model=Counting, optimizer="sgd", loss_fn="mse", verbose=False)
-    trainer.train((np.ones([8, 2], np.float32), np.ones([8, 3], np.float32)), steps=3, global_batch=4)
+    trainer.train(
+        (np.ones([8, 2], np.float32), np.ones([8, 3], np.float32)), steps=3, global_batch=4
+    )
     assert int(trainer.model.calls.numpy()) == 3
 
 

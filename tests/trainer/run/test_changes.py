@@ -391,9 +391,14 @@ def test_a_change_during_training_is_refused():
     def scale(trainer):
         trainer.model.get_layer("factor").scale = 0.5
 
+    def scale_and_evaluate(trainer):
+        scale(trainer)
+        trainer.evaluate((X, Y), global_batch=12)
+
     for change, found in [
         (freeze, "'net/hidden/kernel', which is no longer trainable"),
         (scale, "a change of layer 'factor'"),
+        (scale_and_evaluate, "a change of layer 'factor'"),
     ]:
         with pytest.raises(ValueError, match="`train`") as error:
             train(trainer_of(actions=[Action(change, every_steps=1)]), 3)
@@ -402,3 +407,66 @@ def test_a_change_during_training_is_refused():
             f"settings, while it runs; got {found}, in a hook or an action. The step was traced before "
             "and would not notice. Change it between two calls of train(): it is then traced again."
         )
+
+
+class Beta:
+    """Stands behind the trainer, or before it."""
+
+    beta = 1.0
+
+    def compute_loss(self, batch, training):
+        """Reads an attribute."""
+        return super().compute_loss(batch, training)
+
+    def loss_of(self, losses):
+        """Reads attributes of three kinds."""
+        factor = 2.0 if self.doubled and self.mode == "on" else 1.0
+        return losses * self.beta * factor
+
+
+class Behind(Trainer, Beta):
+    """Has what it reads from a class behind the trainer."""
+
+    doubled, mode = np.bool_(False), np.str_("on")
+
+    def compute_loss(self, batch, training):
+        """Reads the attributes."""
+        losses, outputs = super().compute_loss(batch, training)
+        return self.loss_of(losses), outputs
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "on_class"),
+    [
+        ("beta", 2.0, False),
+        ("beta", np.float32(2.0), True),
+        ("doubled", np.bool_(True), False),
+        ("doubled", np.bool_(True), True),
+    ],
+)
+def test_what_the_loss_reads_may_change_between_two_calls(name, value, on_class):
+    """A number or flag, of NumPy too, of the trainer, its class, or a class behind `Trainer`."""
+    cls = type("Own", (Behind,), {})
+    arguments = {"model": model, "optimizer": lambda: keras.optimizers.SGD(0.0), "loss_fn": "mse"}
+    trainer = cls(**arguments, verbose=False, jit_compile=False, seed=1)
+    before = trainer.train((X, Y), steps=1, global_batch=12).history["loss"][-1]
+    setattr(cls if on_class else trainer, name, value)
+    after = trainer.train((X, Y), steps=2, global_batch=12).history["loss"][-1]
+    assert after == pytest.approx(2 * before)
+
+
+@pytest.mark.parametrize("kind", ["schedule", "function"])
+def test_a_rate_that_changes_between_two_calls_is_used(kind):
+    """The numbers of a schedule, or what a function returns, are those of the next call's updates."""
+    rate = keras.optimizers.schedules.ExponentialDecay(0.0, 10, 0.9)
+    setting = {"rate": 0.0}
+
+    def function():
+        return setting["rate"]
+
+    trainer = trainer_of(
+        optimizer=lambda: keras.optimizers.SGD(rate if kind == "schedule" else function)
+    )
+    assert max(train(trainer, 1)) == 0.0
+    rate.initial_learning_rate = setting["rate"] = 0.125
+    assert max(train(trainer, 2)) > 0.0

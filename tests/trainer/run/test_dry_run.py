@@ -7,7 +7,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 import scaling
-from trainer import Trainer, find_batch_size
+from trainer import Trainer, TrainingStuckError, find_batch_size
 from trainer.step.rollback import read_copies, variables_in_reach
 
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
@@ -156,6 +156,22 @@ def test_replicas_that_differ_are_found(mirrored):
     copy.assign(copy + 2.0**-20)
 
     assert not trainer.dry_run(DATA, global_batch=8).replicas_equal
+
+
+@pytest.mark.parametrize("ended", ["stopped", "stuck"])
+def test_a_run_that_has_ended_is_tried(ended):
+    """After `stop`, or an error about skips, both take their steps; then nothing is changed."""
+    trainer = Linear(verbose=False, on_nonfinite_loss="raise")
+    trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+    if ended == "stopped":
+        trainer.stop()
+    else:
+        with pytest.raises(TrainingStuckError):
+            trainer.train(slopes(np.inf, 2.0), steps=3, global_batch=2)
+    assert trainer.dry_run(slopes(1.0, 2.0), global_batch=2).ok
+    trainer.stop()
+    found = trainer.overfit_one_batch(slopes(1.0, 2.0), steps=3, global_batch=2)
+    assert len(found.losses) == 3
 
 
 @pytest.mark.slow

@@ -329,3 +329,14 @@ def test_what_waits_for_an_epoch_is_refused():
         "on_epoch_end. Batches that are passed one by one have no epochs. Use on_log(step, values) "
         "or an Action(call, every_steps=n) instead."
     )
+
+
+def test_what_nothing_was_counted_for_is_no_number():
+    """Skipped steps have no metrics, and a batch without weight has no mean: 0 would be the best."""
+    trainer = network(precision="mixed_float16", loss_scale="fixed:loss_scale=2^24")
+    skipped = trainer.train_on_batch(BATCHES[2])
+    assert np.isnan(skipped["mae"])
+    trainer = network()
+    weightless = trainer.train_on_batch((*BATCHES[0], np.zeros(4, np.float32)))
+    assert np.isnan(weightless["loss"])
+    assert np.isfinite(trainer.train_on_batch(BATCHES[1])["mae"])

@@ -190,9 +190,9 @@ def test_what_is_read_is_found_through_methods_and_inner_functions():
             return tf.map_fn(lambda one: one if self.kind == "mean" else 0.0, batch[1][:, 0])
 
     trainer = Reads(model=Powers, optimizer="sgd", verbose=False)
-    assert attributes_of_trainer(trainer) == {}
-    trainer.beta, trainer.kind, trainer.power, trainer.unread = 1, "mean", 2.0, 3.0
-    assert attributes_of_trainer(trainer) == {"beta": 1, "kind": "mean", "power": 2.0}
+    assert attributes_of_trainer(trainer) == {"beta": 1, "kind": "mean", "power": 2.0}  # of classes
+    trainer.beta, trainer.power, trainer.unread = 2, 3.0, 3.0
+    assert attributes_of_trainer(trainer) == {"beta": 2, "kind": "mean", "power": 3.0}
     assert attributes_of_trainer(Trainer(model=Powers, optimizer="sgd", loss_fn="mse")) == {}
     assert attributes_of_layer(Powers()).items() >= {"factor": 1, "mode": "plain"}.items()
     assert not {"calls", "unread"} & {*attributes_of_layer(Powers())}
