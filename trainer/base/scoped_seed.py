@@ -7,6 +7,7 @@ what the rest of the program draws, and the seeds of every dataset that is made 
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ def set_random_state(state: RandomState) -> None:
     np.random.set_state(state.numpy)  # noqa: NPY002  # the global one is meant
     set_framework_random_state(state.frameworks)
 
+ONE_AT_A_TIME = threading.RLock()  # the global generators belong to the whole process
+
 
 class ScopedSeed:
     """The random numbers that one trainer draws from global generators.
@@ -70,6 +73,8 @@ class ScopedSeed:
     def in_use(self, *, from_start: bool = False) -> Iterator[None]:
         """Context manager: the global generators are this trainer's, and then as they were found.
 
+        Trainers in other threads wait until the block ends.
+
         TensorFlow restarts the counters of eager operations with a seed of their own
         (`tf.random.uniform([], seed=1)`) whenever its seed is set, which cannot be undone.
 
@@ -79,15 +84,16 @@ class ScopedSeed:
         if self._seed is None or self._in_use:
             yield
             return
-        before = random_state()
-        if from_start or self._state is None:
-            keras.utils.set_random_seed(self._seed)
-        else:
-            set_random_state(self._state)
-        self._in_use = True
-        try:
-            yield
-            self._state = random_state()
-        finally:
-            self._in_use = False
-            set_random_state(before)
+        with ONE_AT_A_TIME:
+            before = random_state()
+            if from_start or self._state is None:
+                keras.utils.set_random_seed(self._seed)
+            else:
+                set_random_state(self._state)
+            self._in_use = True
+            try:
+                yield
+                self._state = random_state()
+            finally:
+                self._in_use = False
+                set_random_state(before)

@@ -1,6 +1,8 @@
 """Seeding of the global random generators for a block of code."""
 
 import random
+import threading
+import time
 
 import keras
 import numpy as np
@@ -143,3 +145,30 @@ def test_a_dataset_made_again_is_the_same_data(tmp_path):
             trainer.train(data, steps=steps)
         losses[folder] = [weight.tobytes() for weight in trainer.model.get_weights()]
     assert losses["whole"] == losses["resumed"]
+
+
+def test_blocks_in_two_threads_do_not_meet():
+    """A block waits for one in another thread: each draws as if it were alone."""
+    alone = []
+    for seed in (1, 2):
+        with ScopedSeed(seed).in_use():
+            alone.append([random.random() for _ in range(3)])  # noqa: S311
+    before, found = random_state(), {}
+    both = threading.Barrier(2)
+
+    def draw(place):
+        both.wait(10)
+        with ScopedSeed(place + 1).in_use():
+            drawn = []
+            for _ in range(3):
+                drawn.append(random.random())  # noqa: S311
+                time.sleep(0.05)  # lets the other thread draw
+            found[place] = drawn
+
+    threads = [threading.Thread(target=draw, args=(place,)) for place in (0, 1)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10)
+    assert [found[0], found[1]] == alone
+    assert same(random_state(), before)
