@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import LONGEST, check_state, shown
@@ -252,8 +253,8 @@ class LossScaler(tf.Module):
         the next step.
 
         Raises:
-            ValueError: if the fields are not those of the rule's state, or the scale is not a
-                power of two. Nothing is changed in this case.
+            ValueError: if the fields are not those of the rule's state, the scale is not a power
+                of two, or another value does not fit its field. Nothing is changed in this case.
         """
         if not isinstance(state, Mapping) or set(state) != set(self._variables):
             found = ", ".join(map(str, state)) if isinstance(state, Mapping) else shown(state)
@@ -266,8 +267,36 @@ class LossScaler(tf.Module):
         scale = state["loss_scale"]
         suggestion = nearest_power_of_two(scale, 2.0**15, low=2.0**-24, high=2.0**40)
         check_power_of_two("loss_scale", scale, suggestion)
+        values = {
+            field: checked_value(field, state[field], variable)
+            for field, variable in self._variables.items()
+        }
         for field, variable in self._variables.items():
-            variable.assign(tf.cast(state[field], variable.dtype))
+            variable.assign(values[field])
+
+
+def checked_value(field: str, value: Any, variable: tf.Variable) -> tf.Tensor:
+    """Returns a value for a field of a state, in the dtype and shape of its variable.
+
+    Raises:
+        ValueError: if it is no number, or the dtype does not have it.
+    """
+    try:
+        found = np.asarray(value)
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast = found.astype(variable.dtype.as_numpy_dtype)
+        same = np.isfinite(found) == np.isfinite(cast)
+        if variable.dtype.is_integer:
+            same = found == cast
+        fits = found.shape == variable.shape and bool(np.all(same))
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"`{field}` must be a number of dtype {variable.dtype.name}; got {shown(value)}. The "
+            "state holds one number for each field. Load a state that state_dict() returned."
+        )
+    return tf.constant(cast)
 
 
 def _rebuilt(kind: type[LossScaler], rule: LossScaleRule, state: dict[str, Any]) -> LossScaler:
@@ -343,7 +372,8 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
             f"{len(scalers)} scalers. Each scale follows its own loss. Pass them in the order of "
             "the scalers."
         )
-    for scaler in scalers:  # check all scalers before any scale moves
+    verdicts = [as_verdict(verdict) for verdict in verdicts]  # check all before any scale moves
+    for scaler in scalers:
         scaler.check_complete()
     pairs = zip(scalers, verdicts, strict=True)
     return tf.reduce_all([scaler.update(verdict) for scaler, verdict in pairs])

@@ -63,7 +63,7 @@ def sum_gradients(
     present = [_numeric(leaf) for leaf in flat if leaf is not None]
     if context.num_replicas_in_sync == 1:
         return gradients
-    sent = [_as_dtype(leaf, dtype) for leaf in present]
+    sent = [_as_sent(leaf, dtype) for leaf in present]
     buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bucket_bytes or 0)
     total = tf.distribute.ReduceOp.SUM
     sums = iter(context.all_reduce(total, sent, options=buckets) if sent else [])
@@ -193,9 +193,23 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
     return context
 
 
+def _as_sent(leaf: Any, dtype: Any) -> Any:
+    """Returns a tensor or `tf.IndexedSlices` in the dtype that is summed.
+
+    TensorFlow keeps int32 on the host, and sums no tensors there together with others.
+
+    Args:
+        leaf: the tensor.
+        dtype: the dtype in which floats are summed; None for their own.
+    """
+    if leaf.dtype == tf.int32:
+        return _as_dtype(leaf, tf.int64)
+    return _as_dtype(leaf, dtype) if dtype and leaf.dtype.is_floating else leaf
+
+
 def _as_dtype(leaf: Any, dtype: Any) -> Any:
-    """Returns a tensor or `tf.IndexedSlices` with its floats cast to a dtype; None casts none."""
-    if dtype is None or not leaf.dtype.is_floating or leaf.dtype == dtype:
+    """Returns a tensor or `tf.IndexedSlices` cast to a dtype."""
+    if leaf.dtype == dtype:
         return leaf
     if isinstance(leaf, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(leaf.values, dtype), leaf.indices, leaf.dense_shape)

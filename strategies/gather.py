@@ -31,7 +31,7 @@ def gather(addresses: dict[str, str], task: str) -> None:
     missing = {other: address for other, address in addresses.items() if other != task}
     port = int(addresses[task].rpartition(":")[2])
     # Connections are never accepted: being able to connect shows that this process has started.
-    with socket.create_server(("", port), backlog=4096):
+    with listening(port):
         while True:
             missing = {other: each for other, each in missing.items() if not answers(each)}
             if not missing:
@@ -49,6 +49,14 @@ def gather(addresses: dict[str, str], task: str) -> None:
                 last_warning = now
                 logging.warning("Still waiting for %s after %.0f s.", absent, now - start)
             time.sleep(POLL_SECS)
+
+
+def listening(port: int) -> socket.socket:
+    """Returns a socket that is reached by IPv4 and, where this machine has it, by IPv6."""
+    if socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
+        return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=4096)
 
 
 def answers(address: str) -> bool:

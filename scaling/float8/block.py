@@ -221,6 +221,8 @@ def maximum_of_blocks(x: tf.Tensor, axis: int, size: int) -> tf.Tensor:
     """
     static = x.shape.as_list()
     shape = [tf.shape(x)[at] if length is None else length for at, length in enumerate(static)]
+    if static[axis] is not None:  # a block may be larger than the tensor, which is not padded then
+        size = min(size, max(static[axis], 1))
     blocks = -(-shape[axis] // size)
     missing = [[0, 0] for _ in static]
     missing[axis][1] = blocks * size - shape[axis]

@@ -42,7 +42,8 @@ def dequantize(x: tf.Tensor, scale: tf.Tensor | float, dtype: tf.DType = tf.floa
     Args:
         x: any shape, float8.
         scale: as for `quantize`.
-        dtype: of the result, and of the product.
+        dtype: of the result. The product is computed in float32 at least, since a scale can be
+            out of the range of float16.
 
     Returns:
         The shape of `x`. With a scale that is a power of two, exactly what `x` stands for, if the
@@ -63,7 +64,8 @@ def dequantize(x: tf.Tensor, scale: tf.Tensor | float, dtype: tf.DType = tf.floa
             f"`dtype` must be a float dtype of 16 bits or more; got {shown(dtype)}. The result has "
             "this dtype. Pass tf.float32, the default, or tf.bfloat16."
         )
-    return tf.cast(x, dtype) * tf.cast(checked_scale(scale, x), dtype)
+    wide = tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.cast(tf.cast(x, wide) * tf.cast(checked_scale(scale, x), wide), dtype)
 
 
 def losses_of_cast(

@@ -152,8 +152,7 @@ def _backward(
                 "False` on this layer, or replace the other one."
             )
         return None, [], above
-    layer_variables = getattr(layer_pass.layer, "variables", ())
-    kernels = [variable for variable in layer_variables if _is_kernel(variable)]
+    kernels = _kernels_of(layer_pass.layer)
     total = rule.total_scale(gradient, layer_pass.inputs, kernels, above)
     # Multiply in float32: in half precision, the scale itself could be infinite.
     gradient = tf.cast(tf.cast(gradient, tf.float32) * (total / above), layer_pass.outputs.dtype)
@@ -206,6 +205,16 @@ def _check_trained_once(layers: list[Callable[..., tf.Tensor]]) -> None:
                 f"`layers` must contain each layer once; got {shown(layer)} twice. Its two "
                 "gradients would have different scales. Use two separate layers."
             )
+
+
+def _kernels_of(layer: Callable[..., tf.Tensor]) -> list[Any]:
+    """Returns a layer's kernels, with the input and output dimensions last."""
+    kernels = [variable for variable in getattr(layer, "variables", ()) if _is_kernel(variable)]
+    keras = tf.keras.layers
+    transposed = keras.Conv1DTranspose, keras.Conv2DTranspose, keras.Conv3DTranspose
+    if isinstance(layer, transposed):
+        return [tf.linalg.matrix_transpose(kernel) for kernel in kernels]
+    return kernels
 
 
 def _is_kernel(variable: Any) -> bool:

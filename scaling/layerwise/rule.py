@@ -34,8 +34,8 @@ class LayerwiseLossScale:
     kinds of products are considered: gradient times kernel, and gradient times the layer's
     inputs, which gives the kernel's gradient. To prevent overflow, a layer's scale may be
     less than 1, which undoes scaling by the layers above. The product of all scales stays within
-    `[1, max_total_scale]`. So in dense and convolutional layers no gradient is smaller than
-    without the rule, and none overflows that would not overflow without it.
+    `[1, max_total_scale]`. So in dense and convolutional layers with one kernel no gradient is
+    smaller than without the rule, and none overflows that would not overflow without it.
 
     Attributes:
         max_layer_scale: upper bound of the scale of one layer; a power of two, at least 1.
@@ -160,7 +160,10 @@ def _as_kernels(kernels: Any) -> list[tf.Tensor]:
 
 def _deviation(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the standard deviation around 0: shape (), float32."""
-    return tf.sqrt(tf.reduce_mean(tf.square(tf.cast(tensor, tf.float32))))
+    values, largest = tf.cast(tensor, tf.float32), _largest(tensor)
+    # As fractions of the largest: squares underflow below 2^-63 and overflow above 2^63.
+    fractions = tf.math.divide_no_nan(values, largest)
+    return largest * tf.sqrt(tf.reduce_mean(tf.square(fractions)))
 
 
 def _largest(tensor: tf.Tensor) -> tf.Tensor:

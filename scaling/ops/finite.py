@@ -39,5 +39,7 @@ def all_finite(structure: Structure) -> tf.Tensor:
 
 def is_finite(tensor: tf.Tensor) -> tf.Tensor:
     """Returns whether every element of one float or complex tensor is finite: shape (), bool."""
+    if tensor.dtype.size == 1:  # float8, of which TensorFlow has no kernel
+        tensor = tf.cast(tensor, tf.float32)
     parts = [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts])

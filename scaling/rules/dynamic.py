@@ -125,6 +125,8 @@ class DynamicLossScale:
             least=0,
         )
         check_low_scale_intervals(self.low_scale_intervals)
+        pairs = tuple((float(scale), int(interval)) for scale, interval in self.low_scale_intervals)
+        object.__setattr__(self, "low_scale_intervals", pairs)
         normalize_numbers(self)
 
     def initial_state(self) -> DynamicLossScaleState:

@@ -19,6 +19,9 @@ from scaling.rules.rule import (
 )
 
 LOG2_HALF_MAX = math.log2(HALF_MAX)
+# Between the largest float16 and 65520, which rounds to inf. Logarithms are rounded, in eager mode
+# in another way than in a graph, so that magnitudes of 65504 itself lie on either side of theirs.
+LOG2_FITS = math.log2(65512.0)
 
 
 class LogMaxLossScaleState(NamedTuple):
@@ -165,7 +168,7 @@ class LogMaxLossScale:
         """Returns the largest scale that fits the statistics: a power of two, shape (), float32."""
         x = state.mean + self.deviations * tf.sqrt(state.variance)
         lowest, highest = math.log2(self.min_scale), math.log2(self.max_scale)
-        exponent = tf.clip_by_value(tf.floor(LOG2_HALF_MAX - x), lowest, highest)
+        exponent = tf.clip_by_value(tf.floor(LOG2_FITS - x), lowest, highest)
         return two_to_the(tf.cast(exponent, tf.int32))
 
     def _clip(self, loss_scale: tf.Tensor) -> tf.Tensor:

@@ -180,12 +180,13 @@ def check_rule(rule: Any) -> None:
 
 
 def normalize_numbers(rule: Any) -> None:
-    """Converts a rule's NumPy numbers and ints to the Python types of its fields.
+    """Converts a rule's NumPy numbers, ints and bools to the Python types of its fields.
 
-    Otherwise the state's tensors would get the dtypes of the numbers that the caller passed.
+    Otherwise the state's tensors would get the dtypes of the numbers that the caller passed, and
+    equal rules would have different texts, by which a resumed run knows them.
     """
     for field in dataclasses.fields(rule):
-        if field.type in (float, int):
+        if field.type in (float, int, bool):
             object.__setattr__(rule, field.name, field.type(getattr(rule, field.name)))
 
 

@@ -51,7 +51,7 @@ def try_rule(rule: Any) -> None:
     except Exception as error:
         raise RuleError(
             f"`{name}.advance` must be a function of tensors, without Python conditions on their "
-            f"values or NumPy; got {type(error).__name__}: {str(error).splitlines()[0]} It runs "
+            f"values or NumPy; got {type(error).__name__}: {first_line(error)} It runs "
             "in the graph of a step. Use tf.where in place of `if`, and TensorFlow's functions in "
             "place of NumPy's."
         ) from error
@@ -59,6 +59,11 @@ def try_rule(rule: Any) -> None:
         state = type(state)(*tf.nest.flatten(traced(state, tf.constant(grads_finite))))
         outcome = "a finite step" if grads_finite else "an overflow"
         check_scale(state, f"{name}.advance", f" after {outcome}")
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, which may be empty."""
+    return next(iter(str(error).splitlines()), "")
 
 
 class RuleError(TypeError):

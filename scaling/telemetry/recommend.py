@@ -1,5 +1,6 @@
 """Recommends a loss scale for given gradients, and estimates what would underflow."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -59,8 +60,8 @@ def recommend(
 
     Raises:
         TypeError: if `stats` is not a `GradientStats`, or `names` is not a list of strings.
-        ValueError: if the numbers of names and gradients differ, or `headroom_bits` is not
-            from 0 to 40.
+        ValueError: if the numbers of names and gradients differ, if two names are the same, or if
+            `headroom_bits` is not from 0 to 40.
 
     Example:
         >>> import scaling
@@ -115,11 +116,17 @@ def recommend(
 
 
 def check_names(names: object) -> None:
-    """Raises TypeError unless `names` is a list of strings."""
+    """Raises TypeError or ValueError unless `names` is a list of different strings."""
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"`names` must be a list of strings; got {shown(names)}. Each gradient is called by "
             "its name. Pass for instance [v.path for v in model.trainable_variables]."
+        )
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"`names` must be different; got {shown(twice[0])} more than once. What a gradient "
+            "would lose is told under its name, and `name` is the same in many layers of Keras. "
+            "Pass for instance [v.path for v in model.trainable_variables]."
         )
 
 

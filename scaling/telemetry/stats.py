@@ -129,8 +129,8 @@ def count_elements(gradient: Gradient) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.zeros([COUNTS]), tf.zeros([])
     gradient = coalesce(gradient)
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    magnitude = tf.abs(tf.cast(at_least_float32(as_tensor("gradients", values)), tf.float32))
-    magnitude = tf.reshape(magnitude, [-1])
+    magnitude = tf.abs(at_least_float32(as_tensor("gradients", values)))
+    magnitude = tf.reshape(tf.cast(in_range_of_float32(magnitude), tf.float32), [-1])
     finite = tf.math.is_finite(magnitude)
     column = tf.clip_by_value(ceil_log2(magnitude) - LOWEST_EXPONENT, 0, EXPONENTS - 1)
     column = tf.where(magnitude == 0, ZERO, column)
@@ -143,6 +143,16 @@ def count_elements(gradient: Gradient) -> tuple[tf.Tensor, tf.Tensor]:
     # Append a 0, so that the maximum is 0 for a gradient without elements.
     largest = tf.reduce_max(tf.concat([tf.where(finite, magnitude, 0.0), [0.0]], axis=0))
     return tf.cast(counts, tf.float32), largest
+
+
+def in_range_of_float32(magnitude: tf.Tensor) -> tf.Tensor:
+    """Returns magnitudes that stay finite, and stay different from 0, as float32."""
+    if magnitude.dtype == tf.float32:
+        return magnitude
+    # TensorFlow takes float32 below 2^-126 for 0.
+    inside = tf.clip_by_value(magnitude, 2.0**-126, tf.float32.max)
+    as_it_is = (magnitude == 0) | ~tf.math.is_finite(magnitude)
+    return tf.where(as_it_is, magnitude, inside)
 
 
 def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:

@@ -269,8 +269,8 @@ MUTANTS = {  # the claim that notices a change, and the change
         "leaves out overflows": ("counts_steps", "overflowed | (magnitude > 0)", "(magnitude > 0)"),
         "does not clip the exponent": (
             "bounded",
-            "tf.clip_by_value(tf.floor(LOG2_HALF_MAX - x), lowest, highest)",
-            "tf.floor(LOG2_HALF_MAX - x)",
+            "tf.clip_by_value(tf.floor(LOG2_FITS - x), lowest, highest)",
+            "tf.floor(LOG2_FITS - x)",
         ),
         "moves the mean away": ("means_stay", "state.mean + weight", "state.mean - weight"),
         "moves the slow mean away": (

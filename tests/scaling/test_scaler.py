@@ -505,3 +505,24 @@ def test_a_scaler_can_be_copied_and_pickled(copied):
     assert (other.rule, other.state_dict()) == (scaler.rule, before)
     other.assign(other.rule.initial_state())
     assert scaler.state_dict() == before != other.state_dict()
+
+
+@pytest.mark.parametrize("steps", ["x", None, [1, 2], 2**40, np.nan, 1.5])
+def test_a_state_is_loaded_whole_or_not_at_all(steps):
+    """A value that does not fit its field is refused before any field changes."""
+    scaler = LossScaler(DynamicLossScale())
+    before = scaler.state_dict()
+    wrong = before | {"loss_scale": 8.0, "finite_steps": steps}
+    with pytest.raises(ValueError, match="`finite_steps` must be a number of dtype int32; got"):
+        scaler.load_state_dict(wrong)
+    assert scaler.state_dict() == before
+
+
+def test_a_wrong_verdict_moves_no_scale():
+    """The verdicts of all scalers are checked before the first of them is updated."""
+    scalers = [LossScaler(DynamicLossScale(initial_scale=8.0)) for _ in range(2)]
+    for scaler in scalers:
+        scaler.unscale(*scaler.scale(tf.constant(1.0)))
+    with pytest.raises(TypeError):
+        scaling.update_together(scalers, [False, 0.0])
+    assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 8.0]

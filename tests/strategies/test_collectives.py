@@ -28,7 +28,11 @@ def test_every_kind_of_gradient_is_kept(mirrored, on_replicas, replicas):
 
     def replica():
         slices = tf.IndexedSlices(replica_id()[None], tf.constant([7]), tf.constant([9]))
-        summed = strategies.sum_gradients({"a": [None, tf.ones([2, 3])], "b": slices})
+        summed = strategies.sum_gradients(
+            {"a": [None, tf.ones([2, 3])], "b": slices, "c": tf.constant([1, 2])}
+        )
+        assert summed["c"].dtype == tf.int32
+        tf.debugging.assert_equal(summed["c"], replicas * tf.constant([1, 2]))
         assert summed["a"][0] is None
         assert isinstance(summed["b"], tf.IndexedSlices)
         return summed["a"][1], tf.convert_to_tensor(summed["b"])

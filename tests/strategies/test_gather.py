@@ -19,14 +19,17 @@ from strategies.launch import free_ports
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def job(count):
+def job(count, host="127.0.0.1"):
     """Returns the addresses of a job of workers, by task."""
-    return {f"worker {index}": f"127.0.0.1:{port}" for index, port in enumerate(free_ports(count))}
+    return {f"worker {index}": f"{host}:{port}" for index, port in enumerate(free_ports(count))}
 
 
-def test_all_continue_once_the_last_has_started():
-    """No process continues before all of them have started."""
-    addresses, started = job(4), []
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=pytest.mark.thorough)])
+def test_all_continue_once_the_last_has_started(host):
+    """No process continues before all of them have started; their addresses may be IPv6."""
+    if host == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    addresses, started = job(4, host), []
     servers = contextlib.ExitStack()
 
     def start(task, delay):
@@ -35,7 +38,7 @@ def test_all_continue_once_the_last_has_started():
         gather.gather(addresses, task)
         # TensorFlow's server then listens on the port.
         port = int(addresses[task].rpartition(":")[2])
-        servers.enter_context(socket.create_server(("", port)))
+        servers.enter_context(gather.listening(port))
         return len(started)
 
     with servers, concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -295,3 +295,12 @@ def test_a_rank_that_is_not_known_is_refused():
     """In a graph, blocks need to know which axes there are."""
     with pytest.raises(ValueError, match="must have the axes of the rule's blocks"):
         tf.function(BlockScaling().amax).get_concrete_function(tf.TensorSpec(None))
+
+
+def test_a_block_may_be_larger_than_the_tensor():
+    """One scale for each row: nothing in the graph is larger than the tensor."""
+    x = tf.constant(np.arange(12).reshape(4, 3), tf.int32)
+    traced = tf.function(lambda x: maximum_of_blocks(x, 1, 2**20)).get_concrete_function(x)
+    assert traced(x).numpy().tolist() == [[2], [5], [8], [11]]
+    sizes = [out.shape.num_elements() for op in traced.graph.get_operations() for out in op.outputs]
+    assert max(sizes) <= 12

@@ -155,3 +155,14 @@ def test_a_product_needs_a_wider_dtype(dtype):
         f"`dtype` must be a float dtype of 16 bits or more; got {dtype!r}. The result has this "
         "dtype. Pass tf.float32, the default, or tf.bfloat16."
     )
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
+@pytest.mark.parametrize("exponent", [-30, -20, 8, 16])
+def test_a_scale_may_be_out_of_the_range_of_the_result(dtype, exponent):
+    """The product is rounded once: a scale of 2^-30 is 0 in float16, and 2^16 is inf."""
+    numbers = np.array([0.0, 0.0625, 1.0, 448.0], np.float32)
+    x = quantize(tf.constant(numbers), 1.0, "float8_e4m3fn")
+    expected = tf.cast(numbers * np.float32(2.0**exponent), dtype)
+    found = dequantize(x, 2.0**exponent, dtype)
+    np.testing.assert_array_equal(tf.cast(found, tf.float32), tf.cast(expected, tf.float32))

@@ -117,3 +117,11 @@ def test_errors(field, value, message):
         LayerwiseLossScale(**{field: value})
 
     assert message == str(error.value)
+
+
+@pytest.mark.parametrize("exponent", [-120, -70, -64, 63, 90])
+def test_the_deviation_of_tiny_and_huge_gradients(exponent):
+    """Squares below 2^-126 are 0, and above 2^128 inf, though the numbers are neither."""
+    gradient = tf.fill([2, 2], tf.constant(2.0**exponent))
+    small = WIDE.total_scale(gradient, tf.ones([2, 2]), [tf.ones([2, 2])], 1.0)
+    assert float(small) == (2.0**15 if exponent < 0 else 1.0)

@@ -52,3 +52,11 @@ def test_a_nan_that_a_compiled_graph_computes_is_found():
 
     assert check(tf.constant(1.0))
     assert not check(tf.constant(0.0))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_finite_or_not(dtype):
+    """TensorFlow has no kernel that looks at float8."""
+    for value, finite in ((1.0, True), (np.nan, False)):
+        tensor = tf.cast(tf.constant([0.0, value]), tf.as_dtype(dtype))
+        assert bool(scaling.all_finite([tensor])) is finite

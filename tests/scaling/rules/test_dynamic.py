@@ -194,3 +194,12 @@ def test_numpy_integers_are_accepted():
 def test_the_longest_interval_is_accepted():
     """L4: an interval of 2^30 steps, which in practice means never, is accepted."""
     assert DynamicLossScale(growth_interval=2**30).growth_interval == 2**30
+
+
+def test_equal_rules_have_one_text():
+    """A checkpoint knows a rule by its text, whatever types its numbers had."""
+    rules = [
+        DynamicLossScale(low_scale_intervals=pairs)
+        for pairs in [((2, 25),), [[2.0, 25]], ((np.float32(2.0), np.int64(25)),)]
+    ]
+    assert len({repr(rule) for rule in rules}) == len({*rules}) == 1

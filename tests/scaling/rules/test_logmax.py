@@ -254,3 +254,24 @@ def test_errors(arguments, message):
         LogMaxLossScale(**arguments)
 
     assert message == str(error.value)
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", pytest.param("xla", marks=pytest.mark.thorough)])
+def test_rounded_logarithms_decide_alike(how):
+    """L15: at any scale a first overflow halves it, and 65504 still fits, in eager mode and in graphs."""
+    rule = LogMaxLossScale(min_scale=2.0**-126, max_scale=2.0**126)
+    run = rule.advance
+    if how != "eager":
+        run = tf.function(run, jit_compile=how == "xla")
+    start = rule.initial_state()
+    for exponent in range(-60, 61, 3):
+        scale = 2.0**exponent
+        after = run(start._replace(loss_scale=tf.constant(scale)), as_tensors(OVERFLOW))
+        assert float(after.loss_scale) == scale / 2
+        after = run(start, as_tensors(fits(65504 / scale)))
+        assert float(after.loss_scale) == scale
+
+
+def as_tensors(verdict):
+    """The same verdict as tensors, with which a function is traced once."""
+    return Verdict(*(tf.constant(field) for field in (verdict[0], int(verdict[1]), verdict[2])))

@@ -19,6 +19,11 @@ class Counted(NamedTuple):
     count: tf.Tensor
 
 
+def raising(error):
+    """Raises an error."""
+    raise error
+
+
 def start():
     """Returns a state at 2^15."""
     return State(tf.constant(2.0**15))
@@ -110,6 +115,7 @@ def test_an_error_says_what_a_rule_breaks(name):
             "OperatorNotAllowedInGraphError: Using a symbolic",
         ),
         (lambda state, _: State(np.maximum(state.loss_scale, 1.0)), "NotImplementedError: Cannot"),
+        (lambda *_: raising(NotImplementedError()), "NotImplementedError: "),
     ],
 )
 def test_a_rule_that_cannot_be_traced_is_named(advance, reason):

@@ -105,3 +105,11 @@ def test_measuring_needs_no_host_callback():
     kinds = {operation.type for operation in traced.graph.get_operations()}
 
     assert not [kind for kind in kinds if "PyFunc" in kind or "Host" in kind or "Print" in kind]
+
+
+def test_float64_out_of_the_range_of_float32_is_counted_as_what_it_is():
+    """1e300 is finite, and 1e-60 is not 0."""
+    gradient = tf.constant([1e300, 1e-60, 0.0, np.inf, 1.0], tf.float64)
+    stats = scaling.gradient_stats([gradient], at(1.0))
+    assert (int(stats.inf_count[0]), int(stats.zero_count[0])) == (1, 1)
+    assert float(stats.max_magnitude[0]) == float(np.finfo(np.float32).max)
