@@ -10,6 +10,8 @@ their losses are added.
 
 from trainer import Trainer  # isort: skip  # import first: it configures TensorFlow
 
+import sys
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -113,7 +115,9 @@ def main(_):
     ppo = make_trainer(Ppo, model=actor_critic, optimizer=lambda: keras.optimizers.Adam(1e-3))
     random = np.random.default_rng(FLAGS.seed)
     carts, judge, falls = Carts(random), tf.function(ppo.model), []
-    steps = PASSES * GAMES * MOVES // FLAGS.global_batch  # in each turn
+    steps = max(1, PASSES * GAMES * MOVES // FLAGS.global_batch)  # in each turn
+    if FLAGS.steps < steps:
+        sys.exit(f"--steps must be at least {steps}, the steps of one turn; got {FLAGS.steps}.")
     for end in range(steps, FLAGS.steps + 1, steps):
         moves, last = play(judge, carts, random)
         falls.append(1000 * np.mean(moves["fell"]))

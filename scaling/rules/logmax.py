@@ -58,7 +58,7 @@ class LogMaxLossScale:
     difference is that here the scale is always a power of two.
 
     Attributes:
-        initial_scale: the scale until the first finite step; a power of two.
+        initial_scale: the scale of the first step; a power of two.
         min_scale: the lower bound of the scale; a power of two, at least 2^-126.
         max_scale: the upper bound of the scale; a power of two, at most 2^126.
         mean_decay: decay of the running mean, in [0, 1).

@@ -135,5 +135,5 @@ def parse_value(text: str) -> Any:
         return 2 ** int(power[1])  # an int, unless the exponent is negative
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):  # TypeError: a set of lists
         return text
