@@ -633,20 +633,18 @@ class Trainer(Task):
             if choice:
                 log.say(str(choice))
             self._call_hook(leaving, "on_train_begin")
-            with self._taking_steps():
-                loop.run()
+            self._take_steps(loop)
             summary = loop.conclude(began)
             self._call_hook(leaving, "on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             leaving.end_process(others=asked, blocked=position.given_up)
         return summary
 
-    @contextlib.contextmanager
-    def _taking_steps(self) -> Iterator[None]:
-        """Context manager: a change of settings is refused, for the step has been traced."""
+    def _take_steps(self, loop: OuterLoop) -> None:
+        """Runs the loop. Until it ends, changes of settings are refused: see `_start`."""
         self._running = True
         try:
-            yield
+            loop.run()
         finally:
             self._running = False
 

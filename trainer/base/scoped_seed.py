@@ -41,6 +41,7 @@ def set_random_state(state: RandomState) -> None:
     np.random.set_state(state.numpy)  # noqa: NPY002  # the global one is meant
     set_framework_random_state(state.frameworks)
 
+
 ONE_AT_A_TIME = threading.RLock()  # the global generators belong to the whole process
 
 
