@@ -24,7 +24,7 @@ from trainer.losses.loss_fn import (
     mask_of,
     weights_elements,
 )
-from trainer.losses.metric_shapes import check_metric_shapes, check_outputs
+from trainer.losses.metric_shapes import check_metric_shapes, check_outputs, weights_for
 from trainer.losses.metrics import check_metrics, make_metrics
 from trainer.losses.output_losses import OutputLosses, OutputWeights, check_loss_weights
 from trainer.losses.output_mask import (
@@ -319,7 +319,8 @@ class Task:
                 aux, sample_weight = masked(aux, sample_weight, mask)
             for metric in self.metrics.values():
                 check_metric_shapes(metric, y, aux)
-                call_user(metric.update_state, y, aux, sample_weight=sample_weight)
+                weights = weights_for(metric, y, sample_weight)
+                call_user(metric.update_state, y, aux, sample_weight=weights)
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Returns more items for checkpoints, keyed by name: anything that TensorFlow can track."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from trainer.losses.default_batch import described
 from trainer.losses.loss_shapes import would_repeat
@@ -54,6 +55,25 @@ def check_outputs(aux: Any, metrics: Iterable[str]) -> None:
             f"and metrics {', '.join(metrics)}. They compare outputs with labels. Return the "
             "outputs as well, override update_metrics(batch, aux), or leave the metrics out."
         )
+
+
+def weights_for(
+    metric: keras.metrics.Metric, y: Any, sample_weight: tf.Tensor | None
+) -> tf.Tensor | None:
+    """Returns the weights that a metric takes: the IoU metrics of Keras want one for each label.
+
+    Args:
+        metric: the metric.
+        y: the labels.
+        sample_weight: shape (examples, ...), or None.
+    """
+    if sample_weight is None or not isinstance(metric, keras.metrics.IoU):
+        return sample_weight
+    labels = y if metric.sparse_y_true else tf.argmax(y, axis=metric.axis)
+    shape = tf.shape(labels)
+    missing = tf.ones([labels.shape.rank - sample_weight.shape.rank], tf.int32)
+    aligned = tf.reshape(sample_weight, tf.concat([tf.shape(sample_weight), missing], axis=0))
+    return tf.broadcast_to(aligned, shape)
 
 
 def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:

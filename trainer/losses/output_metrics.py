@@ -9,7 +9,7 @@ import tensorflow as tf
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
 from trainer.losses.loss_fn import example_losses
-from trainer.losses.metric_shapes import check_metric_shapes
+from trainer.losses.metric_shapes import check_metric_shapes, weights_for
 from trainer.losses.output_losses import Key, OutputLosses
 
 FORM = (
@@ -158,4 +158,5 @@ def update_by_output(
             update(found, sample_weight=sample_weight)
         else:
             check_metric_shapes(metrics[name], labels[key], values[key])
-            call_user(update, labels[key], values[key], sample_weight=sample_weight)
+            weights = weights_for(metrics[name], labels[key], sample_weight)
+            call_user(update, labels[key], values[key], sample_weight=weights)

@@ -107,3 +107,38 @@ def test_losses_without_outputs_have_no_metrics():
         "metrics mae. They compare outputs with labels. Return the outputs as well, override "
         "update_metrics(batch, aux), or leave the metrics out."
     )
+
+
+@pytest.mark.parametrize(
+    ("metric", "one_hot"),
+    [
+        (lambda: keras.metrics.MeanIoU(3, dtype="float32", sparse_y_pred=False), False),
+        (lambda: keras.metrics.OneHotIoU(3, [0, 2], dtype="float32"), True),
+        (lambda: keras.metrics.BinaryIoU([0, 1], dtype="float32"), True),
+    ],
+    ids=["mean", "one-hot", "binary"],
+)
+def test_weights_of_examples_weight_intersections(metric, one_hot):
+    """Keras's IoU metrics take a weight for each label; examples of weight 0 do not count."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 4, 2)).astype(np.float32)
+    labels = rng.integers(0, 3, size=(8, 4))
+    y = np.eye(3, dtype=np.float32)[labels] if one_hot else labels
+    keep = np.arange(8) % 2 == 0
+
+    def result(*batch):
+        trainer = Trainer(
+            model=lambda: keras.Sequential(
+                [
+                    keras.Input([4, 2]),
+                    keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(1)),
+                ]
+            ),
+            loss_fn="mse" if one_hot else keras.losses.SparseCategoricalCrossentropy(True),
+            metrics=[metric()],
+            verbose=False,
+        )
+        return trainer.evaluate(batch, global_batch=4)
+
+    found = result(x, y, keep.astype(np.float32))
+    assert found == pytest.approx(result(x[keep], y[keep]), rel=1e-5)
