@@ -112,9 +112,9 @@ def test_losses_without_outputs_have_no_metrics():
 @pytest.mark.parametrize(
     ("metric", "one_hot"),
     [
-        (lambda: keras.metrics.MeanIoU(3, dtype="float32", sparse_y_pred=False), False),
-        (lambda: keras.metrics.OneHotIoU(3, [0, 2], dtype="float32"), True),
-        (lambda: keras.metrics.BinaryIoU([0, 1], dtype="float32"), True),
+        (lambda: keras.metrics.MeanIoU(3, name="iou", dtype="float32", sparse_y_pred=False), False),
+        (lambda: keras.metrics.OneHotIoU(3, [0, 2], name="iou", dtype="float32"), True),
+        (lambda: keras.metrics.BinaryIoU([0, 1], name="iou", dtype="float32"), True),
     ],
     ids=["mean", "one-hot", "binary"],
 )
