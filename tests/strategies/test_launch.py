@@ -173,7 +173,7 @@ def test_as_a_command(tmp_path):
             os.kill(int(line.split()[2]), 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_nobody_reads_the_output_and_a_real_time_signal_ends_a_worker(tmp_path):
     """A job whose output is read no more, as by `head`, ends with the code of its workers. Text that
     the output's encoding lacks is escaped.

@@ -171,7 +171,7 @@ class CentredInKeras(keras.Model):
 
 
 @pytest.mark.parametrize("make", [Centred, CentredInKeras])
-@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, replicas):
     """L12: evaluations and predictions between steps, also one that fails, change no bit of a run."""
     x = np.random.default_rng(0).normal(size=(24, 1)).astype(np.float32)

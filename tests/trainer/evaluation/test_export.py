@@ -263,7 +263,10 @@ class Tagger(keras.Model):
         return self.dense(self.embedding(inputs["tokens"]))
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "precision", ["float32", pytest.param("mixed_float16", marks=pytest.mark.slow)]
+)
 def test_a_subclassed_model_is_exported_with_the_inputs_that_it_had(tmp_path, precision):
     """A SavedModel takes batches of any size, and integers that half precision does not have."""
     tokens = np.arange(64, dtype=np.int32).reshape(16, 4) * 4 + 45

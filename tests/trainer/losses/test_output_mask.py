@@ -233,9 +233,9 @@ def uniform(seed):
                     recurrent_initializer=uniform(3),
                 )
             ),
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.slow,
         ),
-        strings,
+        pytest.param(strings, marks=pytest.mark.thorough),
     ],
     ids=["dropout", "norm", "lstm", "strings"],
 )

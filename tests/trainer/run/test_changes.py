@@ -439,9 +439,9 @@ class Behind(Trainer, Beta):
     ("name", "value", "on_class"),
     [
         ("beta", 2.0, False),
-        ("beta", np.float32(2.0), True),
-        ("doubled", np.bool_(True), False),
-        ("doubled", np.bool_(True), True),
+        pytest.param("beta", np.float32(2.0), True, marks=pytest.mark.thorough),
+        pytest.param("doubled", np.bool_(True), False, marks=pytest.mark.thorough),
+        pytest.param("doubled", np.bool_(True), True, marks=pytest.mark.slow),
     ],
 )
 def test_what_the_loss_reads_may_change_between_two_calls(name, value, on_class):
@@ -455,6 +455,7 @@ def test_what_the_loss_reads_may_change_between_two_calls(name, value, on_class)
     assert after == pytest.approx(2 * before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["schedule", "function"])
 def test_a_rate_that_changes_between_two_calls_is_used(kind):
     """The numbers of a schedule, or what a function returns, are those of the next call's updates."""
