@@ -110,7 +110,7 @@ class Task:
         # A subclass may have assigned `self.optimizer` before it calls this constructor.
         self.has_optimizer = optimizer is not None or overridden or "optimizer" in vars(self)
         self._given_metrics = metrics
-        self._inputs: Any = None  # specs of what the model was called with last
+        self._inputs: Any = None  # specs of what the model was called with
         check_loss_weights(loss_fn, loss_weights)
         own_loss = type(self).compute_loss is not Task.compute_loss
         check_class_weight(class_weight, loss_fn, loss_reduction, overridden=own_loss)
@@ -384,7 +384,7 @@ class Task:
     def _call_model(self, x: Batch, training: bool) -> Aux:
         check_inputs(self.model, x, self.data_argument)
         named = {"training": training} if isinstance(self.model, keras.Model) else {}
-        self._inputs = tf.nest.map_structure(spec_of_any_size, x)
+        self._inputs = widened(self._inputs, tf.nest.map_structure(spec_of_any_size, x))
         try:
             return call_user(self.model, x, **named)
         except Exception as error:
@@ -399,6 +399,18 @@ def spec_of_any_size(tensor: Any) -> tf.TypeSpec:
     spec = tf.type_spec_from_value(tensor)
     dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if dense else spec
+
+
+def widened(before: Any, now: Any) -> Any:
+    """Returns specs that hold the inputs of two calls; those of the first if they do not fit."""
+    if before is None:
+        return now
+    try:
+        return tf.nest.map_structure(
+            lambda one, other: one.most_specific_common_supertype([other]) or one, before, now
+        )
+    except (TypeError, ValueError):  # of another structure
+        return before
 
 
 def check_given(name: str, value: object, kinds: Any, what: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import pathlib
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -401,7 +402,7 @@ class Trainer(Task):
         self.when_training_begins: list[Callable[[], None]] = []  # called when training begins
         self._history = History()
         self._lent_metrics: MetricsByName = {}
-        self._running = False  # whether `train` takes steps
+        self._running: int | None = None  # the thread in which `train` takes steps
         self._lent = contextlib.ExitStack()  # what an evaluation has to put back
         self.stop_asked = False
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
@@ -642,11 +643,11 @@ class Trainer(Task):
 
     def _take_steps(self, loop: OuterLoop) -> None:
         """Runs the loop. Until it ends, changes of settings are refused: see `_start`."""
-        self._running = True
+        self._running = threading.get_ident()
         try:
             loop.run()
         finally:
-            self._running = False
+            self._running = None
 
     def _call_hook(self, leaving: Leaving, hook: str, *arguments: Any) -> None:
         """Calls a hook, unless this call of `train` has been left to a later one."""
@@ -1044,7 +1045,13 @@ class Trainer(Task):
                 lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
                 training=False,
             )
-        with self._reading("data"), self._weights(averaged), reading_explained(found.reader):
+        unchanged = self._model_put_back(asked_for=True)
+        with (
+            self._reading("data"),
+            unchanged,
+            self._weights(averaged),
+            reading_explained(found.reader),
+        ):
             return self._parts.evaluator.predict(found.dataset, precision)
 
     def dry_run(
@@ -1216,6 +1223,12 @@ class Trainer(Task):
             )
         return evaluated_weights(self._parts.plan, averaged)
 
+    def _model_put_back(self, *, asked_for: bool) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager after which the model's variables are as they were."""
+        if self._running not in (None, threading.get_ident()):  # `train` moves them meanwhile
+            return contextlib.nullcontext()
+        return self._parts.evaluator.model_put_back(asked_for=asked_for)
+
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model, with the weights that are evaluated, into a folder."""
         with self._weights(averaged=None):
@@ -1234,6 +1247,7 @@ class Trainer(Task):
         self._evaluating = True
         try:
             with self._reading(argument), self._lent as lent:
+                lent.enter_context(self._model_put_back(asked_for=not stoppable))
                 lent.enter_context(self._weights(averaged))
                 evaluate = self._parts.evaluator.evaluate
                 return evaluate_each(
@@ -1278,7 +1292,9 @@ class Trainer(Task):
             self._parts = followed(self, self._parts, clean_up=training)
         elif self._started and training and self._parts.checkpoints.deferred:
             self._parts = restored_again(self, self._parts, self._setup)
-        if self._running:  # in a hook or an action, which may have changed something
+        if (
+            self._running == threading.get_ident()
+        ):  # in a hook or an action, which may have changed something
             check_unchanged(self, self._parts, self._setup)
         if self._started and (self._parts.plan.groups or not training):
             self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)

@@ -4,12 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from scaling.base.argument_checks import shown
 from trainer.base.keras_private import assign_averages, built_for
 from trainer.step.plan import StepPlan
-from trainer.step.rollback import read_copies, variables_in_reach, write_copies
+from trainer.step.rollback import read_copies, write_copies
 
 
 def keeps_average(plan: StepPlan) -> bool:
@@ -45,8 +43,6 @@ def averaged_weights(plan: StepPlan) -> Iterator[None]:
 def evaluated_weights(plan: StepPlan, averaged: bool | None) -> Iterator[None]:
     """Context manager: gives the model the weights to evaluate or export.
 
-    On exit all variables of the model are as they were: see `own_variables_put_back`.
-
     Args:
         plan: the run's plan.
         averaged: True for the moving averages, False for the trained weights themselves, None
@@ -67,21 +63,5 @@ def evaluated_weights(plan: StepPlan, averaged: bool | None) -> Iterator[None]:
             "True. There is no average to use. Train with ema_momentum=, or leave averaged= out."
         )
     use = keeps_average(plan) if averaged is None else averaged
-    with own_variables_put_back(plan), averaged_weights(plan) if use else contextlib.nullcontext():
+    with averaged_weights(plan) if use else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def own_variables_put_back(plan: StepPlan) -> Iterator[None]:
-    """Context manager: restores what a model assigns by itself, so that evaluations change no run.
-
-    Those are `tf.Variable`s, and the states of `tf.random.Generator`s. What it assigns to Keras
-    variables is held back: see `HoldBack`.
-    """
-    found = variables_in_reach([plan.model], held_back=[*plan.held_back, *plan.seeds])
-    own = [variable for variable in found if isinstance(variable, tf.Variable)]
-    before = read_copies(own, plan.strategy)
-    try:
-        yield
-    finally:
-        write_copies(own, before, plan.strategy)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -22,9 +22,11 @@ from trainer.step.losses import assert_shapes, distinct, losses_and_aux, weighte
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
+from trainer.step.reach import reach
 from trainer.step.replica import my_share
+from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 from trainer.step.state import TrainState
-from trainer.step.types import MetricsByName
+from trainer.step.types import MetricsByName, Variable
 from trainer.step.xla import WITH_PASSES
 
 PRECISIONS = ("float32", "train")
@@ -84,6 +86,8 @@ class Evaluator:
         # The source of keys for `make_keys`: the call's own number, and the batch's index.
         self._source = tf.Variable([0, 0], trainable=False, dtype=tf.int64, name="draws")
         self._is_keras = isinstance(task.model, keras.Model)
+        self._assignable = plain_variables(task.model, [*plan.held_back, *plan.seeds])
+        self._generators = generators_in(task.model) if self._assignable else []
 
         def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
             in_training_precision = precision == "train" or not self._is_keras
@@ -165,6 +169,26 @@ class Evaluator:
             outputs = [self._predict[precision](batch) for batch in dataset]
         return tf.nest.map_structure(joined, *outputs)
 
+    @contextlib.contextmanager
+    def model_put_back(self, *, asked_for: bool) -> Iterator[None]:
+        """Context manager: restores what the model assigns by itself, so that no run is changed.
+
+        Those are `tf.Variable`s, and the states of `tf.random.Generator`s. What it assigns to Keras
+        variables is held back: see `HoldBack`.
+
+        Args:
+            asked_for: whether a user asked for the call, so that its generators draw other numbers
+                than in the calls before it.
+        """
+        before = read_copies(self._assignable, self._strategy)
+        try:
+            if asked_for:
+                for generator in self._generators:
+                    advance(generator, self._state.calls + 1, self._strategy)
+            yield
+        finally:
+            write_copies(self._assignable, before, self._strategy)
+
     def _begin_draws(self, *, asked_for: bool) -> None:
         """Chooses the random numbers of a call.
 
@@ -196,6 +220,25 @@ class Evaluator:
         if precision == "float32" and self._is_keras:
             return computing_in_float32(self._task.model)
         return contextlib.nullcontext()
+
+
+def plain_variables(model: Any, held_back: Sequence[Variable]) -> list[tf.Variable]:
+    """Returns the variables of a model that no scope of Keras holds back."""
+    found = variables_in_reach([model], held_back)
+    return [variable for variable in found if isinstance(variable, tf.Variable)]
+
+
+def generators_in(model: Any) -> list[tf.random.Generator]:
+    """Returns the random generators of TensorFlow that a model reaches."""
+    found = reach({"model": model})
+    return [item for _, item, _ in found if isinstance(item, tf.random.Generator)]
+
+
+def advance(generator: tf.random.Generator, call: int, strategy: tf.distribute.Strategy) -> None:
+    """Moves a generator to the numbers of a call, each of which has 2^32 blocks of its own."""
+    for copy in strategy.experimental_local_results(generator.state):
+        counter = tf.one_hot(0, copy.shape[0], dtype=copy.dtype)
+        copy.assign_add(tf.cast(call * 2**32, copy.dtype) * counter)
 
 
 def evaluate_all(

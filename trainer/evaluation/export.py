@@ -52,9 +52,9 @@ def export(
         if signature is None and not declared:
             raise ValueError(
                 "`path` must be a .keras file for a subclassed model whose inputs are not known; "
-                f"got {str(path)!r}. A SavedModel has a signature, and the trainer knows it if its "
-                'own compute_loss or predict_batch has called the model. Pass "model.keras", or '
-                "call predict first."
+                f"got {str(path)!r}. A SavedModel has a signature, and the trainer knows it if the "
+                "default compute_loss or predict_batch has called the model, and not one that you "
+                'override. Pass "model.keras", or call predict first.'
             )
         copy_of(model, precision).export(
             path, format="tf_saved_model", verbose=False, input_signature=signature

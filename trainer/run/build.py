@@ -301,10 +301,13 @@ def call_without_effect(
     before = read_copies(plain, trainer.strategy)
     try:
         with dtype_policy(trainer.precision):  # Keras variables cannot be assigned in this scope
+            enough = True
             try:
                 with keras.StatelessScope():
                     call(cut_rows(batch, 0, 1))
             except Exception:  # noqa: BLE001  # the user's code, and all libraries below it
+                enough = False
+            if not enough:
                 with keras.StatelessScope():
                     call(batch)
     finally:

@@ -8,7 +8,7 @@ that are frozen or unfrozen.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import keras
 import tensorflow as tf
@@ -31,6 +31,7 @@ from trainer.run.learning_rates import learning_rates
 from trainer.run.plain_attributes import (
     attributes_of_layer,
     attributes_of_trainer,
+    names_read,
     plain_attributes,
 )
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -71,7 +72,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
-    """Returns what a step is set to now. Reads nothing from a device."""
+    """Returns what a step is set to now. Reads nothing from a device by itself."""
     model = plan.model
     parts = all_layers(model) if isinstance(model, keras.Model) else [model, *model.submodules]
     optimizers = [one for objective in plan.objectives for one in objective.updating]
@@ -89,12 +90,21 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the numbers of a learning rate that a traced update holds."""
-    setting = learning_rate_setting(optimizer)
-    if isinstance(setting, keras.optimizers.schedules.LearningRateSchedule):
-        return plain_attributes(setting, OF_OPTIMIZER)
-    found = as_python(setting()) if callable(setting) else None
-    return found if isinstance(found, OF_OPTIMIZER) else None
+    """Returns the numbers of a learning rate that a traced update holds, as text.
+
+    Left out are numbers that a schedule counts itself, and those of a function that returns another
+    one in each call.
+    """
+    setting, schedule = learning_rate_setting(optimizer), keras.optimizers.schedules
+    if isinstance(setting, schedule.LearningRateSchedule):
+        kind = cast("Any", type(setting))  # mypy takes its __hash__ for that of its objects
+        names = names_read(kind, schedule.LearningRateSchedule, ("__call__",))
+        return {name: repr(value) for name, value in vars(setting).items() if name in names}
+    if not callable(setting):
+        return None
+    found, again = setting(), setting()
+    number = isinstance(as_python(found), OF_OPTIMIZER)
+    return repr(as_python(found)) if number and found == again else None
 
 
 def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:

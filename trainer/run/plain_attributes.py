@@ -73,7 +73,9 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
     names = names_read(cast("Any", cls), base, methods)
     found: dict[str, Any] = {}
-    for part in (*reversed(cls.__mro__), owner):
+    if not names:
+        return found
+    for part in (*(each for each in reversed(cls.__mro__) if each not in base.__mro__), owner):
         kinds = (float, bool, int, str, *([types.FunctionType] if part is owner else []))
         values = {name: as_python(vars(part)[name]) for name in names & vars(part).keys()}
         found |= {name: value for name, value in values.items() if type(value) in kinds}

@@ -5,8 +5,22 @@ from typing import Any
 
 from trainer.run.protocol import Parts, RunnableTrainer
 
-# Attributes of a trainer that hold what is reached by another name, or used only to build it.
-OWN = frozenset(["_given_model", "_given_optimizer", "_given_metrics", "_parts", "_trained_on"])
+# Attributes of a trainer that hold what is reached by another name, is used only to build it, or
+# belongs to its last call: a checkpoint must not depend on which calls were before.
+OWN = frozenset(
+    [
+        "_failed",
+        "_given_metrics",
+        "_given_model",
+        "_given_optimizer",
+        "_loop",
+        "_online",
+        "_parts",
+        "_position",
+        "_setup",
+        "_trained_on",
+    ]
+)
 BUILDERS = frozenset(["build_model", "build_optimizer", "build_metrics"])
 
 

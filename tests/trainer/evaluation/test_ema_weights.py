@@ -3,12 +3,9 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, slopes
 
-from trainer import DataError, Trainer
 from trainer.evaluation.ema_weights import averaged_weights, evaluated_weights
-from trainer.step.rollback import read_copies, variables_in_reach
 
 
 @pytest.fixture(scope="module")
@@ -139,64 +136,3 @@ def test_two_averages_are_refused(ema_momentum, message):
         )
 
     assert str(error.value) == message
-
-
-class Centred(tf.Module):
-    """Counts its calls and keeps a running mean in `tf.Variable`s, whatever it is called for."""
-
-    def __init__(self):
-        """A weight, the mean and a generator."""
-        super().__init__()
-        self.factor = tf.Variable(2.0)
-        self.mean = tf.Variable(0.0, trainable=False)
-        self.generator = tf.random.Generator.from_seed(1)
-
-    def __call__(self, x):
-        """Moves the mean, and draws."""
-        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x))
-        return self.factor * (x - self.mean) + 0.01 * self.generator.normal([])
-
-
-class CentredInKeras(keras.Model):
-    """The same inside a Keras model."""
-
-    def __init__(self):
-        """Holds the module."""
-        super().__init__()
-        self.module, self.dense = Centred(), keras.layers.Dense(1, kernel_initializer="ones")
-
-    def call(self, inputs):
-        """Calls the module and a layer."""
-        return self.dense(self.module(inputs))
-
-
-@pytest.mark.parametrize("make", [Centred, CentredInKeras])
-@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, replicas):
-    """L12: evaluations and predictions between steps, also one that fails, change no bit of a run."""
-    x = np.random.default_rng(0).normal(size=(24, 1)).astype(np.float32)
-
-    def failing():
-        yield x[:6], x[:6]
-        raise OSError("gone")
-
-    def weights_after(**arguments):
-        trainer = Trainer(
-            model=make,
-            optimizer="sgd",
-            loss_fn="mse",
-            strategy=mirrored(replicas) if replicas > 1 else "default",
-            seed=0,
-            verbose=False,
-        )
-        for steps in (2, 4):
-            trainer.train((x, x), steps=steps, global_batch=6, **arguments)
-            if arguments:
-                trainer.predict(x, global_batch=6)
-                with pytest.raises(DataError):
-                    trainer.evaluate(failing)
-        found = variables_in_reach([trainer.model], held_back=())
-        copies = tf.nest.flatten(read_copies(found, trainer.strategy))
-        return [copy.numpy().tobytes() for copy in copies]
-
-    assert weights_after() == weights_after(eval_data=(x, x), eval_interval=1)

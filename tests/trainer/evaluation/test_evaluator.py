@@ -1,14 +1,17 @@
 """Evaluation and prediction."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
 
-from trainer import Trainer
+from trainer import Action, DataError, Trainer
 from trainer.data.batches import untuned
 from trainer.evaluation.evaluator import numbers_of
+from trainer.step.rollback import read_copies, variables_in_reach
 
 pytestmark = pytest.mark.sampled
 
@@ -604,3 +607,131 @@ def test_several_inputs_and_outputs(mirrored, precision, replicas):
         data = (inputs, Y.astype(np.float32))
         result = trainer.evaluate(data, global_batch=4)["loss"]
         assert result == pytest.approx(loss, rel=1e-4, abs=1e-5)
+
+
+class Centred(tf.Module):
+    """Counts its calls and keeps a running mean in `tf.Variable`s, whatever it is called for."""
+
+    def __init__(self):
+        """A weight, the mean and a generator."""
+        super().__init__()
+        self.factor = tf.Variable(2.0)
+        self.mean = tf.Variable(0.0, trainable=False)
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def __call__(self, x):
+        """Moves the mean, and draws."""
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x))
+        return self.factor * (x - self.mean) + 0.01 * self.generator.normal([])
+
+
+class CentredInKeras(keras.Model):
+    """The same inside a Keras model."""
+
+    def __init__(self):
+        """Holds the module."""
+        super().__init__()
+        self.module, self.dense = Centred(), keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, inputs):
+        """Calls the module and a layer."""
+        return self.dense(self.module(inputs))
+
+
+@pytest.mark.parametrize("make", [Centred, CentredInKeras])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, replicas):
+    """L12: evaluations and predictions between steps, also one that fails, change no bit of a run."""
+    x = np.random.default_rng(0).normal(size=(24, 1)).astype(np.float32)
+
+    def failing():
+        yield x[:6], x[:6]
+        raise OSError("gone")
+
+    def weights_after(**arguments):
+        trainer = Trainer(
+            model=make,
+            optimizer="sgd",
+            loss_fn="mse",
+            strategy=mirrored(replicas) if replicas > 1 else "default",
+            seed=0,
+            verbose=False,
+        )
+        for steps in (2, 4):
+            trainer.train((x, x), steps=steps, global_batch=6, **arguments)
+            if arguments:
+                trainer.predict(x, global_batch=6)
+                with pytest.raises(DataError):
+                    trainer.evaluate(failing)
+        found = variables_in_reach([trainer.model], held_back=())
+        copies = tf.nest.flatten(read_copies(found, trainer.strategy))
+        return [copy.numpy().tobytes() for copy in copies]
+
+    assert weights_after() == weights_after(eval_data=(x, x), eval_interval=1)
+
+
+def test_calls_draw_other_numbers_and_a_restart_the_same():
+    """A generator of TensorFlow's inside the model is put back, and still no two calls are alike."""
+    x = np.ones([4, 1], np.float32)
+
+    def calls():
+        trainer = Trainer(model=Centred, loss_fn="mse", seed=0, verbose=False)
+        return [trainer.predict(x, global_batch=4).tobytes() for _ in range(3)]
+
+    first = calls()
+    assert len({*first}) == 3
+    assert calls() == first
+
+
+class Doubling(tf.Module):
+    """A weight that only training moves."""
+
+    def __init__(self):
+        """Begins with 2."""
+        super().__init__()
+        self.factor = tf.Variable(2.0)
+
+    def __call__(self, x):
+        """Multiplies."""
+        return self.factor * x
+
+
+def test_a_prediction_in_another_thread_undoes_no_step():
+    """It begins before a step of `train` and ends after ten others: nothing is put back."""
+    x = np.ones([4, 1], np.float32)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        yield x
+        begun.set()
+        assert go_on.wait(30)
+        yield x
+
+    def trained(*actions):
+        trainer = Trainer(
+            model=Doubling,
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+            loss_fn="mse",
+            steps_per_loop=1,
+            actions=actions,
+            verbose=False,
+        )
+        trainer.predict(x, global_batch=4)
+        trainer.train((x, 0 * x), steps=20, global_batch=4)
+        return trainer.model.factor.numpy()
+
+    threads = []
+
+    def start(trainer):
+        if not threads:
+            threads.append(threading.Thread(target=lambda: trainer.predict(slow)))
+            threads[0].start()
+            assert begun.wait(30)
+
+    def end(_):
+        go_on.set()
+        threads[0].join(30)
+
+    actions = Action(start, every_steps=5), Action(end, every_steps=15)
+    assert trained(*actions) == trained()
+    assert not threads[0].is_alive()

@@ -295,9 +295,9 @@ def test_the_inputs_of_a_subclassed_model_must_be_known(tmp_path):
         trainer.export(tmp_path / "model")
     assert str(error.value) == (
         "`path` must be a .keras file for a subclassed model whose inputs are not known; got "
-        f"{str(tmp_path / 'model')!r}. A SavedModel has a signature, and the trainer knows it if its "
-        'own compute_loss or predict_batch has called the model. Pass "model.keras", or call predict '
-        "first."
+        f"{str(tmp_path / 'model')!r}. A SavedModel has a signature, and the trainer knows it if the "
+        "default compute_loss or predict_batch has called the model, and not one that you override. "
+        'Pass "model.keras", or call predict first.'
     )
     trainer.predict(x, global_batch=4)
     trainer.export(tmp_path / "model", compare_on=x)

@@ -52,3 +52,13 @@ def test_the_parts_of_a_run():
     wanted += [variable for each in parts.metrics for variable in each["mean"].variables]
 
     assert {id(variable) for variable in wanted} <= items
+
+
+def test_a_checkpoint_does_not_depend_on_earlier_calls():
+    """L12: after a call of `train`, nothing of that call is reached: a new process would not have it."""
+    trainer = Linear(verbose=False)
+    before = {path for path, _, _ in reach(roots_of(trainer))}
+    trainer.train(slopes(1.0), steps=1, global_batch=1)
+    trainer.train_on_batch(slopes(1.0))
+    found = {path for path, item, _ in reach(roots_of(trainer)) if isinstance(item, tf.Variable)}
+    assert found <= before
