@@ -13,12 +13,13 @@ from trainer.callbacks.keras_refused import (
     check_model_and_optimizer,
     overrides,
 )
+from trainer.callbacks.monitored import resolve_mode
 from trainer.monitor.callback import Callback
 
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 # Attributes of Keras's callbacks that are not what they remember. `min_delta` changes its sign when
 # the first value is compared.
-NOT_REMEMBERED = ("_model", "params", "model", "validation_data", "min_delta")
+NOT_REMEMBERED = ("_model", "params", "model", "validation_data", "min_delta", "mode")
 
 
 class KerasCallbacks(Callback):
@@ -122,6 +123,9 @@ class KerasCallbacks(Callback):
         rate = None if several else learning_rate_setting(optimizer)
         check_model_and_optimizer(self.callbacks, model, optimizer, rate)
         state = self._loaded or (self.state_dict() if self._begun else None)
+        for callback in self.callbacks:
+            if chooses_mode(callback):  # Keras looks for the metric in a model that is compiled
+                callback.mode = resolve_mode(callback.monitor, "auto")
         for callback in self.callbacks if state else ():
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True  # it would begin its file anew
@@ -249,6 +253,14 @@ class KerasCallbacks(Callback):
             (f"{name}_{names[:place].count(name) + 1}", callback)
             for place, (name, callback) in enumerate(zip(names, self.callbacks, strict=True))
         ]
+
+
+def chooses_mode(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback of Keras looks for a direction in which its metric is better."""
+    waits = isinstance(callback, keras.callbacks.EarlyStopping) or (
+        isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_best_only
+    )
+    return waits and callback.mode == "auto"
 
 
 def remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:

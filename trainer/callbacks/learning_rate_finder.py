@@ -24,7 +24,7 @@ class LearningRates:
 
     rates: np.ndarray  # shape (steps,), float64: the learning rate of each applied step
     losses: np.ndarray  # shape (steps,), float64: the loss before that step, smoothed
-    suggestion: float  # where the loss falls most steeply over the logarithm of the rate
+    suggestion: float  # a tenth of the rate at which the loss was lowest
 
 
 class Sweep(Callback):
@@ -86,8 +86,8 @@ def find_learning_rate(
 
     Raises:
         TypeError: if `make` is not a function.
-        ValueError: if the learning rates are not positive and growing; if too few steps could be
-            applied.
+        ValueError: if the learning rates are not positive and growing; if the trainer has a
+            model_dir; if too few steps could be applied.
 
     Example:
         >>> import functools, keras, numpy as np
@@ -116,6 +116,12 @@ def find_learning_rate(
     sweep = Sweep(np.geomspace(min_lr, max_lr, steps))
     settings = {"callbacks": [sweep], "steps_per_loop": 1, "log_interval": steps, "verbose": False}
     trainer = make(**settings)
+    if trainer.model_dir is not None:
+        raise ValueError(
+            f"`make` must make a trainer without model_dir; got {str(trainer.model_dir)!r}. The "
+            "run itself would go on from the checkpoints of the search. Leave model_dir out of "
+            "`make`, and pass it to the trainer of the run."
+        )
     with contextlib.suppress(TrainingStuckError):  # the last learning rates were far too high
         trainer.train(data, steps, global_batch=global_batch)
     losses, rates = np.array(sweep.losses), np.array(sweep.used)
@@ -124,5 +130,4 @@ def find_learning_rate(
             f"`steps` must be enough to see the loss fall; got {steps}, of which {len(losses)} "
             "could be applied before the loss was too high. Pass more steps, or a lower min_lr."
         )
-    slopes = np.gradient(losses, np.log(rates))
-    return LearningRates(rates, losses, float(rates[np.argmin(slopes)]))
+    return LearningRates(rates, losses, float(rates[np.argmin(losses)]) / 10)

@@ -69,5 +69,5 @@ class Timer(Callback):
         return {"elapsed": self.elapsed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        self.elapsed = state["elapsed"]
+        """Restores what `state_dict` returned, but a rollback does not bring time back."""
+        self.elapsed = max(self.elapsed, state["elapsed"])

@@ -338,6 +338,7 @@ class RunLog:
         begun = self._take_up(step, unfinished)
         self.history.rewind(step, begun)
         self.writers.rewind_tables(step, begun)
+        self._loss_scale = math.nan  # so that the next step's is written: its line may be undone
         return begun
 
     def _take_up(self, step: int, unfinished: Mapping[str, np.ndarray] | None) -> int:

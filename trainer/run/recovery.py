@@ -72,8 +72,9 @@ class Recovery:
             self._position.go_back(path, checkpoints.facts)
         batches_left_out = detection.last - step if self._divergence.skip_data else 0
         self._position.leave_out(batches_left_out)
-        if checkpoints.facts["divergence"]:
-            self._watch.set_state(checkpoints.facts["divergence"])
+        # A checkpoint of a run without a watch has no state of one; its window is empty.
+        known = checkpoints.facts["divergence"] or LossWatch(self._divergence).state()
+        self._watch.set_state(known)
         self._watch.recoveries = tries
         # Change the seed: with the same batches and random numbers, the run would diverge again.
         self._parts.state.random_seed.assign_add(1)

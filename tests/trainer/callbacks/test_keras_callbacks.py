@@ -386,3 +386,27 @@ def test_what_could_never_work_is_an_error():
         "learning rate; got ExponentialDecay. The optimizer has no number to set. Make the "
         "optimizer with a number, or leave the callback out."
     )
+
+
+@pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_the_direction_of_an_accuracy_is_known(tmp_path, saves):
+    """Keras looks for the metric in a compiled model, which the trainer's is not."""
+
+    def run(monitor, metric):
+        path = tmp_path / "best.keras"
+        best = keras.callbacks.ModelCheckpoint(path, monitor=monitor, save_best_only=True)
+        callback = best if saves else keras.callbacks.EarlyStopping(monitor, patience=1)
+        trainer = Trainer(
+            model=linear_model,
+            optimizer=lambda: keras.optimizers.SGD(0.5),
+            loss_fn="mse",
+            metrics=lambda: {metric: keras.metrics.MeanAbsoluteError()},
+            callbacks=[KerasCallbacks([callback])],
+            verbose=False,
+        )
+        train(trainer)
+        return callback
+
+    assert run("val_accuracy", "accuracy").mode == "max"
+    with pytest.raises(ValueError, match="`mode` must be"):
+        run("val_quality", "quality")

@@ -55,3 +55,34 @@ def test_what_cannot_be_searched_is_an_error():
         "`steps` must be enough to see the loss fall; got 3, of which 3 could be applied before the "
         "loss was too high. Pass more steps, or a lower min_lr."
     )
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_noise_in_the_first_losses_does_not_decide(seed):
+    """Losses of small batches jump while the rate is far too small to move the weights."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(512, 8)).astype(np.float32)
+    y = (x @ rng.normal(size=8) + rng.normal(size=512) > 0).astype(np.int32)
+
+    def one(**settings):
+        return Trainer(
+            model=lambda: keras.Sequential([keras.Input([8]), keras.layers.Dense(2)]),
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            seed=seed,
+            jit_compile=False,
+            **settings,
+        )
+
+    assert 0.01 < find_learning_rate(one, (x, y), global_batch=16, max_lr=10.0).suggestion < 1.0
+
+
+def test_the_run_does_not_go_on_from_the_search(tmp_path):
+    """Its weights and its last learning rate would be in the folder of the run."""
+    with pytest.raises(ValueError, match="model_dir") as error:
+        find_learning_rate(functools.partial(make, model_dir=tmp_path), (X, X), global_batch=4)
+    assert str(error.value) == (
+        f"`make` must make a trainer without model_dir; got {str(tmp_path)!r}. The run itself would go "
+        "on from the checkpoints of the search. Leave model_dir out of `make`, and pass it to the "
+        "trainer of the run."
+    )

@@ -41,3 +41,14 @@ def test_a_duration_is_positive(duration):
         f"`duration` must be a positive number or datetime.timedelta; got {duration!r}. The run "
         "ends after that time. Pass 3600 for an hour."
     )
+
+
+def test_a_rollback_brings_no_time_back():
+    """A state from before a rollback has less time; a new process has none of its own."""
+    timer = Timer(15)
+    timer.elapsed = 12.0
+    timer.load_state_dict({"elapsed": 4.0})
+    assert timer.elapsed == 12.0
+    new = Timer(15)
+    new.load_state_dict({"elapsed": 4.0})
+    assert new.elapsed == 4.0

@@ -100,6 +100,30 @@ def test_a_loss_above_the_bound_restores_and_skips_data(tmp_path):
 
 
 @pytest.mark.thorough
+def test_a_watch_that_is_new_at_a_resume_begins_empty(tmp_path):
+    """The checkpoint knows of no losses, so those that diverged are not held against the next steps."""
+    slopes = [1.0] * 6 + [50.0] + [1.0] * 9
+    run(tmp_path, None, 4, slopes)
+    trainer = run(tmp_path, Divergence(rise=2.0, window=2, skip_data=True), 12, slopes)
+    assert len(trainer.recovered) == 1
+    assert trainer.totals.attempted == 12
+
+
+@pytest.mark.thorough
+def test_a_scale_that_grew_in_undone_steps_is_written_again(tmp_path):
+    """The report reads the scale from its lines, and those of undone steps do not count."""
+    growing = "dynamic:initial_scale=16:growth_interval=4"
+    arguments = {"precision": "mixed_float16", "loss_scale": growing, "checkpoint_interval": 4}
+    slopes = [1.0] * 6 + [50.0] + [1.0] * 3
+    divergence = Divergence(loss_above=10.0, skip_data=True)
+    trainer = run(tmp_path, divergence, 7, slopes, **arguments)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kinds = [(line["split"], line.get("loss_scale")) for line in lines]
+    after = kinds[[kind for kind, _ in kinds].index("recovery") :]
+    assert ("scale", trainer.loss_scale) in after
+
+
+@pytest.mark.thorough
 def test_without_skip_data_the_run_meets_the_same_batch_again(tmp_path):
     """The same batch diverges each time, so after max_recoveries the run ends at the last good
     checkpoint, with an error that says what happened, how often, and what was restored.
