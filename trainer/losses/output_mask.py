@@ -4,7 +4,8 @@ Keras divides a masked loss by the number of elements of the whole batch that ar
 replica's share does not tell that number, so it has to be known before the forward pass, as all
 weights are. Masks are computed from the inputs alone, as a rule: `Embedding(mask_zero=True)` and
 `Masking` compare them with a number. So the model is traced on the global batch, and everything is
-cut away on which the mask does not depend, which leaves a few comparisons.
+cut away that the mask does not need, which leaves a few comparisons. A `Concatenate` needs the
+shape of what it joins: with batches of unknown size, the layers before it run for that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ def check_mask_values(model: keras.Model) -> None:
 
 
 def mask_of_outputs(model: Model, x: Any) -> tf.Tensor | None:
-    """Returns the Keras mask of a model's output for some inputs, or None; runs no layer.
+    """Returns the Keras mask of a model's output for some inputs, or None.
 
     Args:
         model: the model.

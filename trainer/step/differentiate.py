@@ -74,6 +74,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         with recomputing(passed, inputs.values, inputs.keys, plan):
             each, counted = tape.gradient(scaled[objective.name], (wanted, watched))
         check_some_gradient(each)
+        check_given_weights(objective.positions, each, inputs.values, plan)
         found |= dict(zip(objective.positions, each, strict=True))
         counts |= counted
     gradients, replaced = split_replaced(found, plan)
@@ -210,6 +211,31 @@ def check_some_gradient(gradients: list[Gradient]) -> None:
             "There is nothing to update. Compute the losses from the model's output, without "
             "tf.stop_gradient or NumPy in between."
         )
+
+
+def check_given_weights(
+    positions: Sequence[int], gradients: list[Gradient], values: Values, plan: MicrobatchPlan
+) -> None:
+    """Raises ValueError if a weight whose value the pass was given has no gradient.
+
+    A rematerialized layer, and a custom gradient, have gradients for variables and arguments only.
+
+    Args:
+        positions: positions of the weights in `model.trainable_variables`.
+        gradients: their gradients.
+        values: the values that the pass was given.
+        plan: the constants of the pass.
+    """
+    for position, gradient in zip(positions, gradients, strict=True):
+        if gradient is None and str(position) in values:
+            variable = plan.model.trainable_variables[position]
+            name = getattr(variable, "path", variable.name)
+            raise ValueError(
+                "`jit_compile` must not be True under parameter servers if a trainable variable "
+                f"has no gradient; got {name!r}. A compiled pass is given the weights as values, "
+                "and for those a rematerialized layer or a custom gradient has none. Leave out "
+                "jit_compile=True; or, if the loss does not need the variable, freeze its layer."
+            )
 
 
 def as_dense(gradient: Gradient) -> tf.Tensor | None:

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from plans import Pair, pass_inputs_of, plan_of
 
+from trainer import Trainer
 from trainer.step.differentiate import (
     as_dense,
     check_some_gradient,
@@ -141,3 +142,42 @@ def test_a_gradient_has_the_shape_of_its_variable():
         return found
 
     assert shape_of(tf.ones([2, 3])).shape == [2, 3]
+
+
+class Remat(keras.layers.Layer):
+    """A dense layer that is computed again in the backward pass."""
+
+    def build(self, shape):
+        """Builds the inner layer."""
+        self.inner = keras.layers.Dense(2, name="inner")
+        self.inner.build(shape)
+
+    def call(self, inputs):
+        """Rematerializes it."""
+        return keras.remat(self.inner)(inputs)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_weight_that_a_pass_is_given_has_a_gradient(monkeypatch, given):
+    """L19: as under parameter servers with jit_compile=True, the gradients would be lost."""
+
+    def all_positions(plan):
+        return [str(place) for place in range(len(plan.held_back))]
+
+    if given:
+        monkeypatch.setattr("trainer.step.replica.given_positions", all_positions)
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([2]), Remat(), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        jit_compile=False,
+        check_gradients=False,
+        verbose=False,
+    )
+    x = np.ones([4, 2], np.float32)
+    if not given:
+        assert trainer.train((x, x[:, :1]), steps=1, global_batch=4).totals.applied == 1
+        return
+    with pytest.raises(ValueError, match="has no gradient") as error:
+        trainer.train((x, x[:, :1]), steps=1, global_batch=4)
+    assert "inner/kernel" in str(error.value)
