@@ -220,7 +220,12 @@ class KerasCallbacks(Callback):
             for (key, callback), made in zip(self._keyed(), self._as_made, strict=True)
         }
         sums = [self._loss_sum, self._weight_sum]
-        return {"callbacks": states, "sums": sums, "stopped": self._stopped}
+        return {
+            "callbacks": states,
+            "sums": sums,
+            "metrics": self._metrics,
+            "stopped": self._stopped,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, at once or after `on_train_begin`."""
@@ -244,6 +249,7 @@ class KerasCallbacks(Callback):
             for name, value in state["callbacks"].get(key, {}).items():
                 setattr(callback, name, value)
         self._loss_sum, self._weight_sum = state["sums"]
+        self._metrics = state.get("metrics", {})  # older states have none
         self._stopped = state["stopped"]
 
     def _keyed(self) -> list[tuple[str, keras.callbacks.Callback]]:

@@ -268,6 +268,8 @@ class OuterLoop:
             self._evaluate()
         if self._saver.is_evaluation_due(self._step) and self._request.evaluate:
             self._evaluate()
+            if self._step and not self._saver.evaluation_due:
+                self._after_evaluation(self._step - 1)
             self._saver.save(self._step, again=not self._saver.evaluation_due)
         if self._recovery and self._parts.checkpoints.holds_other_variables():
             # So that there is a checkpoint to roll back to, which fits the optimizers.
@@ -433,25 +435,37 @@ class OuterLoop:
         evaluate_now = last or self._crossed(self._eval_interval, before)
         interval = trainer.checkpoint_config.checkpoint_interval
         save_now = last or crossed(interval, before, step) or self._saver.is_late()
-        due = [action for action in trainer.actions if action.is_due(before, step)]
+        due = any(action.is_due(before, step) for action in trainer.actions)
         read_now = any(callback.wants_reports for callback in trainer.callbacks)
         if log_now or evaluate_now or save_now or due or read_now:
             self._reporter.read()
         if self._rolled_back():
             return
+        # Noted before any hook, of which one may raise an error: a resumed run evaluates then.
+        self._saver.evaluation_due = evaluate_now and self._request.evaluate is not None
         if log_now:
             self._call_user(self._reporter.write)
         if evaluate_now:
             self._evaluate()
-        for action in due:
+        if self._saver.evaluation_due and trainer.checkpoint_config.folder_in(trainer.model_dir):
+            return  # it was stopped; the next call evaluates again, and does what comes after it
+        self._after_evaluation(before)
+        if save_now:
+            self._saver.save(step)
+
+    def _after_evaluation(self, before: int) -> None:
+        """Calls the actions, and the hooks for the end of an epoch and of an inner loop.
+
+        Args:
+            before: the step at which the inner loop began.
+        """
+        trainer, step, began = self._trainer, self._step, self._data_began
+        for action in [each for each in trainer.actions if each.is_due(before, step)]:
             self._call_user(functools.partial(action, trainer))
-        began = self._data_began
         if crossed(self._epoch, before - began, step - began):
             ended = self._position.epochs_ended
             self._call_user(lambda: trainer.call_hook("on_epoch_end", ended))
         self._call_user(lambda: trainer.call_hook("on_loop_end", step))
-        if save_now:
-            self._saver.save(step)
 
     def _rolled_back(self) -> bool:
         """Rolls the run back if it has diverged, and returns whether it has."""

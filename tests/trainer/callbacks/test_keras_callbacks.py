@@ -410,3 +410,35 @@ def test_the_direction_of_an_accuracy_is_known(tmp_path, saves):
     assert run("val_accuracy", "accuracy").mode == "max"
     with pytest.raises(ValueError, match="`mode` must be"):
         run("val_quality", "quality")
+
+
+@pytest.mark.thorough
+def test_an_evaluation_that_was_stopped_belongs_to_its_epoch(tmp_path):
+    """L12: the epoch ends after the evaluation is repeated, so callbacks get its results and decide as in
+    a run that was not stopped.
+    """
+
+    class Stops(keras.callbacks.Callback):
+        """Stops the trainer in one evaluation."""
+
+        trainer, number = None, 0
+
+        def on_test_begin(self, logs=None):
+            """Counts."""
+            self.number += 1
+            if self.trainer and self.number == 2:
+                self.trainer.stop()
+
+    def run(folder, *, stopped):
+        stops = Stops()
+        early = keras.callbacks.EarlyStopping("val_loss", patience=2, min_delta=9.0)
+        log = keras.callbacks.CSVLogger(tmp_path / f"{folder}.csv")
+        trainer = make([stops, early, log], model_dir=tmp_path / folder, seed=0)
+        stops.trainer = trainer if stopped else None
+        return train(trainer, 8).step
+
+    whole = run("whole", stopped=False)
+    assert run("stopped", stopped=True) < whole
+    assert run("stopped", stopped=False) == whole
+    rows = [(tmp_path / f"{name}.csv").read_text() for name in ("whole", "stopped")]
+    assert rows[0] == rows[1]

@@ -439,3 +439,30 @@ def test_an_interrupted_evaluation_is_made_up_for_in_the_same_process(tmp_path):
     trainer.go()
     trainer.go()
     assert [step for step, _ in trainer.evaluated] == [0, 4, 8]
+
+
+@pytest.mark.thorough
+def test_a_hook_that_raises_before_an_evaluation_loses_nothing(tmp_path):
+    """The resumed run evaluates, and ends the epoch, before its first step."""
+
+    class Once(Linear):
+        def on_log(self, step, values):
+            if step == 4 and raises:
+                raise OSError("no space")
+
+        def on_epoch_end(self, epoch):
+            ended.append(epoch)
+
+    def run():
+        trainer = Once(model_dir=tmp_path, log_interval=4, steps_per_loop=4, verbose=False)
+        found = slopes(*[1.0] * 8)
+        trainer.train(found, steps=8, global_batch=2, eval_data=found, eval_interval=4)
+
+    ended, raises = [], True
+    with pytest.raises(OSError, match="no space"):
+        run()
+    raises = False
+    run()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "validation"] == [4, 8]
+    assert ended == [1, 2]
