@@ -447,9 +447,10 @@ class OuterLoop:
             self._call_user(self._reporter.write)
         if evaluate_now:
             self._evaluate()
-        if self._saver.evaluation_due and trainer.checkpoint_config.folder_in(trainer.model_dir):
-            return  # it was stopped; the next call evaluates again, and does what comes after it
-        self._after_evaluation(before)
+        saved = trainer.checkpoint_config.folder_in(trainer.model_dir) is not None
+        if not (self._saver.evaluation_due and saved):
+            self._after_evaluation(before)
+        # Otherwise it was stopped: the next call evaluates again, and does what comes after it.
         if save_now:
             self._saver.save(step)
 
