@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 import os
 import pathlib
 import re
@@ -33,17 +32,14 @@ def check_count(name: str, value: object) -> None:
 
 
 def as_python(value: Any) -> Any:
-    """Returns a number, bool or text of NumPy as one of Python, and any other value as it is.
-
-    NaN is always the same object, so that it does not differ from itself in a dict.
+    """Returns an int or float of NumPy as one of Python, and any other value as it is.
 
     Example:
         >>> import numpy as np
         >>> as_python(np.int64(3)), as_python("three")
         (3, 'three')
     """
-    found = value.item() if isinstance(value, np.generic) else value
-    return math.nan if isinstance(found, float) and math.isnan(found) else found
+    return value.item() if isinstance(value, np.integer | np.floating) else value
 
 
 def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:

@@ -8,18 +8,28 @@ import collections
 import dis
 import functools
 import inspect
+import math
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import keras
+import numpy as np
 
-from trainer.base.argument_checks import as_python
 from trainer.config.attributes import TRACED_METHODS
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
 # The methods that are traced; they may call others.
 OF_LAYERS = ("call", "compute_mask")
+
+
+def plain(value: Any) -> Any:
+    """Returns a number, flag or text of NumPy as one of Python, and any other value as it is.
+
+    NaN is always the same object, so that it does not differ from itself in a dict.
+    """
+    found = value.item() if isinstance(value, np.generic) else value
+    return math.nan if isinstance(found, float) and math.isnan(found) else found
 
 
 def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
@@ -29,7 +39,7 @@ def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
         owner: a layer, a module or an optimizer.
         kinds: the types.
     """
-    values = {name: as_python(value) for name, value in vars(owner).items()}
+    values = {name: plain(value) for name, value in vars(owner).items()}
     return {
         name: value
         for name, value in values.items()
@@ -77,7 +87,7 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
         return found
     for part in (*(each for each in reversed(cls.__mro__) if each not in base.__mro__), owner):
         kinds = (float, bool, int, str, *([types.FunctionType] if part is owner else []))
-        values = {name: as_python(vars(part)[name]) for name in names & vars(part).keys()}
+        values = {name: plain(vars(part)[name]) for name in names & vars(part).keys()}
         found |= {name: value for name, value in values.items() if type(value) in kinds}
     return found
 
