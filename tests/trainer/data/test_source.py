@@ -49,7 +49,9 @@ class Refilled(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("offset", [0, 4])
-@pytest.mark.parametrize("kind", ["generator", "PyTorch", "PyDataset"])
+@pytest.mark.parametrize(
+    "kind", ["generator", pytest.param("PyTorch", marks=pytest.mark.extras), "PyDataset"]
+)
 def test_an_array_may_be_filled_again(kind, offset):
     """One array for all batches: the first two are read in advance, and others are read ahead."""
     source = Refilled(offset)
