@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from trainer.losses.default_batch import described
+from trainer.losses.loss_fn import product, without_last_ones
 from trainer.losses.loss_shapes import would_repeat
 
 # Metrics that compare a label with the output at the same place.
@@ -70,10 +71,8 @@ def weights_for(
     if sample_weight is None or not isinstance(metric, keras.metrics.IoU):
         return sample_weight
     labels = y if metric.sparse_y_true else tf.argmax(y, axis=metric.axis)
-    shape = tf.shape(labels)
-    missing = tf.ones([labels.shape.rank - sample_weight.shape.rank], tf.int32)
-    aligned = tf.reshape(sample_weight, tf.concat([tf.shape(sample_weight), missing], axis=0))
-    return tf.broadcast_to(aligned, shape)
+    weights = without_last_ones(tf.cast(sample_weight, tf.float32))
+    return product(weights, tf.ones_like(labels, tf.float32))
 
 
 def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Trainer
-from trainer.losses.metric_shapes import CLASSES, check_metric_shapes
+from trainer.losses.metric_shapes import CLASSES, check_metric_shapes, weights_for
 
 SMALL = np.ones([4, 1], np.float32)
 WRONG = [([4, 3], [4, 1]), ([4, 1], [4, 3]), ([4], [4, 3])]
@@ -88,6 +88,14 @@ def test_a_metric_of_the_users_may_broadcast():
         """A class of one's own."""
 
     check_metric_shapes(Own(), tf.ones([4, 3]), tf.ones([4, 1]))
+
+
+def test_weights_of_intersections_may_have_a_last_dimension_of_one():
+    """As Keras takes them where labels have one dimension."""
+    metric, weights = keras.metrics.MeanIoU(3), tf.constant([[1.0], [0.0]])
+    assert weights_for(metric, tf.constant([0, 2]), weights).numpy().tolist() == [1.0, 0.0]
+    found = weights_for(metric, tf.zeros([2, 3]), weights).numpy().tolist()
+    assert found == [[1.0] * 3, [0.0] * 3]
 
 
 def test_losses_without_outputs_have_no_metrics():
