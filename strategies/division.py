@@ -38,7 +38,8 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         batch: any structure of tensors whose first dimension counts examples. They may be ragged
             or sparse.
         weights: shape (global_batch,), float32: the weight of each example's loss; or shape
-            (global_batch, ...) if an example has several losses, such as one per token.
+            (global_batch, ...) if an example has several losses, such as one per token. Integers
+            and bools are cast.
 
     Raises:
         ValueError: if the static shapes show that the numbers of examples and weights differ.
@@ -48,6 +49,8 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
         5
     """
     weights = as_tensor("weights", weights)
+    if weights.dtype.is_integer or weights.dtype.is_bool:
+        weights = tf.cast(weights, tf.float32)
     shape = static_shape(weights)
     if shape.rank == 0:
         raise ValueError(

@@ -50,8 +50,7 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     three ones.
     """
     chosen = _names_of(devices) if devices is not None else _all_devices()
-    same = {re.sub("^/?(device:)?", "", device, flags=re.IGNORECASE).upper() for device in chosen}
-    if not chosen or len(same) != len(chosen):
+    if not chosen or len({_canonical(device) for device in chosen}) != len(chosen):
         raise ValueError(
             f"`devices` must name at least one device, and each only once; got {shown(devices)}. "
             'Each replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for '
@@ -204,6 +203,17 @@ def _names_of(devices: Sequence[str]) -> list[str]:
                 'number. Pass for instance ["GPU:0", "GPU:1"].'
             ) from error
     return chosen
+
+
+def _canonical(device: str) -> str:
+    """Returns one spelling of a device's name.
+
+    Example:
+        >>> _canonical("/device:cpu:0"), _canonical("CPU")
+        ('CPU:0', 'CPU:0')
+    """
+    name = re.sub("^/?(device:)?", "", device, flags=re.IGNORECASE).upper()
+    return name if ":" in name else f"{name}:0"
 
 
 def _all_devices() -> list[str]:

@@ -28,7 +28,7 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     Raises:
         ValueError: if `devices` is not a list of one address, or no TPU is found at the address.
     """
-    if isinstance(devices, str) or (devices is not None and len(devices) != 1):
+    if devices is not None and not _is_one_address(devices):
         raise ValueError(
             f"`devices` must be a list of one address for tpu; got {shown(devices)}. All cores of "
             'a TPU share one address. Pass for instance ["local"], or None to use TPU_NAME.'
@@ -42,6 +42,13 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
         raise not_found(address, str(error)) from error
     return tf.distribute.TPUStrategy(resolver)
+
+
+def _is_one_address(devices: object) -> bool:
+    """Returns whether `devices` is a list of one string."""
+    return (
+        isinstance(devices, list | tuple) and len(devices) == 1 and isinstance(devices[0], str)
+    )
 
 
 def resolve(address: str) -> Any:

@@ -44,6 +44,14 @@ def test_an_empty_share_repeats_a_real_example():
     assert int(share.examples) == 0
 
 
+def test_weights_may_be_integers():
+    """Integers and bools count as the same float32 weights, in an empty share too."""
+    for weights in (tf.constant([2, 0]), tf.constant([True, False])):
+        shares = [strategies.take(strategies.whole(tf.range(2), weights), at, 3) for at in range(3)]
+        found = [share.weights.numpy().tolist() for share in shares]
+        assert found == [[float(weights[0])], [0.0], [0.0]]
+
+
 def test_examples_are_counted_in_int32():
     """More parts than int32 can count are refused."""
     share = strategies.whole(tf.range(2), tf.ones([2]))

@@ -59,6 +59,7 @@ ONCE_EACH = (
         ),
         ("mirrored", ["CPU:0", "CPU:0"], ONCE_EACH.format("['CPU:0', 'CPU:0']")),
         ("mirrored", ["CPU:0", "/device:cpu:0"], ONCE_EACH.format("['CPU:0', '/device:cpu:0']")),
+        ("mirrored", ["CPU", "CPU:0"], ONCE_EACH.format("['CPU', 'CPU:0']")),
         ("mirrored", [], ONCE_EACH.format("[]")),
         (
             "mirrored",

@@ -153,7 +153,7 @@ def test_the_first_line_of_a_long_reason_is_shown():
     assert str(error) == message("my-tpu", "No such TPU")
 
 
-@pytest.mark.parametrize("devices", ["local", [], ["a", "b"]])
+@pytest.mark.parametrize("devices", ["local", [], ["a", "b"], 5, [5]])
 def test_one_address_in_a_list(devices):
     """The address of a TPU is given as a list of one string."""
     with pytest.raises(ValueError, match="devices") as error:

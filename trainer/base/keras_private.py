@@ -264,13 +264,14 @@ def own_update_counts(
             optimizer.update_step = own_rule
 
 
-def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """Returns the moving averages of weights that an optimizer keeps; none without `use_ema`.
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
+    """Returns pairs (weight, its moving average) of an optimizer; none without `use_ema`.
 
-    `optimizer.variables` has them among its other variables.
+    `optimizer.variables` has the averages among its other variables.
     """
     kept = optimizer._model_variables_moving_average if optimizer.use_ema else []
-    return [average for average in kept if average is not None]
+    pairs = zip(optimizer._trainable_variables if kept else [], kept, strict=True)
+    return [(variable, average) for variable, average in pairs if average is not None]
 
 
 def assign_averages(
@@ -281,11 +282,9 @@ def assign_averages(
     `finalize_variable_values` is public and does so at the end of `fit`, but fails under TensorFlow
     if a variable has no average, as a float8 scale.
     """
-    averages = optimizer._model_variables_moving_average
-    for variable, average in zip(optimizer._trainable_variables, averages, strict=True):
-        if average is not None:
-            own = variable.value if isinstance(variable, keras.Variable) else variable
-            strategy.extended.update(own, _assign, args=(average.value,))
+    for variable, average in averages_of(optimizer):
+        own = variable.value if isinstance(variable, keras.Variable) else variable
+        strategy.extended.update(own, _assign, args=(average.value,))
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:

@@ -20,9 +20,16 @@ def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
 
 
 def evaluated_variables(trainer: Any) -> list[Variable]:
-    """Returns the weights of a trainer's model, and the moving averages that it evaluates with."""
-    averages = [one for optimizer in optimizers_of(trainer) for one in averages_of(optimizer)]
-    return [*weights_of(trainer.model), *averages]
+    """Returns the weights of a trainer's model, after the moving averages that it evaluates with.
+
+    There is an average for every weight, or none for all. A weight that no optimizer averages takes
+    the place of its own average, so that the list stays as long when layers are frozen or unfrozen.
+    """
+    weights = weights_of(trainer.model)
+    pairs = [pair for optimizer in optimizers_of(trainer) for pair in averages_of(optimizer)]
+    averages = {id(weight): average for weight, average in pairs}
+    stand_ins = [averages.get(id(weight), weight) for weight in weights] if averages else []
+    return [*stand_ins, *weights]
 
 
 def read_weights(trainer: Any) -> list[np.ndarray]:

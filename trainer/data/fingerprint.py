@@ -18,6 +18,7 @@ from trainer.base.describe import digest
 Fingerprint = list[dict[str, Any]]
 
 MAX_ELEMENTS = 2**20  # how many elements of a tensor are read
+LARGEST = 1e150  # larger numbers of float64 count as this, since the squares of some overflow
 TOLERANCE = 1e-5  # of a projection, as a fraction of the norm
 
 
@@ -39,6 +40,7 @@ def of_tensor(tensor: Any) -> dict[str, Any]:
     if values.dtype.kind not in "biuf":
         return {"kind": kind, "hash": digest(repr(values.tolist()))}
     numbers = np.nan_to_num(values.astype(np.float64), posinf=2.0, neginf=-2.0).ravel()
+    numbers = np.clip(numbers, -LARGEST, LARGEST)
     factors = np.random.default_rng(0).random(numbers.size) - 0.5
     return {
         "kind": kind,

@@ -88,6 +88,8 @@ def plot(
     linewidth: float = 1.5,
 ) -> None:
     """Draws a curve, with a marker at each point if there are few."""
+    if label is not None and label.startswith("_"):
+        label = f" {label}"  # Matplotlib's legends leave out names that begin with "_"
     axes.plot(
         curve.step,
         curve.value,

@@ -251,7 +251,6 @@ def measure(
     began = time.perf_counter()
     dataset = repeat_first_batch(data)
     secs: dict[CompileMode, list[float]] = {}
-    steps: dict[CompileMode, int] = {}
     candidates: dict[CompileMode, Parts] = {}
     longest = 0.0  # the longest time in seconds that any mode has taken to get ready
     with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
@@ -264,13 +263,15 @@ def measure(
             candidates[mode] = parts_in_mode(mode, trainer, parts)
             use(candidates[mode])
             seconds_per_step(candidates[mode], dataset, 1)  # traces and compiles
-            secs[mode] = [seconds_per_step(candidates[mode], dataset, 1)]
-            steps[mode] = max(1, round(TURN_SECS / secs[mode][0]))  # 1 if no step can be taken
+            single = seconds_per_step(candidates[mode], dataset, 1)
+            # The call of a single short step takes longer than the step, and says little about it.
+            first = single if single >= TURN_SECS else take_turn(candidates[mode], dataset, single)
+            secs[mode] = [first]
             longest = max(longest, time.perf_counter() - now)
-        for _ in range(TURNS):
+        for _ in range(TURNS - 1):
             for mode in still_promising(secs):
-                secs[mode].append(seconds_per_step(candidates[mode], dataset, steps[mode]))
-    medians = {mode: statistics.median(turns[1:] or turns) for mode, turns in secs.items()}
+                secs[mode].append(take_turn(candidates[mode], dataset, secs[mode][-1]))
+    medians = {mode: statistics.median(turns) for mode, turns in secs.items()}
     best = next(mode for mode in medians if medians[mode] <= AS_GOOD * min(medians.values()))
     if medians[best] == math.inf:
         return None
@@ -282,6 +283,11 @@ def still_promising(secs: dict[CompileMode, list[float]]) -> list[CompileMode]:
     """Returns the modes whose best turn is at most `TOO_SLOW` times as slow as the fastest."""
     best = min(min(turns) for turns in secs.values())
     return [mode for mode, turns in secs.items() if min(turns) <= TOO_SLOW * best]
+
+
+def take_turn(parts: Parts, dataset: tf.data.Dataset, secs: float) -> float:
+    """Returns the mean time of the steps of one turn, given how long a step took before."""
+    return seconds_per_step(parts, dataset, max(1, round(TURN_SECS / secs)))
 
 
 def seconds_per_step(parts: Parts, dataset: tf.data.Dataset, steps: int) -> float:

@@ -42,6 +42,13 @@ def test_other_values_have_another_fingerprint(other):
     assert first_change(of(X), of(np.ascontiguousarray(other))) is not None
 
 
+def test_numbers_whose_squares_overflow():
+    """Data of float64 are equal to themselves, however large their numbers."""
+    large = np.array([1e200, -1e308, 1.0])
+    assert first_change(of_arrays(large), of_arrays(large.copy())) is None
+    assert first_change(of_arrays(large), of_arrays(-large)) is not None
+
+
 def test_another_number_of_arrays():
     """What is missing is called nothing."""
     assert first_change(of_arrays([X]), of_arrays([X, 1]))[:2] == (1, "nothing")

@@ -140,8 +140,18 @@ def test_learning_rates_are_drawn_by_optimizer(tmp_path, rich, monkeypatch):
     run = read_run(write_lines(tmp_path, TRAIN | rates, TRAIN | rates | {"step": 200}))
     [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
     assert [line.get_label() for line in axes.get_lines()[:2]] == ["generator", "critic"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["generator", "critic"]
     assert axes.get_yscale() == "log"
     assert not facts.is_metric("learning_rate/critic")
+
+
+def test_no_name_is_left_out_of_a_legend(tmp_path, monkeypatch):
+    """Matplotlib leaves out names that begin with an underscore."""
+    rates = {"learning_rate/_hidden": 0.1, "learning_rate/shown": 0.001}
+    run = read_run(write_lines(tmp_path, TRAIN | rates, TRAIN | rates | {"step": 200}))
+    [axes] = figure_of(monkeypatch, pictures, lambda: pictures.draw_learning_rates(run)).axes
+
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [" _hidden", "shown"]
 
 
 def test_values_over_a_wide_range_have_a_logarithmic_axis():

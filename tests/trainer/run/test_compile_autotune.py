@@ -129,7 +129,23 @@ def test_a_slow_mode_is_measured_once(monkeypatch):
 
     assert trainer.jit_compile is False
     assert turns.count(True) == 2  # one step to compile, one to measure
-    assert turns.count("elementwise") == turns.count(False) == 2 + compilation.TURNS
+    assert turns.count("elementwise") == turns.count(False) == 1 + compilation.TURNS
+
+
+def test_a_single_short_step_decides_nothing(monkeypatch):
+    """A call costs milliseconds beside its steps: a mode is judged by turns of many steps."""
+    monkeypatch.setattr(compilation, "MIN_STEPS", 1)
+
+    def seconds_of(parts, dataset, steps):
+        del dataset
+        per_call, per_step = {False: (0.001, 0.005), True: (0.01, 0.004)}[parts.plan.jit_compile]
+        return per_call / steps + per_step
+
+    monkeypatch.setattr(compilation, "seconds_per_step", seconds_of)
+    choice = compilation.measure(*ready())
+
+    assert seconds_of(choice.parts, None, 1) > 1.3 * 0.006
+    assert choice.jit_compile is True
 
 
 @pytest.mark.usefixtures("always_measured")
