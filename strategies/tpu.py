@@ -46,9 +46,7 @@ def tpu(devices: Sequence[str] | None) -> tf.distribute.Strategy:
 
 def _is_one_address(devices: object) -> bool:
     """Returns whether `devices` is a list of one string."""
-    return (
-        isinstance(devices, list | tuple) and len(devices) == 1 and isinstance(devices[0], str)
-    )
+    return isinstance(devices, list | tuple) and len(devices) == 1 and isinstance(devices[0], str)
 
 
 def resolve(address: str) -> Any:
