@@ -126,19 +126,25 @@ def built_for(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 
 def build_again(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+    optimizer: keras.optimizers.Optimizer,
+    inner: Sequence[keras.optimizers.Optimizer],
+    variables: Sequence[Any],
 ) -> tuple[list[tuple[Any, Any]], list[Any]]:
     """Builds an optimizer for other variables, with new slots. Call it in the strategy's scope.
 
     Keras builds an optimizer once. An optimizer keeps its slots in attributes: lists with one entry
-    for each variable. A `MultiOptimizer` builds its inner optimizers itself.
+    for each variable. One that holds others, as a `MultiOptimizer`, builds them itself.
+
+    Args:
+        optimizer: the optimizer.
+        inner: those that it holds.
+        variables: what it is built for.
 
     Returns:
         Pairs (variable, slot): each new slot gets the value of that variable, which is the slot it
         replaces, or, for the moving average of a weight that had none, the weight. And the old
         variables of the optimizer that no new one replaces.
     """
-    inner = getattr(optimizer, "optimizers", [])
     every = [optimizer, *(one for one in inner if one.built)]
     before = [(built_for(one), dict(vars(one))) for one in every]
     for one in every:

@@ -14,6 +14,7 @@ import keras
 from trainer.base.keras_private import build_again, built_for, inner_optimizer
 from trainer.checkpoint.warm_start import weights_of
 from trainer.run.protocol import RunnableTrainer, Slot, Slots
+from trainer.step.objective import optimizers_in
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.types import Optimizers, Variable
 
@@ -166,7 +167,7 @@ def add_slots(
     Raises:
         ValueError: if an optimizer keeps its slots where they are not found.
     """
-    pairs, left = build_again(optimizer, variables)
+    pairs, left = build_again(optimizer, optimizers_in(optimizer)[1:], variables)
     if left:
         raise ValueError(
             "`optimizer` must keep its slots in lists, one entry for each variable, to train more "

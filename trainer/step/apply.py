@@ -17,6 +17,7 @@ from trainer.base.keras_private import (
     own_update_counts,
 )
 from trainer.step.fused import fused_updates
+from trainer.step.objective import optimizers_in
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
@@ -62,9 +63,8 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     update = atomic_update_count if asynchronous else fused_updates
     with contextlib.ExitStack() as stack:
         for objective in group.objectives:
-            optimizers = {id(one): one for one in (objective.optimizer, *objective.updating)}
             trained = [plan.model.trainable_variables[at] for at in objective.positions]
-            for optimizer in optimizers.values():
+            for optimizer in optimizers_in(objective.optimizer):
                 own = {id(variable) for variable in built_for(optimizer)}
                 missed = [pair for pair in plan.missed if id(pair[0]) in own]
                 stack.enter_context(gradients_already_reduced(optimizer))

@@ -25,7 +25,7 @@ from trainer.base.keras_private import all_layers
 from trainer.step.clip import Clip
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.losses import nan_unless
-from trainer.step.objective import single_optimizers
+from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.types import Batch, Model
 
 # The number of significant bits in each half-precision dtype. Weights in such a dtype would lose
@@ -201,9 +201,9 @@ def check_optimizers(
             "updates a part of the model. Pass {'critic': optimizer}, for example."
         )
     for one in optimizers:
-        check_optimizer(one, strategy)
+        for each in optimizers_in(one):
+            check_optimizer(each, strategy)
         for single in single_optimizers(one):
-            check_optimizer(single, strategy)
             check_not_set_twice(single, clip, ema_momentum)
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ValueError(

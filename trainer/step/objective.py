@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from scaling.base.argument_checks import did_you_mean, is_integer, shown
+from trainer.step.held_back import leaves
 from trainer.step.types import Model, Variable
 
 # The objective's name if there is only one optimizer. No model attribute can have this name.
@@ -32,6 +33,23 @@ def single_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optim
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return list(optimizer.optimizers)
     return [optimizer]
+
+
+def optimizers_in(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns an optimizer and those that it holds, at any depth.
+
+    A wrapper, such as Lookahead, calls the `apply` of an optimizer that it keeps in an attribute. A
+    `MultiOptimizer` has a list of them.
+    """
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    waiting = [optimizer]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) not in found:
+            found[id(one)] = one
+            held = leaves(vars(one))
+            waiting += [item for item in held if isinstance(item, keras.optimizers.Optimizer)]
+    return list(found.values())
 
 
 def objectives_of(

@@ -34,6 +34,7 @@ from trainer.step.objective import (
     Objective,
     check_updates_per_step,
     objectives_of,
+    optimizers_in,
     single_optimizers,
 )
 from trainer.step.randomness import seed_states
@@ -271,7 +272,8 @@ def plan_step(
     partition = [[objective] for objective in objectives] if alternate else [objectives]
     used = [*others, compute_loss, example_weights, update_metrics]
     held_back, seeds = held_back_variables(model, used), seed_states(model, used)
-    slots = [variable for one in objectives for variable in one.optimizer.variables]
+    optimizers = [each for one in objectives for each in optimizers_in(one.optimizer)]
+    slots = {id(variable): variable for one in optimizers for variable in one.variables}.values()
     undo = variables_in_reach([model, *used], held_back=[*held_back, *seeds, *slots])
     if not held_back:  # a `tf.Module`, whose generators are assigned in each pass
         undo += seeds

@@ -10,6 +10,7 @@ import tensorflow as tf
 from helpers import copies
 from plans import Pair, keras_model, plan_of
 
+from trainer.step import TrainState, attempt_step
 from trainer.step.apply import (
     apply_gradients,
     assign_held_back,
@@ -84,6 +85,61 @@ def test_prepared_optimizers_do_not_sum_again(mirrored, replicas):
     assert [copy.item() for copy in copies(model.first.weight)] == [0.75] * replicas
     assert [copy.item() for copy in copies(model.second.weight)] == [1.5] * replicas
     assert vars(optimizer).keys() == before.keys()
+
+
+class Wrapper(keras.optimizers.Optimizer):
+    """Leaves the update to an optimizer that it holds, as Lookahead does in most steps."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=0.1)
+        self.inner = inner
+
+    def build(self, variables):
+        """Builds both."""
+        super().build(variables)
+        self.inner.build(variables)
+
+    def apply(self, grads, trainable_variables=None):
+        """Updates by the inner optimizer."""
+        self.inner.apply(grads, trainable_variables)
+        self.iterations.assign_add(1)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_optimizer_that_holds_another_does_not_sum_again(mirrored, replicas):
+    """L7 for the optimizer that a wrapper calls: it would add the sums of all replicas."""
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        model, optimizer = Pair(), Wrapper(keras.optimizers.SGD(1.0))
+    plan = plan_of(model, strategy=strategy, optimizer=optimizer)
+    run = TrainState(plan.rule)
+    report = tf.function(lambda batch: attempt_step(batch, plan, run))(tf.ones([3]))
+
+    assert bool(report.grads_finite)
+    assert [copy.item() for copy in copies(model.first.weight)] == [0.0] * replicas
+    assert optimizer.inner.iterations.numpy() == 1
+
+
+def test_an_optimizer_that_holds_another_is_rolled_back():
+    """If the second of two optimizers in turn cannot be applied, the first one's slots move back."""
+    model = Pair()
+    optimizer = {"first": Wrapper(keras.optimizers.Adam(0.1)), "second": keras.optimizers.SGD(1.0)}
+
+    def compute_loss(batch, training):
+        del training
+        return {
+            "first": model.first.weight * batch,
+            "second": model.second.weight * batch * np.inf,
+        }
+
+    plan = plan_of(model, compute_loss, optimizer=optimizer, alternate=True)
+    inner = optimizer["first"].inner
+    before = [variable.numpy() for variable in inner.variables]
+    run = TrainState(plan.rule)
+    report = tf.function(lambda batch: attempt_step(batch, plan, run))(tf.ones([3]))
+
+    assert not bool(report.grads_finite)
+    assert [variable.numpy() for variable in inner.variables] == before
 
 
 @pytest.mark.parametrize("moves", [True, False])
