@@ -23,6 +23,7 @@ from keras import layers
 import scaling
 from trainer.flags import define_flags, make_trainer, run_mode
 
+FLAGS = flags.FLAGS
 INTERVAL = flags.DEFINE_integer("growth_interval", 10, "Interval of both rules at the start.", 1)
 
 
@@ -86,11 +87,13 @@ def main(_):
             loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()},
             loss_scale=rule(growth_interval=INTERVAL.value),
+            model_dir=FLAGS.model_dir and f"{FLAGS.model_dir}/{rule.__name__}",
             verbose=False,
         )
-        accuracy = run_mode(trainer, *data)["accuracy"]
-        skipped = f"{trainer.totals.skipped} of {trainer.totals.attempted} steps skipped"
-        print(f"{rule.__name__}: {skipped}, held-out accuracy {accuracy:.2%}")
+        results = run_mode(trainer, *data)
+        if results:  # none of some modes
+            skipped = f"{trainer.totals.skipped} of {trainer.totals.attempted} steps skipped"
+            print(f"{rule.__name__}: {skipped}, held-out accuracy {results['accuracy']:.2%}")
 
 
 if __name__ == "__main__":

@@ -51,12 +51,13 @@ class Student(Trainer):
         return distillation_losses(logits, batch["teacher"], batch["label"], batch["known"])
 
 
-def trained(trainer_class, widths, data, **arguments):
+def trained(trainer_class, widths, data, name, **arguments):
     """Returns the trainer of a network of these widths, after --steps steps."""
     trainer = make_trainer(
         trainer_class,
         model=lambda: network(*widths),
         optimizer=lambda: keras.optimizers.Adam(1e-3),
+        model_dir=FLAGS.model_dir and f"{FLAGS.model_dir}/{name}",
         **arguments,
     )
     trainer.train(data, FLAGS.steps, global_batch=FLAGS.global_batch)
@@ -70,15 +71,15 @@ def main(_):
     (images, labels), (held_out, answers) = load("digits")
     images, held_out = images.reshape(-1, PIXELS), held_out.reshape(-1, PIXELS)
     loss = {"loss_fn": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
-    teacher = trained(Trainer, [512, 512], (images, labels), **loss)
-    alone = trained(Trainer, [16], (images[:KNOWN], labels[:KNOWN]), **loss)
+    teacher = trained(Trainer, [512, 512], (images, labels), "teacher", **loss)
+    alone = trained(Trainer, [16], (images[:KNOWN], labels[:KNOWN]), "alone", **loss)
     data = {
         "image": images,
         "label": labels,
         "known": (np.arange(len(images)) < KNOWN).astype(np.float32),
         "teacher": teacher.predict(images, global_batch=FLAGS.global_batch).astype(np.float32),
     }
-    student = trained(Student, [16], data)
+    student = trained(Student, [16], data, "student")
     right = [
         np.mean(np.argmax(keras.ops.convert_to_numpy(each.model(held_out)), axis=1) == answers)
         for each in (teacher, alone, student)

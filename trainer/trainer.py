@@ -70,7 +70,7 @@ from trainer.data.online import OnlinePosition, as_global_batch
 from trainer.data.source_position import position_in
 from trainer.data.structures import as_arrays
 from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
-from trainer.evaluation.ema_weights import evaluated_weights
+from trainer.evaluation.ema_weights import evaluated_weights, keeps_average
 from trainer.evaluation.eval_data import (
     EvalData,
     check_schedule,
@@ -403,7 +403,7 @@ class Trainer(Task):
         self._history = History()
         self._lent_metrics: MetricsByName = {}
         self._running: int | None = None  # the thread in which `train` takes steps
-        self._lent = contextlib.ExitStack()  # what an evaluation has to put back
+        self._lent: list[contextlib.ExitStack] = []  # what evaluations have to put back
         self.stop_asked = False
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
         for callback in self.callbacks:
@@ -633,18 +633,18 @@ class Trainer(Task):
                 self._introduce(loop)
             if choice:
                 log.say(str(choice))
-            self._call_hook(leaving, "on_train_begin")
-            self._take_steps(loop)
+            self._take_steps(loop, leaving)
             summary = loop.conclude(began)
             self._call_hook(leaving, "on_train_end", summary)
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             leaving.end_process(others=asked, blocked=position.given_up)
         return summary
 
-    def _take_steps(self, loop: OuterLoop) -> None:
+    def _take_steps(self, loop: OuterLoop, leaving: Leaving) -> None:
         """Runs the loop. Until it ends, changes of settings are refused: see `_start`."""
         self._running = threading.get_ident()
         try:
+            self._call_hook(leaving, "on_train_begin")
             loop.run()
         finally:
             self._running = None
@@ -1048,8 +1048,7 @@ class Trainer(Task):
         unchanged = self._model_put_back(asked_for=True)
         with (
             self._reading("data"),
-            unchanged,
-            self._weights(averaged),
+            self._lending(unchanged, self._weights(averaged)),
             reading_explained(found.reader),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
@@ -1152,7 +1151,7 @@ class Trainer(Task):
         """
         self._check_started("export")
         check_export(self.model, path, precision)
-        with self._weights(averaged):
+        with self._lending(self._weights(averaged)):
             return export(self.model, local_path(path), precision, compare_on, self._inputs)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:
@@ -1221,6 +1220,15 @@ class Trainer(Task):
                 "to the optimizer. Pass the optimizer of that run, or averaged=False for the "
                 "weights themselves."
             )
+        if self._running not in (None, threading.get_ident()):
+            uses = keeps_average(self._parts.plan) if averaged is None else averaged
+            if uses:
+                raise RuntimeError(
+                    "`averaged` must be False in another thread while train() runs; got "
+                    f"{averaged!r}. The average is put into the model for the evaluation, and "
+                    "putting the weights back would undo the steps taken meanwhile. Pass "
+                    "averaged=False, or evaluate in an action or a hook."
+                )
         return evaluated_weights(self._parts.plan, averaged)
 
     def _model_put_back(self, *, asked_for: bool) -> contextlib.AbstractContextManager[None]:
@@ -1231,7 +1239,7 @@ class Trainer(Task):
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model, with the weights that are evaluated, into a folder."""
-        with self._weights(averaged=None):
+        with self._lending(self._weights(averaged=None)):
             export_model(self.model, folder)
 
     def _evaluate(
@@ -1246,9 +1254,8 @@ class Trainer(Task):
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
         self._evaluating = True
         try:
-            with self._reading(argument), self._lent as lent:
-                lent.enter_context(self._model_put_back(asked_for=not stoppable))
-                lent.enter_context(self._weights(averaged))
+            unchanged = self._model_put_back(asked_for=not stoppable)
+            with self._reading(argument), self._lending(unchanged, self._weights(averaged)):
                 evaluate = self._parts.evaluator.evaluate
                 return evaluate_each(
                     found, lambda one: evaluate(one, precision, stoppable=stoppable)
@@ -1265,9 +1272,20 @@ class Trainer(Task):
         finally:
             self.data_argument = before
 
+    @contextlib.contextmanager
+    def _lending(self, *contexts: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Enters context managers that `put_weights_back` leaves if what is inside is blocked."""
+        with contextlib.ExitStack() as lent:
+            self._lent.append(lent)
+            lent.callback(self._lent.remove, lent)
+            for context in contexts:
+                lent.enter_context(context)
+            yield
+
     def put_weights_back(self) -> None:
-        """Ends the use of averaged weights in an evaluation that is blocked, if there is one."""
-        self._lent.close()
+        """Ends the use of averaged weights in evaluations that are blocked, if there are any."""
+        for lent in reversed([*self._lent]):
+            lent.close()
 
     def _start(
         self, batch: Batch, forward: Forward | None = None, *, training: bool = True

@@ -7,7 +7,7 @@
 # It takes one to two minutes on two CPU cores.
 #
 # On real machines, nothing changes but how the processes are started: [more than one
-# device](../scale.md#several-workers).
+# device](../devices.md#several-workers).
 # You need `pip install -e '.[examples,plot]'` from a clone.
 
 # %%

@@ -93,7 +93,7 @@ def losses_of_cast(
         [1, 1]
     """
     form, ratio = format_of(dtype), divided(x, scale)
-    flushed = (plain_cast(ratio, form) == 0) & (ratio != 0)
+    flushed = (plain_cast(ratio, form) == 0) & (checked(x) != 0)
     return count(saturates(ratio, form)), count(flushed)
 
 

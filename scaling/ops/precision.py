@@ -25,7 +25,7 @@ class Precision:
 
     Raises:
         ValueError: for any other name. Pure half precision ("float16") is not supported
-            because float16 weights lose updates smaller than 2^-11 of the weight.
+            because float16 weights lose updates smaller than 2^-12 of the weight.
 
     Source:
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1 (float32

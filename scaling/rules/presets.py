@@ -83,7 +83,7 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
                            1e-4, raises an error.
     metaseq                The interval doubles and halves with the scale; floor 2^-5.
     flax        0.12       `growth_interval` N grows on every (N + 1)-th step. Flax's
-                           bounds are those of float32, which are not powers of two.
+                           ceiling is the largest float32, which is no power of two.
     jmp         0.0.4      Floor 1; in jmp itself, any tree operation drops the floor.
     ==========  =========  ========================================================
 

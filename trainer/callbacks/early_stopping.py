@@ -79,9 +79,10 @@ class EarlyStopping(Monitored):
 
     def on_train_begin(self) -> None:
         """Puts the last weights back, and ends the run if it was ended before."""
-        if self._last_weights is not None and self._is_restored():
-            write_weights(self.trainer, self._last_weights)
-        self._last_weights = None
+        # Each took the weights that the one before it had restored for the last ones.
+        for callback in reversed(self.trainer.callbacks):
+            if isinstance(callback, EarlyStopping):
+                callback.put_last_weights_back()
         if self.exhausted:
             logging.warning(
                 "EarlyStopping has ended this run at step %s: %s was %s at step %s, and not better "
@@ -124,6 +125,12 @@ class EarlyStopping(Monitored):
             self._last_weights = read_weights(self.trainer)
             write_weights(self.trainer, self.best_weights)
 
+    def put_last_weights_back(self) -> None:
+        """Puts the last weights into the model, unless its weights were changed since then."""
+        if self._last_weights is not None and self._is_restored():
+            write_weights(self.trainer, self._last_weights)
+        self._last_weights = None
+
     def _is_restored(self) -> bool:
         """Returns whether the model still has the best weights, bit for bit."""
         pairs = zip(read_weights(self.trainer), self.best_weights or [], strict=True)
@@ -134,8 +141,8 @@ class EarlyStopping(Monitored):
         own = {"wait": self.wait, "stopped_step": self.stopped_step, "weights": self.best_weights}
         return super().state_dict() | own
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        super().load_state_dict(state)
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned for the same number."""
+        super().continue_from(state)
         self.wait, self.stopped_step = state["wait"], state["stopped_step"]
         self.best_weights = state["weights"]

@@ -75,11 +75,18 @@ class Monitored(Callback):
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value and its step."""
-        return {"best": self.best, "best_step": self.best_step}
+        """Returns the best value and its step, and of what number it is the best."""
+        number = {"monitor": self.monitor, "mode": self.mode}
+        return number | {"best": self.best, "best_step": self.best_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores what `state_dict` returned, unless it is about another number."""
+        number = state.get("monitor", self.monitor), state.get("mode", self.mode)
+        if number == (self.monitor, self.mode):
+            self.continue_from(state)
+
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned for the same number."""
         self.best, self.best_step = state["best"], state["best_step"]
 
 

@@ -23,7 +23,8 @@ class ReduceLROnPlateau(Monitored):
         patience: after how many values in a row without improvement.
         mode: as for `EarlyStopping`.
         min_delta: by how much a value must be better than the best one to count as better.
-        cooldown: how many values after a reduction are not counted.
+        cooldown: how many values after a reduction are in the cooldown. As in Keras, the last of
+            them counts again, so 1 is like 0.
         min_lr: the learning rate is not made smaller than this.
 
     Raises:
@@ -100,7 +101,7 @@ class ReduceLROnPlateau(Monitored):
         counts = {"wait": self.wait, "cooldown_counter": self.cooldown_counter}
         return super().state_dict() | counts
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        super().load_state_dict(state)
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned for the same number."""
+        super().continue_from(state)
         self.wait, self.cooldown_counter = state["wait"], state["cooldown_counter"]

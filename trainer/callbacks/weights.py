@@ -95,7 +95,7 @@ class BestWeights(Monitored):
         """Returns the best value, its step and the weights."""
         return super().state_dict() | {"weights": self.weights}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        super().load_state_dict(state)
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned for the same number."""
+        super().continue_from(state)
         self.weights = state["weights"]

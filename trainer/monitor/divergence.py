@@ -105,7 +105,7 @@ class LossWatch:
         Args:
             steps: reports whose fields are NumPy arrays of shape (steps,).
         """
-        for place in np.flatnonzero(steps.grads_finite):
+        for place in np.flatnonzero(steps.grads_finite & (steps.weight != 0)):  # 0: no mean loss
             found = self._detect_at(int(steps.step[place]), float(steps.loss[place]))
             if found:
                 return found

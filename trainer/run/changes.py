@@ -15,7 +15,12 @@ import tensorflow as tf
 from absl import logging
 
 from trainer.base.argument_checks import as_python
-from trainer.base.keras_private import all_layers, keep_rate_tracked, learning_rate_setting
+from trainer.base.keras_private import (
+    all_layers,
+    keep_rate_tracked,
+    learning_rate_setting,
+    recompute_constants,
+)
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
 from trainer.run.build import (
@@ -234,6 +239,8 @@ def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts
         restored = parts.checkpoints.follow(clean_up=clean_up)
         if not restored and not again:
             return parts
+        if isinstance(trainer.model, keras.Model):
+            recompute_constants(trainer.model)
         slots = slots_now(trainer, slots_from(parts.checkpoints.facts, trainer))
         late = missed_by_trained(slots) or missed_by_trained(parts.slots)
         parts = parts._replace(slots=slots)

@@ -38,7 +38,9 @@ from trainer.step.xla import (
 from trainer.step.xla_operations import (
     listed_operations,
     not_compilable_error,
+    operations_sized_by_values,
     operations_without_xla,
+    warn_of_sizes,
 )
 
 CompileMode = bool | str
@@ -215,13 +217,22 @@ def compilable_parts(
     if mode not in WITH_PASSES or not traced or tf.config.functions_run_eagerly():
         return parts
     trace(parts)
-    names = operations_without_xla(parts.run_steps)
-    if not names:
-        return parts
-    if not auto:
+    names, risky = operations_without_xla(parts.run_steps), sized_by_values(parts)
+    if not auto and names:
         raise not_compilable_error(mode, names)
+    if not auto and risky:
+        warn_of_sizes(risky)
+    if not auto or not (names or risky):
+        return parts
+    names = names or risky
     warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
     return parts_in_mode(False, trainer, parts)
+
+
+def sized_by_values(parts: Parts) -> list[str]:
+    """Returns operations for which XLA may compute wrong gradients, if it compiles the passes."""
+    compiles = parts.plan.jit_compile in WITH_PASSES
+    return operations_sized_by_values(parts.run_steps) if compiles else []
 
 
 def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], object]:
@@ -263,6 +274,9 @@ def measure(
             candidates[mode] = parts_in_mode(mode, trainer, parts)
             use(candidates[mode])
             seconds_per_step(candidates[mode], dataset, 1)  # traces and compiles
+            if sized_by_values(candidates[mode]):
+                secs[mode] = [math.inf]
+                continue
             single = seconds_per_step(candidates[mode], dataset, 1)
             # The call of a single short step takes longer than the step, and says little about it.
             first = single if single >= TURN_SECS else take_turn(candidates[mode], dataset, single)

@@ -54,7 +54,8 @@ class DryRun(NamedTuple):
     def ok(self) -> bool:
         """Whether everything worked, so that a long run can begin."""
         equal = self.restored and self.replicas_equal
-        return equal and self.traces == 1 and math.isfinite(self.loss)
+        numbers = [self.loss, *(self.evaluation or {}).values()]
+        return equal and self.traces == 1 and all(map(math.isfinite, numbers))
 
     def __str__(self) -> str:
         """Returns one line for each finding."""

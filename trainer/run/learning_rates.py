@@ -35,5 +35,8 @@ def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
     setting = learning_rate_setting(optimizer)
     if not isinstance(setting, keras.optimizers.schedules.LearningRateSchedule):
         return float(tf.convert_to_tensor(optimizer.learning_rate))
-    last = max(int(tf.convert_to_tensor(optimizer.iterations)) - 1, 0)
-    return float(tf.convert_to_tensor(setting(tf.constant(last, tf.int64))))
+    count = optimizer.iterations
+    last = tf.maximum(tf.convert_to_tensor(count) - 1, 0)
+    # A schedule gets the variable, as in an update: its arithmetic takes floats, a tensor's not.
+    with keras.StatelessScope([(count, last)]):
+        return float(tf.convert_to_tensor(setting(count)))

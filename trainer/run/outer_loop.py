@@ -22,6 +22,7 @@ from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.per_epoch import check_per_epoch
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.best import BETTER, Best
+from trainer.checkpoint.saver import CheckpointError
 from trainer.data.errors import explain
 from trainer.data.fingerprint import text_of
 from trainer.data.iterator_state import DataPosition
@@ -99,7 +100,7 @@ class OuterLoop:
         self._step = self._start = Totals.from_state(parts.state).attempted
         self._resumed = parts.checkpoints.latest is not None
         self._saver = RunSaver(trainer, parts, position, watch, log)
-        self._reporter = Reporter(trainer, parts, log, watch, request.target)
+        self._reporter = Reporter(trainer, parts, log, watch, request.target, self._call_user)
         self._recovery = None
         if watch and trainer.divergence:
             self._recovery = Recovery(trainer, parts, position, log, watch, trainer.divergence)
@@ -133,7 +134,7 @@ class OuterLoop:
         self._tell_callbacks()
         self.resume()
         self._tell_where_epochs_begin()
-        if first and not self._step:
+        if first and not (self._step or self._resumed):
             self._log.set_aside()
         self.check(first=first)
         self._leaving.begin(self._leave, self._position.give_up)
@@ -237,8 +238,16 @@ class OuterLoop:
             if isinstance(error, WorkerLostError):
                 stopped = f"stopped after step {self._step}: {UNSAVED}"
                 self._leaving.others_ended(f"{stopped}. WorkerLostError: {error}")
+            self._finish_saving(error)
             self._log.log_failure(self._step, error)
             raise
+
+    def _finish_saving(self, error: Exception) -> None:
+        """Waits for a checkpoint that is still written when the run ends with an error."""
+        try:
+            self._parts.checkpoints.wait()
+        except CheckpointError as failed:
+            error.add_note(f"A checkpoint could not be written: {failed}")
 
     def _run(self) -> None:
         """Does what `run` says."""
@@ -357,7 +366,8 @@ class OuterLoop:
             self._say_profiled()
         if self._parts.recorder:
             # If there is a step to record, the loop ended right after it, so `batch` is its batch.
-            keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
+            with self._reporter.writing():
+                keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
         # Read the reports now instead of at the next log line: `read` raises if the run is stuck,
         # and a loop that ends early, or at a step to record, may have ended for that reason.
         if self._parts.recorder or self._step < end:
@@ -526,6 +536,7 @@ class OuterLoop:
                 saved = ". The run was not saved, because it has diverged."
             else:
                 self._saver.save(self._step)
+                self._parts.checkpoints.wait()
                 saved = ". The run was saved." if self._parts.checkpoints.latest else ""
             error.add_note(f"raised at step {self._step}{saved}")
             raise

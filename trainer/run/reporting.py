@@ -1,7 +1,8 @@
 """Reads the reports of steps: ends a run that is stuck, detects divergence, writes the log."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -27,6 +28,7 @@ class Reporter:
         log: the run's log.
         watch: the loss watch, which detects divergence, or None.
         target: the step at which this call of `train` ends.
+        call_user: calls code of the user.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Reporter:
         log: RunLog,
         watch: LossWatch | None,
         target: int,
+        call_user: Callable[[Callable[[], object]], None],
     ) -> None:
         """Stores the arguments. No divergence has been detected yet."""
+        self._call_user = call_user
         self._trainer = trainer
         self._parts = parts
         self._log = log
@@ -66,8 +70,6 @@ class Reporter:
             steps = self._log.read()
         if steps is None:
             return
-        for callback in self._trainer.callbacks:
-            callback.take_reports(steps)
         record = self._parts.recorder.latest if self._parts.recorder else None
         names = self._parts.plan.variable_names
         self._curve.add(steps)
@@ -79,6 +81,8 @@ class Reporter:
             raise
         if self._watch and not self._divergence:
             self._divergence = self._watch.detect(steps)
+        for callback in self._trainer.callbacks:
+            self._call_user(functools.partial(callback.take_reports, steps))
 
     def _facts(self) -> RunFacts:
         """Returns what advice depends on, after a skipped step."""

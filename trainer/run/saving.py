@@ -127,8 +127,10 @@ class RunSaver:
         if len(saved) != len(actions):
             unknown = [f"{len(actions)} actions, where the run had {len(saved)}"]
             return [*(unknown if actions else []), *self._restore_callbacks()]
+        latest = self._parts.checkpoints.latest
+        arrays = read_arrays(latest) if saved and latest else {}
         for action, state in zip(actions, saved, strict=True):
-            action.set_state(state)
+            action.set_state(joined(state, arrays))
         return self._restore_callbacks()
 
     def _restore_callbacks(self) -> list[str]:
@@ -161,7 +163,7 @@ class RunSaver:
             | {
                 **self._position.counts(),
                 "scale": float(self._parts.state.loss_scaler.loss_scale.numpy()),
-                "actions": [action.state() for action in self._trainer.actions],
+                "actions": [split(action.state(), arrays) for action in self._trainer.actions],
                 "divergence": self._watch.state() if self._watch else None,
                 "evaluation_due": self.evaluation_due,
                 "callbacks": states,
@@ -184,7 +186,7 @@ class RunSaver:
             saved: contents of the checkpoint's `run.json`.
             path: path of the checkpoint.
         """
-        ours = self.facts() | self.identity()
+        saved, ours = dict(saved), self.facts() | self.identity()
         # Compare the descriptions of the pipelines only if both runs have the same `data_resume`:
         # not every value of it makes a run describe its pipeline.
         if saved["data_resume"] == ours["data_resume"]:

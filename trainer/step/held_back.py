@@ -49,7 +49,7 @@ class HoldBack(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Records an assignment. Keras calls this method."""
         check_place(update[0], inner_graphs(self._graph))
-        variable, value = update
+        variable, value = update[0], tf.convert_to_tensor(update[1])  # it may be another variable
         if id(variable) not in self._read:
             self._unknown.append(variable)
         self._draws[id(variable)] = self.draws_from(variable) + 1

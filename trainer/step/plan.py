@@ -11,7 +11,11 @@ import scaling
 import strategies
 from strategies.division import count_examples
 from trainer.base.argument_checks import check_nonnegative
-from trainer.base.keras_private import computing_in_float32, keep_rate_tracked
+from trainer.base.keras_private import (
+    computing_in_float32,
+    keep_rate_tracked,
+    learning_rate_setting,
+)
 from trainer.step import checks
 from trainer.step.clip import Clip
 from trainer.step.differentiate import differentiate
@@ -128,8 +132,8 @@ class StepPlan:
     def has_schedule(self) -> bool:
         """Whether any optimizer has a learning-rate schedule."""
         updating = [one for objective in self.objectives for one in objective.updating]
-        configs = [optimizer.get_config() for optimizer in updating]
-        return any(isinstance(config["learning_rate"], dict) for config in configs)
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        return any(isinstance(learning_rate_setting(one), schedule) for one in updating)
 
     @property
     def recorded(self) -> int:

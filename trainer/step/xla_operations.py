@@ -5,13 +5,20 @@ are no part of the model, `tf.print`, lookup tables or Python functions. TensorF
 the first step, with an error of dozens of lines.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from absl import logging
 
 from trainer.base.keras_private import has_xla_kernel, traced_functions
 
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
 CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"})
+# Operations whose outputs have as many rows as the values say. XLA gives them room for the most
+# that there may be, and some gradients behind them are then wrong, without an error.
+SIZED_BY_VALUES = frozenset(
+    {"DynamicPartition", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Where"}
+)
 SHOWN = 3  # how many operations a message names
 
 
@@ -26,12 +33,31 @@ def operations_without_xla(function: Any) -> list[str]:
         Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA
         can compile what it is to compile, or if the function has not been traced.
     """
+    return compiled_operations(function, lambda kind: not has_xla_kernel(kind))
+
+
+def operations_sized_by_values(function: Any) -> list[str]:
+    """Returns the names of operations that XLA is to compile, maybe with wrong gradients.
+
+    Args:
+        function: as for `operations_without_xla`.
+    """
+    return compiled_operations(function, lambda kind: kind in SIZED_BY_VALUES)
+
+
+def compiled_operations(function: Any, wanted: Callable[[str], bool]) -> list[str]:
+    """Returns the names of operations of wanted kinds that XLA is to compile.
+
+    Args:
+        function: as for `operations_without_xla`.
+        wanted: whether a kind of operation, such as "Where", is wanted.
+    """
     found: dict[str, None] = {}  # as an ordered set
     for definition, library in traced_functions(function):
         seen: set[str] = set()
         for name in compiled_functions(definition, library):
             for node in used_nodes(library.get(name, definition), library, seen):
-                if node.op not in (*CONTROL_FLOW, *library) and not has_xla_kernel(node.op):
+                if node.op not in (*CONTROL_FLOW, *library) and wanted(node.op):
                     found[node.name if node.op in node.name else f"{node.name} ({node.op})"] = None
     return list(found)
 
@@ -103,4 +129,14 @@ def not_compilable_error(jit_compile: bool | str, names: list[str]) -> ValueErro
         f"`jit_compile` must not be {jit_compile!r} for a step with operations that XLA cannot "
         f"compile; got {listed_operations(names)}. TensorFlow would fail at the first step. Use "
         '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
+    )
+
+
+def warn_of_sizes(names: list[str]) -> None:
+    """Warns that XLA, which was asked for, may compute wrong gradients."""
+    logging.warning(
+        "XLA may compute wrong gradients behind operations whose sizes depend on values, as %s. "
+        'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
+        "for them.",
+        listed_operations(names),
     )

@@ -166,3 +166,10 @@ def test_a_scale_may_be_out_of_the_range_of_the_result(dtype, exponent):
     expected = tf.cast(numbers * np.float32(2.0**exponent), dtype)
     found = dequantize(x, 2.0**exponent, dtype)
     np.testing.assert_array_equal(tf.cast(found, tf.float32), tf.cast(expected, tf.float32))
+
+
+def test_numbers_that_vanish_in_the_quotient_are_counted():
+    """At a large scale the quotient of a small number is already 0."""
+    x = tf.constant([2.0**-60, 2.0**-20, 2.0**110, 0.0])
+
+    assert [int(each) for each in losses_of_cast(x, 2.0**102, "float8_e4m3fn")] == [0, 2]

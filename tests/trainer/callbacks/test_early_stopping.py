@@ -106,3 +106,18 @@ def test_replicas_stop_alike(mirrored):
 
     assert line.totals.attempted == 2
     assert [copy.item() for copy in copies(line.model.trainable_variables[0])] == [0.0] * 3
+
+
+@pytest.mark.thorough  # takes seconds
+def test_two_that_restore_put_back_the_last_weights():
+    """The second one restores over what the first one restored; a later call goes on from the end."""
+    best = [
+        EarlyStopping(name, patience=9, restore_best_weights=True) for name in ("loss", "val_loss")
+    ]
+    line = Linear(callbacks=best, log_interval=1, verbose=False)
+    data = {"global_batch": 1, "eval_data": WORSE, "eval_interval": 1}
+    line.train(DATA, 3, **data)
+    assert line.weight == 0.0  # of the best evaluation, after step 1
+    line.train(DATA, 4, **data)
+
+    assert best[0].best_weights[0].item() == best[0]._last_weights[0].item() == -3.0

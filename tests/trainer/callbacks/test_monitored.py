@@ -51,3 +51,15 @@ def test_a_number_that_the_run_does_not_have_is_an_error(monitor, arguments, rem
         f"`monitor` must be a number of the run; got {monitor!r} in EarlyStopping. The callback "
         f"would never do anything. {remedy}"
     )
+
+
+def test_the_best_of_another_number_is_not_taken_over():
+    """A run that is resumed with another number, or mode, begins to look for the best anew."""
+    before = EarlyStopping("val_accuracy", patience=2)
+    before.best, before.best_step, before.wait = 0.5, 3, 1
+    same, other = EarlyStopping("val_accuracy", patience=2), EarlyStopping("val_loss", patience=2)
+    for callback in (same, other):
+        callback.load_state_dict(before.state_dict())
+
+    assert (same.best, same.best_step, same.wait) == (0.5, 3, 1)
+    assert (other.best, other.best_step, other.wait) == (None, None, 0)

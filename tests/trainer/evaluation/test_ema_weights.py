@@ -1,10 +1,14 @@
 """Moving averages of the weights (EMA) in evaluation and export."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, slopes
 
+from trainer import Action
 from trainer.evaluation.ema_weights import averaged_weights, evaluated_weights
 
 
@@ -136,3 +140,50 @@ def test_two_averages_are_refused(ema_momentum, message):
         )
 
     assert str(error.value) == message
+
+
+class Blocked(Linear):
+    """Notes its weight when a prediction is left, as after a stop signal."""
+
+    left = None
+
+    def predict_batch(self, batch):
+        """Acts like the signal's thread while the prediction is traced."""
+        with tf.init_scope():
+            self.put_weights_back()
+            self.left = self.weight
+        return super().predict_batch(batch)
+
+
+def test_a_prediction_that_is_left_does_not_keep_the_average():
+    """The run would be saved with the average in place of the weights."""
+    trainer = Blocked(ema_momentum=0.5, verbose=False)
+    trainer.train(slopes(1.0), 2, global_batch=1)
+    weight = trainer.weight
+    trainer.predict(slopes(1.0)["x"], global_batch=1)
+
+    assert (trainer.left, trainer.weight) == (weight, weight) == (-1.0, -1.0)
+
+
+def test_the_average_is_not_used_beside_a_run():
+    """Another thread would undo the steps that the run takes meanwhile."""
+    errors = []
+
+    def evaluate(trainer):
+        with pytest.raises(RuntimeError, match="averaged") as error:
+            trainer.evaluate(slopes(1.0), global_batch=1)
+        errors.append(str(error.value))
+
+    def beside(trainer):
+        thread = threading.Thread(target=evaluate, args=[trainer])
+        thread.start()
+        thread.join()
+
+    trainer = Linear(ema_momentum=0.5, verbose=False, actions=[Action(beside, every_steps=1)])
+    trainer.train(slopes(1.0), 1, global_batch=1)
+
+    assert errors == [
+        "`averaged` must be False in another thread while train() runs; got None. The average is "
+        "put into the model for the evaluation, and putting the weights back would undo the steps "
+        "taken meanwhile. Pass averaged=False, or evaluate in an action or a hook."
+    ]

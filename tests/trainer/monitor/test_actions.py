@@ -161,3 +161,37 @@ def test_an_action_calls_a_function():
         "`call` must be a function; got int. The function is called with the trainer. Pass lambda "
         "trainer: print(trainer.totals), for example."
     )
+
+
+class Best:
+    """Remembers a number of NumPy and an array, as an action of one's own does."""
+
+    state = None
+
+    def __call__(self, trainer):
+        """Notes what the trainer has reached."""
+        self.state = {"best": np.float32(0.5), "seen": np.arange(trainer.totals.attempted)}
+
+    def state_dict(self):
+        """Returns both."""
+        return self.state or {}
+
+    def load_state_dict(self, state):
+        """Restores both."""
+        self.state = state
+
+
+def test_a_state_may_hold_what_numpy_makes(tmp_path):
+    """Numbers and arrays of NumPy are saved, as those of callbacks are."""
+    for steps in (2, 3):
+        best = Best()
+        line = Linear(
+            model_dir=tmp_path,
+            actions=[Action(best, every_steps=2)],
+            steps_per_loop=1,
+            verbose=False,
+        )
+        line.train(slopes(1.0), steps, global_batch=1)
+
+    assert best.state["best"] == 0.5
+    assert best.state["seen"].tolist() == [0, 1]

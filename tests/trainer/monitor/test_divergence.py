@@ -20,6 +20,7 @@ def reports(losses, first=1, applied=None):
         "step": np.arange(first, first + len(losses)),
         "loss": np.array(losses, np.float32),
         "grads_finite": applied,
+        "weight": np.ones(len(losses), np.float32),
     }
     return StepReport(**fields)
 
@@ -155,3 +156,12 @@ def test_divergence_needs_a_model_dir(tmp_path):
         "`divergence` must be a trainer.Divergence or None; got 100.0. A Divergence "
         "holds the criteria for divergence. Pass Divergence(loss_above=100.0), for example."
     )
+
+
+def test_a_step_without_weight_has_no_mean_loss():
+    """Its loss is reported as 0, which is no low mean."""
+    watch = LossWatch(Divergence(rise=1.5, window=2))
+    steps = reports([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    weights = np.array([1, 0, 1, 1, 0, 1], np.float32)
+
+    assert watch.detect(steps._replace(weight=weights)) is None

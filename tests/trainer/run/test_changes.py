@@ -471,3 +471,18 @@ def test_a_rate_that_changes_between_two_calls_is_used(kind):
     assert max(train(trainer, 1)) == 0.0
     rate.initial_learning_rate = setting["rate"] = 0.125
     assert max(train(trainer, 2)) > 0.0
+
+
+def test_a_change_before_an_evaluation_in_a_hook_is_refused_too():
+    """The evaluation would use it, and the steps would not."""
+
+    class Changing(Trainer):
+        def on_train_begin(self):
+            self.model.get_layer("factor").scale = 2.0
+            self.evaluate((X, Y), global_batch=12)
+
+    trainer = Changing(
+        model=model, optimizer="sgd", loss_fn="mse", verbose=False, jit_compile=False
+    )
+    with pytest.raises(ValueError, match="must not meet a change"):
+        trainer.train((X, Y), steps=1, global_batch=12)

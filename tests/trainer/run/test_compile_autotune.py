@@ -336,3 +336,32 @@ def test_a_step_that_xla_was_asked_to_compile_and_cannot_is_refused():
         '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
     )
     assert trainer.totals.attempted == 0
+
+
+class Sparse(SmallImages):
+    """Computes the losses of some examples only."""
+
+    def compute_loss(self, batch, training):
+        """Doubles the losses of examples of class 1."""
+        losses = super().compute_loss(batch, training)
+        rows = tf.where(batch[1] == 1)
+        chosen = tf.gather(losses, rows[:, 0])
+        return losses + tf.scatter_nd(rows, chosen, tf.shape(losses, tf.int64))
+
+
+@pytest.mark.thorough  # takes seconds
+@pytest.mark.usefixtures("always_measured")
+def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog):
+    """XLA may compute wrong gradients behind them: "auto" does not choose it, and True warns."""
+    measured = compilation.measure(*ready(Sparse))
+    assert (measured.jit_compile, list(measured.millisecs)) == (False, [False])
+
+    for mode, kept in (("auto", False), (True, True)):
+        caplog.clear()
+        trainer = Sparse(optimizer=adam, verbose=False, jit_compile=mode, precision="mixed_float16")
+        trainer.train((IMAGES, LABELS), 1, global_batch=8)
+        assert trainer.jit_compile is kept
+    assert caplog.messages[0].startswith(
+        "XLA may compute wrong gradients behind operations whose sizes depend on values, as "
+        "'Where'. Compare a few steps with jit_compile=False, or leave it at \"auto\""
+    )

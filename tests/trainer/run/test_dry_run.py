@@ -1,5 +1,7 @@
 """Dry runs and overfitting one batch: what they find, and that they leave nothing behind."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -243,3 +245,11 @@ def test_the_loss_scale_is_restored():
 
     assert trainer.loss_scale == 2.0**15
     assert trainer.totals.attempted == 0
+
+
+def test_an_evaluation_that_is_nan_is_not_ok():
+    """A long run would begin, and every evaluation would be NaN."""
+    found = Linear(verbose=False).dry_run(slopes(1.0), global_batch=1, eval_data=slopes(math.nan))
+
+    assert math.isfinite(found.loss)
+    assert not found.ok

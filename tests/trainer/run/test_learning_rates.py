@@ -56,3 +56,21 @@ def test_several_optimizers_have_a_rate_each():
     rate = tf.Variable(0.125)
     plan = plan_of(Pair(), optimizer=keras.optimizers.SGD(lambda: rate))
     assert learning_rates(plan) == {"learning_rate": 0.125}
+
+
+class Harmonic(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule as people write it: it computes with floats, and cannot be saved."""
+
+    def __call__(self, step):
+        """Returns 1, 1/2, 1/3 ..."""
+        return 1.0 / (step + 1.0)
+
+
+def test_a_schedule_may_compute_with_floats():
+    """It gets the variable that counts updates, as in an update, and needs no `get_config`."""
+    trainer = Linear(log_interval=1, verbose=False)
+    trainer.build_optimizer = lambda: keras.optimizers.SGD(Harmonic())
+    summary = trainer.train(slopes(1.0), steps=3, global_batch=1)
+
+    np.testing.assert_allclose(summary.history["learning_rate"], [1.0, 1 / 2, 1 / 3], rtol=1e-6)
+    assert trainer._parts.plan.has_schedule

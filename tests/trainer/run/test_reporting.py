@@ -46,7 +46,8 @@ def reporter(tmp_path, log):
     """A reporter that looks for losses above 10."""
     trainer = Linear(model_dir=tmp_path, verbose=False)
     trainer.evaluate(slopes(1.0), global_batch=1)
-    return Reporter(trainer, trainer._parts, log, LossWatch(Divergence(loss_above=10.0)), 8)
+    watch = LossWatch(Divergence(loss_above=10.0))
+    return Reporter(trainer, trainer._parts, log, watch, 8, lambda function: function())
 
 
 def train_lines(folder):

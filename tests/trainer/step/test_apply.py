@@ -91,6 +91,7 @@ class Wrapper(keras.optimizers.Optimizer):
     """Leaves the update to an optimizer that it holds, as Lookahead does in most steps."""
 
     def __init__(self, inner):
+        """Stores the inner optimizer."""
         super().__init__(learning_rate=0.1)
         self.inner = inner
 

@@ -315,3 +315,13 @@ def test_a_gradient_goes_to_the_variable_and_not_into_what_was_assigned(make, co
         trainer.train_on_batch((x, y[:, :1]))
     for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_variable_may_be_assigned_to_another():
+    """Keras hands over the variable itself."""
+    target, online = keras.Variable(1.0), keras.Variable(2.0)
+    with HoldBack([target, online]) as scope:
+        target.assign(online)
+        assert float(scope.get_current_value(target)) == 2.0
+
+    assert float(target.value) == 1.0

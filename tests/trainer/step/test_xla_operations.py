@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from trainer.step.xla_operations import operations_without_xla
+from trainer.step.xla_operations import operations_sized_by_values, operations_without_xla
 
 
 def test_an_operation_without_a_kernel_is_named_wherever_it_is_called():
@@ -55,3 +55,21 @@ def test_what_xla_compiles_is_not_named():
     compiled.get_concrete_function(tf.TensorSpec([2, 2]))
 
     assert operations_without_xla(compiled) == []
+
+
+def test_an_operation_whose_size_depends_on_values_is_named():
+    """XLA compiles it, maybe with wrong gradients; `tf.where` with three arguments is none."""
+
+    @tf.function(jit_compile=True)
+    def sized(x):
+        return tf.gather(x, tf.where(x > 0)[:, 0])
+
+    @tf.function(jit_compile=True)
+    def fixed(x):
+        return tf.where(x > 0, x, 0.0)
+
+    for function in (sized, fixed):
+        function.get_concrete_function(tf.TensorSpec([4]))
+
+    assert operations_without_xla(sized) == operations_sized_by_values(fixed) == []
+    assert operations_sized_by_values(sized) == ["Where"]
