@@ -90,8 +90,7 @@ def main(_):
             model_dir=FLAGS.model_dir and f"{FLAGS.model_dir}/{rule.__name__}",
             verbose=False,
         )
-        results = run_mode(trainer, *data)
-        if results:  # none of some modes
+        if results := run_mode(trainer, *data):  # some modes have none
             skipped = f"{trainer.totals.skipped} of {trainer.totals.attempted} steps skipped"
             print(f"{rule.__name__}: {skipped}, held-out accuracy {results['accuracy']:.2%}")
 

@@ -48,6 +48,7 @@ from trainer.config.groups import (
 from trainer.config.hooks import HOOKS
 from trainer.config.resolve import (
     LossScaleArgument,
+    check_not_in_train,
     check_one_process,
     check_recordable,
     dtype_policy,
@@ -600,13 +601,15 @@ class Trainer(Task):
             CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
             DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
             WorkerLostError: if another worker's process has ended or no longer responds.
-            RuntimeError: if another process is training in `model_dir`.
+            RuntimeError: if another process is training in `model_dir`, or if `train` is called in a
+                hook or an action.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT, once the run is
                 saved.
         """
         began = time.perf_counter()
         check_no_unknown_arguments(unknown, Trainer.train, TRAIN_ARGUMENTS, "train")
         check_not_inputs_and_labels(steps)
+        check_not_in_train("train", self._running)
         folder = self.model_dir if self.is_chief else None
         check_writable(folder)
         self._end_online()
@@ -679,6 +682,7 @@ class Trainer(Task):
             TrainingStuckError, CheckpointError, DivergedError: as for `train`.
         """
         check_one_batch(others)
+        check_not_in_train("train_on_batch", self._running)
         tensors = as_global_batch(batch)
         if self._online is None:
             self.data_argument = "batch"

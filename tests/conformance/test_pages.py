@@ -112,7 +112,13 @@ def test_pages_import_trainer_first(page):
         assert "trainer" not in order or order[0] == "trainer", line
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *ROOM_CARDS])
+TUTORIALS = [
+    str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/tutorials/*.py"))
+]  # notebooks, whose text is in comments
+ALL_PAGES = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *OTHERS, *ROOM_CARDS, *TUTORIALS, *ALL_PAGES}))
 def test_relative_links_lead_to_files(page):
     """Every relative link of a page names a file that exists."""
     text = (ROOT / page).read_text()

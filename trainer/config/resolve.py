@@ -141,6 +141,21 @@ def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
         )
 
 
+def check_not_in_train(name: str, running: int | None) -> None:
+    """Raises RuntimeError if a method that takes steps is called while `train` takes steps.
+
+    Args:
+        name: of the method.
+        running: the thread in which `train` takes steps; None if it does not.
+    """
+    if running is not None:
+        raise RuntimeError(
+            f"`{name}` must not be called while train() runs, in a hook, an action or another "
+            "thread. The steps of both would be counted as one run. Call stop() in the hook, and "
+            f"{name}() after train() has returned; or use another trainer."
+        )
+
+
 def runs_in_several_processes(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a strategy has several workers or parameter servers."""
     found = strategies.capabilities(strategy)

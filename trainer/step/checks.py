@@ -201,8 +201,9 @@ def check_optimizers(
             "updates a part of the model. Pass {'critic': optimizer}, for example."
         )
     for one in optimizers:
-        for each in optimizers_in(one):
-            check_optimizer(each, strategy)
+        check_optimizer(one, strategy)
+        for inner in optimizers_in(one)[1:]:
+            check_optimizer(inner, strategy)
         for single in single_optimizers(one):
             check_not_set_twice(single, clip, ema_momentum)
     if len({id(one) for one in optimizers}) < len(optimizers):

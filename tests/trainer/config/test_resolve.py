@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from absl import logging
-from helpers import Linear, linear_model
+from helpers import Linear, linear_model, slopes
 
 import scaling
 import strategies
@@ -188,3 +188,22 @@ def test_the_dtype_policy_is_restored_if_building_fails():
     with pytest.raises(OSError):  # noqa: PT011
         _ = Failing(precision="mixed_float16", verbose=False).model
     assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.mark.parametrize("method", ["train", "train_on_batch"])
+def test_steps_are_not_taken_while_train_runs(method):
+    """A hook that trains would take steps that the run does not count."""
+
+    class Nested(Linear):
+        def on_loop_end(self, step):
+            self.train(slopes(1.0), 9, global_batch=1) if method == "train" else (
+                self.train_on_batch(slopes(1.0))
+            )
+
+    with pytest.raises(RuntimeError, match="must not be called") as error:
+        Nested(verbose=False).train(slopes(1.0), 1, global_batch=1)
+    assert str(error.value) == (
+        f"`{method}` must not be called while train() runs, in a hook, an action or another thread. "
+        f"The steps of both would be counted as one run. Call stop() in the hook, and {method}() "
+        "after train() has returned; or use another trainer."
+    )
