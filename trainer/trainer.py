@@ -601,8 +601,8 @@ class Trainer(Task):
             CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
             DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
             WorkerLostError: if another worker's process has ended or no longer responds.
-            RuntimeError: if another process is training in `model_dir`, or if `train` is called in a
-                hook or an action.
+            RuntimeError: if another process is training in `model_dir`, or if `train` is called in
+                a hook or an action.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT, once the run is
                 saved.
         """

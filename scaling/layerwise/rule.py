@@ -34,8 +34,10 @@ class LayerwiseLossScale:
     kinds of products are considered: gradient times kernel, and gradient times the layer's
     inputs, which gives the kernel's gradient. To prevent overflow, a layer's scale may be
     less than 1, which undoes scaling by the layers above. The product of all scales stays within
-    `[1, max_total_scale]`. So in dense and convolutional layers with one kernel no gradient is
-    smaller than without the rule, and none overflows that would not overflow without it.
+    `[1, max_total_scale]`. So in dense layers, and in convolutional layers with channels last, with
+    one kernel and an activation whose derivative is at most 1 (none, relu, tanh, sigmoid), no
+    gradient is smaller than without the rule, and none overflows that would not overflow without
+    it. An activation with a larger derivative (selu, exponential) is not reckoned with.
 
     Attributes:
         max_layer_scale: upper bound of the scale of one layer; a power of two, at least 1.
