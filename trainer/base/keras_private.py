@@ -69,8 +69,8 @@ def average_overwrites_on_replicas(
         averages = optimizer._model_variables_moving_average
         for variable, average in zip(variables, averages, strict=True):
             if average is not None and id(variable) in known:
-                args = (average.value, due)
-                strategy.extended.update(variable.value, _assign_if, args=args)
+                own = variable.value if isinstance(variable, keras.Variable) else variable
+                strategy.extended.update(own, _assign_if, args=(average.value, due))
 
     optimizer.ema_overwrite_frequency = None
     optimizer._update_model_variables_moving_average = update_and_overwrite
@@ -425,7 +425,8 @@ class InFloat32:
 
     def __call__(self, activation: Any) -> Any:
         """Returns the regularizer's loss of the activations."""
-        return self.regularizer(tf.cast(activation, tf.float32))
+        is_complex = tf.convert_to_tensor(activation).dtype.is_complex
+        return self.regularizer(activation if is_complex else tf.cast(activation, tf.float32))
 
 
 def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:

@@ -50,13 +50,14 @@ def test_reduced_gradients_are_not_summed_again(mirrored):
     assert float(weight.numpy()) == -4.0
 
 
-def test_averages_overwrite_weights_on_replicas(mirrored):
+@pytest.mark.parametrize("kind", [keras.Variable, tf.Variable])
+def test_averages_overwrite_weights_on_replicas(mirrored, kind):
     """Every second update overwrites the weights on every replica by their average, in a graph, where
     Keras alone raises.
     """
     strategy = mirrored(3)
     with strategy.scope():
-        weight = keras.Variable(4.0)
+        weight = kind(4.0)
         ema = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
         optimizer = keras.optimizers.SGD(1.0, **ema)
         optimizer.build([weight])
@@ -73,7 +74,8 @@ def test_averages_overwrite_weights_on_replicas(mirrored):
     seen = []
     for _ in range(3):
         step()
-        seen.append([float(copy) for copy in weight.value.values])
+        own = weight.value if kind is keras.Variable else weight
+        seen.append([float(copy) for copy in own.values])
     with pytest.raises(RuntimeError, match="merge_call"):
         tf.function(lambda: strategy.run(apply))()
 

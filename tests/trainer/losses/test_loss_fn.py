@@ -600,3 +600,22 @@ def test_labels_of_one_dimension_meet_outputs_of_two():
         trainer = Trainer(model=linear_model, optimizer="sgd", loss_fn=loss, verbose=False)
         found = trainer.evaluate((x, y), global_batch=3)["loss"]
         assert found == pytest.approx(np.mean((x[:, 0] - y) ** 2), rel=1e-6)
+
+
+def poisson_deviance(y, predictions):
+    """NaN for labels of 0, which data need not have."""
+    rate = predictions[:, 0]
+    return 2.0 * (y * tf.math.log(y / rate) - (y - rate))
+
+
+def noisy(y, predictions):
+    """Draws another number in each call."""
+    return (y - predictions[:, 0] + tf.random.normal([])) ** 2
+
+
+@pytest.mark.parametrize("loss", [poisson_deviance, noisy])
+def test_a_loss_that_is_nan_or_random_on_trial_is_not_refused(loss):
+    """Labels (examples,) and outputs (examples, 1) are tried on two examples of our own."""
+    losses = example_losses(loss, tf.constant([1.0, 2.0, 4.0]), tf.ones([3, 1]), None)
+
+    assert losses.shape == [3]
