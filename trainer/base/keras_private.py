@@ -341,11 +341,14 @@ def with_keras_mask(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
 def layer_that_added(model: keras.Model, loss: tf.Tensor) -> keras.Layer | None:
     """Returns the layer that passed a tensor to `add_loss` in the model's last call, or None.
 
-    `add_loss` and `model.losses` are public; which layer added an entry is not. Works where the
-    model was called in a `keras.StatelessScope`.
+    `add_loss` and `model.losses` are public; which layer added an entry is not. Layers remember the
+    ids of what they added in a `keras.StatelessScope`, and the tensors that they added elsewhere.
     """
-    layers = all_layers(model)
-    return next((layer for layer in layers if id(loss) in layer._loss_ids), None)
+
+    def added(layer: keras.Layer) -> bool:
+        return id(loss) in layer._loss_ids or any(loss is one for one in layer._losses)
+
+    return next((layer for layer in all_layers(model) if added(layer)), None)
 
 
 @contextlib.contextmanager

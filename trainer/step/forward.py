@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import regularizers_in_float32
+from trainer.base.keras_private import layer_that_added, regularizers_in_float32
 from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
 from trainer.step.losses import losses_and_aux, shared_with
@@ -107,8 +107,18 @@ def recomputing(
 
 
 def added_losses(model: keras.Model) -> list[tf.Tensor]:
-    """Returns `model.losses` after a call of the model: see `added_losses.added_loss`."""
-    return [tf.convert_to_tensor(loss) for loss in model.losses]
+    """Returns `model.losses` after a call of the model: see `added_losses.added_loss`.
+
+    What no layer has added comes from regularizers of weights. If one returns several numbers, they
+    are no numbers of examples, and count with their sum, as in Keras.
+    """
+    found = [(loss, tf.convert_to_tensor(loss)) for loss in model.losses]
+    return [
+        tf.reduce_sum(tf.cast(entry, tf.float32))
+        if entry.shape.rank != 0 and layer_that_added(model, loss) is None
+        else entry
+        for loss, entry in found
+    ]
 
 
 def written_by(model: Model, before: Values, after: Values) -> Values:

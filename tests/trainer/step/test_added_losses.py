@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import strategies
+from trainer import Trainer
 from trainer.step.added_losses import (
     AddedLossKind,
     added_loss,
@@ -208,3 +209,28 @@ def test_a_warning_says_what_a_scalar_is(kind, text):
     assert describe_added_loss(kind, keras.layers.Layer(name="kl")) == text
     if text:
         assert describe_added_loss(kind, None) == text.replace("Layer 'kl'", "The model")
+
+
+@pytest.mark.parametrize("examples", [4, 5])
+def test_a_weight_regularizer_of_several_numbers_counts_as_in_keras(examples):
+    """Its numbers are summed, also where there are as many as examples."""
+
+    def by_row(kernel):
+        return 0.1 * tf.reduce_sum(kernel**2, axis=1)
+
+    def model():
+        dense = keras.layers.Dense(3, kernel_initializer="ones", kernel_regularizer=by_row)
+        return keras.Sequential([keras.Input([4]), dense])
+
+    data = np.ones([examples, 4], np.float32), np.zeros([examples, 3], np.float32)
+    plain = model()
+    plain.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    plain.train_on_batch(*data)
+    trainer = Trainer(
+        model=model, optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False
+    )
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(examples, drop_remainder=True)
+    trainer.train(dataset, steps=1)
+
+    for ours, theirs in zip(trainer.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
