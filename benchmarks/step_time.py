@@ -177,7 +177,7 @@ def ratios(cells):
     as_fast = sum(by_cell[title] <= 1.01 for title in whole)
     summary = f"Against the best `fit`, geometric mean over float32 and bfloat16: {mean:.2f}."
     if whole:
-        summary += f" At most 1.01 in {as_fast} of the {len(whole)} cells with `fit`, both."
+        summary += f' At most 1.01 in {as_fast} of the {len(whole)} cells that have "fit, both".'
     return f"{table(rows)}\n\n{summary}"
 
 

@@ -71,7 +71,7 @@ from trainer.data.online import OnlinePosition, as_global_batch
 from trainer.data.source_position import position_in
 from trainer.data.structures import as_arrays
 from trainer.evaluation.continuous import ContinuousEvaluation, check_follower, identity_of
-from trainer.evaluation.ema_weights import evaluated_weights, keeps_average
+from trainer.evaluation.ema_weights import evaluated_weights
 from trainer.evaluation.eval_data import (
     EvalData,
     check_schedule,
@@ -644,7 +644,7 @@ class Trainer(Task):
         return summary
 
     def _take_steps(self, loop: OuterLoop, leaving: Leaving) -> None:
-        """Runs the loop. Until it ends, changes of settings are refused: see `_start`."""
+        """Calls `on_train_begin` and runs the loop; changes of settings are refused meanwhile."""
         self._running = threading.get_ident()
         try:
             self._call_hook(leaving, "on_train_begin")
@@ -680,6 +680,7 @@ class Trainer(Task):
             TypeError, ValueError: if the batch, the model or the optimizer cannot be used; with
                 several workers or parameter servers; if something waits for the end of an epoch.
             TrainingStuckError, CheckpointError, DivergedError: as for `train`.
+            RuntimeError: if it is called while `train` runs, in a hook or an action.
         """
         check_one_batch(others)
         check_not_in_train("train_on_batch", self._running)
@@ -943,6 +944,9 @@ class Trainer(Task):
         Returns:
             A dict of "loss" and all metrics, keyed by name; with several data sets, by names such
             as "clean/loss". The loss does not include `model.losses`.
+
+        Raises:
+            RuntimeError: in another thread while `train` runs, if the average would be used.
         """
         check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
@@ -1049,10 +1053,9 @@ class Trainer(Task):
                 lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
                 training=False,
             )
-        unchanged = self._model_put_back(asked_for=True)
         with (
             self._reading("data"),
-            self._lending(unchanged, self._weights(averaged)),
+            self._lending(self._model_put_back(asked_for=True), self._weights(averaged)),
             reading_explained(found.reader),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
@@ -1224,20 +1227,16 @@ class Trainer(Task):
                 "to the optimizer. Pass the optimizer of that run, or averaged=False for the "
                 "weights themselves."
             )
-        if self._running not in (None, threading.get_ident()):
-            uses = keeps_average(self._parts.plan) if averaged is None else averaged
-            if uses:
-                raise RuntimeError(
-                    "`averaged` must be False in another thread while train() runs; got "
-                    f"{averaged!r}. The average is put into the model for the evaluation, and "
-                    "putting the weights back would undo the steps taken meanwhile. Pass "
-                    "averaged=False, or evaluate in an action or a hook."
-                )
-        return evaluated_weights(self._parts.plan, averaged)
+        return evaluated_weights(self._parts.plan, averaged, beside_train=self._beside_train)
+
+    @property
+    def _beside_train(self) -> bool:
+        """Whether this thread is another one than that in which `train` takes steps."""
+        return self._running not in (None, threading.get_ident())
 
     def _model_put_back(self, *, asked_for: bool) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager after which the model's variables are as they were."""
-        if self._running not in (None, threading.get_ident()):  # `train` moves them meanwhile
+        if self._beside_train:  # `train` moves them meanwhile
             return contextlib.nullcontext()
         return self._parts.evaluator.model_put_back(asked_for=asked_for)
 

@@ -37,7 +37,8 @@ class LayerwiseLossScale:
     `[1, max_total_scale]`. So in dense layers, and in convolutional layers with channels last, with
     one kernel and an activation whose derivative is at most 1 (none, relu, tanh, sigmoid), no
     gradient is smaller than without the rule, and none overflows that would not overflow without
-    it. An activation with a larger derivative (selu, exponential) is not reckoned with.
+    it. The rule does not consider the derivatives of activations, so with selu or exponential a
+    gradient may overflow.
 
     Attributes:
         max_layer_scale: upper bound of the scale of one layer; a power of two, at least 1.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_globals
 from keras.src.backend.tensorflow import nn as keras_nn
@@ -69,8 +70,7 @@ def average_overwrites_on_replicas(
         averages = optimizer._model_variables_moving_average
         for variable, average in zip(variables, averages, strict=True):
             if average is not None and id(variable) in known:
-                own = variable.value if isinstance(variable, keras.Variable) else variable
-                strategy.extended.update(own, _assign_if, args=(average.value, due))
+                _update(variable, strategy, _assign_if, average.value, due)
 
     optimizer.ema_overwrite_frequency = None
     optimizer._update_model_variables_moving_average = update_and_overwrite
@@ -289,8 +289,18 @@ def assign_averages(
     if a variable has no average, as a float8 scale.
     """
     for variable, average in averages_of(optimizer):
-        own = variable.value if isinstance(variable, keras.Variable) else variable
-        strategy.extended.update(own, _assign, args=(average.value,))
+        _update(variable, strategy, _assign, average.value)
+
+
+def _update(
+    variable: Any,
+    strategy: tf.distribute.Strategy,
+    assign: Callable[..., None],
+    *values: tf.Tensor,
+) -> None:
+    """Calls `assign(copy, *values)` for each copy of a Keras variable or a `tf.Variable`."""
+    own = variable.value if isinstance(variable, keras.Variable) else variable
+    strategy.extended.update(own, assign, args=values)
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
@@ -494,15 +504,29 @@ def normalization_constants(layer: keras.layers.Normalization, policy: str) -> d
     return {"mean": twin.mean, "variance": twin.variance}
 
 
-def recompute_constants(model: keras.Model) -> None:
+def recompute_constants(model: Any) -> bool:
     """Makes `Normalization` layers use the statistics in their variables, after a restore.
 
     Keras does this in `load_weights`, but a `tf.train.Checkpoint` writes the variables alone, and
     the layer computes with tensors made from them.
+
+    Args:
+        model: a Keras model, or another one, which has no such layers.
+
+    Returns:
+        Whether a tensor has changed. A graph that was traced before holds the old one.
     """
-    for layer in all_layers(model):
-        if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()
+    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    found = [layer for layer in layers if isinstance(layer, keras.layers.Normalization)]
+    before = [(layer.mean, layer.variance) for layer in found]
+    for layer in found:
+        layer.finalize_state()
+    after = [(layer.mean, layer.variance) for layer in found]
+    return any(
+        not np.array_equal(old, new)
+        for olds, news in zip(before, after, strict=True)
+        for old, new in zip(olds, news, strict=True)
+    )
 
 
 def set_attributes(owner: object, values: Mapping[str, object]) -> None:

@@ -79,7 +79,8 @@ class EarlyStopping(Monitored):
 
     def on_train_begin(self) -> None:
         """Puts the last weights back, and ends the run if it was ended before."""
-        # Each took the weights that the one before it had restored for the last ones.
+        # In reverse: each found what the one before it had restored, and took it for the last
+        # weights.
         for callback in reversed(self.trainer.callbacks):
             if isinstance(callback, EarlyStopping):
                 callback.put_last_weights_back()

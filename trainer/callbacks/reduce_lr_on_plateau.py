@@ -23,8 +23,8 @@ class ReduceLROnPlateau(Monitored):
         patience: after how many values in a row without improvement.
         mode: as for `EarlyStopping`.
         min_delta: by how much a value must be better than the best one to count as better.
-        cooldown: how many values after a reduction are in the cooldown. As in Keras, the last of
-            them counts again, so 1 is like 0.
+        cooldown: how many values the cooldown after a reduction takes. All but the last of them are
+            not counted, as in Keras, so 1 is like 0.
         min_lr: the learning rate is not made smaller than this.
 
     Raises:

@@ -20,16 +20,16 @@ def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
 
 
 def evaluated_variables(trainer: Any) -> list[Variable]:
-    """Returns the weights of a trainer's model, after the moving averages that it evaluates with.
+    """Returns the weights of a trainer's model, then the moving averages that it evaluates with.
 
-    There is an average for every weight, or none for all. A weight that no optimizer averages takes
-    the place of its own average, so that the list stays as long when layers are frozen or unfrozen.
+    If there are averages, a weight without one, as of a frozen layer, stands in its place as well.
+    So the list has the same length after layers were frozen or unfrozen.
     """
     weights = weights_of(trainer.model)
     pairs = [pair for optimizer in optimizers_of(trainer) for pair in averages_of(optimizer)]
     averages = {id(weight): average for weight, average in pairs}
     stand_ins = [averages.get(id(weight), weight) for weight in weights] if averages else []
-    return [*stand_ins, *weights]
+    return [*weights, *stand_ins]
 
 
 def read_weights(trainer: Any) -> list[np.ndarray]:
@@ -39,8 +39,10 @@ def read_weights(trainer: Any) -> list[np.ndarray]:
 
 def write_weights(trainer: Any, values: list[np.ndarray]) -> None:
     """Assigns the values that `read_weights` returned."""
+    pairs = list(zip(evaluated_variables(trainer), values, strict=True))
     with trainer.strategy.scope():
-        for variable, value in zip(evaluated_variables(trainer), values, strict=True):
+        # Weights last: one that has no average now may have had one when the values were read.
+        for variable, value in reversed(pairs):
             variable.assign(value)
 
 

@@ -18,7 +18,7 @@ from trainer.base.describe import digest
 Fingerprint = list[dict[str, Any]]
 
 MAX_ELEMENTS = 2**20  # how many elements of a tensor are read
-LARGEST = 1e150  # larger numbers of float64 count as this, since the squares of some overflow
+LARGEST = 1e150  # larger numbers are taken for this one: the sum of their squares may overflow
 TOLERANCE = 1e-5  # of a projection, as a fraction of the norm
 
 

@@ -40,17 +40,21 @@ def averaged_weights(plan: StepPlan) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluated_weights(plan: StepPlan, averaged: bool | None) -> Iterator[None]:
+def evaluated_weights(
+    plan: StepPlan, averaged: bool | None, *, beside_train: bool = False
+) -> Iterator[None]:
     """Context manager: gives the model the weights to evaluate or export.
 
     Args:
         plan: the run's plan.
         averaged: True for the moving averages, False for the trained weights themselves, None
             for the averages if the run keeps them.
+        beside_train: whether another thread takes steps meanwhile.
 
     Raises:
         TypeError: if `averaged` is neither a bool nor None.
         ValueError: if `averaged` is True and the run keeps no averages.
+        RuntimeError: if the averages would be used while another thread takes steps.
     """
     if averaged is not None and not isinstance(averaged, bool):
         raise TypeError(
@@ -63,5 +67,12 @@ def evaluated_weights(plan: StepPlan, averaged: bool | None) -> Iterator[None]:
             "True. There is no average to use. Train with ema_momentum=, or leave averaged= out."
         )
     use = keeps_average(plan) if averaged is None else averaged
+    if use and beside_train:
+        raise RuntimeError(
+            "`averaged` must be False in another thread while train() runs; got "
+            f"{averaged!r}. The average is put into the model for the evaluation, and putting the "
+            "weights back would undo the steps taken meanwhile. Pass averaged=False, or evaluate "
+            "in an action or a hook."
+        )
     with averaged_weights(plan) if use else contextlib.nullcontext():
         yield

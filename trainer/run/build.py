@@ -124,8 +124,7 @@ def build(
         slots = slots_now(trainer, slots_from(checkpoints.facts, trainer))
         if again or missed_by_trained(slots):
             plan = make_plan(trainer, slots)
-        if isinstance(model, keras.Model):
-            recompute_constants(model)
+        recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
     stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     depending = parts_of_plan(trainer, plan, state, stop, metrics)

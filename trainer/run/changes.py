@@ -164,8 +164,7 @@ def adapted(
     if same and now.same_settings(before):
         return parts, before
     if not (same or training):
-        task = trainer, parts.plan, trainer.eval_step, parts.state, parts.stop
-        return parts._replace(evaluator=Evaluator(*task)), before
+        return with_new_evaluator(trainer, parts), before
     slots, checkpoints = parts.slots, parts.checkpoints
     with trainer.strategy.scope():
         if not same:
@@ -218,6 +217,12 @@ def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) 
     return parts
 
 
+def with_new_evaluator(trainer: RunnableTrainer, parts: Parts) -> Parts:
+    """Returns parts whose evaluator traces the model again."""
+    task = trainer, parts.plan, trainer.eval_step, parts.state, parts.stop
+    return parts._replace(evaluator=Evaluator(*task))
+
+
 def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts:
     """Restores the newest checkpoint, if it is not the one that was restored last.
 
@@ -239,8 +244,8 @@ def followed(trainer: RunnableTrainer, parts: Parts, *, clean_up: bool) -> Parts
         restored = parts.checkpoints.follow(clean_up=clean_up)
         if not restored and not again:
             return parts
-        if isinstance(trainer.model, keras.Model):
-            recompute_constants(trainer.model)
+        if recompute_constants(trainer.model):
+            parts = with_new_evaluator(trainer, parts)
         slots = slots_now(trainer, slots_from(parts.checkpoints.facts, trainer))
         late = missed_by_trained(slots) or missed_by_trained(parts.slots)
         parts = parts._replace(slots=slots)

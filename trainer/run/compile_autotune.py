@@ -201,13 +201,16 @@ def compilable_parts(
 ) -> Parts:
     """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
 
+    "auto" also takes those of mode False if XLA may compute wrong gradients.
+
     Traces the step. The loop uses the same trace.
 
     Args:
         trainer: a trainer that has started.
         parts: the trainer's parts, from `build`.
         trace: traces the step of parts with the training data.
-        auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile.
+        auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile, or
+            only with a risk of wrong gradients.
 
     Raises:
         ValueError: if XLA was asked to compile the step and cannot.
@@ -217,16 +220,14 @@ def compilable_parts(
     if mode not in WITH_PASSES or not traced or tf.config.functions_run_eagerly():
         return parts
     trace(parts)
-    names, risky = operations_without_xla(parts.run_steps), sized_by_values(parts)
-    if not auto and names:
+    names, sized = operations_without_xla(parts.run_steps), sized_by_values(parts)
+    if names and not auto:
         raise not_compilable_error(mode, names)
-    if not auto and risky:
-        warn_of_sizes(risky)
-    if not auto or not (names or risky):
-        return parts
-    names = names or risky
-    warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
-    return parts_in_mode(False, trainer, parts)
+    if names:
+        warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
+    elif sized:
+        warn_of_sizes(sized, compiled=not auto)
+    return parts_in_mode(False, trainer, parts) if auto and (names or sized) else parts
 
 
 def sized_by_values(parts: Parts) -> list[str]:
@@ -273,14 +274,7 @@ def measure(
                 continue
             candidates[mode] = parts_in_mode(mode, trainer, parts)
             use(candidates[mode])
-            seconds_per_step(candidates[mode], dataset, 1)  # traces and compiles
-            if sized_by_values(candidates[mode]):
-                secs[mode] = [math.inf]
-                continue
-            single = seconds_per_step(candidates[mode], dataset, 1)
-            # The call of a single short step takes longer than the step, and says little about it.
-            first = single if single >= TURN_SECS else take_turn(candidates[mode], dataset, single)
-            secs[mode] = [first]
+            secs[mode] = [first_turn(candidates[mode], dataset)]
             longest = max(longest, time.perf_counter() - now)
         for _ in range(TURNS - 1):
             for mode in still_promising(secs):
@@ -297,6 +291,16 @@ def still_promising(secs: dict[CompileMode, list[float]]) -> list[CompileMode]:
     """Returns the modes whose best turn is at most `TOO_SLOW` times as slow as the fastest."""
     best = min(min(turns) for turns in secs.values())
     return [mode for mode, turns in secs.items() if min(turns) <= TOO_SLOW * best]
+
+
+def first_turn(parts: Parts, dataset: tf.data.Dataset) -> float:
+    """Compiles a step, and returns its mean time in the first turn; inf if it is not to be used."""
+    seconds_per_step(parts, dataset, 1)  # traces and compiles
+    if sized_by_values(parts):
+        return math.inf
+    single = seconds_per_step(parts, dataset, 1)
+    # A short step takes less time than the call around it, which one step alone pays in full.
+    return single if single >= TURN_SECS else take_turn(parts, dataset, single)
 
 
 def take_turn(parts: Parts, dataset: tf.data.Dataset, secs: float) -> float:

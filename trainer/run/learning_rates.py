@@ -37,6 +37,7 @@ def last_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
         return float(tf.convert_to_tensor(optimizer.learning_rate))
     count = optimizer.iterations
     last = tf.maximum(tf.convert_to_tensor(count) - 1, 0)
-    # A schedule gets the variable, as in an update: its arithmetic takes floats, a tensor's not.
+    # As in an update, a schedule gets the variable, to which floats can be added. They cannot be
+    # added to a tensor of integers.
     with keras.StatelessScope([(count, last)]):
         return float(tf.convert_to_tensor(setting(count)))

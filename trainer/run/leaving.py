@@ -172,7 +172,7 @@ class Leaving:
         if taken_over:
             wait_for_the_end()
         if self._now.phase is Phase.USER:
-            self._enter(Phase.USER)  # what the error passes has some seconds to put things back
+            self._enter(Phase.USER)  # USER_SECS for `finally` blocks before the next error
             raise LeftError(f"left code that did not end after the stop signal{place_of(frame)}")
 
     def _take_over(self, phase: Phase) -> None:

@@ -110,6 +110,7 @@ class OnlineLoop(OuterLoop):
         try:
             return self._take(batch)
         except Exception as error:
+            self._finish_saving(error)
             self._log.log_failure(self._step, error)
             raise
 
@@ -136,7 +137,8 @@ class OnlineLoop(OuterLoop):
         self._log.add(report, self._step, compiling=before == self._start)
         if parts.recorder:
             spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
-            keep_overflow(parts.recorder, report, batch, spec)
+            with self._reporter.writing():
+                keep_overflow(parts.recorder, report, batch, spec)
         self._reporter.read()
         weighs = report.weight.numpy()[0] != 0  # otherwise there is no weighted mean
         results = {"loss": float(report.loss.numpy()[0]) if weighs else math.nan}

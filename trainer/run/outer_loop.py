@@ -20,9 +20,8 @@ from absl import logging
 import strategies
 from trainer.callbacks.monitored import check_monitored
 from trainer.callbacks.per_epoch import check_per_epoch
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import CheckpointError, Checkpoints
 from trainer.checkpoint.best import BETTER, Best
-from trainer.checkpoint.saver import CheckpointError
 from trainer.data.errors import explain
 from trainer.data.fingerprint import text_of
 from trainer.data.iterator_state import DataPosition

@@ -41,12 +41,12 @@ class Reporter:
         call_user: Callable[[Callable[[], object]], None],
     ) -> None:
         """Stores the arguments. No divergence has been detected yet."""
-        self._call_user = call_user
         self._trainer = trainer
         self._parts = parts
         self._log = log
         self._watch = watch
         self._target = target
+        self._call_user = call_user
         self._divergence: Detection | None = None  # detected, but not handled yet
         self._curve = Curve()
 

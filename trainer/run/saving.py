@@ -123,21 +123,22 @@ class RunSaver:
             What the checkpoint has no state for. Actions have no names, so their number must be the
             same.
         """
-        actions, saved = self._trainer.actions, self._parts.checkpoints.facts.get("actions", [])
-        if len(saved) != len(actions):
-            unknown = [f"{len(actions)} actions, where the run had {len(saved)}"]
-            return [*(unknown if actions else []), *self._restore_callbacks()]
-        latest = self._parts.checkpoints.latest
-        arrays = read_arrays(latest) if saved and latest else {}
-        for action, state in zip(actions, saved, strict=True):
-            action.set_state(joined(state, arrays))
-        return self._restore_callbacks()
-
-    def _restore_callbacks(self) -> list[str]:
-        """Restores the states of callbacks; returns the names of those that have none."""
-        checkpoints, keyed = self._parts.checkpoints, keys_of(self._trainer.callbacks)
-        saved = checkpoints.facts.get("callbacks", {})  # checkpoints of older versions have none
+        actions, checkpoints = self._trainer.actions, self._parts.checkpoints
+        saved = checkpoints.facts.get("actions", [])
         arrays = read_arrays(checkpoints.latest) if checkpoints.latest else {}
+        unknown = []
+        if len(saved) == len(actions):
+            for action, state in zip(actions, saved, strict=True):
+                action.set_state(joined(state, arrays))
+        elif actions:
+            unknown.append(f"{len(actions)} actions, where the run had {len(saved)}")
+        return [*unknown, *self._restore_callbacks(arrays)]
+
+    def _restore_callbacks(self, arrays: Mapping[str, np.ndarray]) -> list[str]:
+        """Restores the states of callbacks; returns the names of those that have none."""
+        keyed = keys_of(self._trainer.callbacks)
+        # Checkpoints of older versions have none.
+        saved = self._parts.checkpoints.facts.get("callbacks", {})
         for key, callback in keyed.items():
             if key in saved:
                 callback.load_state_dict(joined(saved[key], arrays))

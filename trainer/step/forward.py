@@ -109,8 +109,8 @@ def recomputing(
 def added_losses(model: keras.Model) -> list[tf.Tensor]:
     """Returns `model.losses` after a call of the model: see `added_losses.added_loss`.
 
-    What no layer has added comes from regularizers of weights. If one returns several numbers, they
-    are no numbers of examples, and count with their sum, as in Keras.
+    An entry that no layer has added is that of a weight's regularizer. If it is several numbers,
+    none of them belongs to an example, and they are summed, as in Keras.
     """
     found = [(loss, tf.convert_to_tensor(loss)) for loss in model.losses]
     return [

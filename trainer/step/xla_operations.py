@@ -14,8 +14,8 @@ from trainer.base.keras_private import has_xla_kernel, traced_functions
 
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
 CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"})
-# Operations whose outputs have as many rows as the values say. XLA gives them room for the most
-# that there may be, and some gradients behind them are then wrong, without an error.
+# Operations whose number of outputs depends on the values of their inputs. XLA reserves memory for
+# the largest number, and some gradients behind such operations are then wrong, without an error.
 SIZED_BY_VALUES = frozenset(
     {"DynamicPartition", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Where"}
 )
@@ -132,11 +132,18 @@ def not_compilable_error(jit_compile: bool | str, names: list[str]) -> ValueErro
     )
 
 
-def warn_of_sizes(names: list[str]) -> None:
-    """Warns that XLA, which was asked for, may compute wrong gradients."""
+def warn_of_sizes(names: list[str], *, compiled: bool) -> None:
+    """Warns that XLA may compute wrong gradients.
+
+    Args:
+        names: the operations because of which it may.
+        compiled: whether XLA compiles the step all the same, because it was asked to.
+    """
     logging.warning(
-        "XLA may compute wrong gradients behind operations whose sizes depend on values, as %s. "
-        'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
-        "for them.",
+        "XLA may compute wrong gradients behind operations whose sizes depend on values, as %s. %s",
         listed_operations(names),
+        'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
+        "for them."
+        if compiled
+        else "So TensorFlow runs the step without XLA, which may be slow on this CPU.",
     )

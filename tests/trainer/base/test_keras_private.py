@@ -445,3 +445,14 @@ def test_the_global_generators_of_tensorflow_and_keras_can_be_put_back():
         assert draws() != first  # the generators themselves have moved on
         assert tf_seed is None or not np.array_equal(draws(), first)
     keras.utils.set_random_seed(0)
+
+
+def test_activity_regularizers_see_complex_numbers():
+    """Their imaginary part would be lost in a cast to float32."""
+    seen = []
+    layer = keras.layers.Layer(activity_regularizer=lambda x: seen.append(x) or 0.0)
+    model = keras.Sequential([layer])
+    with regularizers_in_float32(model):
+        layer.activity_regularizer(tf.constant(3.0 + 4.0j))
+
+    assert seen[0].numpy() == 3.0 + 4.0j

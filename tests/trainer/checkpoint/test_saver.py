@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import threading
+import time
 
 import everything
 import keras
@@ -752,3 +753,37 @@ def test_a_resumed_run_logs_each_step_once(tmp_path):
     assert [each for each in logged if each[0] not in {"run", "end"}] == [("scale", 1), *numbers]
     rows = (tmp_path / "train.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]
+
+
+class Raising(Linear):
+    """Raises before its second step."""
+
+    def on_loop_begin(self, step):
+        """Raises ZeroDivisionError after step 1."""
+        1 / (1 - step)
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_an_error_waits_for_the_checkpoint_that_is_written(tmp_path, monkeypatch, online):
+    """When it is raised, another run may write to the folder, so the thread must have ended."""
+    commit = folder.commit
+
+    def slow(*arguments):
+        time.sleep(0.5)
+        return commit(*arguments)
+
+    monkeypatch.setattr(folder, "commit", slow)
+    settings = {"checkpoint_interval": 1, "steps_per_loop": 1, "async_checkpoint": True}
+    trainer = Raising(model_dir=tmp_path, verbose=False, **settings)
+
+    def take_two_steps():
+        if online:
+            trainer.train_on_batch(slopes(1.0))
+            trainer.train_on_batch(slopes(1.0))
+        else:
+            trainer.train(slopes(1.0), 2, global_batch=1)
+
+    with pytest.raises(ZeroDivisionError):
+        take_two_steps()
+
+    assert list(folder.committed(tmp_path, "ckpt")) == [1]

@@ -359,6 +359,26 @@ def test_adapted_statistics_are_those_of_the_checkpoint(tmp_path):
     )
 
 
+def test_adapted_statistics_of_a_later_checkpoint(tmp_path):
+    """L21: an evaluation before the first checkpoint was traced with other statistics."""
+
+    def model(adapted):
+        layer = keras.layers.Normalization()
+        made = keras.Sequential([keras.Input([5]), layer, keras.layers.Dense(3)])
+        if adapted:
+            layer.adapt(X + 7.0)
+        return made
+
+    follower = classifier(model=lambda: model(adapted=False), model_dir=tmp_path)
+    follower.predict(X, global_batch=11)
+    run = classifier(model=lambda: model(adapted=True), model_dir=tmp_path)
+    run.train((X, Y), steps=1, global_batch=11)
+
+    np.testing.assert_array_equal(
+        follower.predict(X, global_batch=11), run.predict(X, global_batch=11)
+    )
+
+
 @pytest.mark.slow
 def test_losses_of_many_batches_are_added_exactly():
     """L21: the mean of 100,000 losses of 0.1, in as many batches, is 0.1 to float32's precision."""

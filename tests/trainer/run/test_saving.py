@@ -175,3 +175,37 @@ def test_a_resumed_run_says_which_states_it_has_not(tmp_path, capsys):
         "without a saved state, so from their beginning: 2 actions, where the run had 1"
         in capsys.readouterr().out
     )
+
+
+def test_another_seed_leaves_the_count_of_epochs(tmp_path):
+    """A pipeline that a run began with another seed counts the epochs that the run has had."""
+
+    def train(seed, **length):
+        trainer = Linear(
+            model_dir=tmp_path, seed=seed, allow_changes=("seed",), log_interval=1, verbose=False
+        )
+        dataset = tf.data.Dataset.from_tensor_slices(slopes(*[1.0] * 8)).batch(2)
+        return trainer.train(dataset, **length)
+
+    train(1, steps=6)
+    reached = train(2, epochs=3).step
+
+    assert train(2, epochs=3).steps_run == 0
+    assert reached % 4 == 0
+
+
+def test_a_run_that_was_stopped_before_its_first_step(tmp_path, caplog):
+    """Its log is continued: the evaluation before the first step is not repeated."""
+
+    class Stopping(Linear):
+        def on_evaluate_end(self, step, results):
+            if step == 0:
+                self.stop()
+
+    for _ in range(2):
+        trainer = Stopping(model_dir=tmp_path, verbose=False)
+        trainer.train(slopes(1.0), 2, global_batch=1, eval_data=slopes(1.0), evaluate_at_start=True)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+
+    assert [line["step"] for line in lines if line["split"] == "validation"] == [0, 2]
+    assert "holds no checkpoint" not in caplog.text
