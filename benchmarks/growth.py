@@ -11,7 +11,6 @@ and a table to docs/performance.md.
 
 from contenders import LOOP, by_hand, ours  # isort: skip  # configures TensorFlow
 
-import json
 import pathlib
 import statistics
 
@@ -21,7 +20,17 @@ import tensorflow as tf
 from absl import app, flags
 from keras import layers
 from models import Work, work_of
-from turns import by_machine, in_turn, measured_into, ratios_of, table, with_interval, write_between
+from turns import (
+    by_machine,
+    in_turn,
+    measured,
+    measured_into,
+    ratios_of,
+    ready,
+    table,
+    with_interval,
+    write_between,
+)
 
 import strategies
 
@@ -116,8 +125,9 @@ def main(_):
     """Measures one row, or all of them in a process each."""
     if FLAGS.row:
         what, size = FLAGS.row.split(",")
-        found = in_turn(contenders(what, int(size)), FLAGS.rounds, FLAGS.turn_secs)
-        print(json.dumps(found))
+        found = contenders(what, int(size))
+        ready()
+        measured(in_turn(found, FLAGS.rounds, FLAGS.turn_secs))
         return
     rows = [(what, size) for what in FLAGS.growing for size in ROWS[what]]
     by_title = {f"{what}: {size:,}": f"--row={what},{size}" for what, size in rows}

@@ -8,24 +8,31 @@ Each cell (a model in a dtype) is a process of its own, in which all contenders 
 turn. Then the trainer, the fastest `fit` and the hand-written loop have many more short turns, for
 narrower intervals. Results go to benchmarks/step_time.json, and tables to docs/performance.md.
 PyTorch is left out if it is not installed (`pip install -e '.[bench]'`).
+
+If TensorFlow finds a GPU, the steps run there. On a machine with many cores, `--jobs=8` traces and
+compiles eight cells at once, and measures one at a time. Several processes share a GPU only with
+TF_FORCE_GPU_ALLOW_GROWTH=true.
 """
 
 from contenders import by_hand, fit, ours, trainer_of  # isort: skip  # configures TensorFlow
 
 import functools
 import importlib.util
-import json
 import pathlib
 import statistics
 
+import tensorflow as tf
 from absl import app, flags
 from models import POLICIES, WIDTH, WINDOW, WORDS, work_of
 from turns import (
     Contender,
     by_machine,
     in_turn,
+    machine,
+    measured,
     measured_into,
     ratios_of,
+    ready,
     table,
     with_interval,
     write_between,
@@ -50,6 +57,10 @@ flags.DEFINE_float("pair_secs", 0.25, "Target duration of an extra turn, in seco
 flags.DEFINE_float(
     "slow_secs", 2.0, "A contender whose step takes longer, in seconds, has a single turn."
 )
+flags.DEFINE_boolean("auto", True, "Also measure which mode jit_compile=auto chooses.")
+flags.DEFINE_boolean("pytorch", True, "Also measure PyTorch, if it is installed.")
+flags.DEFINE_multi_string("contender", [], "Measure only this one; can be repeated.")
+flags.DEFINE_integer("jobs", 1, "Number of processes that compile at once.", lower_bound=1)
 flags.DEFINE_string("cell", None, "MODEL,DTYPE: the cell to measure; set for subprocesses.")
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -72,7 +83,8 @@ def contenders(model, dtype):
 
     Where TensorFlow's own kernels are scalar loops, only `fit` and the trainer are run with them.
     """
-    scalar_loops = dtype != "float32" and has_only_scalar_kernels(dtype)
+    on_cpu = not tf.config.list_physical_devices("GPU")
+    scalar_loops = on_cpu and dtype != "float32" and has_only_scalar_kernels(dtype)
     cell = (work_of(model), POLICIES[dtype])
     found = {"fit": lambda: fit(*cell)}
     for mode in MEASURED:
@@ -84,17 +96,19 @@ def contenders(model, dtype):
     found["fit, XLA"] = lambda: fit(*cell, jit_compile=True)
     found["fit, both"] = lambda: fit(*cell, jit_compile=True, steps_per_execution=20)
     found["by hand, XLA"] = lambda: by_hand(*cell, jit_compile=True)
-    if importlib.util.find_spec("torch") and model in IN_PYTORCH:
+    if FLAGS.pytorch and importlib.util.find_spec("torch") and model in IN_PYTORCH:
         found["PyTorch"] = lambda: pytorch(model, dtype)
-    return found
+    return {name: found[name] for name in FLAGS.contender or found}
 
 
 def pytorch(model, dtype):
     """Returns PyTorch's eager steps."""
     import in_pytorch
+    import torch
 
-    network = in_pytorch.build(model, WORDS, WINDOW, WIDTH)
-    return Contender(in_pytorch.steps_of(network, work_of(model).batch, dtype))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = in_pytorch.build(model, WORDS, WINDOW, WIDTH).to(device)
+    return Contender(in_pytorch.steps_of(network, work_of(model).batch, dtype, device))
 
 
 def chosen(model, dtype):
@@ -108,18 +122,29 @@ def chosen(model, dtype):
 
 
 def measure(model, dtype):
-    """Returns the milliseconds per step of every turn, by contender, and what "auto" chose."""
+    """Measures the milliseconds per step of every turn, by contender, and what "auto" chooses."""
+    found = {name: make() for name, make in contenders(model, dtype).items()}
+    for take, multiple in found.values():
+        take(multiple)  # traces and compiles
+    ready()
+    turns = in_turn(found, FLAGS.rounds, FLAGS.turn_secs, FLAGS.slow_secs)
+    best = fastest("fit", turns)
+    compared = {*pair_of(found), fastest("ours", turns), best}
+    paired = in_turn({name: found[name] for name in compared}, FLAGS.pairs, FLAGS.pair_secs)
+    measured({"millisecs": turns, "paired": paired})
+    if not FLAGS.auto:
+        return
+    ready()
     auto = chosen(model, dtype)
-    ready = {name: make() for name, make in contenders(model, dtype).items()}
-    found = in_turn(ready, FLAGS.rounds, FLAGS.turn_secs, FLAGS.slow_secs)
-    compared = {*pair_of(ready), auto["mode"], fastest("fit", found)}
-    paired = in_turn({name: ready[name] for name in compared}, FLAGS.pairs, FLAGS.pair_secs)
-    return {"millisecs": found, "paired": paired, "auto": auto}
+    if auto["mode"] not in compared:
+        both = {name: found[name] for name in (auto["mode"], best)}
+        paired |= in_turn(both, FLAGS.pairs, FLAGS.pair_secs)
+    measured({"auto": auto, "paired": paired})
 
 
 def pair_of(names):
-    """Returns the trainer and the loop by hand in the same mode."""
-    return next(pair for pair in PAIRS if names.keys() >= {*pair})
+    """Returns the trainer and the loop by hand in the same mode, if both are measured."""
+    return next((pair for pair in PAIRS if names.keys() >= {*pair}), ())
 
 
 def fastest(kind, turns):
@@ -143,13 +168,17 @@ def times(cells):
 
 
 def ratios(cells):
-    """Returns a table of ratios of the trainer, as "auto" chose, to the others, and their mean."""
+    """Returns a table of ratios of the trainer, as "auto" chose, to the others, and their mean.
+
+    Where "auto" was not asked, the ratios are those of the trainer's fastest mode.
+    """
     head = ["model, dtype", "auto chose", "in", "against the best fixed mode"]
     head += ["against `fit`", "against PyTorch"]
     head += ["against the best `fit` (95%)", "against by hand (95%)"]
     rows, by_cell = [head], {}
     for title, cell in cells.items():
-        turns, paired, auto = cell["millisecs"], cell["paired"], cell["auto"]
+        turns, paired = cell["millisecs"], cell["paired"]
+        auto = cell.get("auto", {"mode": fastest("ours", turns)})
         others = [fastest("ours", turns), "fit", "PyTorch"]
         against = [
             f"{statistics.median(ratios_of(turns, auto['mode'], other)):.2f}"
@@ -164,11 +193,11 @@ def ratios(cells):
         rows.append(
             [
                 title,
-                auto["mode"].removeprefix("ours, "),
-                f"{auto['secs']:.0f} s",
+                auto["mode"].removeprefix("ours, ") + ("" if "auto" in cell else " (fastest)"),
+                f"{auto['secs']:.0f} s" if "auto" in cell else "not asked",
                 *against,
                 with_interval(to_best),
-                with_interval(ratios_of(paired, *pair_of(paired))) if paired else "",
+                with_interval(ratios_of(paired, *pair_of(paired))) if pair_of(paired) else "",
             ]
         )
     averaged = [ratio for title, ratio in by_cell.items() if "float16" not in title.split()]
@@ -181,14 +210,23 @@ def ratios(cells):
     return f"{table(rows)}\n\n{summary}"
 
 
+def device():
+    """Returns the name of the GPU that the steps run on, or that of the processor."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return machine()
+    details = tf.config.experimental.get_device_details(gpus[0])
+    return f"{details['device_name']}, TensorFlow {tf.__version__}"
+
+
 def main(_):
     """Measures one cell, or all of them in a process each."""
     if FLAGS.cell:
-        print(json.dumps(measure(*FLAGS.cell.split(","))))
+        measure(*FLAGS.cell.split(","))
         return
     cells = [(model, dtype) for model in FLAGS.models for dtype in FLAGS.dtypes]
     by_title = {f"{model}, {dtype}": f"--cell={model},{dtype}" for model, dtype in cells}
-    results = measured_into(RESULTS, by_title)
+    results = measured_into(RESULTS, by_title, device(), FLAGS.jobs)
     text = by_machine(results, lambda cells: f"{times(cells)}\n\n{ratios(cells)}")
     write_between(PAGE, "step_time.py", text)
     print(text)

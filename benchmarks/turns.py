@@ -23,6 +23,7 @@ INSTRUCTIONS = {  # vector instructions by flag in /proc/cpuinfo, latest first
     "avx512f": "AVX-512",
     "avx2": "AVX2",
 }
+READY = "ready"  # what a process prints before it measures
 
 
 class Contender(NamedTuple):
@@ -67,23 +68,69 @@ def seconds_of(take, steps):
 
 def printed_by(flag):
     """Runs this script in a new process with one more flag; returns the JSON it prints."""
-    command = [sys.executable, *sys.argv, flag]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
+    lines = subprocess.run(command_of(flag), stdout=subprocess.PIPE, text=True, check=True).stdout  # noqa: S603
     return json.loads(lines.splitlines()[-1])
 
 
-def measured_into(file, flags):
+def command_of(flag):
+    """Returns the command that runs this script with one more flag."""
+    return [sys.executable, *sys.argv, flag]
+
+
+def measured_into(file, flags, name=None, jobs=1):
     """Measures each part in a new process and stores it; returns the whole content of the file.
 
+    A process calls `ready` before each thing that it measures, and prints it by `measured`. So
+    several can trace and compile at once, on a machine with many cores, but only one measures.
+
     Args:
-        file: JSON file of parts by title, by machine; written after every part.
+        file: JSON file of parts by title, by machine; written after each thing measured.
         flags: the flag of each part's process, by title.
+        name: the machine's; by default, that of its processor.
+        jobs: that many processes at once.
     """
     results = json.loads(file.read_text()) if file.exists() else {}
-    for title, flag in flags.items():
-        results.setdefault(machine(), {})[title] = printed_by(flag)
-        file.write_text(json.dumps(results, indent=1) + "\n")
+    parts = results.setdefault(name or machine(), {})
+    titles, failed = list(flags), []
+    for first in range(0, len(titles), jobs):
+        group = {title: begun(flags[title]) for title in titles[first : first + jobs]}
+        new = {title: {} for title in group}
+        while group:
+            lines = {title: line_of(process) for title, process in group.items()}
+            for title, line in lines.items():
+                if line == READY:
+                    group[title].stdin.write("go\n")
+                    group[title].stdin.flush()
+                    parts[title] = new[title] = new[title] | json.loads(line_of(group[title]))
+                    file.write_text(json.dumps(results, indent=1) + "\n")
+                elif group.pop(title).wait():
+                    failed.append(title)
+    if failed:
+        sys.exit(f"The processes of these failed: {'; '.join(failed)}")
     return results
+
+
+def begun(flag):
+    """Starts this script with one more flag."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command_of(flag), **pipes)  # noqa: S603  # this program
+
+
+def line_of(process):
+    """Returns the next line that is meant for `measured_into`, or "" after the last."""
+    return next((line.strip() for line in process.stdout if line.startswith((READY, "{"))), "")
+
+
+def ready():
+    """Says that this process can measure, and waits until it may."""
+    print(READY, flush=True)
+    if not sys.stdin.readline():
+        sys.exit("The process that asks for measurements has ended.")
+
+
+def measured(found):
+    """Prints what was measured, by name, for `measured_into`."""
+    print(json.dumps(found), flush=True)
 
 
 def by_machine(results, shown):

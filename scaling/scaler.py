@@ -57,11 +57,12 @@ class LossScaler(tf.Module):
         self._order = CallOrder()
         initial = rule.initial_state()
         self._state_type = type(initial)
+        self._dtypes = {field: value.dtype for field, value in initial._asdict().items()}
         # NONE: all replicas assign the same value to their own copies. Any other aggregation
         # would add a collective to the assignment.
         self._variables = {
             field: tf.Variable(
-                value, trainable=False, name=field, aggregation=tf.VariableAggregation.NONE
+                stored(value), trainable=False, name=field, aggregation=tf.VariableAggregation.NONE
             )
             for field, value in initial._asdict().items()
         }
@@ -83,8 +84,9 @@ class LossScaler(tf.Module):
     @property
     def state(self) -> RuleState:
         """The rule's current state: its NamedTuple of tensors. Does not wait for the device."""
+        values = {field: tf.convert_to_tensor(value) for field, value in self._variables.items()}
         return self._state_type(
-            **{field: tf.convert_to_tensor(value) for field, value in self._variables.items()}
+            **{field: tf.cast(values[field], dtype) for field, dtype in self._dtypes.items()}
         )
 
     @property
@@ -179,7 +181,7 @@ class LossScaler(tf.Module):
         """
         check_state(state, self._state_type)
         for field, value in state._asdict().items():
-            self._variables[field].assign(value)
+            self._variables[field].assign(stored(value))
 
     def merge(
         self, before: RuleState, after: RuleState, verdict: VerdictLike | None = None
@@ -231,7 +233,9 @@ class LossScaler(tf.Module):
 
     def _assign_and_wait(self, state: RuleState) -> tf.Tensor:
         """Replaces the state; returns True once that is done, which ends the transaction."""
-        written = [self._variables[field].assign(value) for field, value in state._asdict().items()]
+        written = [
+            self._variables[field].assign(stored(value)) for field, value in state._asdict().items()
+        ]
         with tf.control_dependencies(written):
             return tf.constant(True)
 
@@ -268,15 +272,23 @@ class LossScaler(tf.Module):
         suggestion = nearest_power_of_two(scale, 2.0**15, low=2.0**-24, high=2.0**40)
         check_power_of_two("loss_scale", scale, suggestion)
         values = {
-            field: checked_value(field, state[field], variable)
-            for field, variable in self._variables.items()
+            field: checked_value(field, state[field], current)
+            for field, current in self.state._asdict().items()
         }
-        for field, variable in self._variables.items():
-            variable.assign(values[field])
+        self.assign(self._state_type(**values))
 
 
-def checked_value(field: str, value: Any, variable: tf.Variable) -> tf.Tensor:
-    """Returns a value for a field of a state, in the dtype and shape of its variable.
+def stored(value: tf.Tensor) -> tf.Tensor:
+    """Returns a field of a state as its variable holds it: int32 as int64, others as they are.
+
+    TensorFlow keeps an int32 variable in the host's memory also where there is a GPU, and XLA's
+    programs cannot reach it there.
+    """
+    return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+
+
+def checked_value(field: str, value: Any, current: tf.Tensor) -> tf.Tensor:
+    """Returns a value for a field of a state, in the dtype and shape that it has now.
 
     Raises:
         ValueError: if it is no number, or the dtype does not have it.
@@ -284,16 +296,16 @@ def checked_value(field: str, value: Any, variable: tf.Variable) -> tf.Tensor:
     try:
         found = np.asarray(value)
         with np.errstate(invalid="ignore", over="ignore"):
-            cast = found.astype(variable.dtype.as_numpy_dtype)
+            cast = found.astype(current.dtype.as_numpy_dtype)
         same = np.isfinite(found) == np.isfinite(cast)
-        if variable.dtype.is_integer:
+        if current.dtype.is_integer:
             same = found == cast
-        fits = found.shape == variable.shape and bool(np.all(same))
+        fits = found.shape == current.shape and bool(np.all(same))
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         raise ValueError(
-            f"`{field}` must be a number of dtype {variable.dtype.name}; got {shown(value)}. The "
+            f"`{field}` must be a number of dtype {current.dtype.name}; got {shown(value)}. The "
             "state holds one number for each field. Load a state that state_dict() returned."
         )
     return tf.constant(cast)

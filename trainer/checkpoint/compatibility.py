@@ -75,8 +75,15 @@ OF_SEVERAL_REPLICAS = ("reduce_dtype", "reduce_bucket_bytes")  # one replica doe
 def versions() -> Mapping[str, str]:
     """Returns the versions of Python and of the packages that compute a step."""
     packages = ("halfstep", "tensorflow", "keras", "numpy")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return found | {"python": platform.python_version()}
+    return {name: version(name) for name in packages} | {"python": platform.python_version()}
+
+
+def version(package: str) -> str:
+    """Returns the version of a package, or that it is not installed: a clone on PYTHONPATH."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def check_allow_changes(names: Sequence[str]) -> None:

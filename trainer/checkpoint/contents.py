@@ -93,7 +93,21 @@ class Contents:
         elif copies:
             self.copies.read(str(folder / "copies")).assert_existing_objects_matched()
         if scale:
-            self.scale.read(str(folder / "scale")).assert_existing_objects_matched()
+            read_scale(self.scale, folder)
+
+
+def read_scale(scale: tf.train.Checkpoint, folder: pathlib.Path) -> None:
+    """Restores the loss scaler `scale.loss_scaler` from the file `scale` in a folder."""
+    path = str(folder / "scale")
+    reader = tf.train.load_checkpoint(path)
+    dtypes = reader.get_variable_to_dtype_map()
+    if tf.int32 not in dtypes.values():
+        scale.read(path).assert_existing_objects_matched()
+        return
+    # Before release 0.1.0, counts were stored with 32 bits.
+    keys = {key.split("/")[2]: key for key in dtypes if key.startswith("loss_scaler/_variables/")}
+    state = {field: reader.get_tensor(key).item() for field, key in keys.items()}
+    scale.loss_scaler.load_state_dict(state)
 
 
 def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argument: str) -> None:

@@ -36,10 +36,13 @@ from trainer.step.xla import (
     warn_of_plain_step,
 )
 from trainer.step.xla_operations import (
+    int32_variables_error,
     listed_operations,
     not_compilable_error,
+    operations_on_int32_variables,
     operations_sized_by_values,
     operations_without_xla,
+    warn_of_int32_variables,
     warn_of_sizes,
 )
 
@@ -221,13 +224,19 @@ def compilable_parts(
         return parts
     trace(parts)
     names, sized = operations_without_xla(parts.run_steps), sized_by_values(parts)
+    on_cpu = strategies.capabilities(trainer.strategy).on_cpu
+    on_host = [] if on_cpu else operations_on_int32_variables(parts.run_steps)
     if names and not auto:
         raise not_compilable_error(mode, names)
+    if on_host and not auto:
+        raise int32_variables_error(mode, on_host)
     if names:
         warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
+    elif on_host:
+        warn_of_int32_variables(on_host)
     elif sized:
         warn_of_sizes(sized, compiled=not auto)
-    return parts_in_mode(False, trainer, parts) if auto and (names or sized) else parts
+    return parts_in_mode(False, trainer, parts) if auto and (names or on_host or sized) else parts
 
 
 def sized_by_values(parts: Parts) -> list[str]:

@@ -5,9 +5,11 @@ are no part of the model, `tf.print`, lookup tables or Python functions. TensorF
 the first step, with an error of dozens of lines.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import tensorflow as tf
 from absl import logging
 
 from trainer.base.keras_private import has_xla_kernel, traced_functions
@@ -19,6 +21,7 @@ CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "
 SIZED_BY_VALUES = frozenset(
     {"DynamicPartition", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Where"}
 )
+VARIABLE_OPERATION = re.compile(r"(Read|Assign(Add|Sub)?)Variable(Op)?|Resource(Gather|Scatter)\w*")
 SHOWN = 3  # how many operations a message names
 
 
@@ -33,7 +36,7 @@ def operations_without_xla(function: Any) -> list[str]:
         Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA
         can compile what it is to compile, or if the function has not been traced.
     """
-    return compiled_operations(function, lambda kind: not has_xla_kernel(kind))
+    return compiled_operations(function, lambda node: not has_xla_kernel(node.op))
 
 
 def operations_sized_by_values(function: Any) -> list[str]:
@@ -42,22 +45,40 @@ def operations_sized_by_values(function: Any) -> list[str]:
     Args:
         function: as for `operations_without_xla`.
     """
-    return compiled_operations(function, lambda kind: kind in SIZED_BY_VALUES)
+    return compiled_operations(function, lambda node: node.op in SIZED_BY_VALUES)
 
 
-def compiled_operations(function: Any, wanted: Callable[[str], bool]) -> list[str]:
-    """Returns the names of operations of wanted kinds that XLA is to compile.
+def operations_on_int32_variables(function: Any) -> list[str]:
+    """Returns the names of operations that XLA is to compile and that use an int32 variable.
+
+    TensorFlow keeps an int32 variable in the host's memory also where there is a GPU. XLA's
+    programs for the GPU cannot reach it there.
 
     Args:
         function: as for `operations_without_xla`.
-        wanted: whether a kind of operation, such as "Where", is wanted.
+    """
+    return compiled_operations(
+        function,
+        lambda node: (
+            VARIABLE_OPERATION.fullmatch(node.op)
+            and node.attr["dtype"].type == tf.int32.as_datatype_enum
+        ),
+    )
+
+
+def compiled_operations(function: Any, wanted: Callable[[Any], Any]) -> list[str]:
+    """Returns the names of wanted operations that XLA is to compile.
+
+    Args:
+        function: as for `operations_without_xla`.
+        wanted: whether an operation, a `NodeDef`, is wanted.
     """
     found: dict[str, None] = {}  # as an ordered set
     for definition, library in traced_functions(function):
         seen: set[str] = set()
         for name in compiled_functions(definition, library):
             for node in used_nodes(library.get(name, definition), library, seen):
-                if node.op not in (*CONTROL_FLOW, *library) and wanted(node.op):
+                if node.op not in (*CONTROL_FLOW, *library) and wanted(node):
                     found[node.name if node.op in node.name else f"{node.name} ({node.op})"] = None
     return list(found)
 
@@ -129,6 +150,26 @@ def not_compilable_error(jit_compile: bool | str, names: list[str]) -> ValueErro
         f"`jit_compile` must not be {jit_compile!r} for a step with operations that XLA cannot "
         f"compile; got {listed_operations(names)}. TensorFlow would fail at the first step. Use "
         '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
+    )
+
+
+def int32_variables_error(jit_compile: bool | str, names: list[str]) -> ValueError:
+    """Returns the error for a step whose int32 variables XLA's programs cannot reach."""
+    return ValueError(
+        f"`jit_compile` must not be {jit_compile!r} on a GPU for a step with int32 variables; got "
+        f"{listed_operations(names)}. TensorFlow keeps int32 variables in the host's memory, which "
+        'XLA\'s programs for a GPU cannot reach. Create these variables with dtype="int64", or use '
+        '"elementwise" or False.'
+    )
+
+
+def warn_of_int32_variables(names: list[str]) -> None:
+    """Warns that a step is not compiled because of its int32 variables."""
+    logging.warning(
+        "XLA's programs for a GPU cannot reach int32 variables, which TensorFlow keeps in the "
+        "host's memory, as %s. So TensorFlow runs the step without XLA. To compile the step, "
+        'create them with dtype="int64".',
+        listed_operations(names),
     )
 
 

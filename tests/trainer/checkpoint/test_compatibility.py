@@ -12,7 +12,7 @@ from helpers import Linear, copies, linear_model, slopes
 
 import scaling
 from trainer.checkpoint import folder
-from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes
+from trainer.checkpoint.compatibility import ARGUMENTS, check_allow_changes, version
 
 pytestmark = pytest.mark.sampled
 
@@ -265,6 +265,12 @@ def test_other_versions_only_warn(before, model_dir, caplog):
     ]
     assert trainer.moves == before[1].moves[SAVED_AT:]
     assert len({*trainer.moves}) > 4
+
+
+def test_a_clone_that_is_not_installed_has_no_version():
+    """A clone on PYTHONPATH has no package metadata, and trains all the same."""
+    assert version("keras") == keras.__version__
+    assert version("a-package-that-nobody-wrote") == "not installed"
 
 
 def rewritten(path, change):

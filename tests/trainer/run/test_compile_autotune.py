@@ -1,5 +1,6 @@
 """`jit_compile="auto"` measures on the first batch, leaves no trace, and keeps its choice."""
 
+import dataclasses
 import json
 
 import keras
@@ -7,6 +8,7 @@ import pytest
 import tensorflow as tf
 from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_bits, trained_small
 
+import strategies
 from trainer import Trainer, TrainingStuckError
 from trainer.data.batches import batches
 from trainer.run import compile_autotune as compilation
@@ -373,3 +375,55 @@ def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch)
             "XLA may compute wrong gradients behind operations whose sizes depend on values, as "
             f"'Where'. {what}"
         )
+
+
+class CountingBatches(SmallImages):
+    """Counts its batches in an int32 variable, which TensorFlow keeps on the host."""
+
+    def __init__(self, **settings):
+        """Creates the variable."""
+        super().__init__(**settings)
+        with self.strategy.scope():
+            self.count = tf.Variable(0, trainable=False)
+
+    def compute_loss(self, batch, training):
+        """Counts a batch."""
+        self.count.assign_add(1)
+        return super().compute_loss(batch, training)
+
+
+@pytest.mark.thorough
+def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
+    """There, True is refused, and "auto" does not use XLA; on a CPU, both compile."""
+    settings = {"optimizer": adam, "verbose": False, "precision": "mixed_float16"}
+    assert trained(CountingBatches(**settings, jit_compile=True)) is True
+
+    auto = CountingBatches(**settings, jit_compile="auto")
+    assert auto.jit_compile is True  # where this CPU has only slow kernels
+    capabilities = strategies.capabilities
+    monkeypatch.setattr(
+        strategies,
+        "capabilities",
+        lambda each: dataclasses.replace(capabilities(each), on_cpu=False),
+    )
+    caplog.clear()
+    assert trained(auto) is False
+    assert caplog.messages[0] == (
+        "XLA's programs for a GPU cannot reach int32 variables, which TensorFlow keeps in the "
+        "host's memory, as 'AssignAddVariableOp'. So TensorFlow runs the step without XLA. To "
+        'compile the step, create them with dtype="int64".'
+    )
+    with pytest.raises(ValueError, match="int32") as error:
+        trained(CountingBatches(**settings, jit_compile=True))
+    assert str(error.value) == (
+        "`jit_compile` must not be True on a GPU for a step with int32 variables; got "
+        "'AssignAddVariableOp'. TensorFlow keeps int32 variables in the host's memory, which XLA's "
+        'programs for a GPU cannot reach. Create these variables with dtype="int64", or use '
+        '"elementwise" or False.'
+    )
+
+
+def trained(trainer):
+    """Takes a step; returns the compile mode."""
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+    return trainer.jit_compile

@@ -1,8 +1,16 @@
 """Which operations XLA cannot compile is read from the traced graph."""
 
+import keras
+import pytest
 import tensorflow as tf
+from helpers import IMAGES, LABELS, SmallImages
 
-from trainer.step.xla_operations import operations_sized_by_values, operations_without_xla
+import scaling
+from trainer.step.xla_operations import (
+    operations_on_int32_variables,
+    operations_sized_by_values,
+    operations_without_xla,
+)
 
 
 def test_an_operation_without_a_kernel_is_named_wherever_it_is_called():
@@ -73,3 +81,58 @@ def test_an_operation_whose_size_depends_on_values_is_named():
 
     assert operations_without_xla(sized) == operations_sized_by_values(fixed) == []
     assert operations_sized_by_values(sized) == ["Where"]
+
+
+def test_an_operation_on_an_int32_variable_is_named():
+    """On a GPU, XLA's programs cannot reach such a variable, to read it or to write it."""
+    short, long = (tf.Variable(0, dtype=dtype, name=dtype) for dtype in ("int32", "int64"))
+
+    @tf.function(jit_compile=True)
+    def counting(x):
+        with tf.name_scope("count"):
+            short.assign_add(1)
+            long.assign_add(1)
+        return x * tf.cast(short.read_value() + tf.cast(long.read_value(), tf.int32), tf.float32)
+
+    @tf.function
+    def uncompiled():
+        short.assign_add(1)
+
+    counting.get_concrete_function(tf.TensorSpec([]))
+    uncompiled.get_concrete_function()
+
+    assert operations_on_int32_variables(counting) == [
+        "Read/ReadVariableOp",
+        "count/AssignAddVariableOp",
+    ]
+    assert operations_on_int32_variables(uncompiled) == []
+
+
+RULES = [
+    scaling.DynamicLossScale(),
+    scaling.TolerantLossScale(),
+    scaling.HeadroomLossScale(),
+    scaling.LogMaxLossScale(),
+    scaling.FixedLossScale(8.0),
+    scaling.NoLossScale(),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_a_step_that_is_one_program_uses_no_int32_variable(rule):
+    """So a GPU can run it: neither the loss scale nor the counts, metrics, seeds and averages are
+    int32 variables.
+    """
+    trainer = SmallImages(
+        optimizer=keras.optimizers.Adam,
+        precision="mixed_float16",
+        loss_scale=rule,
+        jit_compile="step",
+        ema_momentum=0.9,
+        seed=1,
+        verbose=False,
+    )
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    assert operations_on_int32_variables(trainer._parts.run_steps) == []
