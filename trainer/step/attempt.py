@@ -71,18 +71,21 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
     check_plan_and_run(plan, run)
     with nothing_written():
         weights = check_weights(call_user(plan.example_weights, batch), batch)
-    in_float32 = run.due_in_float32(plan.float32_after)
+    check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])
+
+    def attempt(batch: Batch, weights: tf.Tensor) -> StepReport:
+        return attempt_with(batch, weights, plan, run)
+
+    return compiled_step(attempt, plan.jit_compile)(batch, weights)
+
+
+def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainState) -> StepReport:
+    """Attempts one update with checked weights, and counts it; see `attempt_step`."""
     # All attempts share this value, so that a retry draws the same random numbers.
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
+    in_float32 = run.due_in_float32(plan.float32_after)
     inputs = StepInputs(batch, weights, state, random, in_float32)
-    check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])
-    return compiled_step(lambda inputs: attempt_with(inputs, plan, run), plan.jit_compile)(inputs)
-
-
-def attempt_with(inputs: StepInputs, plan: StepPlan, run: TrainState) -> StepReport:
-    """Attempts one update with checked inputs, and counts it; see `attempt_step`."""
-    state, weights = inputs.scale_state, inputs.weights
 
     def attempt_at(scale_state: ScaleState) -> Attempt:
         return attempt_once(inputs._replace(scale_state=scale_state), plan)
@@ -93,18 +96,18 @@ def attempt_with(inputs: StepInputs, plan: StepPlan, run: TrainState) -> StepRep
         last, retries = attempt_at(state), tf.constant(0)
     if strategies.capabilities(plan.strategy).asynchronous:
         # After retries, or where some steps say nothing about the scale, not one verdict led here.
-        single = not plan.max_retries and inputs.in_float32 is None
+        single = not plan.max_retries and in_float32 is None
         verdict = verdict_for_rule(last.outcome, plan) if single else None
         run.loss_scaler.merge(state, last.scale_state, verdict)
     else:
         run.loss_scaler.assign(last.scale_state)
-    run.count(last.outcome, retries, inputs.in_float32, plan)
+    run.count(last.outcome, retries, in_float32, plan)
     return StepReport(
         step=run.step,
         loss_scale=last.loss_scale,
         retries=retries,
         consecutive_skips=run.consecutive_skips.read_value(),
-        in_float32=tf.constant(False) if inputs.in_float32 is None else inputs.in_float32,
+        in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
         weight=tf.reduce_sum(weights),
         data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data

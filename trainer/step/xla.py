@@ -19,10 +19,10 @@ from trainer.base.argument_checks import check_choice
 from trainer.base.keras_private import all_layers
 from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
 from trainer.step.report import StepReport
-from trainer.step.types import Gradient, Model, StepInputs
+from trainer.step.types import Batch, Gradient, Model
 
 UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
-StepFunction: TypeAlias = Callable[[StepInputs], StepReport]
+StepFunction: TypeAlias = Callable[[Batch, tf.Tensor], StepReport]
 
 # The values of `jit_compile`, each with a description for logs of what XLA compiles.
 COMPILE_MODES: dict[bool | str, str] = {
@@ -153,16 +153,16 @@ def one_program(attempt: StepFunction) -> StepFunction:
     a kernel of its own. So the constants of the report are added outside of the program.
     """
 
-    def run(inputs: StepInputs) -> StepReport:
+    def run(batch: Batch, weights: tf.Tensor) -> StepReport:
         constants: dict[str, np.ndarray] = {}
 
-        def varying(inputs: StepInputs) -> dict[str, tf.Tensor]:
-            report = attempt(inputs)._asdict()
+        def varying(batch: Batch, weights: tf.Tensor) -> dict[str, tf.Tensor]:
+            report = attempt(batch, weights)._asdict()
             values = {name: tf.get_static_value(field) for name, field in report.items()}
             constants.update({name: v for name, v in values.items() if v is not None})
             return {name: field for name, field in report.items() if name not in constants}
 
-        found = tf.function(varying, autograph=False, jit_compile=True)(inputs)
+        found = tf.function(varying, autograph=False, jit_compile=True)(batch, weights)
         known = {name: tf.constant(value) for name, value in constants.items()}
         return StepReport(**found, **known)
 
