@@ -377,6 +377,29 @@ def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch)
         )
 
 
+@pytest.mark.parametrize(("on_cpu", "second"), [(True, True), (False, "step")])
+def test_the_most_promising_modes_come_first(monkeypatch, on_cpu, second):
+    """Those after the first two are left out if compiling takes long: a whole step is the fastest
+    on a GPU, and compiled passes on a CPU.
+    """
+    trainer = trained_small()
+    pretend(monkeypatch, on_cpu=on_cpu)
+
+    modes = compilation.modes_to_try(trainer, trainer._parts.plan)
+    assert modes[:2] == [False, second]
+    assert {*modes} == {*COMPILE_MODES} - {"update"}  # Adam has a kernel of its own
+
+
+def pretend(monkeypatch, *, on_cpu):
+    """Lets strategies say that their replicas compute on CPUs, or that they do not."""
+    capabilities = strategies.capabilities
+    monkeypatch.setattr(
+        strategies,
+        "capabilities",
+        lambda each: dataclasses.replace(capabilities(each), on_cpu=on_cpu),
+    )
+
+
 class CountingBatches(SmallImages):
     """Counts its batches in an int32 variable, which TensorFlow keeps on the host."""
 
@@ -400,12 +423,7 @@ def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
 
     auto = CountingBatches(**settings, jit_compile="auto")
     assert auto.jit_compile is True  # where this CPU has only slow kernels
-    capabilities = strategies.capabilities
-    monkeypatch.setattr(
-        strategies,
-        "capabilities",
-        lambda each: dataclasses.replace(capabilities(each), on_cpu=False),
-    )
+    pretend(monkeypatch, on_cpu=False)
     caplog.clear()
     assert trained(auto) is False
     assert caplog.messages[0] == (
