@@ -115,9 +115,9 @@ def remove_other_cards(library, capability):
         for start, size in fatbins(file):
             file.seek(start)
             data = bytearray(file.read(size))
-            if empty_entries(data, capability):
-                file.seek(start)
-                file.write(data)
+            empty_entries(data, capability)
+            file.seek(start)
+            file.write(data)
 
 
 def fatbins(file):
@@ -138,24 +138,31 @@ def fatbins(file):
 
 
 def empty_entries(data, capability):
-    """Fills entries for other cards with zeros; returns how many there are for this one."""
-    kept, place = 0, 0
+    """Fills entries for other cards with zeros, in each fatbin that has machine code for this one.
+
+    In others, a card translates code for another one.
+    """
+    place = 0
     while place + FATBIN.size <= len(data):
         magic, _, header, size = FATBIN.unpack_from(data, place)
         if magic != MAGIC:  # between two of them, bytes may be left free
             place += 8
             continue
-        entry, place = place + header, place + header + size
-        while entry < place:
-            kind, _, header, size = ENTRY.unpack_from(data, entry)
-            [card] = struct.unpack_from("<I", data, entry + ARCHITECTURE)
-            entry += header
-            if (kind, card) == (MACHINE_CODE, capability):
-                kept += 1
-            else:
-                data[entry : entry + size] = bytes(size)
-            entry += size
-    return kept
+        entries = list(entries_in(data, place + header, place + header + size))
+        if any(mine == (MACHINE_CODE, capability) for mine, _, _ in entries):
+            for what, start, length in entries:
+                if what != (MACHINE_CODE, capability):
+                    data[start : start + length] = bytes(length)
+        place += header + size
+
+
+def entries_in(data, place, end):
+    """Yields kind and card of each entry of a fatbin, and where its code is and how long."""
+    while place < end:
+        kind, _, header, size = ENTRY.unpack_from(data, place)
+        [card] = struct.unpack_from("<I", data, place + ARCHITECTURE)
+        yield (kind, card), place + header, size
+        place += header + size
 
 
 def unpack(folder, target):

@@ -59,7 +59,20 @@ flags.DEFINE_float(
 )
 flags.DEFINE_boolean("auto", True, "Also measure which mode jit_compile=auto chooses.")
 flags.DEFINE_boolean("pytorch", True, "Also measure PyTorch, if it is installed.")
-flags.DEFINE_multi_string("contender", [], "Measure only this one; can be repeated.")
+flags.DEFINE_multi_string(
+    "contender", [], "Measure only this one, such as 'fit, both'; one of `fit` and one of ours."
+)
+flags.register_multi_flags_validator(
+    ["contender", "auto"],
+    lambda given: (
+        not given["contender"]
+        or (
+            not given["auto"]
+            and {name.split(",")[0] for name in given["contender"]} >= {"fit", "ours"}
+        )
+    ),
+    "--contender needs --noauto, and at least one `fit` and one of ours.",
+)
 flags.DEFINE_integer("jobs", 1, "Number of processes that compile at once.", lower_bound=1)
 flags.DEFINE_string("cell", None, "MODEL,DTYPE: the cell to measure; set for subprocesses.")
 

@@ -98,10 +98,9 @@ def measured_into(file, flags, name=None, jobs=1):
         while group:
             lines = {title: line_of(process) for title, process in group.items()}
             for title, line in lines.items():
-                if line == READY:
-                    group[title].stdin.write("go\n")
-                    group[title].stdin.flush()
-                    parts[title] = new[title] = new[title] | json.loads(line_of(group[title]))
+                found = asked(group[title]) if line == READY else line
+                if found:
+                    parts[title] = new[title] = new[title] | json.loads(found)
                     file.write_text(json.dumps(results, indent=1) + "\n")
                 elif group.pop(title).wait():
                     failed.append(title)
@@ -114,6 +113,13 @@ def begun(flag):
     """Starts this script with one more flag."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command_of(flag), **pipes)  # noqa: S603  # this program
+
+
+def asked(process):
+    """Lets a process measure; returns what it prints, or "" if it failed."""
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    return line_of(process)
 
 
 def line_of(process):

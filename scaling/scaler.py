@@ -55,14 +55,17 @@ class LossScaler(tf.Module):
         super().__init__(name="loss_scaler")
         self.rule = rule
         self._order = CallOrder()
-        initial = rule.initial_state()
+        initial: RuleState = tf.nest.map_structure(tf.convert_to_tensor, rule.initial_state())
         self._state_type = type(initial)
         self._dtypes = {field: value.dtype for field, value in initial._asdict().items()}
         # NONE: all replicas assign the same value to their own copies. Any other aggregation
         # would add a collective to the assignment.
         self._variables = {
             field: tf.Variable(
-                stored(value), trainable=False, name=field, aggregation=tf.VariableAggregation.NONE
+                self._stored(field, value),
+                trainable=False,
+                name=field,
+                aggregation=tf.VariableAggregation.NONE,
             )
             for field, value in initial._asdict().items()
         }
@@ -180,8 +183,9 @@ class LossScaler(tf.Module):
             TypeError: if `state` is not a state of the scaler's rule.
         """
         check_state(state, self._state_type)
-        for field, value in state._asdict().items():
-            self._variables[field].assign(stored(value))
+        values = {field: self._stored(field, value) for field, value in state._asdict().items()}
+        for field, value in values.items():
+            self._variables[field].assign(value)
 
     def merge(
         self, before: RuleState, after: RuleState, verdict: VerdictLike | None = None
@@ -234,10 +238,20 @@ class LossScaler(tf.Module):
     def _assign_and_wait(self, state: RuleState) -> tf.Tensor:
         """Replaces the state; returns True once that is done, which ends the transaction."""
         written = [
-            self._variables[field].assign(stored(value)) for field, value in state._asdict().items()
+            self._variables[field].assign(self._stored(field, value))
+            for field, value in state._asdict().items()
         ]
         with tf.control_dependencies(written):
             return tf.constant(True)
+
+    def _stored(self, field: str, value: Any) -> tf.Tensor:
+        """Returns the value of a field as its variable holds it: int32 as int64.
+
+        TensorFlow keeps an int32 variable in the host's memory also where there is a GPU, and XLA's
+        programs cannot reach it there.
+        """
+        tensor = tf.convert_to_tensor(value, self._dtypes[field])
+        return tf.cast(tensor, tf.int64) if tensor.dtype == tf.int32 else tensor
 
     def state_dict(self) -> dict[str, Any]:
         """Returns every field of the state as a Python number. Waits for the device.
@@ -276,15 +290,6 @@ class LossScaler(tf.Module):
             for field, current in self.state._asdict().items()
         }
         self.assign(self._state_type(**values))
-
-
-def stored(value: tf.Tensor) -> tf.Tensor:
-    """Returns a field of a state as its variable holds it: int32 as int64, others as they are.
-
-    TensorFlow keeps an int32 variable in the host's memory also where there is a GPU, and XLA's
-    programs cannot reach it there.
-    """
-    return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
 
 
 def checked_value(field: str, value: Any, current: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,9 @@
 """`LossScaler`: the state in variables, agreement of replicas, saving and merging."""
 
 import copy
+import dataclasses
 import pickle
+from typing import NamedTuple
 
 import generators
 import hypothesis.strategies as st
@@ -526,3 +528,39 @@ def test_a_wrong_verdict_moves_no_scale():
     with pytest.raises(TypeError):
         scaling.update_together(scalers, [False, 0.0])
     assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 8.0]
+
+
+class Counts(NamedTuple):
+    """A state with a counter of its own, in whatever numbers a rule finds convenient."""
+
+    loss_scale: tf.Tensor
+    steps: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """A rule of one's own that counts with Python's numbers."""
+
+    def initial_state(self):
+        """Four, and no steps."""
+        return Counts(4.0, 0)
+
+    def advance(self, state, verdict):
+        """Forgets the steps after an overflow."""
+        del verdict
+        return state._replace(loss_scale=8.0, steps=1)
+
+
+def test_a_rule_may_return_numbers_of_python():
+    """They are stored in the dtypes of the first state, and no others are."""
+    scaler = LossScaler(Counting())
+    assert scaler.state_dict() == {"loss_scale": 4.0, "steps": 0}
+    take_step(scaler, tf.constant(True))
+    assert scaler.state_dict() == {"loss_scale": 8.0, "steps": 1}
+    scaler.assign(Counts(2.0, 3))
+    assert scaler.state_dict() == {"loss_scale": 2.0, "steps": 3}
+    assert scaler.state.steps.dtype == tf.int32
+
+    with pytest.raises(ValueError, match="int64"):
+        scaler.assign(Counts(tf.constant(4.0), tf.constant(2**40, tf.int64)))
+    assert scaler.state_dict() == {"loss_scale": 2.0, "steps": 3}

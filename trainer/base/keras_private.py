@@ -517,7 +517,8 @@ def recompute_constants(model: Any) -> bool:
         Whether a tensor has changed. A graph that was traced before holds the old one.
     """
     layers = all_layers(model) if isinstance(model, keras.Model) else []
-    found = [layer for layer in layers if isinstance(layer, keras.layers.Normalization)]
+    normalizations = [each for each in layers if isinstance(each, keras.layers.Normalization)]
+    found = [layer for layer in normalizations if layer.built]  # others have no statistics yet
     before = [(layer.mean, layer.variance) for layer in found]
     for layer in found:
         layer.finalize_state()

@@ -106,8 +106,8 @@ def read_scale(scale: tf.train.Checkpoint, folder: pathlib.Path) -> None:
         return
     # Before release 0.1.0, counts were stored with 32 bits.
     keys = {key.split("/")[2]: key for key in dtypes if key.startswith("loss_scaler/_variables/")}
-    state = {field: reader.get_tensor(key).item() for field, key in keys.items()}
-    scale.loss_scaler.load_state_dict(state)
+    state = {field: reader.get_tensor(key) for field, key in keys.items()}
+    scale.loss_scaler.assign(type(scale.loss_scaler.state)(**state))
 
 
 def read_variables(variables: tf.train.Checkpoint, folder: pathlib.Path, argument: str) -> None:

@@ -21,7 +21,11 @@ CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "
 SIZED_BY_VALUES = frozenset(
     {"DynamicPartition", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Where"}
 )
-VARIABLE_OPERATION = re.compile(r"(Read|Assign(Add|Sub)?)Variable(Op)?|Resource(Gather|Scatter)\w*")
+# Operations that read or write a variable, and their attributes with its dtype.
+VARIABLE_OPERATION = re.compile(
+    r"(Read|Assign(Add|Sub)?)VariableOp|Resource(Gather|Scatter|StridedSliceAssign)\w*"
+)
+DTYPES = ("dtype", "T")
 SHOWN = 3  # how many operations a message names
 
 
@@ -61,7 +65,7 @@ def operations_on_int32_variables(function: Any) -> list[str]:
         function,
         lambda node: (
             VARIABLE_OPERATION.fullmatch(node.op)
-            and node.attr["dtype"].type == tf.int32.as_datatype_enum
+            and any(node.attr[name].type == tf.int32.as_datatype_enum for name in DTYPES)
         ),
     )
 

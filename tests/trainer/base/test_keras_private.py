@@ -288,6 +288,16 @@ def test_statistics_are_those_of_the_variables():
     np.testing.assert_array_equal(layer.mean, [[3.0, 4.0]])
 
 
+def test_a_normalization_that_was_never_called_has_no_constants():
+    """A model may hold such a layer for a case that does not occur."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.spare = keras.layers.Normalization()
+    model.given = keras.layers.Normalization(mean=1.0, variance=2.0)
+    model(np.ones([1, 1]))
+
+    assert not recompute_constants(model)
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [

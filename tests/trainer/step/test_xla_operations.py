@@ -85,6 +85,7 @@ def test_an_operation_whose_size_depends_on_values_is_named():
 
 def test_an_operation_on_an_int32_variable_is_named():
     """On a GPU, XLA's programs cannot reach such a variable, to read it or to write it."""
+    row = tf.Variable([0, 0])
     short, long = (tf.Variable(0, dtype=dtype, name=dtype) for dtype in ("int32", "int64"))
 
     @tf.function(jit_compile=True)
@@ -92,6 +93,7 @@ def test_an_operation_on_an_int32_variable_is_named():
         with tf.name_scope("count"):
             short.assign_add(1)
             long.assign_add(1)
+            row.scatter_nd_add([[0]], [1])
         return x * tf.cast(short.read_value() + tf.cast(long.read_value(), tf.int32), tf.float32)
 
     @tf.function
@@ -104,6 +106,7 @@ def test_an_operation_on_an_int32_variable_is_named():
     assert operations_on_int32_variables(counting) == [
         "Read/ReadVariableOp",
         "count/AssignAddVariableOp",
+        "count/ResourceScatterNdAdd",
     ]
     assert operations_on_int32_variables(uncompiled) == []
 
