@@ -5,7 +5,7 @@
 
 `pack` installs this environment's TensorFlow and what it imports, for the Python of the other
 machine, into a folder, and removes kernels for other cards: of TensorFlow 2.21, 227 MB in eight
-parts are left for an H100, and 547 MB without that. `unpack` puts them together in a minute, and
+parts are left for an H100, of a wheel of 573 MB. `unpack` puts them together in a minute, and
 gives CUDA 13's libraries the names of CUDA 12, by which TensorFlow 2.21 opens them. CUDA 12's
 runtime and assembler are packed, since the other machine has none. It needs only Python there, and
 NVIDIA's packages for CUDA 13, which PyTorch and JAX bring.

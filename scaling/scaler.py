@@ -183,9 +183,7 @@ class LossScaler(tf.Module):
             TypeError: if `state` is not a state of the scaler's rule.
         """
         check_state(state, self._state_type)
-        values = {field: self._stored(field, value) for field, value in state._asdict().items()}
-        for field, value in values.items():
-            self._variables[field].assign(value)
+        self._write(state)
 
     def merge(
         self, before: RuleState, after: RuleState, verdict: VerdictLike | None = None
@@ -237,12 +235,13 @@ class LossScaler(tf.Module):
 
     def _assign_and_wait(self, state: RuleState) -> tf.Tensor:
         """Replaces the state; returns True once that is done, which ends the transaction."""
-        written = [
-            self._variables[field].assign(self._stored(field, value))
-            for field, value in state._asdict().items()
-        ]
-        with tf.control_dependencies(written):
+        with tf.control_dependencies(self._write(state)):
             return tf.constant(True)
+
+    def _write(self, state: RuleState) -> list[Any]:
+        """Assigns every field, or none if one has another dtype; returns the assignments."""
+        values = {field: self._stored(field, value) for field, value in state._asdict().items()}
+        return [self._variables[field].assign(value) for field, value in values.items()]
 
     def _stored(self, field: str, value: Any) -> tf.Tensor:
         """Returns the value of a field as its variable holds it: int32 as int64.

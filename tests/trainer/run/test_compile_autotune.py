@@ -390,13 +390,13 @@ def test_the_most_promising_modes_come_first(monkeypatch, on_cpu, second):
     assert {*modes} == {*COMPILE_MODES} - {"update"}  # Adam has a kernel of its own
 
 
-def pretend(monkeypatch, *, on_cpu):
-    """Lets strategies say that their replicas compute on CPUs, or that they do not."""
+def pretend(monkeypatch, **capabilities_to_show):
+    """Lets all strategies say of themselves what they are not, such as `on_cpu=False`."""
     capabilities = strategies.capabilities
     monkeypatch.setattr(
         strategies,
         "capabilities",
-        lambda each: dataclasses.replace(capabilities(each), on_cpu=on_cpu),
+        lambda each: dataclasses.replace(capabilities(each), **capabilities_to_show),
     )
 
 
@@ -439,6 +439,20 @@ def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
         'programs for a GPU cannot reach. Create these variables with dtype="int64", or use '
         '"elementwise" or False.'
     )
+
+
+@pytest.mark.thorough
+def test_int32_variables_are_within_reach_on_a_tpu(monkeypatch):
+    """A TPU holds int32 variables itself, so True stays allowed there."""
+    trainer = CountingBatches(optimizer=adam, verbose=False, jit_compile=True)
+    trained(trainer)
+    arguments = (trainer, trainer._parts, lambda parts: parts)
+    pretend(monkeypatch, on_cpu=False)
+    with pytest.raises(ValueError, match="on a GPU"):
+        compilation.compilable_parts(*arguments, auto=False)
+
+    pretend(monkeypatch, on_cpu=False, decides_in_replica=True)
+    assert compilation.compilable_parts(*arguments, auto=False) is trainer._parts
 
 
 def trained(trainer):
