@@ -80,34 +80,29 @@ def pack_case(kit, model, dtype):
     from lowered_step import hlo_of
     from models import POLICIES, work_of
 
+    from trainer.step.report_bits import bits_of
+
     kit.mkdir(parents=True, exist_ok=True)
     work = work_of(model)
     trainer, _ = trainer_of(work, POLICIES[dtype], jit_compile="step", seed=1)
     highest = WORDS if model == "transformer" else 10
     batch = [drawn_like(each, place, highest) for place, each in enumerate(work.batch)]
     drawn = draw_weights(trainer.model.trainable_variables)
-    fields = []
 
     @tf.function(jit_compile=True, autograph=False)
     def program(*batch):
-        report = trainer.train_step(batch)._asdict()
-        varying = {k: v for k, v in report.items() if tf.get_static_value(v) is None}
-        fields[:] = varying
-        return list(varying.values())
+        report = trainer.train_step(batch)
+        return report.loss, bits_of(report)
 
     values = [tf.constant(made(each)) for each in batch]
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in values]
     hlo, written = hlo_of(program, specs)
     taken = program.get_concrete_function(*specs).captured_inputs
     inputs = [*batch, *(described(value_of(each), drawn) for each in taken)]
-    losses = []
-    for _ in range(CHECKED_STEPS):
-        outputs = dict(zip(fields, program(*values), strict=True))
-        losses.append(float(outputs["loss"]))
+    losses = [float(program(*values)[0]) for _ in range(CHECKED_STEPS)]
     ends = {argument: taken[argument - len(batch)] for argument, _ in written}
     case = {"model": model, "dtype": dtype, "inputs": inputs, "written": written}
-    case |= {"loss": fields.index("loss"), "losses": losses}
-    case |= {"shapes": shapes_of(trainer.model, model)}
+    case |= {"losses": losses, "shapes": shapes_of(trainer.model, model)}
     case |= {"norms": [norm_of(value_of(ends[argument])) for argument, _ in written]}
     case["outputs"] = write_module(kit / f"{model}-{dtype}.mlir", hlo)
     (kit / f"{model}-{dtype}.json").write_text(json.dumps(case))
@@ -244,11 +239,11 @@ class Packed:
         """Takes some steps, and waits for the last."""
         for _ in range(steps):
             outputs = self.step()
-        outputs[self.case["loss"]].block_until_ready()
+        outputs[0].block_until_ready()
 
     def differences(self):
         """Takes the first steps; returns how far losses and norms are from those of `pack`."""
-        losses = [float(self.step()[self.case["loss"]]) for _ in range(CHECKED_STEPS)]
+        losses = [float(self.step()[0]) for _ in range(CHECKED_STEPS)]
         norms = [norm_of(self.inputs[argument]) for argument, _ in self.case["written"]]
         pairs = {"loss": (losses, self.case["losses"]), "norm": (norms, self.case["norms"])}
         return {

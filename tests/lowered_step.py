@@ -16,6 +16,8 @@ from tensorflow.python.eager import context
 from trainer import Trainer
 from trainer.step import replica
 from trainer.step.held_back import tensorflow_variable
+from trainer.step.report import StepReport
+from trainer.step.report_bits import bits_of
 from trainer.step.rollback import variables_in_reach
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions
@@ -67,7 +69,7 @@ def hlo_of(function, specs):
 def lower_function(function, batch):
     """Returns the HLO of a function of a batch, compiled as one program.
 
-    What the function returns that is constant is left out, as `xla.one_program` does.
+    A report is one vector, as `xla.one_program` returns it.
 
     Args:
         function: takes the batch, returns tensors, and may read and write variables.
@@ -77,8 +79,8 @@ def lower_function(function, batch):
 
     @tf.function(jit_compile=True, autograph=False)
     def program(*leaves):
-        found = tf.nest.flatten(function(tf.nest.pack_sequence_as(spec, leaves)))
-        return [each for each in found if tf.get_static_value(each) is None]
+        found = function(tf.nest.pack_sequence_as(spec, leaves))
+        return bits_of(found) if isinstance(found, StepReport) else found
 
     return hlo_of(program, tf.nest.flatten(spec))[0]
 

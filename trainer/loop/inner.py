@@ -1,13 +1,16 @@
 """The inner loop: many steps in one graph call, without any work on the host in between."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from trainer.base.autograph import call_user
-from trainer.loop.pending import Pending
+from trainer.loop.pending import HOST, Pending
 from trainer.step.report import StepReport
+
+RUN_AHEAD = 32  # the host begins so many steps before it waits for a GPU
 
 
 def run_steps(
@@ -19,10 +22,15 @@ def run_steps(
     num_steps: tf.Tensor,
     *,
     keep_overflows: bool = False,
+    steps_counted: Callable[[], tf.Tensor] | None = None,
 ) -> tuple[StepReport, Any]:
     """Takes up to `num_steps` steps. Trace it in a `tf.function`, in cross-replica context.
 
     The loop ends before `num_steps` when the run is halted or asked to stop.
+
+    The host need not wait for a GPU that computes a step as one program: it can start the next
+    steps meanwhile. So if steps that are begun in a halted run change nothing, whether it is halted
+    is read after every `RUN_AHEAD` steps only. The batches of steps that were not counted are lost.
 
     Args:
         train_step: takes a global batch, attempts an update, and returns a report.
@@ -36,6 +44,8 @@ def run_steps(
             number would cause a retrace.
         keep_overflows: whether to end after the first of several consecutive skips and return the
             skipped batch, while the weights are still those that the step used.
+        steps_counted: returns the number of steps that the run has counted: shape (), int64. Pass
+            it if the loop may run ahead.
 
     Returns:
         The reports of the steps, each field with shape (steps, ...); and the last batch, or ()
@@ -43,41 +53,57 @@ def run_steps(
     """
     batch_spec = iterator.element_spec if keep_overflows else ()
     no_batch = tf.nest.map_structure(zeros_of, batch_spec)
+    before = steps_counted() if steps_counted else None
+
+    def is_halted() -> tf.Tensor:
+        with tf.device(None):  # where the variable is
+            return halted.read_value()
+
+    def limit_after(index: tf.Tensor, report: StepReport) -> tf.Tensor:
+        """Returns the number of steps that the loop ends at."""
+        ends = stop_requested()
+        if steps_counted:
+            read_now = (index + 1) % RUN_AHEAD == 0
+            ends |= tf.cond(read_now, is_halted, lambda: tf.constant(value=False))
+        else:
+            ends |= is_halted()
+        if keep_overflows:
+            ends |= report.consecutive_skips == 1
+        return tf.where(ends, 0, num_steps)
 
     def body(
-        index: tf.Tensor, may_continue: tf.Tensor, kept: Any, rows: tf.Tensor
+        index: tf.Tensor, limit: tf.Tensor, kept: Any, room: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, Any, tf.Tensor]:
-        del may_continue, kept
+        del limit, kept
         with tf.control_dependencies([pending.wait()]):
             batch, waited = timed_next(iterator)
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             arrived = pending.arrived()
         with tf.control_dependencies([arrived]):
-            report = call_user(train_step, batch)._replace(data_wait_secs=waited)
-            rows = pending.write(index, report, rows)
-        may_continue = ~(halted.read_value() | stop_requested())
-        if keep_overflows:
-            may_continue &= report.consecutive_skips != 1
-        return index + 1, may_continue, batch if keep_overflows else (), rows
+            with tf.device(None):
+                report = call_user(train_step, batch)
+            room = pending.write(index, report, waited, room)
+            limit = limit_after(index, report)
+        return index + 1, limit, batch if keep_overflows else (), room
 
-    taken, _, kept, _ = tf.while_loop(
-        lambda index, may_continue, *_: may_continue & (index < num_steps),
-        body,
-        (
-            tf.constant(0),
-            ~(halted.read_value() | stop_requested()),
-            no_batch,
-            pending.begin(num_steps),
-        ),
-        shape_invariants=(
-            tf.TensorShape([]),
-            tf.TensorShape([]),
-            tf.nest.map_structure(invariant_of, batch_spec),
-            tf.TensorShape([]),
-        ),
-        parallel_iterations=1,
-    )
-    return pending.read(taken), kept
+    # What the loop decides by is int32 and computed on the host, so that no GPU is waited for.
+    with tf.device(HOST) if steps_counted else contextlib.nullcontext():
+        limit = tf.where(is_halted() | stop_requested(), 0, num_steps)
+        taken, _, kept, _ = tf.while_loop(
+            lambda index, limit, *_: index < limit,
+            body,
+            (tf.constant(0), limit, no_batch, pending.begin(num_steps)),
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape([]),
+                tf.nest.map_structure(invariant_of, batch_spec),
+                tf.TensorShape([]),
+            ),
+            parallel_iterations=1,
+        )
+    counted = tf.cast(steps_counted() - before, tf.int32) if steps_counted else taken
+    pending.end(taken - counted)
+    return pending.read(counted), kept
 
 
 def run_batch(

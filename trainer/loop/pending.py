@@ -6,45 +6,60 @@ reports of the steps that the loop has taken, which it returns at its end only; 
 begins while the variables are read. This file provides both.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from trainer.step.report import StepReport, report_spec
+from trainer.step.report_bits import bits_of, packed, unpacked
 
 HELD = "the run has been left while it waited for data"  # the error of a loop that is held back
-FIRST_ROWS = 256  # steps whose reports are kept before the variable grows
+FIRST_ROWS = 256  # steps whose reports are kept before the variables grow
+HOST = "CPU:0"
 
 
 class Pending:
     """The reports of a running inner loop, and a gate between its batches and its steps.
 
-    The variables are plain ones on the host. Create them outside the strategy's scope.
+    The reports are kept where they are computed: the host would have to wait for each step to copy
+    its report from an accelerator. Everything else is in plain variables on the host. Create them
+    outside the strategy's scope.
 
     Args:
         recorded: number of variables whose gradient magnitudes are counted; 0 counts none.
         float8: number of float8 tensors.
+        device: where the steps compute their reports.
     """
 
-    def __init__(self, recorded: int = 0, float8: int = 0) -> None:
+    def __init__(self, recorded: int = 0, float8: int = 0, *, device: str = HOST) -> None:
         """Creates the variables; no report is kept yet, and the gate is open."""
         self._specs = report_spec(recorded, float8)
+        self._device = device
         self._width = int(packed(zeros(self._specs)).shape[0])
-        with tf.device("CPU:0"):
-            self._rows = tf.Variable(
-                tf.zeros([0, self._width], tf.int32),
-                trainable=False,
-                shape=[None, self._width],
-                name="reports",
-            )
+        with tf.device(device):
+            self._rows = rows_variable(tf.int64, self._width, name="reports")
+        with tf.device(HOST):
+            self._waits = rows_variable(tf.float32, name="waits")
             self._waiting = tf.Variable(initial_value=False, trainable=False, name="waiting")
             self._held = tf.Variable(initial_value=False, trainable=False, name="held")
+            self._uncounted = tf.Variable(0, trainable=False, name="uncounted")
 
     def begin(self, num_steps: tf.Tensor) -> tf.Tensor:
-        """Forgets the last loop's reports. Returns how many the variable holds: shape (), int32."""
-        rows = tf.minimum(num_steps, FIRST_ROWS)
-        self._rows.assign(tf.zeros([rows, self._width], tf.int32))
-        return rows
+        """Forgets the last loop's reports. Returns how many there is room for: shape (), int32."""
+        room = tf.minimum(num_steps, FIRST_ROWS)
+        with tf.device(self._device):
+            self._rows.assign(tf.zeros([room, self._width], tf.int64))
+        with tf.device(HOST):
+            self._waits.assign(tf.zeros([room]))
+            self._uncounted.assign(0)
+        return room
+
+    def end(self, uncounted: tf.Tensor) -> None:
+        """Notes how many batches the loop took for steps that were not counted."""
+        self._uncounted.assign(uncounted)
+
+    @property
+    def uncounted(self) -> int:
+        """Number of batches that the last loop took for steps that were not counted."""
+        return int(self._uncounted.numpy())
 
     def wait(self) -> tf.Operation:
         """Notes that the loop waits for a batch from here on."""
@@ -52,35 +67,44 @@ class Pending:
 
     def arrived(self) -> tf.Operation:
         """Notes that the batch is there. Fails if `hold` has been called: no step may begin."""
-        with tf.control_dependencies([self._waiting.assign(value=False, read_value=False)]):
-            is_open = ~self._held.read_value()
-        return tf.debugging.Assert(is_open, [HELD])
+        arrived = self._waiting.assign(value=False, read_value=False)
+        with tf.control_dependencies([arrived]), tf.device(HOST):
+            return tf.debugging.Assert(~self._held.read_value(), [HELD])
 
-    def write(self, index: tf.Tensor, report: StepReport, rows: tf.Tensor) -> tf.Tensor:
+    def write(
+        self, index: tf.Tensor, report: StepReport, waited: tf.Tensor, room: tf.Tensor
+    ) -> tf.Tensor:
         """Keeps a step's report.
 
         Args:
             index: number of steps that the loop took before: shape (), int32.
             report: the report, each field of shape ().
-            rows: how many reports the variable holds: shape (), int32.
+            waited: the seconds spent waiting for the step's batch: shape (), float32.
+            room: how many reports there is room for: shape (), int32.
 
         Returns:
-            The same as `rows`, or twice as many after it has grown.
+            The same as `room`, or twice as much after it was too little.
         """
 
         def grow() -> tf.Tensor:
-            more = tf.zeros([rows, self._width], tf.int32)
-            self._rows.assign(tf.concat([self._rows.read_value(), more], axis=0))
-            return rows * 2
+            double(self._rows, self._device)
+            double(self._waits, HOST)
+            return room * 2
 
-        rows = tf.cond(index < rows, lambda: rows, grow)
-        with tf.control_dependencies([rows]):
-            self._rows.scatter_update(tf.IndexedSlices(packed(report)[None], index[None]))
-        return rows
+        room = tf.cond(index < room, lambda: room, grow)
+        with tf.control_dependencies([room]):
+            with tf.device(self._device):
+                self._rows[index].assign(bits_of(report))
+            with tf.device(HOST):
+                self._waits[index].assign(waited)
+        return room
 
     def read(self, count: int | tf.Tensor) -> StepReport:
         """Returns the reports of the loop's first steps, each field with shape (count, ...)."""
-        return unpacked(self._rows.read_value()[:count], self._specs)
+        with tf.device(HOST):
+            rows = tf.identity(self._rows.read_value())
+            reports = unpacked(rows[:count], self._specs)
+            return reports._replace(data_wait_secs=self._waits.read_value()[:count])
 
     def hold(self) -> bool:
         """Keeps the loop from its next step if it waits for a batch, and returns whether it does.
@@ -97,63 +121,19 @@ class Pending:
         return False
 
 
+def rows_variable(dtype: tf.DType, *shape: int, name: str) -> tf.Variable:
+    """Returns a variable of any number of rows, of which it has none yet."""
+    none = tf.zeros([0, *shape], dtype)
+    return tf.Variable(none, trainable=False, shape=[None, *shape], name=name)
+
+
+def double(rows: tf.Variable, device: str) -> None:
+    """Appends as many rows of zeros as a variable has, which lies on the given device."""
+    with tf.device(device):
+        values = rows.read_value()
+        rows.assign(tf.concat([values, tf.zeros_like(values)], axis=0))
+
+
 def zeros(specs: StepReport) -> StepReport:
     """Returns zeros that match the specs of a report."""
     return StepReport(*(tf.zeros(spec.shape, spec.dtype) for spec in specs))
-
-
-def packed(report: StepReport) -> tf.Tensor:
-    """Returns the bits of a step's report: shape (width,), int32."""
-    parts = []
-    for dtype, names in by_dtype(report).items():
-        numbers = tf.stack([getattr(report, name) for name in names])
-        parts.append(as_int32(numbers, dtype))
-    vectors = [field for field in report if field.shape.rank]
-    return tf.concat([*parts, *(as_int32(each, each.dtype) for each in vectors)], axis=0)
-
-
-def as_int32(numbers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns the bits of a vector as a vector."""
-    if dtype == tf.bool:
-        return tf.cast(numbers, tf.int32)
-    return numbers if dtype == tf.int32 else tf.reshape(tf.bitcast(numbers, tf.int32), [-1])
-
-
-def unpacked(rows: tf.Tensor, specs: StepReport) -> StepReport:
-    """Returns the reports whose bits `packed` has returned.
-
-    Args:
-        rows: shape (steps, width), int32.
-        specs: the specs of a report.
-    """
-    fields: dict[str, tf.Tensor] = {}
-    start = 0
-    for dtype, names in by_dtype(specs).items():
-        width = len(names) * dtype.size // 4 if dtype != tf.bool else len(names)
-        numbers = from_int32(rows[:, start : start + width], dtype)
-        fields |= dict(zip(names, tf.unstack(numbers, num=len(names), axis=1), strict=True))
-        start += width
-    for name, spec in specs._asdict().items():
-        if spec.shape.rank:
-            width = spec.shape[0] * spec.dtype.size // 4
-            fields[name] = from_int32(rows[:, start : start + width], spec.dtype)
-            start += width
-    return StepReport(**fields)
-
-
-def from_int32(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns the numbers in the rows of a matrix of bits."""
-    if dtype == tf.bool:
-        return bits > 0
-    if dtype.size == 8:  # two at a time
-        bits = tf.reshape(bits, [tf.shape(bits)[0], bits.shape[1] // 2, 2])
-    return bits if dtype == tf.int32 else tf.bitcast(bits, dtype)
-
-
-def by_dtype(report: Any) -> dict[tf.DType, list[str]]:
-    """Returns the names of a report's fields of shape (), keyed by dtype."""
-    found: dict[tf.DType, list[str]] = {}
-    for name, field in report._asdict().items():
-        if not field.shape.rank:
-            found.setdefault(field.dtype, []).append(name)
-    return found

@@ -1,5 +1,6 @@
 """Builds the parts of a trainer, checks them, and restores a checkpoint."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from trainer.evaluation.evaluator import Evaluator, results_of
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
-from trainer.loop.pending import Pending
+from trainer.loop.pending import HOST, Pending
 from trainer.losses.output_mask import check_mask_values
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
@@ -126,7 +127,8 @@ def build(
             plan = make_plan(trainer, slots)
         recompute_constants(model)
     # Created outside the strategy's scope, as a plain variable that other threads can set.
-    stop = tf.Variable(initial_value=False, trainable=False, name="stop")
+    with tf.device(HOST):
+        stop = tf.Variable(initial_value=False, trainable=False, name="stop")
     depending = parts_of_plan(trainer, plan, state, stop, metrics)
     return Parts(
         state=state,
@@ -200,6 +202,7 @@ def parts_of_plan(
     metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
+    plan = dataclasses.replace(plan, runs_ahead=runs_ahead(trainer, plan))
     step: Callable[[Any], StepReport] = trainer.train_step
     if trainer.check_data:
         step = checked(step, trainer.example_weights, trainer.label_ranges)
@@ -232,7 +235,9 @@ def make_loop(
     if strategies.capabilities(strategy).asynchronous:
         remote = RemoteSteps(step, strategy, state.halted, stop, state.outcomes)
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
-    pending = Pending(plan.recorded, len(plan.float8))
+    found = strategies.capabilities(strategy)
+    on_host = found.on_cpu or found.decides_in_replica
+    pending = Pending(plan.recorded, len(plan.float8), device=HOST if on_host else "GPU:0")
     loop = functools.partial(
         run_steps,
         step,
@@ -240,9 +245,20 @@ def make_loop(
         lambda: strategies.any_worker(stop.read_value(), strategy),
         pending,
         keep_overflows=trainer.max_overflow_records > 0,
+        steps_counted=(lambda: state.step) if plan.runs_ahead else None,
     )
     traced: RunSteps = tf.function(loop, autograph=False)  # see `base.autograph`
     return traced, pending
+
+
+def runs_ahead(trainer: RunnableTrainer, plan: StepPlan) -> bool:
+    """Returns whether the loop begins steps without knowing whether the run is halted.
+
+    The host could not wait less for a step that is not one program: it reads the verdict. What a
+    step of the user's own does besides its attempt, it must not do in a halted run.
+    """
+    waits = strategies.capabilities(trainer.strategy).on_cpu or plan.jit_compile != "step"
+    return not (waits or trainer.step_overridden or trainer.max_overflow_records)
 
 
 def build_metrics(trainer: RunnableTrainer) -> Metrics:

@@ -85,7 +85,8 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
     in_float32 = run.due_in_float32(plan.float32_after)
-    inputs = StepInputs(batch, weights, state, random, in_float32)
+    halted = run.halted.read_value() if plan.runs_ahead else None
+    inputs = StepInputs(batch, weights, state, random, in_float32, halted)
 
     def attempt_at(scale_state: ScaleState) -> Attempt:
         return attempt_once(inputs._replace(scale_state=scale_state), plan)
@@ -100,8 +101,9 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
         verdict = verdict_for_rule(last.outcome, plan) if single else None
         run.loss_scaler.merge(state, last.scale_state, verdict)
     else:
-        run.loss_scaler.assign(last.scale_state)
-    run.count(last.outcome, retries, in_float32, plan)
+        after = last.scale_state if halted is None else select(halted, state, last.scale_state)
+        run.loss_scaler.assign(after)
+    run.count(last.outcome, retries, in_float32, plan, halted)
     return StepReport(
         step=run.step,
         loss_scale=last.loss_scale,

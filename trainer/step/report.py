@@ -50,7 +50,7 @@ class StepReport(NamedTuple):
     )  # shape=(), bool: whether this step was computed in float32, after many skips
     examples: tf.Tensor  # shape=(), int64: number of examples in the global batch
     weight: tf.Tensor  # shape=(), float32: sum of their weights, over which `loss` is a mean
-    data_wait_secs: tf.Tensor  # shape=(), float32: how long the loop waited for the batch; 0
+    data_wait_secs: tf.Tensor  # shape=(), float32: how long the host waited for the batch; 0
     # under `tf.config.experimental.enable_op_determinism()`
     # The remaining fields are those of `Outcome`, from the last attempt.
     loss: tf.Tensor

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -19,6 +18,7 @@ from trainer.base.argument_checks import check_choice
 from trainer.base.keras_private import all_layers
 from trainer.step.microbatch import Differentiate, Microbatch, PassInputs
 from trainer.step.report import StepReport
+from trainer.step.report_bits import PackedReport, packed
 from trainer.step.types import Batch, Gradient, Model
 
 UpdateFunction: TypeAlias = Callable[[list[Gradient]], None]
@@ -147,24 +147,21 @@ def compiled_step(attempt: StepFunction, jit_compile: bool | str) -> StepFunctio
 
 
 def one_program(attempt: StepFunction) -> StepFunction:
-    """Returns a step as one program of XLA, whose results are what a step can change.
+    """Returns a step as one program of XLA, whose only result is the report, as one vector.
 
-    XLA copies each result that is a constant, such as the retries of a step that never retries, by
-    a kernel of its own. So the constants of the report are added outside of the program.
+    XLA copies each result of a program to a buffer of its own, constants too.
     """
 
     def run(batch: Batch, weights: tf.Tensor) -> StepReport:
-        constants: dict[str, np.ndarray] = {}
+        specs: list[StepReport] = []
 
-        def varying(batch: Batch, weights: tf.Tensor) -> dict[str, tf.Tensor]:
-            report = attempt(batch, weights)._asdict()
-            values = {name: tf.get_static_value(field) for name, field in report.items()}
-            constants.update({name: v for name, v in values.items() if v is not None})
-            return {name: field for name, field in report.items() if name not in constants}
+        def bits(batch: Batch, weights: tf.Tensor) -> tf.Tensor:
+            report = attempt(batch, weights)
+            specs.append(StepReport(*map(tf.TensorSpec.from_tensor, report)))
+            return packed(report)
 
-        found = tf.function(varying, autograph=False, jit_compile=True)(batch, weights)
-        known = {name: tf.constant(value) for name, value in constants.items()}
-        return StepReport(**found, **known)
+        found = tf.function(bits, autograph=False, jit_compile=True)(batch, weights)
+        return PackedReport.from_bits(found, specs[0])
 
     return run
 

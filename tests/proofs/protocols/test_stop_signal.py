@@ -61,17 +61,15 @@ def test_the_inner_loop_votes_before_each_batch():
         def begin(self, count):
             return count * 0
 
-        def write(self, index, report, rows):
-            del index, report
-            return rows
+        def write(self, index, report, waited, room):
+            del index, report, waited
+            return room
+
+        def end(self, uncounted):
+            assert int(uncounted) == 0
 
         def read(self, taken):
             return taken
-
-    class Report:
-        def _replace(self, **fields):
-            del fields
-            return self
 
     class Batches:
         element_spec = ()
@@ -87,7 +85,6 @@ def test_the_inner_loop_votes_before_each_batch():
     def step(batch):
         del batch
         done.append("train_step")
-        return Report()
 
     taken, _ = run_steps(step, tf.Variable(False), vote, Pending(), Batches(), tf.constant(5))
 

@@ -6,40 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from trainer.data.reader import untuned
-from trainer.loop.pending import FIRST_ROWS, HELD, packed, unpacked
-from trainer.step.report import StepReport, report_spec
-
-
-@given(data=st.data(), recorded=st.sampled_from([0, 1, 3]), float8=st.sampled_from([0, 2]))
-def test_reports_keep_their_bits(data, recorded, float8):
-    """Whatever a report holds, NaN with any payload included, is read as it was written."""
-    specs = report_spec(recorded, float8)
-    bits = {
-        name: data.draw(
-            arrays.arrays(
-                np.bool_ if spec.dtype == tf.bool else f"u{spec.dtype.size}", tuple(spec.shape)
-            )
-        )
-        for name, spec in specs._asdict().items()
-    }
-    report = StepReport(
-        **{
-            name: tf.constant(value.view(spec.dtype.as_numpy_dtype))
-            for (name, value), spec in zip(bits.items(), specs, strict=True)
-        }
-    )
-    found = unpacked(tf.stack([packed(report), packed(report)]), specs)
-
-    for name, spec in specs._asdict().items():
-        field = getattr(found, name)
-        assert (field.dtype, field.shape) == (spec.dtype, [2, *spec.shape])
-        for row in field.numpy():
-            assert row.tobytes() == bits[name].tobytes()
+from trainer.loop.pending import FIRST_ROWS, HELD
 
 
 def test_a_loop_may_be_longer_than_the_first_rows():

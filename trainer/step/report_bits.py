@@ -1,0 +1,106 @@
+"""A report as one vector, so that many of them can be kept on the device that computes them.
+
+A report has some twenty numbers of four types. To hand each of them to the host would take twenty
+copies from a GPU, and the host would wait for each. So a step's numbers become one vector, of
+int64: TensorFlow keeps int32 tensors in the host's memory.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.step.report import StepReport
+
+
+class PackedReport(StepReport):
+    """A report that was unpacked from a vector, and still knows it.
+
+    Attributes:
+        bits: the vector: shape (width,), int64. None in a report that was changed with `_replace`
+            or rebuilt by TensorFlow.
+    """
+
+    bits: tf.Tensor | None = None
+
+    @classmethod
+    def from_bits(cls, bits: tf.Tensor, specs: StepReport) -> "PackedReport":
+        """Returns the report with these bits.
+
+        Args:
+            bits: the result of `packed`.
+            specs: the specs of the report's fields.
+        """
+        report = cls(*unpacked(bits, specs))
+        report.bits = bits
+        return report
+
+
+def bits_of(report: StepReport) -> tf.Tensor:
+    """Returns the vector of a report, which a step that is one program has computed already."""
+    known = report.bits if isinstance(report, PackedReport) else None
+    return packed(report) if known is None else known
+
+
+def packed(report: StepReport) -> tf.Tensor:
+    """Returns the bits of a step's report: shape (width,), int64."""
+    wholes = tf.stack([tf.cast(getattr(report, name), tf.int64) for name in wholes_of(report)])
+    floats = tf.stack([getattr(report, name) for name in floats_of(report)])
+    vectors = [as_int64(getattr(report, name)) for name in vectors_of(report)]
+    return tf.concat([wholes, as_int64(floats), *vectors], axis=0)
+
+
+def unpacked(bits: tf.Tensor, specs: StepReport) -> StepReport:
+    """Returns the reports whose bits `packed` has returned.
+
+    Args:
+        bits: shape (..., width), int64.
+        specs: the specs of a report's fields.
+    """
+    fields: dict[str, tf.Tensor] = {}
+    scalars = [*wholes_of(specs), *floats_of(specs)]
+    values = tf.unstack(bits[..., : len(scalars)], num=len(scalars), axis=-1)
+    for name, value in zip(scalars, values, strict=True):
+        fields[name] = from_int64(value, getattr(specs, name).dtype)
+    start = len(scalars)
+    for name in vectors_of(specs):
+        spec = getattr(specs, name)
+        end = start + spec.shape[0]
+        fields[name] = from_int64(bits[..., start:end], spec.dtype)
+        start = end
+    empty = tf.cast(bits[..., :0], tf.float32)
+    return StepReport(**{name: fields.get(name, empty) for name in StepReport._fields})
+
+
+def as_int64(floats: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of float32 numbers."""
+    return tf.cast(tf.bitcast(floats, tf.int32), tf.int64)
+
+
+def from_int64(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the numbers of a dtype that have these bits, or equal these integers."""
+    if dtype == tf.float32:
+        return tf.bitcast(tf.cast(bits, tf.int32), tf.float32)
+    return tf.cast(bits, dtype)
+
+
+def wholes_of(report: Any) -> list[str]:
+    """Returns the names of a report's fields that are one integer or bool."""
+    return [
+        name
+        for name, field in report._asdict().items()
+        if not field.shape.rank and not field.dtype.is_floating
+    ]
+
+
+def floats_of(report: Any) -> list[str]:
+    """Returns the names of a report's fields that are one float."""
+    return [
+        name
+        for name, field in report._asdict().items()
+        if not field.shape.rank and field.dtype.is_floating
+    ]
+
+
+def vectors_of(report: Any) -> list[str]:
+    """Returns the names of a report's fields that are vectors, all of float32, and not empty."""
+    return [name for name, field in report._asdict().items() if field.shape.rank and field.shape[0]]
