@@ -38,7 +38,7 @@ def in_each_step(concrete, on_host):
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_the_host_does_not_wait_for_a_step(precision):
-    """Nothing that a step computes is needed on the host in every step: neither its report, nor
+    """L14: nothing that a step computes is needed on the host in every step: neither its report, nor
     whether the run goes on. What is read after some steps is whether the run is halted.
     """
     loop = traced_loop(precision=precision)

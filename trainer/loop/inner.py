@@ -52,21 +52,10 @@ def run_steps(
         without `keep_overflows`.
     """
     batch_spec = iterator.element_spec if keep_overflows else ()
-    no_batch = tf.nest.map_structure(zeros_of, batch_spec)
     before = steps_counted() if steps_counted else None
 
-    def is_halted() -> tf.Tensor:
-        with tf.device(None):  # where the variable is
-            return halted.read_value()
-
     def limit_after(index: tf.Tensor, report: StepReport) -> tf.Tensor:
-        """Returns the number of steps that the loop ends at."""
-        ends = stop_requested()
-        if steps_counted:
-            read_now = (index + 1) % RUN_AHEAD == 0
-            ends |= tf.cond(read_now, is_halted, lambda: tf.constant(value=False))
-        else:
-            ends |= is_halted()
+        ends = must_end(halted, stop_requested, index if steps_counted else None)
         if keep_overflows:
             ends |= report.consecutive_skips == 1
         return tf.where(ends, 0, num_steps)
@@ -77,10 +66,8 @@ def run_steps(
         del limit, kept
         with tf.control_dependencies([pending.wait()]):
             batch, waited = timed_next(iterator)
-        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            arrived = pending.arrived()
-        with tf.control_dependencies([arrived]):
-            with tf.device(None):
+        with tf.control_dependencies([pending.arrived(batch)]):
+            with tf.device(None):  # wherever TensorFlow places it
                 report = call_user(train_step, batch)
             room = pending.write(index, report, waited, room)
             limit = limit_after(index, report)
@@ -88,22 +75,40 @@ def run_steps(
 
     # What the loop decides by is int32 and computed on the host, so that no GPU is waited for.
     with tf.device(HOST) if steps_counted else contextlib.nullcontext():
-        limit = tf.where(is_halted() | stop_requested(), 0, num_steps)
+        limit = tf.where(must_end(halted, stop_requested), 0, num_steps)
+        no_batch = tf.nest.map_structure(zeros_of, batch_spec)
+        number, batches = tf.TensorShape([]), tf.nest.map_structure(invariant_of, batch_spec)
         taken, _, kept, _ = tf.while_loop(
             lambda index, limit, *_: index < limit,
             body,
             (tf.constant(0), limit, no_batch, pending.begin(num_steps)),
-            shape_invariants=(
-                tf.TensorShape([]),
-                tf.TensorShape([]),
-                tf.nest.map_structure(invariant_of, batch_spec),
-                tf.TensorShape([]),
-            ),
+            shape_invariants=(number, number, batches, number),
             parallel_iterations=1,
         )
     counted = tf.cast(steps_counted() - before, tf.int32) if steps_counted else taken
     pending.end(taken - counted)
     return pending.read(counted), kept
+
+
+def must_end(
+    halted: tf.Variable, stop_requested: Callable[[], tf.Tensor], index: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Returns whether the inner loop must end: shape (), bool.
+
+    Args:
+        halted: as for `run_steps`.
+        stop_requested: as for `run_steps`.
+        index: the index of the last step, if the loop may run ahead; shape (), int32.
+    """
+
+    def is_halted() -> tf.Tensor:
+        with tf.device(None):  # where the variable is
+            return halted.read_value()
+
+    if index is None:
+        return is_halted() | stop_requested()
+    read_now = (index + 1) % RUN_AHEAD == 0
+    return tf.cond(read_now, is_halted, lambda: tf.constant(value=False)) | stop_requested()
 
 
 def run_batch(

@@ -6,6 +6,8 @@ reports of the steps that the loop has taken, which it returns at its end only; 
 begins while the variables are read. This file provides both.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
 from trainer.step.report import StepReport, report_spec
@@ -65,9 +67,10 @@ class Pending:
         """Notes that the loop waits for a batch from here on."""
         return self._waiting.assign(value=True, read_value=False)
 
-    def arrived(self) -> tf.Operation:
+    def arrived(self, batch: Any) -> tf.Operation:
         """Notes that the batch is there. Fails if `hold` has been called: no step may begin."""
-        arrived = self._waiting.assign(value=False, read_value=False)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            arrived = self._waiting.assign(value=False, read_value=False)
         with tf.control_dependencies([arrived]), tf.device(HOST):
             return tf.debugging.Assert(~self._held.read_value(), [HELD])
 

@@ -55,7 +55,8 @@ def test_the_inner_loop_votes_before_each_batch():
         def wait(self):
             return tf.no_op()
 
-        def arrived(self):
+        def arrived(self, batch):
+            assert batch == ()
             return tf.no_op()
 
         def begin(self, count):
