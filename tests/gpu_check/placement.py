@@ -1,9 +1,11 @@
 """What the host waits for while a graph runs on a GPU, found without one.
 
 TensorFlow's wheel for Linux holds the kernels of GPUs, and says of each which of its arguments are in the
-host's memory. An operation runs on the GPU if it has a kernel there, unless its device is a CPU's or it
+host's memory. An operation runs on the GPU if it has a kernel there, unless its device is the host or it
 uses a variable that lies on the host. Where an argument in the host's memory comes from one in the GPU's,
 TensorFlow copies it, and what needs it waits until the GPU has computed all that was asked of it before.
+
+A second logical CPU stands for the GPU: what is placed there counts as placed on the GPU.
 
 It uses private names of TensorFlow 2.21, and no package of the project imports it.
 """
@@ -24,6 +26,7 @@ BRANCHES = {
 }
 NOT_COPIED = {"IteratorGetNext"}  # an iterator lies where it was made
 ON_CARD, ON_HOST = "the card", "the host"
+CARD = "CPU:1"
 
 
 class Copy(NamedTuple):
@@ -70,12 +73,14 @@ class Placement:
         function: the `FunctionDef`.
         library: the definitions of other functions, by name.
         inputs: where each of the function's inputs lies: for a resource, that which it holds.
+        device: the device of the operation that calls the function: that of those without one.
+        conditional: whether not every step calls it.
     """
 
-    def __init__(self, function, library, inputs, *, conditional=False):
+    def __init__(self, function, library, inputs, device="", *, conditional=False):
         """Walks through the function."""
         self.copies = []
-        self._library, self._conditional = library, conditional
+        self._library, self._device, self._conditional = library, device, conditional
         names = [arg.name for arg in function.signature.input_arg]
         self._memory = dict(zip(names, inputs, strict=True))
         self._source = dict.fromkeys(names, "an input")
@@ -107,6 +112,11 @@ class Placement:
             self._memory[f"{node.name}:{name}:{place}"] = where
             self._source[f"{node.name}:{name}:{place}"] = node.name
 
+    def _on_host(self, node):
+        """Whether a node's device is the host. Without a device, it is the GPU."""
+        device = node.device or self._device
+        return bool(device) and CARD not in device
+
     def _is_resource(self, definition):
         first = [*definition.input_arg][:1]
         return bool(first) and first[0].type == tf.resource.as_datatype_enum
@@ -117,7 +127,7 @@ class Placement:
         if node.attr["_XlaMustCompile"].b:
             return [None] * len(inputs), [ON_CARD] * len(outputs)
         kernel = gpu_kernel(node)
-        by_device = "CPU" in node.device and ON_CARD not in resources
+        by_device = self._on_host(node) and ON_CARD not in resources
         on_host = by_device or ON_HOST in resources or node.op in NOT_COPIED
         if on_host or kernel is None:
             handles = [None if resources and not place else ON_HOST for place in range(len(inputs))]
@@ -149,6 +159,7 @@ class Placement:
                 self._library[node.attr[name].func.name],
                 self._library,
                 memory[1:] if branches else memory,
+                node.device or self._device,
                 conditional=self._conditional or branches,
             )
             for name in BRANCHES[node.op]
@@ -166,7 +177,7 @@ class Placement:
             for arg in self._library[node.attr[BRANCHES[node.op][0]].func.name].signature.output_arg
         ]
         int32 = tf.int32.as_datatype_enum
-        on_host = "CPU" in node.device
+        on_host = self._on_host(node)
         return [
             ON_HOST if on_host or kind == int32 or set(where) == {ON_HOST} else ON_CARD
             for where, kind in zip(each_result, types, strict=True)

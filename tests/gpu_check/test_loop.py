@@ -1,12 +1,13 @@
 """The loop around a step that is one program: on a GPU, the host runs ahead of it."""
 
+import contextlib
 import dataclasses
 from unittest import mock
 
 import pytest
 import tensorflow as tf
-from gpu_check.placement import copies_to_host
-from helpers import IMAGES, LABELS, SmallImages, adam
+from gpu_check.placement import CARD, copies_to_host
+from helpers import IMAGES, LABELS, SmallImages, adam, assert_close
 
 import strategies
 from trainer.data.batches import untuned
@@ -16,17 +17,25 @@ from trainer.run import build
 BATCHES = untuned(tf.data.Dataset.from_tensors((IMAGES, LABELS)).repeat())
 
 
+@contextlib.contextmanager
+def as_if_on_a_gpu():
+    """Lets a second logical CPU pass for a GPU; yields a strategy that computes there."""
+    strategy = tf.distribute.OneDeviceStrategy(f"/device:{CARD}")
+    found = dataclasses.replace(strategies.capabilities(strategy), on_cpu=False)
+    with mock.patch.object(strategies, "capabilities", return_value=found):
+        yield strategy
+
+
 def traced_loop(made=SmallImages, **settings):
     """The inner loop as it is traced where there is a GPU, and what lies on the host there."""
-    here = strategies.capabilities(tf.distribute.get_strategy())
-    found = dataclasses.replace(here, on_cpu=False)
-    with mock.patch.object(strategies, "capabilities", return_value=found):
-        trainer = made(optimizer=adam, verbose=False, **{"jit_compile": "step"} | settings)
+    with as_if_on_a_gpu() as strategy:
+        settings = {"jit_compile": "step", "strategy": strategy} | settings
+        trainer = made(optimizer=adam, verbose=False, **settings)
         trainer._start(next(iter(BATCHES)))
         parts = trainer._parts
         concrete = parts.run_steps.get_concrete_function(iter(BATCHES), tf.constant(1))
     kept = parts.pending
-    rows = [kept._rows] if kept._device == pending.HOST else []
+    rows = [] if CARD in kept._device else [kept._rows]
     return concrete, [*rows, kept._waits, kept._waiting, kept._held, kept._uncounted, parts.stop]
 
 
@@ -70,3 +79,18 @@ def test_a_report_on_the_host_is_found(monkeypatch):
 def test_a_check_of_the_data_is_found():
     """`check_data=True` stops at a wrong value, so the host waits until a batch has been looked at."""
     assert in_each_step(*traced_loop(check_data=True))
+
+
+def test_a_loop_on_the_host_takes_steps_on_another_device():
+    """What the step reads and writes lies on its device, the loop on the host; the run is as ever."""
+    usual = SmallImages(optimizer=adam, seed=1, jit_compile="step", verbose=False)
+    usual.train(BATCHES, steps=5)
+    with as_if_on_a_gpu() as strategy:
+        apart = SmallImages(
+            optimizer=adam, seed=1, jit_compile="step", strategy=strategy, verbose=False
+        )
+        apart.train(BATCHES, steps=5)
+
+    assert apart._parts.plan.runs_ahead
+    assert CARD in apart._parts.state.halted.device
+    assert_close(usual, apart)

@@ -1,6 +1,5 @@
 """The inner loop: many steps in one graph call, without any work on the host in between."""
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,6 +52,8 @@ def run_steps(
     """
     batch_spec = iterator.element_spec if keep_overflows else ()
     before = steps_counted() if steps_counted else None
+    # The loop is placed on the host, so that it does not wait for a GPU, and the step is not.
+    around, within = (HOST, halted.device) if steps_counted else (None, None)
 
     def limit_after(index: tf.Tensor, report: StepReport) -> tf.Tensor:
         ends = must_end(halted, stop_requested, index if steps_counted else None)
@@ -67,14 +68,13 @@ def run_steps(
         with tf.control_dependencies([pending.wait()]):
             batch, waited = timed_next(iterator)
         with tf.control_dependencies([pending.arrived(batch)]):
-            with tf.device(None):  # wherever TensorFlow places it
+            with tf.device(within):
                 report = call_user(train_step, batch)
             room = pending.write(index, report, waited, room)
             limit = limit_after(index, report)
         return index + 1, limit, batch if keep_overflows else (), room
 
-    # What the loop decides by is int32 and computed on the host, so that no GPU is waited for.
-    with tf.device(HOST) if steps_counted else contextlib.nullcontext():
+    with tf.device(around):
         limit = tf.where(must_end(halted, stop_requested), 0, num_steps)
         no_batch = tf.nest.map_structure(zeros_of, batch_spec)
         number, batches = tf.TensorShape([]), tf.nest.map_structure(invariant_of, batch_spec)
@@ -102,7 +102,7 @@ def must_end(
     """
 
     def is_halted() -> tf.Tensor:
-        with tf.device(None):  # where the variable is
+        with tf.device(halted.device if index is not None else None):
             return halted.read_value()
 
     if index is None:

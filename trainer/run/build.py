@@ -237,7 +237,9 @@ def make_loop(
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
     found = strategies.capabilities(strategy)
     on_host = found.on_cpu or found.decides_in_replica
-    pending = Pending(plan.recorded, len(plan.float8), device=HOST if on_host else "GPU:0")
+    pending = Pending(
+        plan.recorded, len(plan.float8), device=HOST if on_host else state.halted.device
+    )
     loop = functools.partial(
         run_steps,
         step,
