@@ -12,6 +12,15 @@ from scaling import Cause, Verdict
 CURABLE = [Cause.BACKWARD, Cause.REDUCTION]
 INCURABLE = [Cause.WEIGHTS, Cause.FORWARD, Cause.UNSCALING, Cause.MODEL]
 
+ONE_OF_EACH = [  # a rule of each class
+    scaling.DynamicLossScale(),
+    scaling.TolerantLossScale(),
+    scaling.HeadroomLossScale(),
+    scaling.LogMaxLossScale(),
+    scaling.FixedLossScale(8.0),
+    scaling.NoLossScale(),
+]
+
 
 def powers_of_two(low=-126, high=126):
     """Powers of two, by their exponents."""

@@ -64,10 +64,9 @@ def check_not_stuck(
     if cause is scaling.Cause.WEIGHTS:
         problem = f"Training cannot continue: the weights were not finite at step {last.step}."
     elif too_many:
-        problem = (
-            f"Training is stuck: {last.consecutive_skips} steps in a row were skipped by step "
-            f"{last.step}."
-        )
+        skips = last.consecutive_skips
+        steps_were = "1 step was" if skips == 1 else f"{skips} steps in a row were"
+        problem = f"Training is stuck: {steps_were} skipped by step {last.step}."
     else:
         problem = f"Training cannot continue: the loss was not finite at step {last.step}."
     replay = (

@@ -2,21 +2,12 @@
 
 import pytest
 import tensorflow as tf
+from generators import ONE_OF_EACH
 
-import scaling
 from scaling.base.types import RuleState
 
-RULES = [
-    scaling.DynamicLossScale(),
-    scaling.TolerantLossScale(),
-    scaling.HeadroomLossScale(),
-    scaling.LogMaxLossScale(),
-    scaling.FixedLossScale(8.0),
-    scaling.NoLossScale(),
-]
 
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=lambda rule: type(rule).__name__)
 def test_the_state_of_every_rule_is_a_rule_state(rule):
     """A state has `loss_scale` and the methods of a NamedTuple; a number and a tensor do not."""
     state = rule.initial_state()

@@ -3,9 +3,9 @@
 import keras
 import pytest
 import tensorflow as tf
+from generators import ONE_OF_EACH
 from helpers import IMAGES, LABELS, SmallImages
 
-import scaling
 from trainer.step.xla_operations import (
     operations_on_int32_variables,
     operations_sized_by_values,
@@ -111,18 +111,8 @@ def test_an_operation_on_an_int32_variable_is_named():
     assert operations_on_int32_variables(uncompiled) == []
 
 
-RULES = [
-    scaling.DynamicLossScale(),
-    scaling.TolerantLossScale(),
-    scaling.HeadroomLossScale(),
-    scaling.LogMaxLossScale(),
-    scaling.FixedLossScale(8.0),
-    scaling.NoLossScale(),
-]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=lambda rule: type(rule).__name__)
 def test_a_step_that_is_one_program_uses_no_int32_variable(rule):
     """So a GPU can run it: neither the loss scale nor the counts, metrics, seeds and averages are
     int32 variables.
