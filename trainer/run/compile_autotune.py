@@ -220,7 +220,7 @@ def compilable_parts(
     """
     traced = hasattr(parts.run_steps, "get_concrete_function")
     mode = parts.plan.jit_compile
-    if mode not in WITH_PASSES or not traced or tf.config.functions_run_eagerly():
+    if mode not in (*WITH_PASSES, "update") or not traced or tf.config.functions_run_eagerly():
         return parts
     trace(parts)
     names, sized = operations_without_xla(parts.run_steps), sized_by_values(parts)

@@ -441,6 +441,31 @@ def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
     )
 
 
+class CountingSGD(keras.optimizers.SGD):
+    """Counts its updates of variables in an int32 variable of its own."""
+
+    def build(self, variables):
+        """Creates the variable."""
+        super().build(variables)
+        self.updates = tf.Variable(0, trainable=False)
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Counts an update."""
+        self.updates.assign_add(1)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_int32_variables_of_an_optimizer_are_out_of_reach_too(monkeypatch):
+    """Where XLA compiles the update alone, what the update counts in is refused on a GPU."""
+    trainer = SmallImages(optimizer=CountingSGD, jit_compile="update", verbose=False)
+    assert trained(trainer) == "update"
+    arguments = (trainer, trainer._parts, lambda parts: parts)
+    assert compilation.compilable_parts(*arguments, auto=False) is trainer._parts
+    pretend(monkeypatch, on_cpu=False)
+    with pytest.raises(ValueError, match=r"must not be 'update' on a GPU .*\bint32 variables"):
+        compilation.compilable_parts(*arguments, auto=False)
+
+
 @pytest.mark.thorough
 def test_int32_variables_are_within_reach_on_a_tpu(monkeypatch):
     """A TPU holds int32 variables itself, so True stays allowed there."""
