@@ -80,8 +80,6 @@ def pack_case(kit, model, dtype):
     from lowered_step import hlo_of
     from models import POLICIES, work_of
 
-    from trainer.step.report_bits import bits_of
-
     kit.mkdir(parents=True, exist_ok=True)
     work = work_of(model)
     trainer, _ = trainer_of(work, POLICIES[dtype], jit_compile="step", seed=1)
@@ -92,7 +90,7 @@ def pack_case(kit, model, dtype):
     @tf.function(jit_compile=True, autograph=False)
     def program(*batch):
         report = trainer.train_step(batch)
-        return report.loss, bits_of(report)
+        return report.loss, report.bits
 
     values = [tf.constant(made(each)) for each in batch]
     specs = [tf.TensorSpec(each.shape, each.dtype) for each in values]

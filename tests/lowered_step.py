@@ -16,8 +16,7 @@ from tensorflow.python.eager import context
 from trainer import Trainer
 from trainer.step import replica
 from trainer.step.held_back import tensorflow_variable
-from trainer.step.report import StepReport
-from trainer.step.report_bits import bits_of
+from trainer.step.report_bits import PackedReport
 from trainer.step.rollback import variables_in_reach
 
 REPLICA_SUFFIX = "_of_replica"  # ends the names of rewritten functions
@@ -80,7 +79,7 @@ def lower_function(function, batch):
     @tf.function(jit_compile=True, autograph=False)
     def program(*leaves):
         found = function(tf.nest.pack_sequence_as(spec, leaves))
-        return bits_of(found) if isinstance(found, StepReport) else found
+        return found.bits if isinstance(found, PackedReport) else found
 
     return hlo_of(program, tf.nest.flatten(spec))[0]
 

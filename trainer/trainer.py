@@ -538,11 +538,6 @@ class Trainer(Task):
         """
         return attempt_step(batch, self._parts.plan, self._parts.state)
 
-    @property
-    def step_overridden(self) -> bool:
-        """Whether `train_step` is not the one of `Trainer`."""
-        return getattr(self.train_step, "__func__", None) is not Trainer.train_step
-
     @without_autograph
     def eval_step(self, batch: Batch) -> tuple[tf.Tensor, tf.Tensor]:
         """Evaluates one global batch. Called in cross-replica context, in a graph.

@@ -242,14 +242,10 @@ class DataPosition:
             self.drop(batches_taken)
         self.taken = batches_taken
 
-    def count(self, used: int, *, unused: int) -> None:
-        """Notes how many batches were taken, and by how many steps they were used."""
-        self.taken += used + unused
-        self.left_out += unused
-
     def leave_out_one(self) -> None:
         """Notes that a batch was taken which no step has used."""
-        self.count(0, unused=1)
+        self.taken += 1
+        self.left_out += 1
 
     def leave_out(self, count: int) -> None:
         """Takes `count` batches that no step will use."""

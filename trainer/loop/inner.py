@@ -9,8 +9,6 @@ from trainer.base.autograph import call_user
 from trainer.loop.pending import HOST, Pending
 from trainer.step.report import StepReport
 
-RUN_AHEAD = 32  # the host begins so many steps before it waits for a GPU
-
 
 def run_steps(
     train_step: Callable[[Any], StepReport],
@@ -21,15 +19,10 @@ def run_steps(
     num_steps: tf.Tensor,
     *,
     keep_overflows: bool = False,
-    steps_counted: Callable[[], tf.Tensor] | None = None,
 ) -> tuple[StepReport, Any]:
     """Takes up to `num_steps` steps. Trace it in a `tf.function`, in cross-replica context.
 
     The loop ends before `num_steps` when the run is halted or asked to stop.
-
-    The host need not wait for a GPU that computes a step as one program: it can start the next
-    steps meanwhile. So if steps that are begun in a halted run change nothing, whether it is halted
-    is read after every `RUN_AHEAD` steps only. The batches of steps that were not counted are lost.
 
     Args:
         train_step: takes a global batch, attempts an update, and returns a report.
@@ -43,22 +36,15 @@ def run_steps(
             number would cause a retrace.
         keep_overflows: whether to end after the first of several consecutive skips and return the
             skipped batch, while the weights are still those that the step used.
-        steps_counted: returns the number of steps that the run has counted: shape (), int64. Pass
-            it if the loop may run ahead.
 
     Returns:
         The reports of the steps, each field with shape (steps, ...); and the last batch, or ()
         without `keep_overflows`.
     """
     batch_spec = iterator.element_spec if keep_overflows else ()
-    before = steps_counted() if steps_counted else None
-    # The loop is placed on the host, so that it does not wait for a GPU, and the step is not.
-    around, within = (HOST, halted.device) if steps_counted else (None, None)
+    no_batch = tf.nest.map_structure(zeros_of, batch_spec)
 
-    def limit_after(index: tf.Tensor, report: StepReport) -> tf.Tensor:
-        ends = must_end(halted, stop_requested, index if steps_counted else None)
-        if keep_overflows:
-            ends |= report.consecutive_skips == 1
+    def limit_unless(ends: tf.Tensor) -> tf.Tensor:
         return tf.where(ends, 0, num_steps)
 
     def body(
@@ -68,47 +54,32 @@ def run_steps(
         with tf.control_dependencies([pending.wait()]):
             batch, waited = timed_next(iterator)
         with tf.control_dependencies([pending.arrived(batch)]):
-            with tf.device(within):
-                report = call_user(train_step, batch)
+            report = call_user(train_step, batch)
             room = pending.write(index, report, waited, room)
-            limit = limit_after(index, report)
-        return index + 1, limit, batch if keep_overflows else (), room
+            ends = halted.read_value() | stop_requested()
+        if keep_overflows:
+            ends |= report.consecutive_skips == 1
+        return index + 1, limit_unless(ends), batch if keep_overflows else (), room
 
-    with tf.device(around):
-        limit = tf.where(must_end(halted, stop_requested), 0, num_steps)
-        no_batch = tf.nest.map_structure(zeros_of, batch_spec)
-        number, batches = tf.TensorShape([]), tf.nest.map_structure(invariant_of, batch_spec)
-        taken, _, kept, _ = tf.while_loop(
-            lambda index, limit, *_: index < limit,
-            body,
-            (tf.constant(0), limit, no_batch, pending.begin(num_steps)),
-            shape_invariants=(number, number, batches, number),
-            parallel_iterations=1,
-        )
-    counted = tf.cast(steps_counted() - before, tf.int32) if steps_counted else taken
-    pending.end(taken - counted)
-    return pending.read(counted), kept
-
-
-def must_end(
-    halted: tf.Variable, stop_requested: Callable[[], tf.Tensor], index: tf.Tensor | None = None
-) -> tf.Tensor:
-    """Returns whether the inner loop must end: shape (), bool.
-
-    Args:
-        halted: as for `run_steps`.
-        stop_requested: as for `run_steps`.
-        index: the index of the last step, if the loop may run ahead; shape (), int32.
-    """
-
-    def is_halted() -> tf.Tensor:
-        with tf.device(halted.device if index is not None else None):
-            return halted.read_value()
-
-    if index is None:
-        return is_halted() | stop_requested()
-    read_now = (index + 1) % RUN_AHEAD == 0
-    return tf.cond(read_now, is_halted, lambda: tf.constant(value=False)) | stop_requested()
+    # The loop goes on by two int32 numbers, which TensorFlow keeps on the host if there is a GPU.
+    taken, _, kept, _ = tf.while_loop(
+        lambda index, limit, *_: index < limit,
+        body,
+        (
+            tf.constant(0),
+            limit_unless(halted.read_value() | stop_requested()),
+            no_batch,
+            pending.begin(num_steps),
+        ),
+        shape_invariants=(
+            tf.TensorShape([]),
+            tf.TensorShape([]),
+            tf.nest.map_structure(invariant_of, batch_spec),
+            tf.TensorShape([]),
+        ),
+        parallel_iterations=1,
+    )
+    return pending.read(taken), kept
 
 
 def run_batch(
@@ -143,7 +114,7 @@ def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
     start = tf.timestamp()
     with tf.control_dependencies([start]):
         batch = next(iterator)
-    with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+    with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)), tf.device(HOST):
         return batch, tf.cast(tf.timestamp() - start, tf.float32)
 
 

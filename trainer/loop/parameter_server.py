@@ -106,11 +106,6 @@ class RemoteSteps:
         while self._scheduled:
             self._reports.append(self._scheduled.popleft().fetch())
 
-    @property
-    def uncounted(self) -> int:
-        """Number of batches taken for steps that were not counted: none, or it is not known."""
-        return 0
-
     def hold(self) -> bool:
         """Keeps the call from its next step if it waits for data, and returns whether it does.
 

@@ -35,14 +35,13 @@ class Pending:
         """Creates the variables; no report is kept yet, and the gate is open."""
         self._specs = report_spec(recorded, float8)
         self._device = device
-        self._width = int(packed(zeros(self._specs)).shape[0])
+        self._width = int(packed(zeros(self._specs), self._specs).shape[0])
         with tf.device(device):
             self._rows = rows_variable(tf.int64, self._width, name="reports")
         with tf.device(HOST):
             self._waits = rows_variable(tf.float32, name="waits")
             self._waiting = tf.Variable(initial_value=False, trainable=False, name="waiting")
             self._held = tf.Variable(initial_value=False, trainable=False, name="held")
-            self._uncounted = tf.Variable(0, trainable=False, name="uncounted")
 
     def begin(self, num_steps: tf.Tensor) -> tf.Tensor:
         """Forgets the last loop's reports. Returns how many there is room for: shape (), int32."""
@@ -51,17 +50,7 @@ class Pending:
             self._rows.assign(tf.zeros([room, self._width], tf.int64))
         with tf.device(HOST):
             self._waits.assign(tf.zeros([room]))
-            self._uncounted.assign(0)
         return room
-
-    def end(self, uncounted: tf.Tensor) -> None:
-        """Notes how many batches the loop took for steps that were not counted."""
-        self._uncounted.assign(uncounted)
-
-    @property
-    def uncounted(self) -> int:
-        """Number of batches that the last loop took for steps that were not counted."""
-        return int(self._uncounted.numpy())
 
     def wait(self) -> tf.Operation:
         """Notes that the loop waits for a batch from here on."""
@@ -87,6 +76,9 @@ class Pending:
 
         Returns:
             The same as `room`, or twice as much after it was too little.
+
+        Raises:
+            ValueError: if a field has another dtype or shape than in the step's own report.
         """
 
         def grow() -> tf.Tensor:
@@ -97,7 +89,7 @@ class Pending:
         room = tf.cond(index < room, lambda: room, grow)
         with tf.control_dependencies([room]):
             with tf.device(self._device):
-                self._rows[index].assign(bits_of(report))
+                self._rows[index].assign(bits_of(report, self._specs))
             with tf.device(HOST):
                 self._waits[index].assign(waited)
         return room

@@ -1,6 +1,5 @@
 """Builds the parts of a trainer, checks them, and restores a checkpoint."""
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -202,7 +201,6 @@ def parts_of_plan(
     metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
-    plan = dataclasses.replace(plan, runs_ahead=runs_ahead(trainer, plan))
     step: Callable[[Any], StepReport] = trainer.train_step
     if trainer.check_data:
         step = checked(step, trainer.example_weights, trainer.label_ranges)
@@ -237,9 +235,8 @@ def make_loop(
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
     found = strategies.capabilities(strategy)
     on_host = found.on_cpu or found.decides_in_replica
-    pending = Pending(
-        plan.recorded, len(plan.float8), device=HOST if on_host else state.halted.device
-    )
+    device = HOST if on_host else state.halted.device  # where steps compute their reports
+    pending = Pending(plan.recorded, len(plan.float8), device=device)
     loop = functools.partial(
         run_steps,
         step,
@@ -247,20 +244,9 @@ def make_loop(
         lambda: strategies.any_worker(stop.read_value(), strategy),
         pending,
         keep_overflows=trainer.max_overflow_records > 0,
-        steps_counted=(lambda: state.step) if plan.runs_ahead else None,
     )
     traced: RunSteps = tf.function(loop, autograph=False)  # see `base.autograph`
     return traced, pending
-
-
-def runs_ahead(trainer: RunnableTrainer, plan: StepPlan) -> bool:
-    """Returns whether the loop begins steps without knowing whether the run is halted.
-
-    The host could not wait less for a step that is not one program: it reads the verdict. What a
-    step of the user's own does besides its attempt, it must not do in a halted run.
-    """
-    waits = strategies.capabilities(trainer.strategy).on_cpu or plan.jit_compile != "step"
-    return not (waits or trainer.step_overridden or trainer.max_overflow_records)
 
 
 def build_metrics(trainer: RunnableTrainer) -> Metrics:

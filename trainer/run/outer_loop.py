@@ -377,7 +377,7 @@ class OuterLoop:
         taken, before = int(report.step.shape[0]), self._step
         self._step = before + taken
         self._log.add(report, self._step, compiling=before == self._start)
-        self._position.count(taken, unused=self._parts.pending.uncounted)
+        self._position.taken += taken
 
     def _pending_steps(self) -> StepReport:
         """Returns the reports of an inner loop that was left while it waited for data."""

@@ -45,10 +45,6 @@ class RunSteps(Protocol):
 class PendingSteps(Protocol):
     """What is known of an inner loop while it runs: `loop.pending.Pending`, or `RemoteSteps`."""
 
-    @property
-    def uncounted(self) -> int:
-        """Number of batches that the last loop took for steps that were not counted."""
-
     def hold(self) -> bool:
         """Keeps the loop from its next step if it waits for data, and returns whether it does."""
 
@@ -151,10 +147,6 @@ class RunnableTrainer(Protocol):
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step. Waits for the device."""
-
-    @property
-    def step_overridden(self) -> bool:
-        """Whether `train_step` is not the one of `Trainer`."""
 
     def lending(self, metrics: MetricsByName) -> contextlib.AbstractContextManager[None]:
         """Context manager in which `metrics` are those in use."""

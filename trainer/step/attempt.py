@@ -76,7 +76,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
     def attempt(batch: Batch, weights: tf.Tensor) -> StepReport:
         return attempt_with(batch, weights, plan, run)
 
-    return compiled_step(attempt, plan.jit_compile)(batch, weights)
+    return compiled_step(attempt, plan.jit_compile, run.halted.device)(batch, weights)
 
 
 def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainState) -> StepReport:
@@ -85,8 +85,7 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
     random = tf.stack([run.random_seed.read_value(), run.step])
     state = run.loss_scaler.state
     in_float32 = run.due_in_float32(plan.float32_after)
-    halted = run.halted.read_value() if plan.runs_ahead else None
-    inputs = StepInputs(batch, weights, state, random, in_float32, halted)
+    inputs = StepInputs(batch, weights, state, random, in_float32)
 
     def attempt_at(scale_state: ScaleState) -> Attempt:
         return attempt_once(inputs._replace(scale_state=scale_state), plan)
@@ -101,9 +100,8 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
         verdict = verdict_for_rule(last.outcome, plan) if single else None
         run.loss_scaler.merge(state, last.scale_state, verdict)
     else:
-        after = last.scale_state if halted is None else select(halted, state, last.scale_state)
-        run.loss_scaler.assign(after)
-    run.count(last.outcome, retries, in_float32, plan, halted)
+        run.loss_scaler.assign(last.scale_state)
+    run.count(last.outcome, retries, in_float32, plan)
     return StepReport(
         step=run.step,
         loss_scale=last.loss_scale,

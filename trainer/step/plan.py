@@ -102,7 +102,6 @@ class StepPlan:
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
     reduce_dtype: str | None = None  # the dtype of gradients in their sum; None: their own
     reduce_bucket_bytes: int | None = None  # the size of a bucket of gradients; None: one for all
-    runs_ahead: bool = False  # whether steps are begun after the run was halted; they do nothing
 
     @property
     def single_pass(self) -> bool:

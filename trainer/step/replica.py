@@ -72,14 +72,11 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         gradient_norm=gradient_norm,
         max_magnitude=measured.max_magnitude,
     )
-    grads_finite = verdict.grads_finite
-    if inputs.halted is not None:
-        grads_finite &= ~inputs.halted
     outcome = Outcome(
         loss=reduced.total.loss,
         regularization_loss=reduced.total.regularization_loss,
         gradient_norm=gradient_norm,
-        grads_finite=grads_finite,
+        grads_finite=verdict.grads_finite,
         **no_finding()._asdict(),
         **measured._asdict(),
         **measure_float8(reduced, before, plan.float8)._asdict(),

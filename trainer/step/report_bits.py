@@ -35,18 +35,49 @@ class PackedReport(StepReport):
         return report
 
 
-def bits_of(report: StepReport) -> tf.Tensor:
-    """Returns the vector of a report, which a step that is one program has computed already."""
+# tf.nest, and with it tf.cond, takes named tuples for the same if their names and fields are.
+PackedReport.__name__ = StepReport.__name__
+
+
+def bits_of(report: StepReport, specs: StepReport) -> tf.Tensor:
+    """Returns the vector of a report, which a step that is one program has computed already.
+
+    For arguments and errors see `packed`.
+    """
     known = report.bits if isinstance(report, PackedReport) else None
-    return packed(report) if known is None else known
+    return packed(report, specs) if known is None else known
 
 
-def packed(report: StepReport) -> tf.Tensor:
-    """Returns the bits of a step's report: shape (width,), int64."""
-    wholes = tf.stack([tf.cast(getattr(report, name), tf.int64) for name in wholes_of(report)])
-    floats = tf.stack([getattr(report, name) for name in floats_of(report)])
-    vectors = [as_int64(getattr(report, name)) for name in vectors_of(report)]
+def packed(report: StepReport, specs: StepReport) -> tf.Tensor:
+    """Returns the bits of a step's report: shape (width,), int64.
+
+    Args:
+        report: the report, which may come from a user's `train_step`.
+        specs: what its fields must be.
+
+    Raises:
+        ValueError: if a field has another dtype or shape.
+    """
+    fields = {
+        name: checked(name, getattr(report, name), spec) for name, spec in specs._asdict().items()
+    }
+    wholes = tf.stack([tf.cast(fields[name], tf.int64) for name in wholes_of(specs)])
+    floats = tf.stack([fields[name] for name in floats_of(specs)])
+    vectors = [as_int64(fields[name]) for name in vectors_of(specs)]
     return tf.concat([wholes, as_int64(floats), *vectors], axis=0)
+
+
+def checked(name: str, field: Any, spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns a field of a report as a tensor; raises ValueError unless it fits the spec."""
+    tensor = tf.convert_to_tensor(field)
+    if tensor.dtype != spec.dtype or not tensor.shape.is_compatible_with(spec.shape):
+        raise ValueError(
+            f"`{name}` of the report that `train_step` returns must be {spec.dtype.name} of shape "
+            f"{tuple(spec.shape)}; got {tensor.dtype.name} of shape {tensor.shape}. The loop keeps "
+            "the reports of all steps in one matrix. Cast or reduce the value, or leave the field "
+            "as `attempt_step` returns it."
+        )
+    return tensor
 
 
 def unpacked(bits: tf.Tensor, specs: StepReport) -> StepReport:

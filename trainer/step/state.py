@@ -41,7 +41,7 @@ class TrainState(tf.Module):
         self.retries = counter("retries")
         self.float32_steps = counter("float32_steps")
         self.consecutive_skips = counter("consecutive_skips")
-        # Whether the run must stop: see `loop.inner.run_steps`.
+        # Whether the run must stop. The inner loop reads it before each step.
         self.halted = tf.Variable(initial_value=False, trainable=False, name="halted")
         self.calls = 0  # evaluations and predictions that users have asked for; not saved
 
@@ -72,12 +72,7 @@ class TrainState(tf.Module):
         return None if float32_after is None else self.consecutive_skips >= float32_after
 
     def count(
-        self,
-        outcome: Outcome,
-        retries: tf.Tensor,
-        in_float32: tf.Tensor | None,
-        plan: StepPlan,
-        halted: tf.Tensor | None = None,
+        self, outcome: Outcome, retries: tf.Tensor, in_float32: tf.Tensor | None, plan: StepPlan
     ) -> None:
         """Counts one step. Halts the run if the step's cause or the number of skips requires it.
 
@@ -89,28 +84,16 @@ class TrainState(tf.Module):
             in_float32: whether the step was computed in float32: shape (), bool; None if
                 float32 is never used.
             plan: the run's constants.
-            halted: whether the run was halted before the step, which is not counted then: shape (),
-                bool; None if no step is begun then.
         """
-
-        def add(variable: tf.Variable, counts: tf.Tensor) -> None:
-            counts = tf.cast(counts, tf.int64)
-            none = tf.zeros_like(counts)
-            variable.assign_add(counts if halted is None else tf.where(halted, none, counts))
-
-        add(self.outcomes, tf.one_hot(outcome.cause, len(scaling.Cause), dtype=tf.int64))
+        self.outcomes.assign_add(tf.one_hot(outcome.cause, len(scaling.Cause), dtype=tf.int64))
         if plan.max_retries:
-            add(self.retries, retries)
+            self.retries.assign_add(tf.cast(retries, tf.int64))
         if in_float32 is not None:
-            add(self.float32_steps, in_float32)
+            self.float32_steps.assign_add(tf.cast(in_float32, tf.int64))
         skips = tf.where(outcome.grads_finite, tf.constant(0, tf.int64), self.consecutive_skips + 1)
-        fatal = tf.reduce_any([outcome.cause == int(cause) for cause in plan.halting_causes])
-        halts = fatal | (skips >= plan.max_skips)
-        if halted is not None:
-            skips = tf.where(halted, self.consecutive_skips, skips)
-            halts |= halted
         self.consecutive_skips.assign(skips)
-        self.halted.assign(halts)
+        fatal = tf.reduce_any([outcome.cause == int(cause) for cause in plan.halting_causes])
+        self.halted.assign(fatal | (skips >= plan.max_skips))
 
 
 def counter(name: str, *shape: int) -> tf.Variable:

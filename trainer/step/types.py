@@ -50,6 +50,3 @@ class StepInputs(NamedTuple):
     scale_state: ScaleState  # its `loss_scale` multiplies the loss and divides the gradients
     random: tf.Tensor  # shape=(2,), int64: the run's seed, and the number of steps before this one
     in_float32: tf.Tensor | None  # shape=(), bool: whether to use float32; None for never
-    # shape=(), bool: whether the run has been halted before, so that nothing may change; None if
-    # no step is begun then
-    halted: tf.Tensor | None = None

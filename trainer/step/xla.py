@@ -141,15 +141,25 @@ def check_microbatches(
         )
 
 
-def compiled_step(attempt: StepFunction, jit_compile: bool | str) -> StepFunction:
-    """Returns all of a step that depends on its inputs, compiled by XLA in mode "step"."""
-    return one_program(attempt) if jit_compile == "step" else attempt
+def compiled_step(attempt: StepFunction, jit_compile: bool | str, device: str) -> StepFunction:
+    """Returns all of a step that depends on its inputs, compiled by XLA in mode "step".
+
+    Args:
+        attempt: the step.
+        jit_compile: the compile mode.
+        device: where the run's variables are. A program of XLA reaches only those of its device.
+    """
+    return one_program(attempt, device) if jit_compile == "step" else attempt
 
 
-def one_program(attempt: StepFunction) -> StepFunction:
+def one_program(attempt: StepFunction, device: str) -> StepFunction:
     """Returns a step as one program of XLA, whose only result is the report, as one vector.
 
     XLA copies each result of a program to a buffer of its own, constants too.
+
+    Args:
+        attempt: the step.
+        device: where to run it.
     """
 
     def run(batch: Batch, weights: tf.Tensor) -> StepReport:
@@ -158,9 +168,10 @@ def one_program(attempt: StepFunction) -> StepFunction:
         def bits(batch: Batch, weights: tf.Tensor) -> tf.Tensor:
             report = attempt(batch, weights)
             specs.append(StepReport(*map(tf.TensorSpec.from_tensor, report)))
-            return packed(report)
+            return packed(report, specs[0])
 
-        found = tf.function(bits, autograph=False, jit_compile=True)(batch, weights)
+        with tf.device(device):
+            found = tf.function(bits, autograph=False, jit_compile=True)(batch, weights)
         return PackedReport.from_bits(found, specs[0])
 
     return run

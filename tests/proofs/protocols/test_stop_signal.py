@@ -66,9 +66,6 @@ def test_the_inner_loop_votes_before_each_batch():
             del index, report, waited
             return room
 
-        def end(self, uncounted):
-            assert int(uncounted) == 0
-
         def read(self, taken):
             return taken
 

@@ -1,6 +1,5 @@
 """The inner loop: how often the host calls it, how often it is traced, and what the graph holds."""
 
-import dataclasses
 import pathlib
 
 import keras
@@ -9,13 +8,9 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, attempt, printed, slopes
 
-import strategies
 from trainer import Trainer
 from trainer.data.batches import untuned
-from trainer.loop import inner
 from trainer.loop.inner import crossed, next_stop
-from trainer.run import build
-from trainer.step.held_back import tensorflow_variable
 
 pytestmark = pytest.mark.sampled
 
@@ -213,113 +208,6 @@ def test_a_whole_run_under_op_determinism():
     root = pathlib.Path(__file__).resolve().parents[3]
 
     assert printed(["-c", DETERMINISTIC], root, 300).split() == ["True"]
-
-
-@pytest.fixture
-def runs_ahead(monkeypatch):
-    """Lets the loop run ahead by three steps, as it does on a GPU by more."""
-    monkeypatch.setattr(inner, "RUN_AHEAD", 3)
-
-    def switch(on):
-        monkeypatch.setattr(build, "runs_ahead", lambda *_: on)
-
-    return switch
-
-
-MODES = ["step", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in (False, True))]
-
-
-@pytest.mark.parametrize("jit_compile", MODES)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"on_overflow": "retry", "max_retries": 2},
-        {"attribute_causes": False},
-        {"on_nonfinite_loss": "raise", "max_consecutive_skips": 5},
-    ],
-    ids=repr,
-)
-def test_a_loop_that_runs_ahead_takes_the_same_steps(runs_ahead, jit_compile, policy):
-    """L11: wherever a run is halted, weights, scale, counts and reports have the same bits as with a
-    loop that stops at once, whatever comes after. Only batches are lost, and they are counted.
-    """
-    spec = tf.data.Dataset.from_tensors(slopes(1.0))
-
-    def started(ahead):
-        runs_ahead(ahead)
-        trainer = Linear(
-            loss_scale="dynamic",
-            jit_compile=jit_compile,
-            seed=1,
-            verbose=False,
-            **{"max_consecutive_skips": 2} | policy,
-        )
-        trainer._start(next(iter(spec)))
-        state = [*trainer.optimizer.variables, *trainer._parts.state.variables]
-        variables = [tensorflow_variable(each) for each in [*trainer.model.variables, *state]]
-        return trainer, variables, [each.numpy() for each in variables]
-
-    def run(trainer, variables, first, slope):
-        for variable, value in zip(variables, first, strict=True):
-            variable.assign(value)
-        arrays = {"x": np.ones([8, 1], np.float32), "slope": slope}
-        iterator = iter(untuned(tf.data.Dataset.from_tensor_slices(arrays).batch(1)))
-        report, _ = trainer._parts.run_steps(iterator, tf.constant(8))
-        lost = trainer._parts.pending.uncounted
-        assert len(list(iterator)) == 8 - len(report.loss) - lost
-        kept = [*variables, *report._replace(data_wait_secs=tf.zeros([]))]
-        return [each.numpy().tobytes() for each in kept], lost
-
-    exact, ahead = started(ahead=False), started(ahead=True)
-    for halted in range(2, 9):  # the step at which the run is halted
-        slope = np.arange(1, 9, dtype=np.float32)
-        at_once = policy.get("on_nonfinite_loss") == "raise"
-        slope[halted - (1 if at_once else 2) : halted] = np.nan
-        expected, none = run(*exact, slope)
-        found, lost = run(*ahead, slope)
-
-        assert found == expected
-        assert none == 0
-        assert lost == min(-halted % 3, 8 - halted)
-
-
-def test_a_run_that_ran_ahead_can_go_on(runs_ahead):
-    """After the error, the next call of `train` goes on with the next batch that was not taken; the
-    position in the data says how many were lost.
-    """
-    runs_ahead(True)
-    seen = {"x": np.ones([12, 1], np.float32), "slope": np.float32([1, np.inf, np.nan, *range(9)])}
-    batches = tf.data.Dataset.from_tensor_slices(seen).batch(1)
-    trainer = Linear(jit_compile="step", max_consecutive_skips=1, steps_per_loop=8, verbose=False)
-    with pytest.raises(RuntimeError, match=r"stuck: 1 step was skipped by step 2\."):
-        trainer.train(batches, steps=12)
-    assert (trainer.totals.attempted, trainer.weight) == (2, 0.0)
-    trainer.train(batches, steps=4)
-
-    assert trainer.weight == -(0 + 1)  # the batch with NaN is lost
-    counts = trainer._position.counts()
-    assert (counts["batches_taken"], counts["batches_left_out"]) == (5, 1)
-
-
-def test_only_a_loop_on_a_gpu_runs_ahead(monkeypatch):
-    """It does if a step is one program, and nothing else has to be read or done after each step."""
-
-    class Own(Linear):
-        def train_step(self, batch):
-            return super().train_step(batch)
-
-    def ahead(made=Linear, on_cpu=False, **settings):
-        here = strategies.capabilities(tf.distribute.get_strategy())
-        found = dataclasses.replace(here, on_cpu=on_cpu)
-        monkeypatch.setattr(strategies, "capabilities", lambda _: found)
-        trainer = made(verbose=False, **settings)
-        trainer._start(slopes(1.0))
-        return trainer._parts.plan.runs_ahead
-
-    assert ahead(jit_compile="step")
-    assert not ahead(jit_compile="step", on_cpu=True)
-    assert not ahead(jit_compile=True)
-    assert not ahead(Own, jit_compile="step")
 
 
 def test_nothing_is_timed_where_a_graph_may_not_read_the_clock(monkeypatch):

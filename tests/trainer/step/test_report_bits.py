@@ -1,8 +1,9 @@
 """A report as one vector: every bit of it is kept."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
-from helpers import trained_small
+from helpers import Linear, slopes, trained_small
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -29,7 +30,7 @@ def test_reports_keep_their_bits(data, recorded, float8):
             for (name, value), spec in zip(bits.items(), specs, strict=True)
         }
     )
-    found = unpacked(tf.stack([packed(report), packed(report)]), specs)
+    found = unpacked(tf.stack([packed(report, specs), packed(report, specs)]), specs)
 
     for name, spec in specs._asdict().items():
         field = getattr(found, name)
@@ -49,15 +50,48 @@ SPECS = report_spec()
 
 def test_a_report_that_was_changed_forgets_its_vector():
     """What a user's `train_step` changes in a report is what is kept, not what the step computed."""
-    known = PackedReport.from_bits(packed(report_of(loss=np.float32(2.0))), SPECS)
-    assert bits_of(known) is known.bits
+    known = PackedReport.from_bits(packed(report_of(loss=np.float32(2.0)), SPECS), SPECS)
+    assert bits_of(known, SPECS) is known.bits
 
     changed = known._replace(loss=tf.constant(3.0))
     rebuilt = tf.nest.map_structure(tf.identity, known)
 
-    assert unpacked(bits_of(changed), SPECS).loss == 3.0
+    assert unpacked(bits_of(changed, SPECS), SPECS).loss == 3.0
     assert rebuilt.bits is None
-    assert unpacked(bits_of(rebuilt), SPECS).loss == 2.0
+    assert unpacked(bits_of(rebuilt, SPECS), SPECS).loss == 2.0
+
+
+def test_a_condition_may_return_a_changed_report():
+    """TensorFlow takes the report of a step that is one program for any other report."""
+    known = PackedReport.from_bits(packed(report_of(loss=np.float32(2.0)), SPECS), SPECS)
+
+    @tf.function
+    def chosen(changes):
+        plain = StepReport(*known)._replace(loss=tf.constant(3.0))
+        return tf.cond(changes, lambda: plain, lambda: known)
+
+    assert chosen(tf.constant(value=True)).loss == 3.0
+    assert chosen(tf.constant(value=False)).loss == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [(tf.constant(3), "int32 of shape ()"), (tf.ones([1]), "float32 of shape (1,)")],
+)
+def test_a_field_of_another_kind_is_refused(wrong, got):
+    """It would be read as something else, and so would the fields after it."""
+
+    class Own(Linear):
+        def train_step(self, batch):
+            return super().train_step(batch)._replace(loss=wrong)
+
+    with pytest.raises(ValueError, match="train_step") as error:
+        Own(verbose=False).train(slopes(1.0, 2.0), steps=1, global_batch=2)
+    assert str(error.value) == (
+        "`loss` of the report that `train_step` returns must be float32 of shape (); got "
+        f"{got}. The loop keeps the reports of all steps in one matrix. Cast or reduce the value, or "
+        "leave the field as `attempt_step` returns it."
+    )
 
 
 def test_a_step_that_is_one_program_returns_one_vector():
