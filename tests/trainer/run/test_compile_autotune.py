@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import keras
 import pytest
@@ -453,6 +454,25 @@ class CountingSGD(keras.optimizers.SGD):
         """Counts an update."""
         self.updates.assign_add(1)
         super().update_step(gradient, variable, learning_rate)
+
+
+class PrintingSGD(keras.optimizers.SGD):
+    """Prints in each update of a variable, which XLA cannot compile."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Prints."""
+        tf.print("an update")
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_operations_of_an_optimizer_that_xla_cannot_compile_are_named():
+    """Where XLA compiles the update alone, too; the advice is not that for layers."""
+    with pytest.raises(ValueError, match=r"; got '.*/PrintV2', .* and \d+ more") as error:
+        trained(SmallImages(optimizer=PrintingSGD, jit_compile="update", verbose=False))
+    assert re.sub("; got .* more", "; got them", str(error.value)) == (
+        "`jit_compile` must not be 'update' for a step with operations that XLA cannot compile; got "
+        'them. TensorFlow would fail at the first step. Use "elementwise" or False.'
+    )
 
 
 def test_int32_variables_of_an_optimizer_are_out_of_reach_too(monkeypatch):
