@@ -4,6 +4,7 @@ TensorFlow's wheel for Linux holds the kernels of GPUs, and says of each which o
 host's memory. An operation runs on the GPU if it has a kernel there, unless its device is the host or it
 uses a variable that lies on the host. Where an argument in the host's memory comes from one in the GPU's,
 TensorFlow copies it, and what needs it waits until the GPU has computed all that was asked of it before.
+Only values are followed. An operation on the host that has to come after one on the GPU waits as well.
 
 A second logical CPU stands for the GPU: what is placed there counts as placed on the GPU.
 
