@@ -18,6 +18,11 @@ class Capabilities:
     is_chief: bool  # this process writes files and prints; exactly one process of a job does
     on_cpu: bool  # all replicas compute on CPU devices
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the replicas compute on GPUs, not on CPUs or a TPU."""
+        return not (self.on_cpu or self.decides_in_replica)
+
 
 def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
     """Returns the properties of a strategy, as plain Python values.

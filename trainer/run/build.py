@@ -230,12 +230,11 @@ def make_loop(
 ) -> tuple[RunSteps, PendingSteps]:
     """Returns the function that takes many steps in one call, and what is known while it runs."""
     strategy = trainer.strategy
-    if strategies.capabilities(strategy).asynchronous:
+    found = strategies.capabilities(strategy)
+    if found.asynchronous:
         remote = RemoteSteps(step, strategy, state.halted, stop, state.outcomes)
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
-    found = strategies.capabilities(strategy)
-    on_host = found.on_cpu or found.decides_in_replica
-    device = HOST if on_host else state.halted.device  # where steps compute their reports
+    device = state.halted.device if found.on_gpu else HOST  # where steps compute their reports
     pending = Pending(plan.recorded, len(plan.float8), device=device)
     loop = functools.partial(
         run_steps,

@@ -224,8 +224,7 @@ def compilable_parts(
         return parts
     trace(parts)
     names, sized = operations_without_xla(parts.run_steps), sized_by_values(parts)
-    strategy = strategies.capabilities(trainer.strategy)
-    on_gpu = not (strategy.on_cpu or strategy.decides_in_replica)  # a TPU keeps int32 variables
+    on_gpu = strategies.capabilities(trainer.strategy).on_gpu  # a TPU keeps int32 variables
     on_host = operations_on_int32_variables(parts.run_steps) if on_gpu else []
     if names and not auto:
         raise not_compilable_error(mode, names)

@@ -61,10 +61,10 @@ def packed(report: StepReport, specs: StepReport) -> tf.Tensor:
     fields = {
         name: checked(name, getattr(report, name), spec) for name, spec in specs._asdict().items()
     }
-    wholes = tf.stack([tf.cast(fields[name], tf.int64) for name in wholes_of(specs)])
-    floats = tf.stack([fields[name] for name in floats_of(specs)])
-    vectors = [as_int64(fields[name]) for name in vectors_of(specs)]
-    return tf.concat([wholes, as_int64(floats), *vectors], axis=0)
+    wholes, floats, vectors = names_by_kind(specs)
+    first = tf.stack([tf.cast(fields[name], tf.int64) for name in wholes])
+    second = as_int64(tf.stack([fields[name] for name in floats]))
+    return tf.concat([first, second, *(as_int64(fields[name]) for name in vectors)], axis=0)
 
 
 def checked(name: str, field: Any, spec: tf.TensorSpec) -> tf.Tensor:
@@ -88,12 +88,13 @@ def unpacked(bits: tf.Tensor, specs: StepReport) -> StepReport:
         specs: the specs of a report's fields.
     """
     fields: dict[str, tf.Tensor] = {}
-    scalars = [*wholes_of(specs), *floats_of(specs)]
+    wholes, floats, vectors = names_by_kind(specs)
+    scalars = [*wholes, *floats]
     values = tf.unstack(bits[..., : len(scalars)], num=len(scalars), axis=-1)
     for name, value in zip(scalars, values, strict=True):
         fields[name] = from_int64(value, getattr(specs, name).dtype)
     start = len(scalars)
-    for name in vectors_of(specs):
+    for name in vectors:
         spec = getattr(specs, name)
         end = start + spec.shape[0]
         fields[name] = from_int64(bits[..., start:end], spec.dtype)
@@ -114,24 +115,14 @@ def from_int64(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(bits, dtype)
 
 
-def wholes_of(report: Any) -> list[str]:
-    """Returns the names of a report's fields that are one integer or bool."""
-    return [
-        name
-        for name, field in report._asdict().items()
-        if not field.shape.rank and not field.dtype.is_floating
-    ]
+def names_by_kind(specs: Any) -> tuple[list[str], list[str], list[str]]:
+    """Returns the names of a report's fields by what they hold, in the order of the vector.
 
-
-def floats_of(report: Any) -> list[str]:
-    """Returns the names of a report's fields that are one float."""
-    return [
-        name
-        for name, field in report._asdict().items()
-        if not field.shape.rank and field.dtype.is_floating
-    ]
-
-
-def vectors_of(report: Any) -> list[str]:
-    """Returns the names of a report's fields that are vectors, all of float32, and not empty."""
-    return [name for name, field in report._asdict().items() if field.shape.rank and field.shape[0]]
+    Returns:
+        Those that hold one integer or bool; one float; and several floats, but at least one.
+    """
+    fields = specs._asdict().items()
+    wholes = [name for name, spec in fields if not (spec.shape.rank or spec.dtype.is_floating)]
+    floats = [name for name, spec in fields if not spec.shape.rank and spec.dtype.is_floating]
+    vectors = [name for name, spec in fields if spec.shape.rank and spec.shape[0]]
+    return wholes, floats, vectors

@@ -151,10 +151,11 @@ def listed_operations(names: list[str]) -> str:
 def not_compilable_error(jit_compile: bool | str, names: list[str]) -> ValueError:
     """Returns the error for a step that XLA was asked to compile and cannot."""
     of_layers = ", or apply such layers to the data, with Dataset.map"
+    remedy = "" if jit_compile == "update" else of_layers
     return ValueError(
         f"`jit_compile` must not be {jit_compile!r} for a step with operations that XLA cannot "
         f"compile; got {listed_operations(names)}. TensorFlow would fail at the first step. Use "
-        f'"elementwise" or False{"" if jit_compile == "update" else of_layers}.'
+        f'"elementwise" or False{remedy}.'
     )
 
 
