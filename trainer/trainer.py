@@ -953,11 +953,7 @@ class Trainer(Task):
         found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
         with self._reading("data"):
             self._start(first_batch(found), training=False)
-            warm = self.checkpoint_config.init_from
-            if self.model_dir and not (self.totals.attempted or warm):
-                logging.warning(
-                    "There is no checkpoint in %s: the model is untrained.", self.model_dir
-                )
+            self._warn_if_untrained()
             return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
     def evaluate_continuously(
@@ -1053,6 +1049,7 @@ class Trainer(Task):
                 lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
                 training=False,
             )
+            self._warn_if_untrained()
         with (
             self._reading("data"),
             self._lending(self._model_put_back(asked_for=True), self._weights(averaged)),
@@ -1265,6 +1262,12 @@ class Trainer(Task):
                 )
         finally:
             self._evaluating = False
+
+    def _warn_if_untrained(self) -> None:
+        """Warns that a run in `model_dir` is asked for results before it has any."""
+        warm = self.checkpoint_config.init_from
+        if self.model_dir and not (self.totals.attempted or warm):
+            logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
 
     @contextlib.contextmanager
     def _reading(self, argument: str) -> Iterator[None]:

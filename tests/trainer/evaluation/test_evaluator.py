@@ -478,6 +478,26 @@ def test_a_prediction_needs_neither_optimizer_nor_loss(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("method", "data"), [("predict", X), ("evaluate", (X, Y))])
+def test_results_of_a_folder_without_a_checkpoint_are_said_to_be_untrained(
+    method, data, tmp_path, caplog
+):
+    """A wrong path would give the numbers of an untrained model; a trained one says nothing."""
+
+    def said(**settings):
+        caplog.clear()
+        getattr(classifier(**settings), method)(data, global_batch=11)
+        return [line for line in caplog.messages if "untrained" in line]
+
+    assert said(model_dir=tmp_path) == [
+        f"There is no checkpoint in {tmp_path}: the model is untrained."
+    ]
+    assert said() == []  # nobody asked for a run
+    classifier(model_dir=tmp_path).train((X, Y), steps=2, global_batch=11)
+    assert said(model_dir=tmp_path) == []
+    assert said(model_dir=tmp_path / "new", init_from=tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("result", "found"),
     [
