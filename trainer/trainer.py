@@ -202,7 +202,8 @@ class Trainer(Task):
         model_dir: folder for checkpoints, `metrics.jsonl` and TensorBoard files. A run that finds
             a checkpoint there resumes from it. None writes nothing.
         strategy: a name for `strategies.create`, or a `tf.distribute.Strategy`.
-        steps_per_loop: number of steps in one graph call. The host does nothing between them.
+        steps_per_loop: number of steps in one graph call, at most 10,000. The host does nothing
+            between them.
         jit_compile: what XLA compiles. True: each replica's forward and backward pass.
             "elementwise": only the element-wise operations in them. "update": the optimizer's
             update, on a single replica. "step": the whole step as one program, on a single replica;

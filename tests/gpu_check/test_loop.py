@@ -41,12 +41,12 @@ def traced_loop(made=SmallImages, **settings):
         concrete = parts.run_steps.get_concrete_function(iter(BATCHES), tf.constant(1))
     kept = parts.pending
     rows = [] if CARD in kept._device else [kept._rows]
-    return concrete, [*rows, kept._waits, kept._waiting, kept._held, parts.stop]
+    return concrete, [*rows, kept._waits, kept._waiting, kept._free, parts.stop]
 
 
-# What the host always waits for: the step at which the loop ends, which is 0 as soon as the run is halted;
-# and whether that is reached, which TensorFlow computes on the host and passes through the card.
-ALWAYS = ["while/SelectV2", "the condition"]
+# What the host always waits for: whether the run goes on; and whether the loop does, which TensorFlow
+# computes on the host and passes through the card.
+ALWAYS = ["while/goes_on", "the condition"]
 
 
 def in_each_step(concrete, on_host):

@@ -9,6 +9,8 @@ from trainer.base.autograph import call_user
 from trainer.loop.pending import HOST, Pending
 from trainer.step.report import StepReport
 
+LONGEST_LOOP = 10_000  # steps in a loop, which has room for the reports of all of them
+
 
 def run_steps(
     train_step: Callable[[Any], StepReport],
@@ -44,42 +46,38 @@ def run_steps(
     batch_spec = iterator.element_spec if keep_overflows else ()
     no_batch = tf.nest.map_structure(zeros_of, batch_spec)
 
-    def limit_unless(ends: tf.Tensor) -> tf.Tensor:
-        return tf.where(ends, 0, num_steps)
+    def limit_unless_ended() -> tf.Tensor:
+        goes_on = ~(halted.read_value() | stop_requested())
+        return num_steps * tf.cast(goes_on, tf.int32, name="goes_on")
 
-    def body(
-        index: tf.Tensor, limit: tf.Tensor, kept: Any, room: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, Any, tf.Tensor]:
+    def body(index: tf.Tensor, limit: tf.Tensor, kept: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         del limit, kept
+        following = index + 1
         with tf.control_dependencies([pending.wait()]):
             batch, waited = timed_next(iterator)
         with tf.control_dependencies([pending.arrived(batch)]):
             report = call_user(train_step, batch)
-            room = pending.write(index, report, waited, room)
-            ends = halted.read_value() | stop_requested()
-        if keep_overflows:
-            ends |= report.consecutive_skips == 1
-        return index + 1, limit_unless(ends), batch if keep_overflows else (), room
+            pending.write(index, following, report, waited)
+            limit = limit_unless_ended()
+        if not keep_overflows:
+            return following, limit, ()
+        return following, tf.where(report.consecutive_skips == 1, 0, limit), batch
 
     # The loop goes on by two int32 numbers, which TensorFlow keeps on the host if there is a GPU.
-    taken, _, kept, _ = tf.while_loop(
-        lambda index, limit, *_: index < limit,
+    # The index has one dimension, as the operations want it that assign a row of a variable.
+    pending.begin(num_steps)
+    taken, _, kept = tf.while_loop(
+        lambda index, limit, _: tf.reshape(index, []) < limit,
         body,
-        (
-            tf.constant(0),
-            limit_unless(halted.read_value() | stop_requested()),
-            no_batch,
-            pending.begin(num_steps),
-        ),
+        (tf.constant([0]), limit_unless_ended(), no_batch),
         shape_invariants=(
-            tf.TensorShape([]),
+            tf.TensorShape([1]),
             tf.TensorShape([]),
             tf.nest.map_structure(invariant_of, batch_spec),
-            tf.TensorShape([]),
         ),
         parallel_iterations=1,
     )
-    return pending.read(taken), kept
+    return pending.read(taken[0]), kept
 
 
 def run_batch(
@@ -105,17 +103,17 @@ def run_batch(
 
 
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:
-    """Returns the next batch, and the seconds spent waiting for it: shape (), float32.
+    """Returns the next batch, and the seconds spent waiting for it: shape (), float64.
 
     Under `tf.config.experimental.enable_op_determinism()`, nothing is timed and the seconds are 0.
     """
     if not clock_allowed():
-        return next(iterator), tf.constant(0.0)
+        return next(iterator), tf.constant(0.0, tf.float64)
     start = tf.timestamp()
     with tf.control_dependencies([start]):
         batch = next(iterator)
     with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)), tf.device(HOST):
-        return batch, tf.cast(tf.timestamp() - start, tf.float32)
+        return batch, tf.timestamp() - start
 
 
 def clock_allowed() -> bool:
@@ -169,7 +167,7 @@ def next_stop(
     Args:
         step: the step at which the loop begins.
         target: the last step of the run.
-        steps_per_loop: the largest number of steps in one loop.
+        steps_per_loop: the largest number of steps in one loop, at most `LONGEST_LOOP`.
         intervals: periods in steps; a loop ends at every multiple of each. None is ignored.
         marks: individual steps at which a loop also ends.
 
@@ -179,7 +177,7 @@ def next_stop(
     """
     multiples = [(step // interval + 1) * interval for interval in intervals if interval]
     ahead = [mark for mark in marks if mark > step]
-    return min([step + steps_per_loop, target, *multiples, *ahead])
+    return min([step + min(steps_per_loop, LONGEST_LOOP), target, *multiples, *ahead])
 
 
 def crossed(interval: int | None, before: int, step: int) -> bool:

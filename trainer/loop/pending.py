@@ -14,7 +14,6 @@ from trainer.step.report import StepReport, report_spec
 from trainer.step.report_bits import bits_of, packed, unpacked
 
 HELD = "the run has been left while it waited for data"  # the error of a loop that is held back
-FIRST_ROWS = 256  # steps whose reports are kept before the variables grow
 HOST = "CPU:0"
 
 
@@ -39,18 +38,16 @@ class Pending:
         with tf.device(device):
             self._rows = rows_variable(tf.int64, self._width, name="reports")
         with tf.device(HOST):
-            self._waits = rows_variable(tf.float32, name="waits")
+            self._waits = rows_variable(tf.float64, name="waits")
             self._waiting = tf.Variable(initial_value=False, trainable=False, name="waiting")
-            self._held = tf.Variable(initial_value=False, trainable=False, name="held")
+            self._free = tf.Variable(initial_value=True, trainable=False, name="free")
 
-    def begin(self, num_steps: tf.Tensor) -> tf.Tensor:
-        """Forgets the last loop's reports. Returns how many there is room for: shape (), int32."""
-        room = tf.minimum(num_steps, FIRST_ROWS)
+    def begin(self, num_steps: tf.Tensor) -> None:
+        """Forgets the last loop's reports, and makes room for those of `num_steps` steps."""
         with tf.device(self._device):
-            self._rows.assign(tf.zeros([room, self._width], tf.int64))
+            self._rows.assign(tf.zeros([num_steps, self._width], tf.int64))
         with tf.device(HOST):
-            self._waits.assign(tf.zeros([room]))
-        return room
+            self._waits.assign(tf.zeros([num_steps], tf.float64))
 
     def wait(self) -> tf.Operation:
         """Notes that the loop waits for a batch from here on."""
@@ -61,45 +58,34 @@ class Pending:
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
             arrived = self._waiting.assign(value=False, read_value=False)
         with tf.control_dependencies([arrived]), tf.device(HOST):
-            return tf.debugging.Assert(~self._held.read_value(), [HELD])
+            return tf.debugging.Assert(self._free.read_value(), [HELD])
 
     def write(
-        self, index: tf.Tensor, report: StepReport, waited: tf.Tensor, room: tf.Tensor
-    ) -> tf.Tensor:
+        self, index: tf.Tensor, following: tf.Tensor, report: StepReport, waited: tf.Tensor
+    ) -> None:
         """Keeps a step's report.
 
         Args:
-            index: number of steps that the loop took before: shape (), int32.
+            index: number of steps that the loop took before: shape (1,), int32.
+            following: the same number after this step: shape (1,), int32.
             report: the report, each field of shape ().
-            waited: the seconds spent waiting for the step's batch: shape (), float32.
-            room: how many reports there is room for: shape (), int32.
-
-        Returns:
-            The same as `room`, or twice as much after it was too little.
+            waited: the seconds spent waiting for the step's batch: shape (), float64.
 
         Raises:
             ValueError: if a field has another dtype or shape than in the step's own report.
         """
-
-        def grow() -> tf.Tensor:
-            double(self._rows, self._device)
-            double(self._waits, HOST)
-            return room * 2
-
-        room = tf.cond(index < room, lambda: room, grow)
-        with tf.control_dependencies([room]):
-            with tf.device(self._device):
-                self._rows[index].assign(bits_of(report, self._specs))
-            with tf.device(HOST):
-                self._waits[index].assign(waited)
-        return room
+        with tf.device(self._device):
+            assign_row(self._rows, index, following, bits_of(report, self._specs))
+        with tf.device(HOST):
+            assign_row(self._waits, index, following, waited)
 
     def read(self, count: int | tf.Tensor) -> StepReport:
         """Returns the reports of the loop's first steps, each field with shape (count, ...)."""
         with tf.device(HOST):
             rows = tf.identity(self._rows.read_value())
             reports = unpacked(rows[:count], self._specs)
-            return reports._replace(data_wait_secs=self._waits.read_value()[:count])
+            waits = tf.cast(self._waits.read_value()[:count], tf.float32)
+            return reports._replace(data_wait_secs=waits)
 
     def hold(self) -> bool:
         """Keeps the loop from its next step if it waits for a batch, and returns whether it does.
@@ -107,12 +93,12 @@ class Pending:
         Any thread may call it. If the batch arrives at this very moment, the loop may end with
         InvalidArgumentError although the answer is False.
         """
-        # The loop sets `waiting` to False first and reads `held` afterwards; here the order is the
+        # The loop sets `waiting` to False first and reads `free` afterwards; here the order is the
         # opposite one. So whichever comes first, the loop does not begin a step if this is True.
-        self._held.assign(value=True)
+        self._free.assign(value=False)
         if self._waiting.numpy():
             return True
-        self._held.assign(value=False)
+        self._free.assign(value=True)
         return False
 
 
@@ -122,11 +108,18 @@ def rows_variable(dtype: tf.DType, *shape: int, name: str) -> tf.Variable:
     return tf.Variable(none, trainable=False, shape=[None, *shape], name=name)
 
 
-def double(rows: tf.Variable, device: str) -> None:
-    """Appends as many rows of zeros as a variable has, which lies on the given device."""
-    with tf.device(device):
-        values = rows.read_value()
-        rows.assign(tf.concat([values, tf.zeros_like(values)], axis=0))
+def assign_row(rows: tf.Variable, index: tf.Tensor, following: tf.Tensor, value: tf.Tensor) -> None:
+    """Assigns one row of a variable, as `rows[index].assign(value)` does, in a single operation.
+
+    Args:
+        rows: the variable.
+        index: which row: shape (1,), int32.
+        following: the number after it: shape (1,), int32.
+        value: the row.
+    """
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=rows.handle, begin=index, end=following, strides=[1], value=value, shrink_axis_mask=1
+    )
 
 
 def zeros(specs: StepReport) -> StepReport:

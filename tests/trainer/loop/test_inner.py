@@ -10,7 +10,7 @@ from helpers import Linear, all_copies, assert_same_bits, attempt, printed, slop
 
 from trainer import Trainer
 from trainer.data.batches import untuned
-from trainer.loop.inner import crossed, next_stop
+from trainer.loop.inner import LONGEST_LOOP, crossed, next_stop
 
 pytestmark = pytest.mark.sampled
 
@@ -230,9 +230,10 @@ def test_nothing_is_timed_where_a_graph_may_not_read_the_clock(monkeypatch):
 
 def test_an_inner_loop_ends_at_the_first_stop():
     """It ends at the next multiple of any interval, at the next mark, at the target, or after
-    `steps_per_loop` steps.
+    `steps_per_loop` steps, of which there are not more than a loop has room for.
     """
     assert next_stop(0, 100, 10, [None]) == 10
+    assert next_stop(7, 10**9, 10**8, [None]) == 7 + LONGEST_LOOP
     assert next_stop(95, 100, 10, [None]) == 100
     assert next_stop(10, 100, 50, [25, 40]) == 25
     assert next_stop(10, 100, 50, [25, 40], marks=[10, 17, 30]) == 17

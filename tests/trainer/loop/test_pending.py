@@ -8,19 +8,21 @@ import tensorflow as tf
 from helpers import Linear, slopes
 
 from trainer.data.reader import untuned
-from trainer.loop.pending import FIRST_ROWS, HELD
+from trainer.loop.inner import LONGEST_LOOP
+from trainer.loop.pending import HELD
 
 
-def test_a_loop_may_be_longer_than_the_first_rows():
-    """The reports of every step of a long loop are returned, in order."""
-    steps = 2 * FIRST_ROWS + 3
+def test_the_reports_of_a_long_loop_are_in_order():
+    """The longest loop returns the report of every step, and the next one has forgotten them."""
     trainer = Linear(verbose=False, loss_scale=1024)
     trainer._start(slopes(1.0, 2.0))
     dataset = untuned(tf.data.Dataset.from_tensors(slopes(1.0, 2.0)).repeat())
-    report, _ = trainer._parts.run_steps(iter(dataset), tf.constant(steps))
+    report, _ = trainer._parts.run_steps(iter(dataset), tf.constant(LONGEST_LOOP))
 
-    np.testing.assert_array_equal(report.step, range(1, steps + 1))
-    np.testing.assert_array_equal(report.loss_scale, [1024.0] * steps)
+    np.testing.assert_array_equal(report.step, range(1, LONGEST_LOOP + 1))
+    np.testing.assert_array_equal(report.loss_scale, [1024.0] * LONGEST_LOOP)
+    report, _ = trainer._parts.run_steps(iter(dataset), tf.constant(2))
+    np.testing.assert_array_equal(report.step, [LONGEST_LOOP + 1, LONGEST_LOOP + 2])
 
 
 @pytest.mark.parametrize("held", [False, True])
