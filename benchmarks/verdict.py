@@ -4,9 +4,9 @@
     python benchmarks/verdict.py --models=mlp --dtype=bfloat16
 
 The loops are written by hand: one without a norm, one that returns the norm of all gradients, one
-that updates only if the norm is finite, and the same as `Trainer` writes it: the squares are added
-in rows, and the branch that does nothing comes first. `fit` with `jit_compile=True` and 20 steps a
-call is beside them. Without flags, the table goes to docs/performance.md.
+that updates only if the norm is finite, and one that does the same by a loop which runs once or not
+at all. `fit` with `jit_compile=True` and 20 steps a call is beside them. Without flags, the table
+goes to docs/performance.md.
 """
 
 from contenders import LOOP, adam, data_of, dtype_policy, fit  # isort: skip  # configures TensorFlow
@@ -43,7 +43,7 @@ flags.DEFINE_string("one", None, "MODEL: the model to measure; set for subproces
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "performance.md"
 PLAIN, FIT = "no norm", "`fit`, both"
-NORM, CONDITION, OURS = "with a norm", "with norm and condition", "as `Trainer` writes both"
+NORM, CONDITION, ONCE = "with a norm", "with norm and `tf.cond`", "with norm and `tf.while_loop`"
 
 
 def loop(work, policy, kind):
@@ -56,20 +56,19 @@ def loop(work, policy, kind):
 
     def update(gradients):
         optimizer.apply(gradients, weights)
-        return True
+        return False
 
     @tf.function(jit_compile=True)
     def step(inputs, labels):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(loss_of(labels, network(inputs, training=True)))
         gradients = tape.gradient(loss, weights)
-        length = tf.constant(0.0)
-        if kind != PLAIN:
-            length = global_norm(gradients, in_rows=kind == OURS)
+        length = tf.constant(0.0) if kind == PLAIN else global_norm(gradients, in_rows=True)
+        finite = tf.math.is_finite(length)
         if kind == CONDITION:
-            tf.cond(tf.math.is_finite(length), lambda: update(gradients), lambda: False)
-        elif kind == OURS:
-            tf.cond(~tf.math.is_finite(length), lambda: False, lambda: update(gradients))
+            tf.cond(~finite, lambda: False, lambda: update(gradients))
+        elif kind == ONCE:
+            tf.while_loop(lambda again: again, lambda _: [update(gradients)], [finite])
         else:
             update(gradients)
         return loss, length
@@ -93,7 +92,7 @@ def measure(model):
     """Returns the milliseconds per step of every turn, by contender."""
     work, policy = work_of(model), POLICIES[FLAGS.dtype]
     ready = {
-        **{kind: loop(work, policy, kind) for kind in (PLAIN, NORM, CONDITION, OURS)},
+        **{kind: loop(work, policy, kind) for kind in (PLAIN, NORM, CONDITION, ONCE)},
         FIT: fit(work, policy, jit_compile=True, steps_per_execution=LOOP),
     }
     return in_turn(ready, FLAGS.rounds, FLAGS.turn_secs)
@@ -104,7 +103,7 @@ def main(_):
     if FLAGS.one:
         print(json.dumps(measure(FLAGS.one)))
         return
-    others = (NORM, CONDITION, OURS, FIT)
+    others = (NORM, CONDITION, ONCE, FIT)
     rows = [["model", f"{PLAIN}, ms", *(f"{name} (95%)" for name in others)]]
     for model in FLAGS.models:
         turns = printed_by(f"--one={model}")
