@@ -34,7 +34,7 @@ def audit(folder, answers, *arguments):
     program.write_text(STAND_IN.format(python=sys.executable, answers=answers))
     program.chmod(0o755)
     ended = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "audit", *arguments],
+        [sys.executable, ROOT / ".ci" / "audit_packages", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -70,7 +70,7 @@ def test_the_audit(tmp_path, answers, status, allowed, last):
 def test_the_audit_without_pip_audit(tmp_path):
     """That is no result."""
     ended = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "audit", "--allow-unreachable"],
+        [sys.executable, ROOT / ".ci" / "audit_packages", "--allow-unreachable"],
         capture_output=True,
         text=True,
         check=False,

@@ -96,7 +96,7 @@ def test_the_workflow_runs_every_part():
     limits = [part.minutes for part in nightly.PARTS.values()]
     assert max(limits) + 15 <= job["timeout-minutes"]
     # It needs the internet, so it is not a part.
-    assert workflow["jobs"]["audit"]["steps"][-1]["run"] == "python .ci/audit"
+    assert workflow["jobs"]["audit"]["steps"][-1]["run"] == "bash .ci/audit"
 
 
 def test_what_is_committed_is_a_summary():
