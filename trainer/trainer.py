@@ -1268,7 +1268,10 @@ class Trainer(Task):
         """Warns that a run in `model_dir` is asked for results before it has any."""
         warm = self.checkpoint_config.init_from
         if self.model_dir and not (self.totals.attempted or warm):
-            logging.warning("There is no checkpoint in %s: the model is untrained.", self.model_dir)
+            logging.warning(
+                "There is no checkpoint in %s: the model has not been trained there.",
+                self.model_dir,
+            )
 
     @contextlib.contextmanager
     def _reading(self, argument: str) -> Iterator[None]:

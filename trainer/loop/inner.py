@@ -9,7 +9,7 @@ from trainer.base.autograph import call_user
 from trainer.loop.pending import HOST, Pending
 from trainer.step.report import StepReport
 
-LONGEST_LOOP = 10_000  # steps in a loop, which has room for the reports of all of them
+LONGEST_LOOP = 10_000  # steps; when a loop begins, it makes room for the reports of all its steps
 
 
 def run_steps(
@@ -64,7 +64,7 @@ def run_steps(
         return following, tf.where(report.consecutive_skips == 1, 0, limit), batch
 
     # The loop goes on by two int32 numbers, which TensorFlow keeps on the host if there is a GPU.
-    # The index has one dimension, as the operations want it that assign a row of a variable.
+    # The index has shape (1,), which the operation that assigns a row of a variable takes.
     pending.begin(num_steps)
     taken, _, kept = tf.while_loop(
         lambda index, limit, _: tf.reshape(index, []) < limit,

@@ -487,10 +487,10 @@ def test_results_of_a_folder_without_a_checkpoint_are_said_to_be_untrained(
     def said(**settings):
         caplog.clear()
         getattr(classifier(**settings), method)(data, global_batch=11)
-        return [line for line in caplog.messages if "untrained" in line]
+        return [line for line in caplog.messages if "checkpoint" in line]
 
     assert said(model_dir=tmp_path) == [
-        f"There is no checkpoint in {tmp_path}: the model is untrained."
+        f"There is no checkpoint in {tmp_path}: the model has not been trained there."
     ]
     assert said() == []  # nobody asked for a run
     classifier(model_dir=tmp_path).train((X, Y), steps=2, global_batch=11)
