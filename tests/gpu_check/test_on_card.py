@@ -49,13 +49,18 @@ def convolutions():
     )
 
 
-def recurrent():
+def recurrent(use_cudnn=False):
     """Returns a model with an embedding, attention and an LSTM."""
     layers = keras.layers
     words = keras.Input([12], dtype="int32")
     hidden = layers.Embedding(50, 32)(words)
     hidden = hidden + layers.MultiHeadAttention(2, 16)(hidden, hidden)
-    return keras.Model(words, layers.Dense(10)(layers.LSTM(32)(hidden)))
+    return keras.Model(words, layers.Dense(10)(layers.LSTM(32, use_cudnn=use_cudnn)(hidden)))
+
+
+def in_cudnn():
+    """Returns the same model, whose LSTM is cuDNN's on a GPU: Keras's default."""
+    return recurrent(use_cudnn="auto")
 
 
 def dense():
@@ -64,7 +69,12 @@ def dense():
     return keras.Sequential([*layers, keras.layers.Dense(10)])
 
 
-MODELS = {"convolutions": convolutions, "recurrent": recurrent, "dense": dense}
+MODELS = {
+    "convolutions": convolutions,
+    "recurrent": recurrent,
+    "cudnn": in_cudnn,
+    "dense": dense,
+}
 
 
 def batch_of(name, seed=0):
@@ -73,6 +83,7 @@ def batch_of(name, seed=0):
     inputs = {
         "convolutions": generator.normal(size=[32, 12, 12, 3]).astype(np.float32),
         "recurrent": generator.integers(50, size=[32, 12]).astype(np.int32),
+        "cudnn": generator.integers(50, size=[32, 12]).astype(np.int32),
         "dense": generator.normal(size=[32, 32]).astype(np.float32),
     }
     return inputs[name], generator.integers(10, size=32)
@@ -132,6 +143,50 @@ def test_a_run_on_the_card_moves_weights_as_one_on_the_cpu(name, precision, mode
     found = moves(name, batch, precision=precision, jit_compile=mode)
 
     assert apart(found, expected) < APART[precision]
+
+
+@pytest.mark.parametrize("mode", [False, "update", "elementwise"])
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_an_lstm_of_cudnn_moves_weights_as_one_on_the_cpu(precision, mode):
+    """Keras takes cuDNN's LSTM on a GPU, which XLA cannot compile."""
+    batch = batch_of("cudnn")
+    expected = moves("recurrent", batch, device="CPU:0", jit_compile=False)
+    found = moves("cudnn", batch, precision=precision, jit_compile=mode)
+
+    assert apart(found, expected) < APART[precision]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "mixed_bfloat16"}, "that cuDNN computes in bfloat16; got 'lstm"),
+        ({"jit_compile": "step"}, "or create them with use_cudnn=False"),
+    ],
+)
+def test_what_cudnn_cannot_compute_is_refused(settings, message):
+    """By name, with what to do."""
+    with pytest.raises(ValueError, match=message):
+        moves("cudnn", batch_of("cudnn"), **settings)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_gradients_of_cudnn_in_bfloat16_are_wrong(kind):
+    """TensorFlow's own, in eager mode. When this fails, nothing has to be refused any more."""
+    inputs = tf.constant(np.random.default_rng(0).normal(size=[32, 12, 16]), tf.float32)
+    gradients = {}
+    for precision in ("mixed_float16", "mixed_bfloat16"):
+        for use_cudnn in ("auto", False):
+            keras.utils.set_random_seed(1)
+            layer = getattr(keras.layers, kind)(32, use_cudnn=use_cudnn, dtype=precision)
+            layer.build(inputs.shape)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(layer(inputs, training=True), tf.float32) ** 2)
+            found = tape.gradient(loss, [each.value for each in layer.trainable_variables])
+            gradients[precision, use_cudnn] = np.concatenate([np.ravel(each) for each in found])
+    wrong = {each: apart(gradients[each, "auto"], gradients[each, False]) for each, _ in gradients}
+
+    assert wrong["mixed_float16"] < APART["mixed_float16"]
+    assert not wrong["mixed_bfloat16"] < APART["mixed_bfloat16"]
 
 
 @pytest.mark.parametrize("mode", COMPILE_MODES)

@@ -70,6 +70,7 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
     if isinstance(model, keras.Model):
         check_no_synchronized_layers(model, strategy)
         check_no_stateful_layers(model)
+        check_no_bfloat16_in_cudnn(model)
     check_variables(model, strategy)
 
 
@@ -165,6 +166,27 @@ def check_no_stateful_layers(model: keras.Model) -> None:
                 "batch is divided over replicas and microbatches, and may be skipped or computed "
                 "again. Train with stateful=False on whole sequences; for use step by step, build "
                 "the model again with stateful=True and call set_weights(model.get_weights())."
+            )
+
+
+def check_no_bfloat16_in_cudnn(model: keras.Model) -> None:
+    """Raises ValueError for recurrent layers whose gradients TensorFlow computes wrongly on a GPU.
+
+    In bfloat16, the gradients of cuDNN's LSTM and GRU were zeros or arbitrary numbers with
+    TensorFlow 2.21 on an H100, for `fit` too: as if nothing was written to them. Outputs are right,
+    and so are gradients in other precisions, or without cuDNN.
+    """
+    for layer in all_layers(model):
+        # Keras takes XLA away from the layers for which it uses cuDNN, if there is a GPU.
+        uses_cudnn = isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)) and not (
+            layer.supports_jit or layer.recurrent_dropout
+        )
+        if uses_cudnn and layer.compute_dtype == "bfloat16":
+            raise ValueError(
+                "`model` must not have layers that cuDNN computes in bfloat16; got "
+                f"{shown(layer.name)} ({type(layer).__name__}). On a GPU, TensorFlow returns wrong "
+                "gradients for them, without an error. Create the layer with use_cudnn=False, or "
+                "train in mixed_float16 or float32."
             )
 
 

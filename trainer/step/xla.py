@@ -66,6 +66,7 @@ def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) ->
 def layers_without_xla(model: Model) -> list[keras.Layer]:
     """Returns a model's layers that XLA cannot compile: those whose `supports_jit` is False.
 
+    Where there is a GPU, LSTM and GRU are among them, unless created with `use_cudnn=False`.
     `RandomElasticTransform` has True there, but a shape in it depends on a random number.
     """
     layers = all_layers(model) if isinstance(model, keras.Model) else []
@@ -77,11 +78,16 @@ def check_model_compiles(model: Model, jit_compile: bool | str) -> None:
     """Raises ValueError if XLA is to compile a layer that it cannot compile."""
     found = layers_without_xla(model) if jit_compile in WITH_PASSES else []
     if found:
+        in_cudnn = all(hasattr(layer, "use_cudnn") for layer in found)
+        remedy = (
+            "create them with use_cudnn=False"
+            if in_cudnn
+            else "apply such layers to the data, with Dataset.map"
+        )
         raise ValueError(
             f"`jit_compile` must not be {jit_compile!r} with layers that XLA cannot compile; got "
-            f"{listed_layers(found)}. "
-            "TensorFlow would fail at the first step. Use "
-            '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
+            f"{listed_layers(found)}. TensorFlow would fail at the first step. Use "
+            f'"elementwise" or False, or {remedy}.'
         )
 
 

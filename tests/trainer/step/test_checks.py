@@ -326,6 +326,40 @@ def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
         train(make(model=synchronized, strategy=mirrored(2)))
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_layers_that_cudnn_computes_in_bfloat16_are_refused(kind):
+    """On a GPU their gradients are wrong there (test_on_card.py). Keras says by `supports_jit` which
+    those are; here they are marked by hand.
+    """
+
+    def recurrent(*, marked, policy, **settings):
+        def build():
+            layer = getattr(keras.layers, kind)(4, name="memory", dtype=policy, **settings)
+            layer.supports_jit = not marked
+            inner = keras.Sequential([keras.Input([1, 1]), layer])
+            return keras.Sequential(
+                [keras.Input([1]), keras.layers.Reshape([1, 1]), inner, keras.layers.Dense(1)]
+            )
+
+        return make(model=build, precision=policy, jit_compile=False)
+
+    allowed = [
+        recurrent(marked=True, policy="mixed_float16"),
+        recurrent(marked=True, policy="float32"),
+        recurrent(marked=False, policy="mixed_bfloat16"),
+        recurrent(marked=True, policy="mixed_bfloat16", recurrent_dropout=0.1),
+    ]
+    for trainer in allowed:
+        assert train(trainer).totals.attempted == 1
+    with pytest.raises(ValueError, match="cuDNN") as error:
+        train(recurrent(marked=True, policy="mixed_bfloat16"))
+    assert str(error.value) == (
+        "`model` must not have layers that cuDNN computes in bfloat16; got 'memory' "
+        f"({kind}). On a GPU, TensorFlow returns wrong gradients for them, without an error. Create "
+        "the layer with use_cudnn=False, or train in mixed_float16 or float32."
+    )
+
+
 @pytest.mark.thorough
 def test_a_frozen_half_backbone_with_a_float32_head_is_accepted():
     """The precision of a model is that of all layers with weights, trainable or not."""

@@ -17,6 +17,7 @@ from trainer.step.xla import (
     WITH_PASSES,
     adds_in_rows,
     check_compile_mode,
+    check_model_compiles,
     compiled_differentiation,
     compiled_update,
 )
@@ -152,6 +153,21 @@ def test_a_layer_that_xla_cannot_compile_is_named(mode):
         f"`jit_compile` must not be {mode!r} with layers that XLA cannot compile; got 'turn' "
         "(RandomRotation). TensorFlow would fail at the first step. "
         'Use "elementwise" or False, or apply such layers to the data, with Dataset.map.'
+    )
+
+
+def test_layers_in_cudnn_have_a_remedy_of_their_own():
+    """On a GPU, Keras takes XLA away from LSTM and GRU, unless they must not use cuDNN."""
+    layer = keras.layers.LSTM(2, name="memory")
+    layer.supports_jit = False  # as Keras does where there is a GPU
+    model = keras.Sequential([keras.Input([3, 1]), layer])
+    with pytest.raises(ValueError, match="memory") as error:
+        check_model_compiles(model, "step")
+
+    assert str(error.value) == (
+        "`jit_compile` must not be 'step' with layers that XLA cannot compile; got 'memory' (LSTM). "
+        'TensorFlow would fail at the first step. Use "elementwise" or False, or create them with '
+        "use_cudnn=False."
     )
 
 
