@@ -209,8 +209,9 @@ class Trainer(Task):
             update, on a single replica. "step": the whole step as one program, on a single replica;
             a metric's update and `update_metrics` are part of it. False: nothing. "auto": a run of
             1,000 steps or more measures which of these values is fastest before its first step, and
-            keeps that value. In a shorter run "auto" is False, or True for half precision that
-            TensorFlow would compute in scalar loops on this CPU.
+            keeps that value. In a shorter run "auto" is "step" on a single GPU, else False, or True
+            for half precision that TensorFlow would compute in scalar loops on this CPU. Where
+            examples may have several shapes, it compiles no passes unless the CPU needs it.
             The results of different values differ by rounding.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,

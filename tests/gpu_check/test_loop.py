@@ -46,7 +46,7 @@ def traced_loop(made=SmallImages, **settings):
 
 # What the host always waits for: whether the run goes on; and whether the loop does, which TensorFlow
 # computes on the host and passes through the card.
-ALWAYS = ["while/halted", "the condition"]
+ALWAYS = ["while/goes_on", "the condition"]
 
 
 def in_each_step(concrete, on_host):

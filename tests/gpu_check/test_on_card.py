@@ -28,8 +28,9 @@ pytestmark = [
 STEPS = 5
 PRECISIONS = {"float32": "float32", "mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 # How far a run's move may be from the CPU's in float32, relative to it. Products on a GPU round
-# float32 to TensorFloat-32, which has float16's 11 bits.
-APART = {"float32": 0.02, "mixed_bfloat16": 0.1, "mixed_float16": 0.05, "mixed_float8": 0.3}
+# float32 to TensorFloat-32, which has float16's 11 bits: on an H100, 0.0203 to 0.0205 apart with
+# convolutions, in every mode.
+APART = {"float32": 0.05, "mixed_bfloat16": 0.1, "mixed_float16": 0.05, "mixed_float8": 0.3}
 
 
 def convolutions():

@@ -47,10 +47,8 @@ def run_steps(
     no_batch = tf.nest.map_structure(zeros_of, batch_spec)
 
     def limit_unless_ended() -> tf.Tensor:
-        now = tf.identity(halted, name="halted")
-        with tf.device(HOST):  # three small kernels would compute it on a GPU
-            goes_on = tf.logical_not(now | stop_requested(), name="goes_on")
-            return num_steps * tf.cast(goes_on, tf.int32)
+        goes_on = ~(halted.read_value() | stop_requested())
+        return num_steps * tf.cast(goes_on, tf.int32, name="goes_on")
 
     def body(index: tf.Tensor, limit: tf.Tensor, kept: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         del limit, kept

@@ -384,7 +384,8 @@ def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
             'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
         )
     remedy = "turn them into dense numbers"
-    warn_of_plain_step(f"batches with {kind}", trainer.precision.compute_dtype, remedy)
+    where = f"in {trainer.precision.compute_dtype} on a CPU"
+    warn_of_plain_step(f"batches with {kind}", where, remedy)
     assign(trainer, "jit_compile", value=False)
 
 
@@ -420,7 +421,8 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     skip_policy = trainer.skip_policy
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
     if without_xla and trainer.jit_compile in WITH_PASSES:
-        warn_of_plain_step(listed_layers(without_xla), trainer.precision.compute_dtype)
+        where = f"in {trainer.precision.compute_dtype} on a CPU"  # a trainer begins plain elsewhere
+        warn_of_plain_step(listed_layers(without_xla), where)
     if without_xla or (trainer.compile_mode_open and gathers(trainer)):
         assign(trainer, "jit_compile", value=False)
     return plan_step(

@@ -1,9 +1,9 @@
 """`jit_compile="auto"`: finds the fastest compile mode by timing steps on the first batch.
 
-Measuring takes time, so only long runs do it. Before its first step, a long run times some steps
-in each compile mode that may be the fastest. Then all variables are restored exactly, the fastest
-mode is kept, and `model_dir/jit_compile.json` records it, so that a resumed run computes in the
-same mode.
+Measuring takes time, so only long runs do it; others take the most likely mode. Before its first
+step, a long run times some steps in each compile mode that may be the fastest. Then all variables
+are restored exactly, the fastest mode is kept, and `model_dir/jit_compile.json` records it, so that
+a resumed run computes in the same mode.
 """
 
 import contextlib
@@ -80,12 +80,12 @@ class Choice(NamedTuple):
 def initial_compile_mode(
     jit_compile: CompileMode, precision: scaling.Precision, strategy: tf.distribute.Strategy
 ) -> CompileMode:
-    """Returns the compile mode that a run begins with, before anything has been measured.
+    """Returns the compile mode that a trainer is built with, before it has seen data.
 
-    "auto" begins with False. The exception is half precision on a CPU for which TensorFlow has no
-    fast kernels: TensorFlow would compute convolutions in scalar loops, up to hundreds of times
-    slower, so "auto" begins with True and XLA compiles them. With depthwise convolutions it is the
-    other way round, so a long run measures both.
+    "auto" begins with False; see `modes_to_try` for GPUs. The exception is half precision on a CPU
+    for which TensorFlow has no fast kernels: TensorFlow would compute convolutions in scalar loops,
+    up to hundreds of times slower, so "auto" begins with True and XLA compiles them. With depthwise
+    convolutions it is the other way round, so a long run measures both.
 
     Raises:
         ValueError: if `jit_compile` is not a compile mode, or the strategy does not allow it.
@@ -128,10 +128,20 @@ def gradient_secs(dtype: str) -> float:
     return min(secs)
 
 
-def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
+def modes_to_try(trainer: RunnableTrainer, plan: StepPlan, data: Batches) -> list[CompileMode]:
     """Returns the modes that may be the fastest, the most likely first.
 
+    The first one is that of runs which are too short to be measured. On an H100 (see
+    docs/performance.md), a step that was one program took a third to a ninth of the time of one
+    in mode False. XLA compiles a program for each shape that it meets; so if examples may have
+    several, it compiles no passes, except on a CPU that needs it.
+
     If there is only one mode, nothing needs to be measured.
+
+    Args:
+        trainer: the trainer.
+        plan: the plan of its step, in the mode that the trainer was built with.
+        data: the training data.
     """
     found = strategies.capabilities(trainer.strategy)
     several_processes = found.asynchronous or found.multi_worker
@@ -152,10 +162,25 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
         modes = [False, "elementwise", *update, True, *whole]
     elif found.on_cpu:
         modes = [False, True, *update, "elementwise", *whole]
-    else:  # on an H100, the step of a perceptron took half as long in "step" as in other modes
-        modes = [False, *whole, True, *update, "elementwise"]
-    without = WITH_PASSES if layers_without_xla(plan.model) else ()
+    else:
+        modes = [*whole, False, True, *update, "elementwise"]
+    unsuited = plan.jit_compile is not True and not suits_xla(data)
+    without = WITH_PASSES if unsuited or layers_without_xla(plan.model) else ()
     return [mode for mode in modes if mode not in without]
+
+
+def suits_xla(data: Batches) -> bool:
+    """Returns whether XLA can compile one program for all batches of a size.
+
+    Examples must be dense numbers, and the data's element spec must say of what shape.
+    """
+    return all(
+        isinstance(spec, tf.TensorSpec)
+        and spec.dtype != tf.string
+        and spec.shape.rank
+        and spec.shape[1:].is_fully_defined()
+        for spec in tf.nest.flatten(data.dataset.element_spec)
+    )
 
 
 def settle(
@@ -178,7 +203,7 @@ def settle(
     Returns:
         The result of the measurement; None if nothing was measured.
     """
-    modes, choice = modes_to_try(trainer, parts.plan), None
+    modes = modes_to_try(trainer, parts.plan, data)
     if parts.checkpoints.latest:
         mode = parts.checkpoints.facts.get("jit_compile")
     else:
@@ -188,9 +213,12 @@ def settle(
         if choice:
             write_choice(trainer.model_dir, choice)
             use(choice.parts)
-    elif mode in modes and mode != parts.plan.jit_compile:
+        return choice
+    if mode not in modes:
+        mode = modes[0]
+    if mode != parts.plan.jit_compile:
         use(parts_in_mode(mode, trainer, parts))
-    return choice
+    return None
 
 
 def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> Parts:
@@ -231,7 +259,10 @@ def compilable_parts(
     if on_host and not auto:
         raise int32_variables_error(mode, on_host)
     if names:
-        warn_of_plain_step(listed_operations(names), trainer.precision.compute_dtype)
+        dtype = trainer.precision.compute_dtype
+        warn_of_plain_step(
+            listed_operations(names), "on a GPU" if on_gpu else f"in {dtype} on a CPU"
+        )
     elif on_host:
         warn_of_int32_variables(on_host)
     elif sized:

@@ -97,20 +97,20 @@ def listed_layers(layers: Sequence[keras.Layer]) -> str:
 
 
 def warn_of_plain_step(
-    what: str, dtype: str, remedy: str = "apply such layers to the data"
+    what: str, where: str, remedy: str = "apply such layers to the data"
 ) -> None:
-    """Warns that a half-precision step is not compiled, though this CPU needs XLA to be fast.
+    """Warns that a step is not compiled where it needs XLA to be fast.
 
     Args:
         what: what XLA cannot compile.
-        dtype: the compute dtype.
+        where: a dtype and a kind of device.
         remedy: what to do with `Dataset.map`.
     """
     logging.warning(
-        "XLA cannot compile %s, so TensorFlow runs the step without XLA, which is slow in %s on "
-        "this CPU. To compile the step, %s, with Dataset.map.",
+        "XLA cannot compile %s, so TensorFlow runs the step without XLA, which is slow %s. To "
+        "compile the step, %s, with Dataset.map.",
         what,
-        dtype,
+        where,
         remedy,
     )
 

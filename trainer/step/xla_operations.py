@@ -192,5 +192,5 @@ def warn_of_sizes(names: list[str], *, compiled: bool) -> None:
         'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
         "for them."
         if compiled
-        else "So TensorFlow runs the step without XLA, which may be slow on this CPU.",
+        else "So TensorFlow runs the step without XLA, which may be slow.",
     )

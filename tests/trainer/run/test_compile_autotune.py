@@ -319,7 +319,7 @@ def test_a_step_that_xla_cannot_compile_runs_without_it(caplog):
     [line] = [record.getMessage() for record in caplog.records if "XLA" in record.getMessage()]
     assert line == (
         "XLA cannot compile 'turn_1/ImageProjectiveTransformV3', so TensorFlow runs the step "
-        "without XLA, which is slow in float16 on this CPU. To compile the step, apply such layers "
+        "without XLA, which is slow in float16 on a CPU. To compile the step, apply such layers "
         "to the data, with Dataset.map."
     )
     assert len(overfitted.losses) == 1
@@ -366,7 +366,7 @@ def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch)
         'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
         "for them."
     )
-    instead = "So TensorFlow runs the step without XLA, which may be slow on this CPU."
+    instead = "So TensorFlow runs the step without XLA, which may be slow."
     for mode, kept, what in (("auto", False, instead), (True, True, remedy)):
         caplog.clear()
         trainer = Sparse(optimizer=adam, verbose=False, jit_compile=mode, precision="mixed_float16")
@@ -378,17 +378,65 @@ def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch)
         )
 
 
-@pytest.mark.parametrize(("on_cpu", "second"), [(True, True), (False, "step")])
-def test_the_most_promising_modes_come_first(monkeypatch, on_cpu, second):
+@pytest.mark.parametrize(("on_cpu", "first"), [(True, [False, True]), (False, ["step", False])])
+def test_the_most_promising_modes_come_first(monkeypatch, on_cpu, first):
     """Those after the first two are left out if compiling takes long: a whole step is the fastest
     on a GPU, and compiled passes on a CPU.
     """
-    trainer = trained_small()
+    trainer, parts, data, *_ = ready()
     pretend(monkeypatch, on_cpu=on_cpu)
 
-    modes = compilation.modes_to_try(trainer, trainer._parts.plan)
-    assert modes[:2] == [False, second]
+    modes = compilation.modes_to_try(trainer, parts.plan, data)
+    assert modes[:2] == first
     assert {*modes} == {*COMPILE_MODES} - {"update"}  # Adam has a kernel of its own
+
+
+def padded(batch):
+    """Adds to images an axis whose size the element spec does not give."""
+    return batch.map(lambda images, labels: (tf.repeat(images, tf.size(labels) // 8, -1), labels))
+
+
+def as_strings(batch):
+    """Returns labels as strings beside the images and labels."""
+    return batch.map(lambda images, labels: (images, labels, tf.strings.as_string(labels)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "mode"),
+    [
+        ({}, None, "step"),
+        ({"precision": "mixed_float16"}, None, "step"),
+        ({"num_microbatches": 2}, None, False),
+        ({}, padded, False),
+        ({}, as_strings, False),
+    ],
+)
+def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, settings, change, mode):
+    """The whole step as one program, unless batches may have several shapes, or are no numbers."""
+    pretend(monkeypatch, on_cpu=False)
+    trainer = SmallImages(optimizer=adam, verbose=False, **settings)
+    dataset = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8)
+    trainer.train(change(dataset) if change else dataset, steps=2)
+
+    assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
+    assert trainer.totals.attempted == 2
+
+
+def test_one_program_is_the_first_choice_online_on_a_gpu(monkeypatch):
+    """As in `train`."""
+    pretend(monkeypatch, on_cpu=False)
+    trainer = SmallImages(optimizer=adam, verbose=False)
+    trainer.train_on_batch((IMAGES, LABELS))
+
+    assert trainer.jit_compile == "step"
+
+
+def test_passes_over_examples_of_several_shapes_are_not_tried():
+    """XLA would compile a program for each; with one batch, measuring would not show it."""
+    trainer, parts, data, *_ = ready()
+    several = dataclasses.replace(data, dataset=padded(data.dataset))
+
+    assert compilation.modes_to_try(trainer, parts.plan, several) == [False, "elementwise"]
 
 
 def pretend(monkeypatch, **capabilities_to_show):
