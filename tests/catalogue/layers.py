@@ -123,6 +123,9 @@ POOLING = {"pool_size": WINDOW, "padding": PADDING}
 CONVOLUTION = {"kernel_size": WINDOW, "padding": PADDING, "activation": ACTIVATIONS}
 FILTERS = {"filters": UNITS, **CONVOLUTION}
 RECURRENT = {"units": UNITS, "return_sequences": BOOLS, "go_backwards": BOOLS, "unroll": BOOLS}
+WITH_CUDNN = (
+    "on a GPU, refused in bfloat16 unless `use_cudnn=False`: TensorFlow's gradients are wrong"
+)
 
 
 PYTHON_RANDOM = (
@@ -215,8 +218,8 @@ LAYERS = {
         make=lambda **_: L.Normalization(mean=0.5, variance=2.0),
     ),
     # Recurrence.
-    "LSTM": Row([SEQUENCE], RECURRENT),
-    "GRU": Row([SEQUENCE], RECURRENT | {"reset_after": BOOLS}),
+    "LSTM": Row([SEQUENCE], RECURRENT, because=WITH_CUDNN),
+    "GRU": Row([SEQUENCE], RECURRENT | {"reset_after": BOOLS}, because=WITH_CUDNN),
     "SimpleRNN": Row([SEQUENCE], RECURRENT),
     "LSTMCell": recurrent(L.LSTMCell),
     "GRUCell": recurrent(L.GRUCell),
@@ -237,6 +240,7 @@ LAYERS = {
         [SEQUENCE],
         {"merge_mode": st.sampled_from(["sum", "mul", "concat", "ave"])},
         make=lambda **arguments: L.Bidirectional(L.LSTM(2, return_sequences=True), **arguments),
+        because=f"around `LSTM`: {WITH_CUDNN}",
     ),
     "TimeDistributed": Row([SEQUENCE], make=lambda **_: L.TimeDistributed(L.Dense(3))),
     # Attention.

@@ -146,6 +146,14 @@ def test_a_run_on_the_card_moves_weights_as_one_on_the_cpu(name, precision, mode
     assert apart(found, expected) < APART[precision]
 
 
+def test_a_short_run_is_one_program():
+    """What `jit_compile="auto"` begins with on a GPU."""
+    trainer = trainer_of("convolutions", jit_compile="auto")
+    trainer.train(tf.data.Dataset.from_tensors(batch_of("convolutions")).repeat(), steps=2)
+
+    assert trainer.jit_compile == "step"
+
+
 @pytest.mark.parametrize("mode", [False, "update", "elementwise"])
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
 def test_an_lstm_of_cudnn_moves_weights_as_one_on_the_cpu(precision, mode):
@@ -161,7 +169,7 @@ def test_an_lstm_of_cudnn_moves_weights_as_one_on_the_cpu(precision, mode):
     ("settings", "message"),
     [
         ({"precision": "mixed_bfloat16"}, "that cuDNN computes in bfloat16; got 'lstm"),
-        ({"jit_compile": "step"}, "or create them with use_cudnn=False"),
+        ({"jit_compile": "step"}, "or create LSTM and GRU with use_cudnn=False"),
     ],
 )
 def test_what_cudnn_cannot_compute_is_refused(settings, message):

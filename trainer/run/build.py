@@ -421,7 +421,7 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     skip_policy = trainer.skip_policy
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
     if without_xla and trainer.jit_compile in WITH_PASSES:
-        where = f"in {trainer.precision.compute_dtype} on a CPU"  # a trainer begins plain elsewhere
+        where = f"in {trainer.precision.compute_dtype} on a CPU"  # elsewhere, "auto" begins plain
         warn_of_plain_step(listed_layers(without_xla), where)
     if without_xla or (trainer.compile_mode_open and gathers(trainer)):
         assign(trainer, "jit_compile", value=False)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
+from absl import logging
 
 import scaling
 import strategies
@@ -128,20 +129,14 @@ def gradient_secs(dtype: str) -> float:
     return min(secs)
 
 
-def modes_to_try(trainer: RunnableTrainer, plan: StepPlan, data: Batches) -> list[CompileMode]:
+def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
     """Returns the modes that may be the fastest, the most likely first.
 
     The first one is that of runs which are too short to be measured. On an H100 (see
     docs/performance.md), a step that was one program took a third to a ninth of the time of one
-    in mode False. XLA compiles a program for each shape that it meets; so if examples may have
-    several, it compiles no passes, except on a CPU that needs it.
+    in mode False.
 
     If there is only one mode, nothing needs to be measured.
-
-    Args:
-        trainer: the trainer.
-        plan: the plan of its step, in the mode that the trainer was built with.
-        data: the training data.
     """
     found = strategies.capabilities(trainer.strategy)
     several_processes = found.asynchronous or found.multi_worker
@@ -164,15 +159,15 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan, data: Batches) -> lis
         modes = [False, True, *update, "elementwise", *whole]
     else:
         modes = [*whole, False, True, *update, "elementwise"]
-    unsuited = plan.jit_compile is not True and not suits_xla(data)
-    without = WITH_PASSES if unsuited or layers_without_xla(plan.model) else ()
+    without = WITH_PASSES if layers_without_xla(plan.model) else ()
     return [mode for mode in modes if mode not in without]
 
 
 def suits_xla(data: Batches) -> bool:
-    """Returns whether XLA can compile one program for all batches of a size.
+    """Returns whether XLA can compile one program for all batches of one size.
 
-    Examples must be dense numbers, and the data's element spec must say of what shape.
+    Examples must be dense numbers, and the data's element spec must say of what shape. Otherwise
+    XLA would compile a program for each shape that it meets.
     """
     return all(
         isinstance(spec, tf.TensorSpec)
@@ -196,29 +191,63 @@ def settle(
         trainer: a trainer with jit_compile="auto" that has started.
         parts: the trainer's parts, from `build`.
         data: the training data.
-        steps: number of steps from here to the end of the run.
+        steps: number of steps from here to the end of the run. With 0, the trainer stays in the
+            mode that it was built with, unless the run that it resumes was in another one.
         use: a function that replaces the trainer's parts, so that a user's own `train_step` also
             computes with the new parts.
 
     Returns:
         The result of the measurement; None if nothing was measured.
     """
-    modes = modes_to_try(trainer, parts.plan, data)
+    modes = modes_to_try(trainer, parts.plan)
     if parts.checkpoints.latest:
-        mode = parts.checkpoints.facts.get("jit_compile")
+        recorded = parts.checkpoints.facts.get("jit_compile")
     else:
-        mode = read_choice(trainer.model_dir)
-    if mode is None and len(modes) > 1 and steps >= MIN_STEPS:
+        recorded = read_choice(trainer.model_dir)
+    if recorded in modes:
+        if recorded != parts.plan.jit_compile:
+            use(parts_in_mode(recorded, trainer, parts))
+        return None
+    if parts.plan.jit_compile is not True and not suits_xla(data):
+        modes = [mode for mode in modes if mode not in WITH_PASSES]
+    if recorded is None and len(modes) > 1 and steps >= MIN_STEPS:
         choice = measure(trainer, parts, data, modes, use)
         if choice:
             write_choice(trainer.model_dir, choice)
             use(choice.parts)
         return choice
-    if mode not in modes:
-        mode = modes[0]
-    if mode != parts.plan.jit_compile:
-        use(parts_in_mode(mode, trainer, parts))
+    if steps and modes[0] != parts.plan.jit_compile and not tf.config.functions_run_eagerly():
+        use(parts_that_run(trainer, parts, data, modes[0], use))
     return None
+
+
+def parts_that_run(
+    trainer: RunnableTrainer,
+    parts: Parts,
+    data: Batches,
+    mode: CompileMode,
+    use: Callable[[Parts], None],
+) -> Parts:
+    """Returns a trainer's parts in a mode, or as they are if XLA cannot compile a step in it.
+
+    Takes one step on the first batch, and restores all variables exactly. What `compilable_parts`
+    finds is left to it.
+    """
+    candidate = parts_in_mode(mode, trainer, parts)
+    try:
+        with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
+            afterwards.callback(use, parts)
+            use(candidate)
+            candidate.run_steps(iter(repeat_first_batch(data)), tf.constant(1))
+    except tf.errors.OpError:  # also if the copies do not fit into memory
+        if not any(reasons_against_xla(trainer, candidate)):
+            logging.warning(
+                "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow "
+                "on a GPU. To see the error, pass jit_compile=%r.",
+                mode,
+            )
+            return parts
+    return candidate
 
 
 def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> Parts:
@@ -251,23 +280,38 @@ def compilable_parts(
     if mode not in (*WITH_PASSES, "update") or not traced or tf.config.functions_run_eagerly():
         return parts
     trace(parts)
-    names, sized = operations_without_xla(parts.run_steps), sized_by_values(parts)
-    on_gpu = strategies.capabilities(trainer.strategy).on_gpu  # a TPU keeps int32 variables
-    on_host = operations_on_int32_variables(parts.run_steps) if on_gpu else []
+    names, on_host, sized = reasons_against_xla(trainer, parts)
     if names and not auto:
         raise not_compilable_error(mode, names)
     if on_host and not auto:
         raise int32_variables_error(mode, on_host)
     if names:
-        dtype = trainer.precision.compute_dtype
-        warn_of_plain_step(
-            listed_operations(names), "on a GPU" if on_gpu else f"in {dtype} on a CPU"
-        )
+        warn_of_plain_step(listed_operations(names), where_xla_is_needed(trainer))
     elif on_host:
         warn_of_int32_variables(on_host)
     elif sized:
         warn_of_sizes(sized, compiled=not auto)
     return parts_in_mode(False, trainer, parts) if auto and (names or on_host or sized) else parts
+
+
+def reasons_against_xla(
+    trainer: RunnableTrainer, parts: Parts
+) -> tuple[list[str], list[str], list[str]]:
+    """Returns operations in the traced step of parts that speak against compiling it.
+
+    Returns:
+        Those that XLA cannot compile; on a GPU, those on int32 variables, which a TPU keeps; and
+        those behind which XLA may compute wrong gradients.
+    """
+    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
+    on_host = operations_on_int32_variables(parts.run_steps) if on_gpu else []
+    return operations_without_xla(parts.run_steps), on_host, sized_by_values(parts)
+
+
+def where_xla_is_needed(trainer: RunnableTrainer) -> str:
+    """Returns where a trainer's step is slow without XLA, for `warn_of_plain_step`."""
+    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
+    return "on a GPU" if on_gpu else f"in {trainer.precision.compute_dtype} on a CPU"
 
 
 def sized_by_values(parts: Parts) -> list[str]:
@@ -301,6 +345,7 @@ def measure(
         The result; None if the run was asked to stop, or if no step can be taken.
     """
     began = time.perf_counter()
+    on_cpu = strategies.capabilities(trainer.strategy).on_cpu
     dataset = repeat_first_batch(data)
     secs: dict[CompileMode, list[float]] = {}
     candidates: dict[CompileMode, Parts] = {}
@@ -309,8 +354,10 @@ def measure(
         afterwards.callback(use, parts)
         for mode in modes:
             now = time.perf_counter()
-            # Nothing is compiled in mode False, which is soon ready.
-            if secs and mode and now - began + longest > MAX_SECS:
+            works = any(turns[0] < math.inf for turns in secs.values())
+            # Nothing is compiled in mode False: on a CPU it is soon ready, but on a GPU it was not.
+            limited = works and (mode or not on_cpu)
+            if limited and now - began + longest > MAX_SECS:
                 continue
             candidates[mode] = parts_in_mode(mode, trainer, parts)
             use(candidates[mode])

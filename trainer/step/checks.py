@@ -26,6 +26,7 @@ from trainer.step.clip import Clip
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.losses import nan_unless
 from trainer.step.objective import optimizers_in, single_optimizers
+from trainer.step.reach import reach
 from trainer.step.types import Batch, Model
 
 # The number of significant bits in each half-precision dtype. Weights in such a dtype would lose
@@ -70,7 +71,6 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
     if isinstance(model, keras.Model):
         check_no_synchronized_layers(model, strategy)
         check_no_stateful_layers(model)
-        check_no_bfloat16_in_cudnn(model)
     check_variables(model, strategy)
 
 
@@ -169,19 +169,22 @@ def check_no_stateful_layers(model: keras.Model) -> None:
             )
 
 
-def check_no_bfloat16_in_cudnn(model: keras.Model) -> None:
+def check_no_bfloat16_in_cudnn(*roots: Any) -> None:
     """Raises ValueError for recurrent layers whose gradients TensorFlow computes wrongly on a GPU.
 
     In bfloat16, the gradients of cuDNN's LSTM and GRU were zeros or arbitrary numbers with
     TensorFlow 2.21 on an H100, for `fit` too: as if nothing was written to them. Outputs are right,
     and so are gradients in other precisions, or without cuDNN.
+
+    Args:
+        roots: the model, and what else the loss may use; see `reach`.
     """
-    for layer in all_layers(model):
+    for _, layer, _ in reach({str(place): root for place, root in enumerate(roots)}):
+        if not isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)):
+            continue
         # Keras takes XLA away from the layers for which it uses cuDNN, if there is a GPU.
-        uses_cudnn = isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)) and not (
-            layer.supports_jit or layer.recurrent_dropout
-        )
-        if uses_cudnn and layer.compute_dtype == "bfloat16":
+        may_use_cudnn = layer.use_cudnn is not False and not layer.supports_jit
+        if may_use_cudnn and not layer.recurrent_dropout and layer.compute_dtype == "bfloat16":
             raise ValueError(
                 "`model` must not have layers that cuDNN computes in bfloat16; got "
                 f"{shown(layer.name)} ({type(layer).__name__}). On a GPU, TensorFlow returns wrong "

@@ -275,6 +275,7 @@ def plan_step(
     build_optimizers(model, objectives, ema_momentum)
     partition = [[objective] for objective in objectives] if alternate else [objectives]
     used = [*others, compute_loss, example_weights, update_metrics]
+    checks.check_no_bfloat16_in_cudnn(model, *used)
     held_back, seeds = held_back_variables(model, used), seed_states(model, used)
     optimizers = [each for one in objectives for each in optimizers_in(one.optimizer)]
     slots = {id(variable): variable for one in optimizers for variable in one.variables}.values()

@@ -66,28 +66,33 @@ def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) ->
 def layers_without_xla(model: Model) -> list[keras.Layer]:
     """Returns a model's layers that XLA cannot compile: those whose `supports_jit` is False.
 
-    Where there is a GPU, LSTM and GRU are among them, unless created with `use_cudnn=False`.
-    `RandomElasticTransform` has True there, but a shape in it depends on a random number.
+    `RandomElasticTransform` has True there, but a shape in it depends on a random number. Where
+    there is a GPU, LSTM and GRU have False, because Keras computes them by cuDNN, unless created
+    with `use_cudnn=False`. In `Bidirectional` they have False even then, but compile.
     """
     layers = all_layers(model) if isinstance(model, keras.Model) else []
     wrong = keras.layers.RandomElasticTransform
-    return [layer for layer in layers if isinstance(layer, wrong) or not layer.supports_jit]
+    return [
+        layer
+        for layer in layers
+        if isinstance(layer, wrong)
+        or not (layer.supports_jit or getattr(layer, "use_cudnn", None) is False)
+    ]
 
 
 def check_model_compiles(model: Model, jit_compile: bool | str) -> None:
     """Raises ValueError if XLA is to compile a layer that it cannot compile."""
     found = layers_without_xla(model) if jit_compile in WITH_PASSES else []
     if found:
-        in_cudnn = all(hasattr(layer, "use_cudnn") for layer in found)
-        remedy = (
-            "create them with use_cudnn=False"
-            if in_cudnn
-            else "apply such layers to the data, with Dataset.map"
-        )
+        kinds = {hasattr(layer, "use_cudnn") for layer in found}
+        remedies = {
+            True: "create LSTM and GRU with use_cudnn=False",
+            False: "apply such layers to the data, with Dataset.map",
+        }
         raise ValueError(
             f"`jit_compile` must not be {jit_compile!r} with layers that XLA cannot compile; got "
             f"{listed_layers(found)}. TensorFlow would fail at the first step. Use "
-            f'"elementwise" or False, or {remedy}.'
+            f'"elementwise" or False, or {" and ".join(remedies[kind] for kind in sorted(kinds))}.'
         )
 
 

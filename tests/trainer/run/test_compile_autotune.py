@@ -383,10 +383,10 @@ def test_the_most_promising_modes_come_first(monkeypatch, on_cpu, first):
     """Those after the first two are left out if compiling takes long: a whole step is the fastest
     on a GPU, and compiled passes on a CPU.
     """
-    trainer, parts, data, *_ = ready()
+    trainer, parts, *_ = ready()
     pretend(monkeypatch, on_cpu=on_cpu)
 
-    modes = compilation.modes_to_try(trainer, parts.plan, data)
+    modes = compilation.modes_to_try(trainer, parts.plan)
     assert modes[:2] == first
     assert {*modes} == {*COMPILE_MODES} - {"update"}  # Adam has a kernel of its own
 
@@ -422,21 +422,99 @@ def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, settings, change, mo
     assert trainer.totals.attempted == 2
 
 
-def test_one_program_is_the_first_choice_online_on_a_gpu(monkeypatch):
-    """As in `train`."""
+def test_batches_that_are_passed_one_by_one_are_not_compiled(monkeypatch):
+    """Their shapes may change with each call, and XLA would compile each."""
     pretend(monkeypatch, on_cpu=False)
     trainer = SmallImages(optimizer=adam, verbose=False)
     trainer.train_on_batch((IMAGES, LABELS))
 
-    assert trainer.jit_compile == "step"
+    assert trainer.jit_compile is False
 
 
-def test_passes_over_examples_of_several_shapes_are_not_tried():
+@pytest.mark.usefixtures("always_measured")
+def test_passes_over_examples_of_several_shapes_are_not_measured(monkeypatch):
     """XLA would compile a program for each; with one batch, measuring would not show it."""
-    trainer, parts, data, *_ = ready()
+    monkeypatch.setattr(compilation, "seconds_per_step", lambda *_: 1.0)
+    trainer, parts, data, _, use = ready()
     several = dataclasses.replace(data, dataset=padded(data.dataset))
 
-    assert compilation.modes_to_try(trainer, parts.plan, several) == [False, "elementwise"]
+    assert {*compilation.settle(trainer, parts, several, 9, use).millisecs} == {
+        False,
+        "elementwise",
+    }
+
+
+def test_a_recorded_mode_is_kept_whatever_the_shapes(tmp_path):
+    """A resumed run computes as before, also in a mode that a new one would not begin with."""
+    several = padded(tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8))
+    for steps, mode in ((2, True), (4, "auto")):
+        trainer = SmallImages(
+            optimizer=adam, seed=1, verbose=False, jit_compile=mode, model_dir=tmp_path
+        )
+        trainer.train(several, steps=steps)
+
+        assert trainer.jit_compile is True
+
+
+@pytest.mark.usefixtures("always_measured")
+def test_on_a_gpu_no_mode_starts_after_the_time_limit(monkeypatch):
+    """Not even the one in which nothing is compiled, if another one works."""
+    pretend(monkeypatch, on_cpu=False)
+    monkeypatch.setattr(compilation, "MAX_SECS", 0.0)
+    trainer, parts, data, _, use = ready()
+    for works, measured in ((True, {"step": 1000.0}), (False, {False: 1000.0})):
+        monkeypatch.setattr(
+            compilation,
+            "seconds_per_step",
+            lambda each, *_, works=works: (
+                1.0 if works or not each.plan.jit_compile else float("inf")
+            ),
+        )
+
+        assert compilation.measure(trainer, parts, data, ["step", False], use).millisecs == measured
+
+
+class Unrolled(SmallImages):
+    """Multiplies the loss by 1 in a loop whose length XLA cannot know."""
+
+    def compute_loss(self, batch, training):
+        """The loss times powers of 1."""
+        losses = super().compute_loss(batch, training)
+        length = tf.cast(tf.reduce_sum(batch[1]) * 0 + 2, tf.int32)
+        one = tf.reduce_mean(tf.ones_like(losses))
+        return tf.while_loop(
+            lambda turn, _: turn < length,
+            lambda turn, value: (turn + 1, value * one * tf.sigmoid(value * 0) * 2),
+            (0, losses),
+        )[1]
+
+
+def test_a_step_that_xla_fails_to_compile_runs_without_it_on_a_gpu(monkeypatch, caplog):
+    """A failure of the compiler is met before the run begins, which loses nothing by it."""
+    pretend(monkeypatch, on_cpu=False)
+    trainer = Unrolled(optimizer=adam, seed=1, verbose=False)
+    trainer.train((IMAGES, LABELS), steps=3, global_batch=8)
+    plain = Unrolled(optimizer=adam, seed=1, verbose=False, jit_compile=False)
+    plain.train((IMAGES, LABELS), steps=3, global_batch=8)
+
+    assert trainer.jit_compile is False
+    assert_same_bits(all_copies(plain), all_copies(trainer))
+    [line] = [message for message in caplog.messages if "XLA" in message]
+    assert line == (
+        "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow on a GPU. "
+        "To see the error, pass jit_compile='step'."
+    )
+
+
+def test_operations_without_xla_are_named_on_a_gpu(monkeypatch, caplog):
+    """As on a CPU that needs XLA."""
+    pretend(monkeypatch, on_cpu=False)
+    trainer = Augmented(optimizer=adam, verbose=False)
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    assert trainer.jit_compile is False
+    [line] = [message for message in caplog.messages if "XLA" in message]
+    assert "slow on a GPU. To compile the step, apply such layers to the data" in line
 
 
 def pretend(monkeypatch, **capabilities_to_show):

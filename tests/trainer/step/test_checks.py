@@ -332,10 +332,11 @@ def test_layers_that_cudnn_computes_in_bfloat16_are_refused(kind):
     those are; here they are marked by hand.
     """
 
-    def recurrent(*, marked, policy, **settings):
+    def recurrent(*, marked, policy, use_cudnn="auto", **settings):
         def build():
             layer = getattr(keras.layers, kind)(4, name="memory", dtype=policy, **settings)
             layer.supports_jit = not marked
+            layer.use_cudnn = use_cudnn  # in `Bidirectional`, it is set after `supports_jit`
             inner = keras.Sequential([keras.Input([1, 1]), layer])
             return keras.Sequential(
                 [keras.Input([1]), keras.layers.Reshape([1, 1]), inner, keras.layers.Dense(1)]
@@ -348,6 +349,7 @@ def test_layers_that_cudnn_computes_in_bfloat16_are_refused(kind):
         recurrent(marked=True, policy="float32"),
         recurrent(marked=False, policy="mixed_bfloat16"),
         recurrent(marked=True, policy="mixed_bfloat16", recurrent_dropout=0.1),
+        recurrent(marked=True, policy="mixed_bfloat16", use_cudnn=False),
     ]
     for trainer in allowed:
         assert train(trainer).totals.attempted == 1

@@ -157,17 +157,22 @@ def test_a_layer_that_xla_cannot_compile_is_named(mode):
 
 
 def test_layers_in_cudnn_have_a_remedy_of_their_own():
-    """On a GPU, Keras takes XLA away from LSTM and GRU, unless they must not use cuDNN."""
+    """On a GPU, Keras takes XLA away from LSTM and GRU, unless they must not use cuDNN. Inside of
+    `Bidirectional` it does so all the same, although XLA can compile them then.
+    """
     layer = keras.layers.LSTM(2, name="memory")
     layer.supports_jit = False  # as Keras does where there is a GPU
     model = keras.Sequential([keras.Input([3, 1]), layer])
+    layer.use_cudnn = False
+    check_model_compiles(model, "step")
+    layer.use_cudnn = "auto"
     with pytest.raises(ValueError, match="memory") as error:
         check_model_compiles(model, "step")
 
     assert str(error.value) == (
         "`jit_compile` must not be 'step' with layers that XLA cannot compile; got 'memory' (LSTM). "
-        'TensorFlow would fail at the first step. Use "elementwise" or False, or create them with '
-        "use_cudnn=False."
+        'TensorFlow would fail at the first step. Use "elementwise" or False, or create LSTM and GRU '
+        "with use_cudnn=False."
     )
 
 
