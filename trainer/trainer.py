@@ -212,7 +212,7 @@ class Trainer(Task):
             keeps that value. In a shorter run "auto" is "step" on a single GPU, else False, or True
             for half precision that TensorFlow would compute in scalar loops on this CPU. Where
             examples may have several shapes, it compiles no passes unless the CPU needs it.
-            The results of different values differ by rounding.
+            The results of different values differ by rounding, and XLA leaves out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,
             NumPy, TensorFlow and Keras are set to it; then they are put back. With None, the model
