@@ -837,6 +837,13 @@ class Trainer(Task):
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         return choice
 
+    def _try_first_compile_mode(self, data: Batches) -> None:
+        """Takes the compile mode of a short run, for steps that are not part of one."""
+        if self.compile_mode_open:
+            settle(self, self._parts, data, 1, self._use)
+        trace = tracing(iter(repeat_first_batch(data)))
+        self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
+
     def _leave_xla_out_if_needed(self, trace: Callable[[Parts], object], *, auto: bool) -> None:
         """Replaces the parts if XLA cannot compile the step; see `compilable_parts`."""
         self._use(compilable_parts(self, self._parts, trace, auto=auto))
@@ -1094,8 +1101,7 @@ class Trainer(Task):
         self._start(data.first)
         if found:
             self.checkpoint_config.check_results(self._result_names(found))
-        trace = tracing(iter(repeat_first_batch(data)))
-        self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
+        self._try_first_compile_mode(data)
         return dry_run(self, self._parts, data, evaluate if found else None)
 
     def overfit_one_batch(
@@ -1124,8 +1130,7 @@ class Trainer(Task):
         data = self._batches(train_data, global_batch)
         self.data_argument = "train_data"
         self._start(data.first)
-        trace = tracing(iter(repeat_first_batch(data)))
-        self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
+        self._try_first_compile_mode(data)
         return overfit(self, self._parts, data, steps)
 
     def export(

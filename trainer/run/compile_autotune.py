@@ -209,6 +209,8 @@ def settle(
             use(parts_in_mode(recorded, trainer, parts))
         return None
     if parts.plan.jit_compile is not True and not suits_xla(data):
+        if modes[0] == "step":
+            warn_of_plain_data(data)
         modes = [mode for mode in modes if mode not in WITH_PASSES]
     if recorded is None and len(modes) > 1 and steps >= MIN_STEPS:
         choice = measure(trainer, parts, data, modes, use)
@@ -219,6 +221,16 @@ def settle(
     if steps and modes[0] != parts.plan.jit_compile and not tf.config.functions_run_eagerly():
         use(parts_that_run(trainer, parts, data, modes[0], use))
     return None
+
+
+def warn_of_plain_data(data: Batches) -> None:
+    """Warns that a step on a GPU is not compiled because of the data."""
+    logging.warning(
+        "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a "
+        "program for each shape of dense numbers, and the data's element spec is %s. If all "
+        "examples have one shape, say so with tf.ensure_shape in Dataset.map; if not, pad them.",
+        data.dataset.element_spec,
+    )
 
 
 def parts_that_run(

@@ -411,15 +411,36 @@ def as_strings(batch):
         ({}, as_strings, False),
     ],
 )
-def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, settings, change, mode):
-    """The whole step as one program, unless batches may have several shapes, or are no numbers."""
+def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, mode):
+    """The whole step as one program, unless batches may have several shapes, or are no numbers, which
+    a warning says.
+    """
     pretend(monkeypatch, on_cpu=False)
     trainer = SmallImages(optimizer=adam, verbose=False, **settings)
     dataset = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8)
-    trainer.train(change(dataset) if change else dataset, steps=2)
+    dataset = change(dataset) if change else dataset
+    trainer.train(dataset, steps=2)
 
     assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
     assert trainer.totals.attempted == 2
+    warning = (
+        "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a program "
+        f"for each shape of dense numbers, and the data's element spec is {dataset.element_spec}. If "
+        "all examples have one shape, say so with tf.ensure_shape in Dataset.map; if not, pad them."
+    )
+    assert [each for each in caplog.messages if "XLA" in each] == ([warning] if change else [])
+
+
+@pytest.mark.parametrize("method", ["dry_run", "overfit_one_batch"])
+def test_what_comes_before_a_run_on_a_gpu_takes_its_mode(monkeypatch, method):
+    """A dry run measures the memory of the program that a run would begin with."""
+    pretend(monkeypatch, on_cpu=False)
+    trainer = SmallImages(optimizer=adam, verbose=False)
+    getattr(trainer, method)((IMAGES, LABELS), global_batch=8)
+
+    assert trainer._parts.plan.jit_compile == "step"
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+    assert trainer.jit_compile == "step"
 
 
 def test_batches_that_are_passed_one_by_one_are_not_compiled(monkeypatch):
