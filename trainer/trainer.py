@@ -209,9 +209,10 @@ class Trainer(Task):
             update, on a single replica. "step": the whole step as one program, on a single replica;
             a metric's update and `update_metrics` are part of it. False: nothing. "auto": a run of
             1,000 steps or more measures which of these values is fastest before its first step, and
-            keeps that value. In a shorter run "auto" is "step" on a single GPU, else False, or True
-            for half precision that TensorFlow would compute in scalar loops on this CPU. Where
-            examples may have several shapes, it compiles no passes unless the CPU needs it.
+            keeps that value. In a shorter run "auto" is "step" on a single GPU without
+            microbatches, else False, or True for half precision that TensorFlow would compute in
+            scalar loops on this CPU. Where examples may have several shapes, it compiles no passes
+            unless the CPU needs it.
             The results of different values differ by rounding, and XLA leaves out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,
@@ -707,14 +708,14 @@ class Trainer(Task):
         self._withdraw_stop()
         position = OnlinePosition(batch, self._trained_on[2] if self._trained_on else None)
         auto = self.compile_mode_open
-        assign(self, "compile_mode_open", value=False)
         if auto:
-            settle(self, self._parts, position.data, 0, self._use)  # measures nothing
+            settle(self, self._parts, position.data, 0, self._use)  # tries and measures nothing
         if not self._introduced:
             self._leave_xla_out_if_needed(
                 lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)),
                 auto=auto,
             )
+        assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         request = TrainRequest(ENDLESS, None, None, self._export_into)
         log = self._new_log()
@@ -827,18 +828,18 @@ class Trainer(Task):
     ) -> Choice | None:
         """Chooses the compile mode for the coming steps, if it has not been chosen yet."""
         auto = self.compile_mode_open
-        assign(self, "compile_mode_open", value=False)
         steps_left, choice = target - self.totals.attempted, None
         if auto:
-            with log.console.status("measuring what XLA should compile ..."):
+            with log.console.status("choosing what XLA compiles ..."):
                 choice = settle(self, self._parts, data, steps_left, self._use)
         if steps_left > 0 and not self._introduced:
             self._leave_xla_out_if_needed(tracing(position.iterator), auto=auto)
+        assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         return choice
 
     def _try_first_compile_mode(self, data: Batches) -> None:
-        """Takes the compile mode of a short run, for steps that are not part of one."""
+        """Takes the compile mode of a short run, for steps that belong to no run."""
         if self.compile_mode_open:
             settle(self, self._parts, data, 1, self._use)
         trace = tracing(iter(repeat_first_batch(data)))

@@ -63,6 +63,8 @@ from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, war
 # names are kept so that checkpoints of older versions stay readable.
 SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
 
+INTO_NUMBERS = "turn them into dense numbers"  # what to do with what XLA does not support
+
 # A function of (batch, training) that calls the model, which then creates its variables.
 Forward = Callable[..., Any]
 
@@ -376,16 +378,14 @@ def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
     part = part_without_xla(batch)
     if part is None or trainer.jit_compile not in WITH_PASSES:
         return
-    kind = "ragged tensors" if isinstance(part, tf.RaggedTensor) else "strings"
     if not trainer.compile_mode_open:
         raise ValueError(
-            f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind}; "
+            f"`jit_compile` must not be {trainer.jit_compile!r} for batches with {kind_of(part)}; "
             f"got {part.dtype.name} of shape {part.shape}. XLA does not support them. Turn "
             'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
         )
-    remedy = "turn them into dense numbers"
     where = f"in {trainer.precision.compute_dtype} on a CPU"
-    warn_of_plain_step(f"batches with {kind}", where, remedy)
+    warn_of_plain_step(f"batches with {kind_of(part)}", where, INTO_NUMBERS)
     assign(trainer, "jit_compile", value=False)
 
 
@@ -395,6 +395,11 @@ def part_without_xla(batch: Batch) -> tf.Tensor | tf.RaggedTensor | None:
         if isinstance(part, tf.RaggedTensor) or part.dtype == tf.string:
             return part
     return None
+
+
+def kind_of(part: tf.Tensor | tf.RaggedTensor) -> str:
+    """Returns how a message calls a part of a batch that XLA does not support."""
+    return "ragged tensors" if isinstance(part, tf.RaggedTensor) else "strings"
 
 
 def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:

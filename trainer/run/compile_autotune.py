@@ -24,7 +24,9 @@ import strategies
 from trainer.base.argument_checks import check_choice
 from trainer.base.atomic_files import write_atomically
 from trainer.data.batches import Batches, repeat_first_batch
-from trainer.run.build import parts_of_plan
+from trainer.data.errors import reason_of
+from trainer.data.value_checks import found_in
+from trainer.run.build import INTO_NUMBERS, kind_of, part_without_xla, parts_of_plan
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
 from trainer.step.fused import fused_rule
@@ -75,7 +77,8 @@ class Choice(NamedTuple):
         )
         millisecs = self.millisecs[self.jit_compile]
         best = f"{COMPILE_MODES[self.jit_compile]}: {millisecs:.3g} ms a step"
-        return f"XLA compiles {best} ({others}); measured in {self.secs:.1f} s"
+        tried = others or "no other mode was tried"
+        return f"XLA compiles {best} ({tried}); measured in {self.secs:.1f} s"
 
 
 def initial_compile_mode(
@@ -199,14 +202,11 @@ def settle(
     Returns:
         The result of the measurement; None if nothing was measured.
     """
-    modes = modes_to_try(trainer, parts.plan)
-    if parts.checkpoints.latest:
-        recorded = parts.checkpoints.facts.get("jit_compile")
-    else:
-        recorded = read_choice(trainer.model_dir)
-    if recorded in modes:
-        if recorded != parts.plan.jit_compile:
-            use(parts_in_mode(recorded, trainer, parts))
+    modes, recorded = modes_to_try(trainer, parts.plan), recorded_mode(trainer, parts)
+    if recorded in modes or steps <= 0:
+        mode = recorded if recorded in modes else trainer.jit_compile
+        if mode != parts.plan.jit_compile:
+            use(parts_in_mode(mode, trainer, parts))
         return None
     if parts.plan.jit_compile is not True and not suits_xla(data):
         if modes[0] == "step":
@@ -218,48 +218,72 @@ def settle(
             write_choice(trainer.model_dir, choice)
             use(choice.parts)
         return choice
-    if steps and modes[0] != parts.plan.jit_compile and not tf.config.functions_run_eagerly():
-        use(parts_that_run(trainer, parts, data, modes[0], use))
+    if modes[0] != parts.plan.jit_compile and not tf.config.functions_run_eagerly():
+        found = parts_in_mode(modes[0], trainer, parts)
+        use(found if not modes[0] or runs(trainer, parts, found, data, use) else parts)
     return None
+
+
+def recorded_mode(trainer: RunnableTrainer, parts: Parts) -> CompileMode | None:
+    """Returns the mode in which a resumed run took its steps; None if it took none."""
+    facts = parts.checkpoints.facts if parts.checkpoints.latest else {}
+    mode: CompileMode | None = facts.get("jit_compile") if facts.get("step") else None
+    return read_choice(trainer.model_dir) if mode is None else mode
+
+
+def runs(
+    trainer: RunnableTrainer,
+    parts: Parts,
+    compiled: Parts,
+    data: Batches,
+    use: Callable[[Parts], None],
+) -> bool:
+    """Returns whether a compiled step runs, and warns if it does not.
+
+    Takes one step on the first batch, and restores all variables exactly. If that needs more memory
+    than there is, nothing is tried. What `compilable_parts` finds is left to it.
+
+    Args:
+        trainer: the trainer.
+        parts: its parts.
+        compiled: the same in a mode in which XLA compiles the step.
+        data: the training data.
+        use: see `settle`.
+    """
+    with contextlib.ExitStack() as afterwards:
+        try:
+            afterwards.enter_context(put_back(trainer, parts))
+        except tf.errors.ResourceExhaustedError:
+            return True
+        afterwards.callback(use, parts)
+        use(compiled)
+        try:
+            report, _ = compiled.run_steps(iter(repeat_first_batch(data)), tf.constant(1))
+        except tf.errors.OpError as error:
+            if found_in(error.message) or any(reasons_against_xla(trainer, compiled)):
+                return True
+            logging.warning(
+                "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow "
+                "on a GPU. To see the whole error, pass jit_compile=%r. It begins with: %s",
+                compiled.plan.jit_compile,
+                reason_of(error.message),
+            )
+            return False
+        return len(report.loss) == 1  # no step is taken if the run is asked to stop
 
 
 def warn_of_plain_data(data: Batches) -> None:
     """Warns that a step on a GPU is not compiled because of the data."""
+    part = part_without_xla(data.first)
+    if part is not None:
+        warn_of_plain_step(f"batches with {kind_of(part)}", "on a GPU", INTO_NUMBERS)
+        return
     logging.warning(
         "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a "
-        "program for each shape of dense numbers, and the data's element spec is %s. If all "
-        "examples have one shape, say so with tf.ensure_shape in Dataset.map; if not, pad them.",
+        "program for each shape, and the data's element spec is %s. If all examples have one "
+        "shape, say so with tf.ensure_shape in Dataset.map; if not, pad them.",
         data.dataset.element_spec,
     )
-
-
-def parts_that_run(
-    trainer: RunnableTrainer,
-    parts: Parts,
-    data: Batches,
-    mode: CompileMode,
-    use: Callable[[Parts], None],
-) -> Parts:
-    """Returns a trainer's parts in a mode, or as they are if XLA cannot compile a step in it.
-
-    Takes one step on the first batch, and restores all variables exactly. What `compilable_parts`
-    finds is left to it.
-    """
-    candidate = parts_in_mode(mode, trainer, parts)
-    try:
-        with put_back(trainer, parts), contextlib.ExitStack() as afterwards:
-            afterwards.callback(use, parts)
-            use(candidate)
-            candidate.run_steps(iter(repeat_first_batch(data)), tf.constant(1))
-    except tf.errors.OpError:  # also if the copies do not fit into memory
-        if not any(reasons_against_xla(trainer, candidate)):
-            logging.warning(
-                "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow "
-                "on a GPU. To see the error, pass jit_compile=%r.",
-                mode,
-            )
-            return parts
-    return candidate
 
 
 def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> Parts:

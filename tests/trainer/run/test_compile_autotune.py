@@ -1,5 +1,6 @@
 """`jit_compile="auto"` measures on the first batch, leaves no trace, and keeps its choice."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -12,6 +13,7 @@ from helpers import IMAGES, LABELS, SmallImages, adam, all_copies, assert_same_b
 import strategies
 from trainer import Trainer, TrainingStuckError
 from trainer.data.batches import batches
+from trainer.data.errors import DataError
 from trainer.run import compile_autotune as compilation
 from trainer.run.compile_autotune import AS_GOOD
 from trainer.step.xla import COMPILE_MODES
@@ -412,8 +414,8 @@ def as_strings(batch):
     ],
 )
 def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, change, mode):
-    """The whole step as one program, unless batches may have several shapes, or are no numbers, which
-    a warning says.
+    """The whole step as one program, unless batches may have several shapes, or are not numbers,
+    which a warning says.
     """
     pretend(monkeypatch, on_cpu=False)
     trainer = SmallImages(optimizer=adam, verbose=False, **settings)
@@ -423,24 +425,36 @@ def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, ch
 
     assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
     assert trainer.totals.attempted == 2
-    warning = (
-        "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a program "
-        f"for each shape of dense numbers, and the data's element spec is {dataset.element_spec}. If "
-        "all examples have one shape, say so with tf.ensure_shape in Dataset.map; if not, pad them."
-    )
-    assert [each for each in caplog.messages if "XLA" in each] == ([warning] if change else [])
+    warnings = {
+        None: [],
+        padded: [
+            "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a "
+            f"program for each shape, and the data's element spec is {dataset.element_spec}. If all "
+            "examples have one shape, say so with tf.ensure_shape in Dataset.map; if not, pad them."
+        ],
+        as_strings: [
+            "XLA cannot compile batches with strings, so TensorFlow runs the step without XLA, which "
+            "is slow on a GPU. To compile the step, turn them into dense numbers, with Dataset.map."
+        ],
+    }
+    assert [each for each in caplog.messages if "XLA" in each] == warnings[change]
 
 
 @pytest.mark.parametrize("method", ["dry_run", "overfit_one_batch"])
 def test_what_comes_before_a_run_on_a_gpu_takes_its_mode(monkeypatch, method):
-    """A dry run measures the memory of the program that a run would begin with."""
+    """It tries the program that a run would begin with. What comes after it chooses for itself."""
     pretend(monkeypatch, on_cpu=False)
-    trainer = SmallImages(optimizer=adam, verbose=False)
-    getattr(trainer, method)((IMAGES, LABELS), global_batch=8)
-
-    assert trainer._parts.plan.jit_compile == "step"
-    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
-    assert trainer.jit_compile == "step"
+    several = padded(tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8))
+    then = {
+        "step": lambda trainer: trainer.train((IMAGES, LABELS), steps=1, global_batch=8),
+        False: lambda trainer: trainer.train_on_batch((IMAGES, LABELS)),
+    }
+    for mode, call in [*then.items(), (False, lambda trainer: trainer.train(several, steps=1))]:
+        trainer = SmallImages(optimizer=adam, verbose=False)
+        getattr(trainer, method)((IMAGES, LABELS), global_batch=8)
+        assert trainer._parts.plan.jit_compile == "step"
+        call(trainer)
+        assert trainer.jit_compile == trainer._parts.plan.jit_compile == mode
 
 
 def test_batches_that_are_passed_one_by_one_are_not_compiled(monkeypatch):
@@ -492,7 +506,9 @@ def test_on_a_gpu_no_mode_starts_after_the_time_limit(monkeypatch):
             ),
         )
 
-        assert compilation.measure(trainer, parts, data, ["step", False], use).millisecs == measured
+        choice = compilation.measure(trainer, parts, data, ["step", False], use)
+        assert choice.millisecs == measured
+        assert "1e+03 ms a step (no other mode was tried); measured in " in str(choice)
 
 
 class Unrolled(SmallImages):
@@ -521,10 +537,61 @@ def test_a_step_that_xla_fails_to_compile_runs_without_it_on_a_gpu(monkeypatch, 
     assert trainer.jit_compile is False
     assert_same_bits(all_copies(plain), all_copies(trainer))
     [line] = [message for message in caplog.messages if "XLA" in message]
-    assert line == (
+    assert line.startswith(
         "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow on a GPU. "
-        "To see the error, pass jit_compile='step'."
+        "To see the whole error, pass jit_compile='step'. It begins with: "
     )
+
+
+def test_a_run_that_is_stopped_before_its_first_step_chooses_again(monkeypatch, tmp_path):
+    """A checkpoint without a step says nothing about a mode: no step was computed in one."""
+    pretend(monkeypatch, on_cpu=False)
+    first = Stopped(optimizer=adam, verbose=False, model_dir=tmp_path)
+    first.train((IMAGES, LABELS), steps=3, global_batch=8)
+    assert first.totals.attempted == 0
+    assert first.jit_compile is False  # what was tried has taken no step
+    second = SmallImages(optimizer=adam, verbose=False, model_dir=tmp_path, allow_changes=("loss",))
+    second.train((IMAGES, LABELS), steps=3, global_batch=8)
+
+    assert second.jit_compile == "step"
+
+
+class Stopped(SmallImages):
+    """Is asked to stop while its step is traced for the first time."""
+
+    def compute_loss(self, batch, training):
+        """Asks."""
+        if self._started:
+            with tf.init_scope():
+                self.stop()
+        return super().compute_loss(batch, training)
+
+
+def test_wrong_data_is_no_failure_of_xla(monkeypatch, caplog):
+    """The error about a value in the first batch is the run's own, and nothing is said about XLA."""
+    pretend(monkeypatch, on_cpu=False)
+    trainer = SmallImages(optimizer=adam, verbose=False, check_data=True)
+    with pytest.raises(DataError):
+        trainer.train((IMAGES * float("nan"), LABELS), steps=3, global_batch=8)
+
+    assert trainer.jit_compile == "step"
+    assert not [message for message in caplog.messages if "XLA" in message]
+
+
+def test_without_room_for_a_trial_nothing_is_tried(monkeypatch):
+    """The copies that are put back may not fit beside the run, which might fit by itself."""
+
+    @contextlib.contextmanager
+    def no_room(*_):
+        raise tf.errors.ResourceExhaustedError(None, None, "no room")
+        yield
+
+    pretend(monkeypatch, on_cpu=False)
+    monkeypatch.setattr(compilation, "put_back", no_room)
+    trainer = SmallImages(optimizer=adam, verbose=False)
+    trainer.train((IMAGES, LABELS), steps=1, global_batch=8)
+
+    assert trainer.jit_compile == "step"
 
 
 def test_operations_without_xla_are_named_on_a_gpu(monkeypatch, caplog):
