@@ -63,8 +63,6 @@ from trainer.step.xla import WITH_PASSES, layers_without_xla, listed_layers, war
 # names are kept so that checkpoints of older versions stay readable.
 SAVED_AS = {"consecutive_skips": "skips_in_a_row"}
 
-INTO_NUMBERS = "turn them into dense numbers"  # what to do with what XLA does not support
-
 # A function of (batch, training) that calls the model, which then creates its variables.
 Forward = Callable[..., Any]
 
@@ -384,8 +382,7 @@ def leave_out_xla_or_refuse(trainer: RunnableTrainer, batch: Batch) -> None:
             f"got {part.dtype.name} of shape {part.shape}. XLA does not support them. Turn "
             'them into dense numbers in the dataset, or pass jit_compile="elementwise".'
         )
-    where = f"in {trainer.precision.compute_dtype} on a CPU"
-    warn_of_plain_step(f"batches with {kind_of(part)}", where, INTO_NUMBERS)
+    warn_of_batches_without_xla(trainer, part)
     assign(trainer, "jit_compile", value=False)
 
 
@@ -400,6 +397,20 @@ def part_without_xla(batch: Batch) -> tf.Tensor | tf.RaggedTensor | None:
 def kind_of(part: tf.Tensor | tf.RaggedTensor) -> str:
     """Returns how a message calls a part of a batch that XLA does not support."""
     return "ragged tensors" if isinstance(part, tf.RaggedTensor) else "strings"
+
+
+def warn_of_batches_without_xla(
+    trainer: RunnableTrainer, part: tf.Tensor | tf.RaggedTensor
+) -> None:
+    """Warns that a step is not compiled because of a part of a batch."""
+    where = where_xla_is_needed(trainer)
+    warn_of_plain_step(f"batches with {kind_of(part)}", where, "turn them into dense numbers")
+
+
+def where_xla_is_needed(trainer: RunnableTrainer) -> str:
+    """Returns where a trainer's step is slow without XLA, for `warn_of_plain_step`."""
+    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
+    return "on a GPU" if on_gpu else f"in {trainer.precision.compute_dtype} on a CPU"
 
 
 def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> None:
@@ -426,8 +437,7 @@ def make_plan(trainer: RunnableTrainer, slots: Slots | None = None) -> StepPlan:
     skip_policy = trainer.skip_policy
     without_xla = layers_without_xla(trainer.model) if trainer.compile_mode_open else []
     if without_xla and trainer.jit_compile in WITH_PASSES:
-        where = f"in {trainer.precision.compute_dtype} on a CPU"  # elsewhere, "auto" begins plain
-        warn_of_plain_step(listed_layers(without_xla), where)
+        warn_of_plain_step(listed_layers(without_xla), where_xla_is_needed(trainer))
     if without_xla or (trainer.compile_mode_open and gathers(trainer)):
         assign(trainer, "jit_compile", value=False)
     return plan_step(

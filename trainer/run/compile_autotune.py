@@ -26,7 +26,12 @@ from trainer.base.atomic_files import write_atomically
 from trainer.data.batches import Batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.value_checks import found_in
-from trainer.run.build import INTO_NUMBERS, kind_of, part_without_xla, parts_of_plan
+from trainer.run.build import (
+    part_without_xla,
+    parts_of_plan,
+    warn_of_batches_without_xla,
+    where_xla_is_needed,
+)
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
 from trainer.step.fused import fused_rule
@@ -172,11 +177,8 @@ def suits_xla(data: Batches) -> bool:
     Examples must be dense numbers, and the data's element spec must say of what shape. Otherwise
     XLA would compile a program for each shape that it meets.
     """
-    return all(
-        isinstance(spec, tf.TensorSpec)
-        and spec.dtype != tf.string
-        and spec.shape.rank
-        and spec.shape[1:].is_fully_defined()
+    return part_without_xla(data.first) is None and all(
+        isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[1:].is_fully_defined()
         for spec in tf.nest.flatten(data.dataset.element_spec)
     )
 
@@ -204,13 +206,13 @@ def settle(
     """
     modes, recorded = modes_to_try(trainer, parts.plan), recorded_mode(trainer, parts)
     if recorded in modes or steps <= 0:
-        mode = recorded if recorded in modes else trainer.jit_compile
-        if mode != parts.plan.jit_compile:
-            use(parts_in_mode(mode, trainer, parts))
+        known = recorded if recorded in modes else trainer.jit_compile
+        if known != parts.plan.jit_compile:
+            use(parts_in_mode(known, trainer, parts))
         return None
     if parts.plan.jit_compile is not True and not suits_xla(data):
         if modes[0] == "step":
-            warn_of_plain_data(data)
+            warn_of_plain_data(trainer, data)
         modes = [mode for mode in modes if mode not in WITH_PASSES]
     if recorded is None and len(modes) > 1 and steps >= MIN_STEPS:
         choice = measure(trainer, parts, data, modes, use)
@@ -219,8 +221,9 @@ def settle(
             use(choice.parts)
         return choice
     if modes[0] != parts.plan.jit_compile and not tf.config.functions_run_eagerly():
-        found = parts_in_mode(modes[0], trainer, parts)
-        use(found if not modes[0] or runs(trainer, parts, found, data, use) else parts)
+        likely = parts_in_mode(modes[0], trainer, parts)
+        if not modes[0] or passes_trial(trainer, parts, likely, data, use):
+            use(likely)
     return None
 
 
@@ -231,17 +234,18 @@ def recorded_mode(trainer: RunnableTrainer, parts: Parts) -> CompileMode | None:
     return read_choice(trainer.model_dir) if mode is None else mode
 
 
-def runs(
+def passes_trial(
     trainer: RunnableTrainer,
     parts: Parts,
     compiled: Parts,
     data: Batches,
     use: Callable[[Parts], None],
 ) -> bool:
-    """Returns whether a compiled step runs, and warns if it does not.
+    """Takes one step that XLA compiles, on the first batch, and restores all variables exactly.
 
-    Takes one step on the first batch, and restores all variables exactly. If that needs more memory
-    than there is, nothing is tried. What `compilable_parts` finds is left to it.
+    Returns False if the step fails, with a warning, and if the run is asked to stop before it. It
+    returns True if the step cannot be tried, for want of memory for copies of the variables, and if
+    it fails for a reason that is named later: wrong data, or what `compilable_parts` finds.
 
     Args:
         trainer: the trainer.
@@ -269,14 +273,14 @@ def runs(
                 reason_of(error.message),
             )
             return False
-        return len(report.loss) == 1  # no step is taken if the run is asked to stop
+        return len(report.loss) == 1  # 0 if the run is asked to stop
 
 
-def warn_of_plain_data(data: Batches) -> None:
+def warn_of_plain_data(trainer: RunnableTrainer, data: Batches) -> None:
     """Warns that a step on a GPU is not compiled because of the data."""
     part = part_without_xla(data.first)
     if part is not None:
-        warn_of_plain_step(f"batches with {kind_of(part)}", "on a GPU", INTO_NUMBERS)
+        warn_of_batches_without_xla(trainer, part)
         return
     logging.warning(
         "TensorFlow runs the step without XLA, which is slow on a GPU, because XLA compiles a "
@@ -342,12 +346,6 @@ def reasons_against_xla(
     on_gpu = strategies.capabilities(trainer.strategy).on_gpu
     on_host = operations_on_int32_variables(parts.run_steps) if on_gpu else []
     return operations_without_xla(parts.run_steps), on_host, sized_by_values(parts)
-
-
-def where_xla_is_needed(trainer: RunnableTrainer) -> str:
-    """Returns where a trainer's step is slow without XLA, for `warn_of_plain_step`."""
-    on_gpu = strategies.capabilities(trainer.strategy).on_gpu
-    return "on a GPU" if on_gpu else f"in {trainer.precision.compute_dtype} on a CPU"
 
 
 def sized_by_values(parts: Parts) -> list[str]:

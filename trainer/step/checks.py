@@ -28,6 +28,7 @@ from trainer.step.losses import nan_unless
 from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.reach import reach
 from trainer.step.types import Batch, Model
+from trainer.step.xla import supports_xla
 
 # The number of significant bits in each half-precision dtype. Weights in such a dtype would lose
 # small updates: an update smaller than 2^-bits of the weight is rounded away.
@@ -182,9 +183,9 @@ def check_no_bfloat16_in_cudnn(*roots: Any) -> None:
     for _, layer, _ in reach({str(place): root for place, root in enumerate(roots)}):
         if not isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)):
             continue
-        # Keras takes XLA away from the layers for which it uses cuDNN, if there is a GPU.
-        may_use_cudnn = layer.use_cudnn is not False and not layer.supports_jit
-        if may_use_cudnn and not layer.recurrent_dropout and layer.compute_dtype == "bfloat16":
+        # Keras's own marks: no XLA where it uses cuDNN, which has no recurrent dropout.
+        in_cudnn = not supports_xla(layer) and not layer.recurrent_dropout
+        if in_cudnn and layer.compute_dtype == "bfloat16":
             raise ValueError(
                 "`model` must not have layers that cuDNN computes in bfloat16; got "
                 f"{shown(layer.name)} ({type(layer).__name__}). On a GPU, TensorFlow returns wrong "

@@ -66,18 +66,21 @@ def check_compile_mode(jit_compile: object, strategy: tf.distribute.Strategy) ->
 def layers_without_xla(model: Model) -> list[keras.Layer]:
     """Returns a model's layers that XLA cannot compile: those whose `supports_jit` is False.
 
-    `RandomElasticTransform` has True there, but a shape in it depends on a random number. Where
-    there is a GPU, LSTM and GRU have False, because Keras computes them by cuDNN, unless created
-    with `use_cudnn=False`. In `Bidirectional` they have False even then, but compile.
+    `RandomElasticTransform` has True there, but a shape in it depends on a random number. For LSTM
+    and GRU see `supports_xla`.
     """
     layers = all_layers(model) if isinstance(model, keras.Model) else []
     wrong = keras.layers.RandomElasticTransform
-    return [
-        layer
-        for layer in layers
-        if isinstance(layer, wrong)
-        or not (layer.supports_jit or getattr(layer, "use_cudnn", None) is False)
-    ]
+    return [layer for layer in layers if isinstance(layer, wrong) or not supports_xla(layer)]
+
+
+def supports_xla(layer: keras.Layer) -> bool:
+    """Returns whether a layer says that XLA can compile it.
+
+    Where there is a GPU, Keras lets LSTM and GRU say no, because it computes them by cuDNN, unless
+    they are created with `use_cudnn=False`. In `Bidirectional` they say no even then, but compile.
+    """
+    return bool(layer.supports_jit or getattr(layer, "use_cudnn", None) is False)
 
 
 def check_model_compiles(model: Model, jit_compile: bool | str) -> None:

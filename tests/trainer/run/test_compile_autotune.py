@@ -445,11 +445,12 @@ def test_what_comes_before_a_run_on_a_gpu_takes_its_mode(monkeypatch, method):
     """It tries the program that a run would begin with. What comes after it chooses for itself."""
     pretend(monkeypatch, on_cpu=False)
     several = padded(tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8))
-    then = {
-        "step": lambda trainer: trainer.train((IMAGES, LABELS), steps=1, global_batch=8),
-        False: lambda trainer: trainer.train_on_batch((IMAGES, LABELS)),
-    }
-    for mode, call in [*then.items(), (False, lambda trainer: trainer.train(several, steps=1))]:
+    calls = [
+        (lambda trainer: trainer.train((IMAGES, LABELS), steps=1, global_batch=8), "step"),
+        (lambda trainer: trainer.train_on_batch((IMAGES, LABELS)), False),
+        (lambda trainer: trainer.train(several, steps=1), False),
+    ]
+    for call, mode in calls:
         trainer = SmallImages(optimizer=adam, verbose=False)
         getattr(trainer, method)((IMAGES, LABELS), global_batch=8)
         assert trainer._parts.plan.jit_compile == "step"
@@ -511,7 +512,7 @@ def test_on_a_gpu_no_mode_starts_after_the_time_limit(monkeypatch):
         assert "1e+03 ms a step (no other mode was tried); measured in " in str(choice)
 
 
-class Unrolled(SmallImages):
+class OfUnknownLength(SmallImages):
     """Multiplies the loss by 1 in a loop whose length XLA cannot know."""
 
     def compute_loss(self, batch, training):
@@ -529,9 +530,9 @@ class Unrolled(SmallImages):
 def test_a_step_that_xla_fails_to_compile_runs_without_it_on_a_gpu(monkeypatch, caplog):
     """A failure of the compiler is met before the run begins, which loses nothing by it."""
     pretend(monkeypatch, on_cpu=False)
-    trainer = Unrolled(optimizer=adam, seed=1, verbose=False)
+    trainer = OfUnknownLength(optimizer=adam, seed=1, verbose=False)
     trainer.train((IMAGES, LABELS), steps=3, global_batch=8)
-    plain = Unrolled(optimizer=adam, seed=1, verbose=False, jit_compile=False)
+    plain = OfUnknownLength(optimizer=adam, seed=1, verbose=False, jit_compile=False)
     plain.train((IMAGES, LABELS), steps=3, global_batch=8)
 
     assert trainer.jit_compile is False
