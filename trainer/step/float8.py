@@ -14,7 +14,7 @@ import strategies
 from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
 from trainer.base.keras_private import all_layers, replaced_calls
-from trainer.step.held_back import inner_graphs
+from trainer.step.inner_graphs import inner_graphs
 from trainer.step.types import Model, Values
 
 # The tensors that a float8 layer of Keras scales, with their formats.

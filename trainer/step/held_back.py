@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.step.inner_graphs import inner_graphs
+from trainer.step.loop_casts import LoopCasts, in_place_of
 from trainer.step.reach import reach
 from trainer.step.types import Model, Values, Variable
 
@@ -32,15 +34,18 @@ class HoldBack(keras.StatelessScope):
         self._unknown: list[keras.Variable] = []
         self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
         self._graph = tf.compat.v1.get_default_graph()
+        self._casts = LoopCasts(self._graph)
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable | None:
         """Returns a variable's value inside the scope. Keras calls this method.
 
         For a variable without a given or assigned value, this is the `tf.Variable` itself. Keras
-        would compute the loss of a weight's regularizer from None.
+        would compute the loss of a weight's regularizer from None. In a loop of the graph it is the
+        value in the compute dtype: see `LoopCasts`.
         """
         held = self.held_value(variable)
-        return self._read.get(id(variable)) if held is None else held
+        source = self._read.get(id(variable)) if held is None else held
+        return None if source is None else self._casts.cast(source, variable.dtype)
 
     def held_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Returns the value that a variable was given or assigned, or None."""
@@ -72,39 +77,6 @@ class HoldBack(keras.StatelessScope):
                 "numbers, pass a keras.random.SeedGenerator that the model or the trainer holds "
                 "as seed=. Update metrics in update_metrics()."
             )
-
-
-def in_place_of(value: tf.Tensor, source: tf.Tensor | tf.Variable) -> tf.Tensor:
-    """Returns a value whose gradient goes to a variable, or to what a pass was given for it.
-
-    Args:
-        value: what was assigned to the variable.
-        source: the variable, or the tensor that the pass reads in its place.
-    """
-
-    def assigned(value: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tf.identity(value), lambda gradient: (None, gradient)
-
-    result: tf.Tensor = tf.custom_gradient(assigned)(value, tf.convert_to_tensor(source))
-    return result
-
-
-def inner_graphs(outer: tf.Graph) -> set[str]:
-    """Returns what is being traced inside a graph: a "loop", a "condition", a "function".
-
-    TensorFlow has no public way to tell. It traces each body of a loop, branch of a condition and
-    `tf.function` in a graph of its own, and the class of the first two says which they are. Tests
-    of `HoldBack` fail if that moves.
-    """
-    graph, found = tf.compat.v1.get_default_graph(), set()
-    while graph is not outer and hasattr(graph, "outer_graph"):
-        name = type(graph).__name__
-        kinds = {"While": "loop", "Cond": "condition"}
-        found.add(
-            next((kind for start, kind in kinds.items() if name.startswith(start)), "function")
-        )
-        graph = graph.outer_graph
-    return found
 
 
 def check_place(variable: keras.Variable, inner: set[str]) -> None:

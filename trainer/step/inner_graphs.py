@@ -1,0 +1,39 @@
+"""Tells loops, conditions and functions of the graph apart, while they are traced.
+
+TensorFlow has no public way to tell. It traces each body of a loop, branch of a condition and
+`tf.function` in a graph of its own, and the class of the first two says which they are. The tests
+of this file fail if that moves.
+"""
+
+import tensorflow as tf
+
+KINDS = {"While": "loop", "Cond": "condition"}  # keyed by how the name of a graph's class begins
+
+
+def inner_graphs(outer: tf.Graph) -> set[str]:
+    """Returns what is being traced inside a graph: a "loop", a "condition", a "function"."""
+    graph, found = tf.compat.v1.get_default_graph(), set()
+    while graph is not outer and hasattr(graph, "outer_graph"):
+        found.add(kind_of(graph))
+        graph = graph.outer_graph
+    return found
+
+
+def graph_around_loops(outer: tf.Graph) -> tf.Graph | None:
+    """Returns the graph around the loops that are being traced, or None if there is no loop.
+
+    It is the graph in which all these loops run, also if one is in a branch of a condition. It lies
+    in `outer` or is `outer`. What is computed there is computed once, and the loops can read it.
+    """
+    graph, found = tf.compat.v1.get_default_graph(), None
+    while graph is not outer and kind_of(graph) in KINDS.values():
+        if kind_of(graph) == "loop":
+            found = graph.outer_graph
+        graph = graph.outer_graph
+    return found
+
+
+def kind_of(graph: tf.Graph) -> str:
+    """Returns what a graph was traced for."""
+    name = type(graph).__name__
+    return next((kind for start, kind in KINDS.items() if name.startswith(start)), "function")
