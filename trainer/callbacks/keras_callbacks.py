@@ -45,7 +45,9 @@ class KerasCallbacks(Callback):
 
     Args:
         callbacks: a list of `keras.callbacks.Callback`. BackupAndRestore, OrbaxCheckpoint,
-            SwapEMAWeights, TerminateOnNaN and CallbackList cannot work here and are refused.
+            SwapEMAWeights, TerminateOnNaN and CallbackList cannot work here and are refused. So are
+            ModelCheckpoint and EarlyStopping that keep the best of an evaluation, if the run
+            evaluates the average of its weights (`ema_momentum`).
 
     Example:
         >>> import keras, numpy as np

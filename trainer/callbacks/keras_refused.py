@@ -98,9 +98,17 @@ def check_model_and_optimizer(
             "derive from trainer.Callback."
         )
     for callback in callbacks:
+        name = type(callback).__name__
+        if keeps_best(callback) and averages(optimizer):
+            raise ValueError(
+                f"`callbacks` must not hold keras.callbacks.{name} for the best {callback.monitor} "
+                f"of a run with an average of the weights; got {name}. An evaluation uses the "
+                "average, and the callback would keep the weights themselves, which have another "
+                f"{callback.monitor}. Use EarlyStopping of trainer.callbacks, or keep_best= of "
+                "Trainer."
+            )
         if not isinstance(callback, SET_RATES):
             continue
-        name = type(callback).__name__
         if isinstance(optimizer, dict):
             raise ValueError(
                 f"`callbacks` must not hold keras.callbacks.{name} with several optimizers; got "
@@ -113,3 +121,17 @@ def check_model_and_optimizer(
                 f"learning rate; got {type(rate).__name__}. The optimizer has no number to set. "
                 "Make the optimizer with a number, or leave the callback out."
             )
+
+
+def keeps_best(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback keeps the weights that had the best result of an evaluation."""
+    keeps = (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_best_only) or (
+        isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+    )
+    return bool(keeps and callback.monitor.startswith("val_"))
+
+
+def averages(optimizer: Any) -> bool:
+    """Returns whether an optimizer, or each in a dict of them, averages the weights it updates."""
+    found = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
+    return all(inner.use_ema for one in found for inner in getattr(one, "optimizers", [one]))

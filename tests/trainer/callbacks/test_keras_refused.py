@@ -1,8 +1,12 @@
 """Which callbacks of Keras cannot work; `test_keras_callbacks.py` has the text of each."""
 
 import keras
+import numpy as np
 import pytest
+from helpers import linear_model
 
+from trainer import Trainer
+from trainer.callbacks import KerasCallbacks
 from trainer.callbacks.keras_refused import (
     REFUSED,
     check_keras_callbacks,
@@ -54,3 +58,54 @@ def test_a_module_is_no_model():
         "`model` must be a keras.Model with KerasCallbacks; got object. Keras's callbacks use a "
         "model's methods, such as get_weights. Use callbacks that derive from trainer.Callback."
     )
+
+
+def best_checkpoint(monitor):
+    """A callback that saves the best model."""
+    return keras.callbacks.ModelCheckpoint("best.keras", monitor=monitor, save_best_only=True)
+
+
+def best_weights(monitor):
+    """A callback that restores the best weights."""
+    return keras.callbacks.EarlyStopping(monitor, restore_best_weights=True)
+
+
+@pytest.mark.parametrize("make", [best_checkpoint, best_weights])
+def test_the_best_weights_of_a_run_with_an_average_are_not_those_evaluated(make):
+    """An evaluation uses the average, and the callbacks would keep the weights themselves."""
+
+    def run(monitor, **arguments):
+        trainer = Trainer(
+            model=linear_model,
+            optimizer="sgd",
+            loss_fn="mse",
+            verbose=False,
+            callbacks=[KerasCallbacks([make(monitor)])],
+            **arguments,
+        )
+        data = (np.ones([4, 1], np.float32), np.ones([4, 1], np.float32))
+        trainer.train(data, epochs=1, global_batch=4, eval_data=data)
+
+    name = type(make("loss")).__name__
+    with pytest.raises(ValueError, match="val_loss") as error:
+        run("val_loss", ema_momentum=0.9)
+    assert str(error.value) == (
+        f"`callbacks` must not hold keras.callbacks.{name} for the best val_loss of a run with an "
+        f"average of the weights; got {name}. An evaluation uses the average, and the callback "
+        "would keep the weights themselves, which have another val_loss. Use EarlyStopping of "
+        "trainer.callbacks, or keep_best= of Trainer."
+    )
+
+
+def test_other_callbacks_may_watch_a_run_with_an_average():
+    """What keeps no weights, or the best of a training loss, or every epoch's, keeps what it says."""
+    average = keras.optimizers.SGD(use_ema=True)
+    for callback in (
+        keras.callbacks.EarlyStopping("val_loss"),
+        keras.callbacks.ModelCheckpoint("all.keras", monitor="val_loss"),
+        best_checkpoint("loss"),
+        best_weights("loss"),
+    ):
+        check_model_and_optimizer([callback], keras.Model(), average, 0.1)
+    for optimizer in (keras.optimizers.SGD(), {"a": average, "b": keras.optimizers.SGD()}):
+        check_model_and_optimizer([best_weights("val_loss")], keras.Model(), optimizer, 0.1)
