@@ -81,6 +81,48 @@ def average_overwrites_on_replicas(
         del optimizer._update_model_variables_moving_average
 
 
+@contextlib.contextmanager
+def averages_updated(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Raises ValueError at the end if `optimizer.apply` ran and did not update the averages.
+
+    An optimizer with an `apply` of its own may call that of an optimizer that it holds, and keep
+    averages that are never updated. An evaluation would then use the weights before the first step.
+    """
+    if not optimizer.use_ema:
+        yield
+        return
+    before = dict(vars(optimizer))
+    called = set()
+
+    def noted(name: str) -> Callable[..., Any]:
+        method = getattr(optimizer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    names = ("apply", "_update_model_variables_moving_average")
+    for name in names:
+        setattr(optimizer, name, noted(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in before:
+                setattr(optimizer, name, before[name])
+            else:
+                delattr(optimizer, name)
+    if called == {"apply"}:
+        raise ValueError(
+            "`optimizer` must update its moving averages of the weights (`ema_momentum`, or "
+            f"use_ema=True); got {type(optimizer).__name__}, whose apply() does not. An "
+            "evaluation would use the weights before the first step. Call super().apply() in it, "
+            "or leave out the averages."
+        )
+
+
 def _assign_if(variable: tf.Variable, value: tf.Tensor, due: tf.Tensor) -> None:
     """Assigns a value if it is due, and otherwise the variable's own."""
     variable.assign(tf.where(due, value, variable))

@@ -11,13 +11,14 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import (
     atomic_update_count,
     average_overwrites_on_replicas,
+    averages_updated,
     built_for,
     gradients_already_reduced,
     inner_optimizer,
     own_update_counts,
 )
 from trainer.step.fused import fused_updates
-from trainer.step.objective import optimizers_in
+from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.replica import ReplicaResult
 from trainer.step.rollback import Copies
@@ -58,6 +59,9 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     """Context manager: makes a group's optimizers use gradients that are already reduced.
 
     Under an asynchronous strategy they count updates atomically; otherwise they use fused kernels.
+
+    Raises:
+        ValueError: if one keeps averages of the weights that it does not update.
     """
     asynchronous = strategies.capabilities(plan.strategy).asynchronous
     update = atomic_update_count if asynchronous else fused_updates
@@ -73,6 +77,8 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
                 )
                 stack.enter_context(update(optimizer))
                 stack.enter_context(own_update_counts(optimizer, missed))
+            for optimizer in single_optimizers(objective.optimizer):
+                stack.enter_context(averages_updated(optimizer))
         yield
 
 
