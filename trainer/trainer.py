@@ -212,7 +212,8 @@ class Trainer(Task):
             keeps that value. In a shorter run "auto" is "step" on a single GPU without
             microbatches, else False, or True for half precision that TensorFlow would compute in
             scalar loops on this CPU. Where examples may have several shapes, it compiles no passes
-            unless the CPU needs it.
+            unless the CPU needs it. With True and "step", evaluations and predictions in the
+            training precision are compiled too, unless they use what XLA cannot compile.
             The results of different values differ by rounding, and XLA leaves out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,

@@ -14,6 +14,7 @@ from scaling.base.argument_checks import is_name_in, shown
 from strategies.division import count_examples, known_examples
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import computing_in_float32, differentiable_moments
+from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.step.accumulate import real_aux, real_rows
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
@@ -89,12 +90,6 @@ class Evaluator:
         self._assignable = plain_variables(task.model, [*plan.held_back, *plan.seeds])
         self._generators = generators_in(task.model) if self._assignable else []
 
-        def forward(method: Callable[..., Any], precision: str) -> Callable[..., Any]:
-            in_training_precision = precision == "train" or not self._is_keras
-            compiled = plan.jit_compile in WITH_PASSES and in_training_precision
-            return tf.function(method, jit_compile=True) if compiled else method
-
-        self._compute_loss = {each: forward(task.compute_loss, each) for each in PRECISIONS}
         self._precision = PRECISIONS[0]  # precision of the evaluation that is running
         self._evaluate = {
             each: tf.function(
@@ -106,15 +101,17 @@ class Evaluator:
             # Positional, because tf.function turns keyword arguments of a partial into inputs.
             each: tf.function(
                 functools.partial(
-                    predict_batch,
-                    plan,
-                    forward(task.predict_batch, each),
-                    self._source,
+                    predict_batch, plan, task.predict_batch, self._source, self._compiles(each)
                 ),
                 autograph=False,
             )
             for each in PRECISIONS
         }
+
+    def _compiles(self, precision: str) -> bool:
+        """Returns whether XLA compiles a pass, as it does those of the training step."""
+        as_in_training = precision == "train" or not self._is_keras
+        return as_in_training and self._plan.jit_compile in WITH_PASSES
 
     def evaluate(
         self, dataset: tf.data.Dataset, precision: str, *, stoppable: bool
@@ -155,9 +152,8 @@ class Evaluator:
         See `Trainer.eval_step`.
         """
         weights = check_weights(call_user(self._task.example_weights, batch), batch)
-        compute_loss = self._compute_loss[self._precision]
-        source = next_source(self._source)
-        arguments = (batch, weights, self._task, self._plan, compute_loss, source)
+        compiles, source = self._compiles(self._precision), next_source(self._source)
+        arguments = (batch, weights, self._task, self._plan, compiles, source)
         sums = self._strategy.run(replica_evaluate, args=arguments)
         total = self._strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
         return total, tf.reduce_sum(weights)
@@ -337,7 +333,7 @@ def replica_evaluate(
     weights: tf.Tensor,
     task: EvaluationTask,
     plan: StepPlan,
-    compute_loss: Callable[..., Any],
+    compiles: bool,
     source: tf.Tensor,
 ) -> tf.Tensor:
     """Evaluates one replica's share of a batch. Call it in replica context.
@@ -347,7 +343,7 @@ def replica_evaluate(
         weights: shape (global_batch,), float32.
         task: the task; its metrics are updated with all examples except padding.
         plan: the plan of the training step, whose objectives' losses are added up.
-        compute_loss: `task.compute_loss`, possibly compiled by XLA.
+        compiles: whether XLA compiles the pass.
         source: what random numbers are computed from; see `make_keys`: shape (2,), int64.
 
     Returns:
@@ -355,9 +351,14 @@ def replica_evaluate(
     """
     share = my_share(batch, weights)
     size = GlobalBatchSize(tf.reduce_sum(weights), tf.shape(weights)[0])
-    gathers = gathering(share, size, plan.model, global_loss=plan.global_loss)
-    with without_writes(plan, source), differentiable_moments(), gathers:
-        result = call_user(compute_loss, share.batch, training=False)
+    keys = keys_of(plan, source)
+
+    def run() -> Any:
+        gathers = gathering(share, size, plan.model, global_loss=plan.global_loss)
+        with without_writes(plan, keys), differentiable_moments(), gathers:
+            return call_user(task.compute_loss, share.batch, training=False)
+
+    result = compiled_pass(run, plan.strategy) if compiles else run()
     losses, aux = losses_and_aux(result, share.batch, plan.objectives, global_loss=plan.global_loss)
     call_user(task.update_metrics, real_rows(share.batch, share), real_aux(aux, share))
     total = tf.add_n(distinct(losses.values()))
@@ -367,7 +368,11 @@ def replica_evaluate(
 
 
 def predict_batch(
-    plan: StepPlan, method: Callable[[Any], Any], draws: tf.Variable, batch: Any
+    plan: StepPlan,
+    method: Callable[[Any], Any],
+    draws: tf.Variable,
+    compiles: bool,
+    batch: Any,
 ) -> Any:
     """Returns the outputs for a global batch, in the order of its examples.
 
@@ -376,11 +381,13 @@ def predict_batch(
     Args:
         plan: the plan of the training step, whose model `method` calls; none of its variables is
             written.
-        method: `Task.predict_batch`, possibly compiled by XLA.
+        method: `Task.predict_batch`.
         draws: the counter of `next_source`.
+        compiles: whether XLA compiles the pass.
         batch: the global batch.
     """
-    shares = plan.strategy.run(replica_predict, args=(batch, plan, method, next_source(draws)))
+    arguments = (batch, plan, method, compiles, next_source(draws))
+    shares = plan.strategy.run(replica_predict, args=arguments)
     return tf.nest.map_structure(functools.partial(gathered, plan.strategy), shares)
 
 
@@ -420,12 +427,17 @@ def joined(*parts: Any) -> Any:
 
 
 def replica_predict(
-    batch: Any, plan: StepPlan, method: Callable[[Any], Any], source: tf.Tensor
+    batch: Any, plan: StepPlan, method: Callable[[Any], Any], compiles: bool, source: tf.Tensor
 ) -> Any:
     """Returns the outputs for one replica's share of a batch. Call it in replica context."""
     share = my_share(batch, tf.ones([count_examples(batch)]))
-    with without_writes(plan, source):
-        outputs = call_user(method, share.batch)
+    keys = keys_of(plan, source)
+
+    def run() -> Any:
+        with without_writes(plan, keys):
+            return call_user(method, share.batch)
+
+    outputs = compiled_pass(run, plan.strategy) if compiles else run()
     with tf.control_dependencies(check_rows(outputs, share)):
         return real_rows(outputs, share)
 
@@ -462,19 +474,29 @@ def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
     return checks
 
 
-def without_writes(plan: StepPlan, source: tf.Tensor) -> HoldBack:
-    """Returns a context manager that keeps a Keras model from writing to its variables.
+def keys_of(plan: StepPlan, source: tf.Tensor) -> tf.Tensor:
+    """Returns a key for each of the plan's generators: shape (generators, 2), int64.
 
-    Without this context, an evaluation would advance the seed generators used in training. Call it
-    in replica context, outside of XLA-compiled code.
+    Call it in replica context, outside of XLA-compiled code; see `make_keys`.
 
     Args:
         plan: the plan of the training step.
-        source: what the generators' keys are computed from; see `make_keys`: shape (2,), int64.
+        source: what the keys are computed from: shape (2,), int64.
     """
     context = tf.distribute.get_replica_context()
     replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
-    [keys] = tf.unstack(make_keys(source, replica, replicas, 1, len(plan.seeds)), num=1)
+    return make_keys(source, replica, replicas, 1, len(plan.seeds))[0]
+
+
+def without_writes(plan: StepPlan, keys: tf.Tensor) -> HoldBack:
+    """Returns a context manager that keeps a Keras model from writing to its variables.
+
+    Without this context, an evaluation would advance the seed generators used in training.
+
+    Args:
+        plan: the plan of the training step.
+        keys: the generators' keys, from `keys_of`.
+    """
     given = [(variable, variable.value) for variable in plan.held_back]
     given += zip(plan.seeds, tf.unstack(keys, num=len(plan.seeds)), strict=True)
     return HoldBack([*plan.held_back, *plan.seeds], given)

@@ -1,0 +1,146 @@
+"""An evaluation in the training precision is compiled as the step is, if XLA can compile it."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import strategies
+from trainer import Trainer
+from trainer.evaluation.compiled_pass import compiled_pass
+
+X = np.arange(12, dtype=np.float32).reshape(6, 2)
+DATA = (X, X[:, :1])
+SLOW = (
+    "XLA cannot compile {}, so TensorFlow computes an evaluation or prediction in the training "
+    "precision without XLA, which may be slow."
+)
+
+
+class Noisy(keras.layers.Layer):
+    """Adds noise, in evaluations too, and counts its calls."""
+
+    def __init__(self):
+        """Creates the generator."""
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def build(self, _):
+        """Adds the counter."""
+        self.count = self.add_weight(shape=[], trainable=False, initializer="zeros")
+
+    def call(self, x):
+        """The inputs, the noise, and the count after this call."""
+        self.count.assign(self.count + 1.0)
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seed) + self.count
+
+
+def trainer_in(mode, layer=keras.layers.Identity, **arguments):
+    """A trainer that has started."""
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([2]), layer(), keras.layers.Dense(1)]),
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        loss_fn="mse",
+        jit_compile=mode,
+        verbose=False,
+        **arguments,
+    )
+    keras.utils.set_random_seed(1)
+    trainer.train(DATA, steps=1, global_batch=2)
+    return trainer
+
+
+@pytest.mark.parametrize("mode", [True, "step"])
+def test_a_model_that_draws_and_assigns(mode):
+    """What it draws and assigns is held back in the program, and belongs to this call alone."""
+    trainer = trainer_in(mode, Noisy)
+    count = trainer.model.layers[0].count
+    before = count.numpy()
+    loss = trainer.evaluate(DATA, global_batch=2, precision="train")["loss"]
+    outputs = trainer.predict(np.zeros_like(X), global_batch=2, precision="train")
+
+    kernel = trainer.model.layers[1].get_weights()[0]
+    noise = outputs - (before + 1.0) * kernel.sum()
+    assert np.isfinite(loss)
+    assert count.numpy() == before
+    assert np.unique(noise).size == len(X)  # each batch draws numbers of its own
+    assert np.abs(noise).max() < 5 * np.abs(kernel).sum()
+
+
+@pytest.mark.parametrize("mode", [False, True, "step"])
+def test_the_results_are_those_without_xla(mode):
+    """Loss and outputs, within rounding, for batches of two sizes."""
+    trainer = trainer_in(mode)
+    kernel, bias = trainer.model.layers[1].get_weights()
+    expected = X @ kernel + bias
+    outputs = trainer.predict(X, global_batch=4, precision="train")
+    loss = trainer.evaluate(DATA, global_batch=4, precision="train")["loss"]
+
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss, np.mean((expected - X[:, :1]) ** 2), rtol=1e-5)
+
+
+class Spelled(Trainer):
+    """Predicts strings."""
+
+    def predict_batch(self, batch):
+        """The outputs, as text."""
+        return tf.strings.as_string(self.model(batch), precision=1)
+
+
+def test_a_prediction_that_xla_cannot_compile_goes_on_without(caplog):
+    """The training step is compiled; the prediction is not, and says why."""
+    trainer = Spelled(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        jit_compile=True,
+        verbose=False,
+    )
+    trainer.train(DATA, steps=1, global_batch=2)
+    texts = trainer.predict(X, global_batch=6, precision="train")
+    assert [float(text) for [text] in texts] == pytest.approx(
+        trainer.model.predict(X, verbose=0)[:, 0].tolist(), abs=0.06
+    )
+    assert [record.getMessage() for record in caplog.records] == [SLOW.format("'AsString'")]
+
+
+def result_in_graph(run, strategy):
+    """What `compiled_pass` returns in a traced function, and whether it was compiled."""
+
+    @tf.function(autograph=False)
+    def outer():
+        return compiled_pass(run, strategy)
+
+    library = outer.get_concrete_function().graph.as_graph_def().library
+    compiled = any(each.attr["_XlaMustCompile"].b for each in library.function)
+    return outer(), compiled
+
+
+def test_strings_from_outside_cannot_be_read(caplog):
+    """An operation that has a kernel of XLA's for numbers may take strings from around the pass."""
+    words = tf.constant(["a", "b"])
+    strategy = tf.distribute.get_strategy()
+    result, compiled = result_in_graph(lambda: tf.identity(words), strategy)
+    assert (result.numpy().tolist(), compiled) == ([b"a", b"b"], False)
+    assert [record.getMessage() for record in caplog.records] == [
+        SLOW.format("'an input of strings'")
+    ]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_an_int32_variable_on_a_gpu_cannot_be_read(monkeypatch, caplog, on_gpu):
+    """TensorFlow keeps it in the host's memory."""
+    capabilities = strategies.capabilities
+    monkeypatch.setattr(
+        strategies,
+        "capabilities",
+        lambda strategy: dataclasses.replace(capabilities(strategy), on_cpu=not on_gpu),
+    )
+    variable = tf.Variable(3)
+    result, compiled = result_in_graph(lambda: variable + 1, tf.distribute.get_strategy())
+    assert (int(result), compiled) == (4, not on_gpu)
+    found = [record.getMessage() for record in caplog.records]
+    assert found == ([SLOW.format("'ReadVariableOp'")] if on_gpu else [])

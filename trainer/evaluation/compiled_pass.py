@@ -1,0 +1,41 @@
+"""Compiles the forward pass of an evaluation or a prediction, as the training step's passes are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+import strategies
+from trainer.step.xla_operations import (
+    listed_operations,
+    operations_on_int32_variables,
+    operations_without_xla,
+)
+
+
+def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> Any:
+    """Returns the result of a forward pass, compiled by XLA if that can be done.
+
+    Call it while a graph is traced. The pass may do in evaluation what no training step does, such
+    as returning strings, so a step that XLA can compile says nothing about it.
+
+    Args:
+        run: the whole pass, with the scope in which the model's writes are held back. What it reads
+            from around it becomes an input of the program.
+        strategy: the run's strategy. On a GPU, programs of XLA cannot reach int32 variables.
+    """
+    program = tf.function(run, autograph=False, jit_compile=True)
+    inputs = program.get_concrete_function().graph.internal_captures
+    found = [f"an input of {each.dtype.name}s" for each in inputs if each.dtype == tf.string]
+    found += operations_without_xla(program)
+    if strategies.capabilities(strategy).on_gpu:
+        found += operations_on_int32_variables(program)
+    if not found:
+        return program()
+    logging.warning(
+        "XLA cannot compile %s, so TensorFlow computes an evaluation or prediction in the training "
+        "precision without XLA, which may be slow.",
+        listed_operations(found),
+    )
+    return run()
