@@ -95,7 +95,7 @@ from trainer.monitor.divergence import Divergence, LossWatch
 from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
-from trainer.run.build import Forward, build, recorded_settings
+from trainer.run.build import Forward, build, leave_out_xla_or_refuse, recorded_settings
 from trainer.run.changes import (
     Setup,
     adapted,
@@ -711,11 +711,9 @@ class Trainer(Task):
         auto = self.compile_mode_open
         if auto:
             settle(self, self._parts, position.data, 0, self._use)  # tries and measures nothing
-        if not self._introduced:
-            self._leave_xla_out_if_needed(
-                lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)),
-                auto=auto,
-            )
+        self._leave_xla_out_if_needed(
+            lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)), auto=auto
+        )
         assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
         request = TrainRequest(ENDLESS, None, None, self._export_into)
@@ -833,7 +831,7 @@ class Trainer(Task):
         if auto:
             with log.console.status("choosing what XLA compiles ..."):
                 choice = settle(self, self._parts, data, steps_left, self._use)
-        if steps_left > 0 and not self._introduced:
+        if steps_left > 0:
             self._leave_xla_out_if_needed(tracing(position.iterator), auto=auto)
         assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
@@ -846,7 +844,7 @@ class Trainer(Task):
         trace = tracing(iter(repeat_first_batch(data)))
         self._leave_xla_out_if_needed(trace, auto=self.compile_mode_open)
 
-    def _leave_xla_out_if_needed(self, trace: Callable[[Parts], object], *, auto: bool) -> None:
+    def _leave_xla_out_if_needed(self, trace: Callable[[Parts], Any], *, auto: bool) -> None:
         """Replaces the parts if XLA cannot compile the step; see `compilable_parts`."""
         self._use(compilable_parts(self, self._parts, trace, auto=auto))
 
@@ -1332,6 +1330,8 @@ class Trainer(Task):
             self._running == threading.get_ident()
         ):  # in a hook or an action, which may have changed something
             check_unchanged(self, self._parts, self._setup)
+        if self._started and training and not self.compile_mode_open:
+            leave_out_xla_or_refuse(self, batch)
         if self._started and (self._parts.plan.groups or not training):
             self._parts, self._setup = adapted(self, self._parts, self._setup, training=training)
             return self._parts

@@ -13,8 +13,9 @@ import math
 import pathlib
 import statistics
 import time
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
@@ -63,6 +64,8 @@ TURNS = 5
 TOO_SLOW = 1.3  # a mode more than this many times as slow as the best gets no further turns
 AS_GOOD = 1.03  # of the modes at most this many times as slow as the best, the first is chosen
 FILE = "jit_compile.json"
+# Graphs that XLA may compile; of what may be wrong in them, the user has been told.
+CHECKED: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
 class Choice(NamedTuple):
@@ -297,18 +300,19 @@ def parts_in_mode(mode: CompileMode, trainer: RunnableTrainer, parts: Parts) -> 
 
 
 def compilable_parts(
-    trainer: RunnableTrainer, parts: Parts, trace: Callable[[Parts], object], *, auto: bool
+    trainer: RunnableTrainer, parts: Parts, trace: Callable[[Parts], Any], *, auto: bool
 ) -> Parts:
     """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
 
     "auto" also takes those of mode False if XLA may compute wrong gradients.
 
-    Traces the step. The loop uses the same trace.
+    Traces the step, unless it was traced before for data with the same spec. The loop uses the same
+    trace.
 
     Args:
         trainer: a trainer that has started.
         parts: the trainer's parts, from `build`.
-        trace: traces the step of parts with the training data.
+        trace: traces the step of parts with the training data, and returns the concrete function.
         auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile, or
             only with a risk of wrong gradients.
 
@@ -319,7 +323,9 @@ def compilable_parts(
     mode = parts.plan.jit_compile
     if mode not in (*WITH_PASSES, "update") or not traced or tf.config.functions_run_eagerly():
         return parts
-    trace(parts)
+    graph = trace(parts).graph
+    if graph in CHECKED:
+        return parts
     names, on_host, sized = reasons_against_xla(trainer, parts)
     if names and not auto:
         raise not_compilable_error(mode, names)
@@ -331,7 +337,10 @@ def compilable_parts(
         warn_of_int32_variables(on_host)
     elif sized:
         warn_of_sizes(sized, compiled=not auto)
-    return parts_in_mode(False, trainer, parts) if auto and (names or on_host or sized) else parts
+    if auto and (names or on_host or sized):
+        return parts_in_mode(False, trainer, parts)
+    CHECKED.add(graph)
+    return parts
 
 
 def reasons_against_xla(
@@ -344,17 +353,23 @@ def reasons_against_xla(
         those behind which XLA may compute wrong gradients.
     """
     on_gpu = strategies.capabilities(trainer.strategy).on_gpu
-    on_host = operations_on_int32_variables(parts.run_steps) if on_gpu else []
-    return operations_without_xla(parts.run_steps), on_host, sized_by_values(parts)
+    on_host = in_traces(operations_on_int32_variables, parts) if on_gpu else []
+    return in_traces(operations_without_xla, parts), on_host, sized_by_values(parts)
 
 
 def sized_by_values(parts: Parts) -> list[str]:
     """Returns operations for which XLA may compute wrong gradients, if it compiles the passes."""
     compiles = parts.plan.jit_compile in WITH_PASSES
-    return operations_sized_by_values(parts.run_steps) if compiles else []
+    return in_traces(operations_sized_by_values, parts) if compiles else []
 
 
-def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], object]:
+def in_traces(find: Callable[[Any], list[str]], parts: Parts) -> list[str]:
+    """Returns the operations found in all traces of a step, in a loop and of a single batch."""
+    found = [name for function in (parts.run_steps, parts.run_batch) for name in find(function)]
+    return list(dict.fromkeys(found))
+
+
+def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], Any]:
     """Returns a function that traces the loop of parts with the data of an iterator."""
     return lambda parts: parts.run_steps.get_concrete_function(iterator, tf.constant(1))
 

@@ -694,11 +694,73 @@ def test_int32_variables_of_an_optimizer_are_out_of_reach_too(monkeypatch):
     """Where XLA compiles the update alone, what the update counts in is refused on a GPU."""
     trainer = SmallImages(optimizer=CountingSGD, jit_compile="update", verbose=False)
     assert trained(trainer) == "update"
-    arguments = (trainer, trainer._parts, lambda parts: parts)
+    arguments = (trainer, trainer._parts, lambda _: tf.function(lambda: 0).get_concrete_function())
     assert compilation.compilable_parts(*arguments, auto=False) is trainer._parts
     pretend(monkeypatch, on_cpu=False)
     with pytest.raises(ValueError, match=r"must not be 'update' on a GPU .*\bint32 variables"):
         compilation.compilable_parts(*arguments, auto=False)
+
+
+class Reading(Trainer):
+    """Reads numbers from texts, if its batches hold texts; prints, if it is told to."""
+
+    prints = False
+
+    def compute_loss(self, batch, training):
+        """The outputs, squared."""
+        del training
+        inputs = batch["x"]
+        if isinstance(inputs, tf.RaggedTensor):
+            inputs = inputs.to_tensor(shape=[None, 2])
+        if self.prints:
+            tf.print(inputs)
+        return tf.reduce_sum(self.model(inputs) ** 2, axis=1)
+
+
+@pytest.mark.parametrize("mode", [True, pytest.param("step", marks=pytest.mark.thorough)])
+def test_later_data_that_xla_cannot_compile_are_refused(mode):
+    """A later call of `train` may bring batches, or operations, that the first did not have."""
+    rows = tf.data.Dataset.from_tensors({"x": tf.ones([4, 2])}).repeat()
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+    trainer = Reading(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        verbose=False,
+        jit_compile=mode,
+    )
+    trainer.train(rows, steps=2)
+    for _ in range(2):  # the second time too
+        with pytest.raises(ValueError, match="ragged") as error:
+            trainer.train(tf.data.Dataset.from_tensors({"x": ragged}).repeat(), steps=4)
+        assert str(error.value) == (
+            f"`jit_compile` must not be {mode!r} for batches with ragged tensors; got float32 of "
+            "shape (2, None). XLA does not support them. Turn them into dense numbers in the "
+            'dataset, or pass jit_compile="elementwise".'
+        )
+    trainer.prints = True
+    for _ in range(2):
+        with pytest.raises(ValueError, match="PrintV2") as error:
+            trainer.train(rows, steps=4)
+        assert str(error.value) == (
+            f"`jit_compile` must not be {mode!r} for a step with operations that XLA cannot "
+            "compile; got 'PrintV2', 'StringFormat'. TensorFlow would fail at the first step. Use "
+            '"elementwise" or False, or apply such layers to the data, with Dataset.map.'
+        )
+    trainer.prints = False
+    assert trainer.train(rows, steps=4).totals.applied == 4
+
+
+def test_what_xla_cannot_compile_is_refused_of_single_batches_too():
+    """`train_on_batch` traces a step of its own."""
+    trainer = Reading(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        verbose=False,
+        jit_compile=True,
+    )
+    trainer.prints = True
+    with pytest.raises(ValueError, match="'PrintV2', 'StringFormat'"):
+        trainer.train_on_batch({"x": tf.ones([4, 2])})
 
 
 @pytest.mark.thorough
@@ -706,7 +768,7 @@ def test_int32_variables_are_within_reach_on_a_tpu(monkeypatch):
     """A TPU holds int32 variables itself, so True stays allowed there."""
     trainer = CountingBatches(optimizer=adam, verbose=False, jit_compile=True)
     trained(trainer)
-    arguments = (trainer, trainer._parts, lambda parts: parts)
+    arguments = (trainer, trainer._parts, lambda _: tf.function(lambda: 0).get_concrete_function())
     pretend(monkeypatch, on_cpu=False)
     with pytest.raises(ValueError, match="on a GPU"):
         compilation.compilable_parts(*arguments, auto=False)
