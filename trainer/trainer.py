@@ -496,6 +496,15 @@ class Trainer(Task):
         """Returns one line that says where the run stands. Waits for the device."""
         return describe_trainer(self, started=vars(self).get("_started", False))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: `copy` and `pickle` would have to copy variables and open files."""
+        del protocol
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it holds variables, open files "
+            "and the strategy of this process. To hand over a trained model, call export(); to go "
+            "on in another process, make the same trainer there with the same model_dir."
+        )
+
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError; for methods of other libraries, it says what to call instead."""
         if name in METHODS:

@@ -1,5 +1,7 @@
 """The trainer itself: its arguments, and what it can say before it has seen any data."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -235,3 +237,16 @@ def test_a_strategy_may_configure_the_devices_before_a_metric_is_made():
     run = [sys.executable, "-c", CONFIGURES_DEVICES]
     done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
     assert done.stdout == "2 replicas\n", done.stderr
+
+
+@pytest.mark.parametrize("hand_over", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_trainer_is_not_copied_or_pickled(hand_over):
+    """Copies would share variables, and other processes have other strategies."""
+    trainer = Trainer(model=linear_model, optimizer="sgd", loss_fn="mse", verbose=False)
+    with pytest.raises(TypeError) as error:
+        hand_over(trainer)
+    assert str(error.value) == (
+        "a Trainer cannot be copied or pickled: it holds variables, open files and the strategy of "
+        "this process. To hand over a trained model, call export(); to go on in another process, "
+        "make the same trainer there with the same model_dir."
+    )

@@ -145,7 +145,7 @@ def example_losses(
             "return losses and weights of one shape from compute_loss and example_weights."
         )
     elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, rank)))
-    weights = tf.broadcast_to(weights, tf.shape(elements))
+    weights = tf.cast(tf.broadcast_to(weights, tf.shape(elements)), elements.dtype)
     inner = list(range(1, weights.shape.rank))
     total = tf.reduce_sum(tf.math.multiply_no_nan(elements, weights), axis=inner)
     return tf.math.divide_no_nan(total, tf.reduce_sum(weights, axis=inner))

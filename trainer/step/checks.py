@@ -75,6 +75,16 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
     check_variables(model, strategy)
 
 
+def check_can_compute_in_float32(model: Model) -> None:
+    """Raises ValueError for a model whose casts a step cannot turn off."""
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "`float32_after` must be None unless the model is a keras.Model; got a "
+            f"{type(model).__name__}. A tf.Module casts by itself, so the step cannot make it "
+            "compute in float32. Leave out float32_after=."
+        )
+
+
 def check_not_compiled(model: keras.Model) -> None:
     """Raises ValueError for models with training logic of their own, which would be ignored."""
     if model.compiled:

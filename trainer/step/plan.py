@@ -267,6 +267,8 @@ def plan_step(
         checks.check_counts(reduce_bucket_bytes=reduce_bucket_bytes)
     check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
+    if float32_after is not None:
+        checks.check_can_compute_in_float32(model)
     check_float8_layers(model, strategy)
     check_model_compiles(model, jit_compile)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)

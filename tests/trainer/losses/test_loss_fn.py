@@ -619,3 +619,15 @@ def test_a_loss_that_is_nan_or_random_on_trial_is_not_refused(loss):
     losses = example_losses(loss, tf.constant([1.0, 2.0, 4.0]), tf.ones([3, 1]), None)
 
     assert losses.shape == [3]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_weights_of_tokens_have_the_dtype_of_the_losses(dtype):
+    """So the error is that of the losses' dtype, which the step refuses, with and without weights."""
+    losses = example_losses(
+        lambda y, outputs: tf.cast(outputs - y, dtype),
+        tf.zeros([2, 3]),
+        tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        tf.constant([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+    )
+    assert (losses.dtype.name, losses.numpy().tolist()) == (dtype, [1.5, 5.0])

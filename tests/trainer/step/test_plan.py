@@ -126,3 +126,13 @@ def test_a_bad_argument_is_refused_before_the_optimizer_is_built():
         plan_of(Pair(), optimizer=optimizer, rule=scaling.DynamicLossScale(), max_retries=-1)
 
     assert not optimizer.built
+
+
+def test_a_module_cannot_be_made_to_compute_in_float32():
+    """It casts in its own code."""
+    with pytest.raises(ValueError, match="float32_after") as error:
+        plan_of(Pair(), float32_after=3)
+    assert str(error.value) == (
+        "`float32_after` must be None unless the model is a keras.Model; got a Pair. A tf.Module "
+        "casts by itself, so the step cannot make it compute in float32. Leave out float32_after=."
+    )
