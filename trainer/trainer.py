@@ -213,8 +213,9 @@ class Trainer(Task):
             microbatches, else False, or True for half precision that TensorFlow would compute in
             scalar loops on this CPU. Where examples may have several shapes, it compiles no passes
             unless the CPU needs it. With True and "step", evaluations and predictions in the
-            training precision are compiled too, unless they use what XLA cannot compile.
-            The results of different values differ by rounding, and XLA leaves out assertions.
+            training precision are compiled too, unless XLA cannot compute them right.
+            The results of different values differ by rounding and by random numbers, and XLA leaves
+            out assertions.
         seed: seed of initial weights, shuffling and all random numbers in steps. From 0 to
             2^32 - 1. While the model and the optimizer are built, the global generators of Python,
             NumPy, TensorFlow and Keras are set to it; then they are put back. With None, the model

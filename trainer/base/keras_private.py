@@ -350,6 +350,15 @@ def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
     variable.assign(value)
 
 
+def casts_variables() -> bool:
+    """Returns whether the layer that is being called casts the variables that it reads.
+
+    Where it does not, `variable.dtype` is Keras's default dtype, whatever the variable's own.
+    """
+    scope = keras_globals.get_global_attribute("autocast_scope")
+    return scope is not None and scope.dtype is not None
+
+
 def all_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns the model and its layers at any depth; `model.layers` has only the outermost."""
     return list(model._flatten_layers())

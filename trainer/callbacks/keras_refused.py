@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from trainer.step.objective import single_optimizers
+
 REFUSED: dict[type, tuple[str, str]] = {
     keras.callbacks.BackupAndRestore: (
         (
@@ -132,6 +134,7 @@ def keeps_best(callback: keras.callbacks.Callback) -> bool:
 
 
 def averages(optimizer: Any) -> bool:
-    """Returns whether an optimizer, or each in a dict of them, averages the weights it updates."""
+    """Returns whether all optimizers of a run average the weights; see `keeps_average`."""
     found = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
-    return all(inner.use_ema for one in found for inner in getattr(one, "optimizers", [one]))
+    updating = [inner for one in found for inner in single_optimizers(one) if inner.built]
+    return bool(updating) and all(inner.use_ema for inner in updating)

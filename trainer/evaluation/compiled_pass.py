@@ -10,12 +10,13 @@ import strategies
 from trainer.step.xla_operations import (
     listed_operations,
     operations_on_int32_variables,
+    operations_sized_by_values,
     operations_without_xla,
 )
 
 
 def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> Any:
-    """Returns the result of a forward pass, compiled by XLA if that can be done.
+    """Returns the result of a forward pass, compiled by XLA if its results are right then.
 
     Call it while a graph is traced. The pass may do in evaluation what no training step does, such
     as returning strings, so a step that XLA can compile says nothing about it.
@@ -31,11 +32,15 @@ def compiled_pass(run: Callable[[], Any], strategy: tf.distribute.Strategy) -> A
     found += operations_without_xla(program)
     if strategies.capabilities(strategy).on_gpu:
         found += operations_on_int32_variables(program)
-    if not found:
+    sized = operations_sized_by_values(program)
+    if not (found or sized):
         return program()
     logging.warning(
-        "XLA cannot compile %s, so TensorFlow computes an evaluation or prediction in the training "
-        "precision without XLA, which may be slow.",
-        listed_operations(found),
+        "%s. So TensorFlow computes an evaluation or prediction in the training precision without "
+        "XLA, which may be slow.",
+        f"XLA cannot compile {listed_operations(found)}"
+        if found
+        else f"XLA may compute wrong numbers behind {listed_operations(sized)}, as the sizes of "
+        "these results depend on values",
     )
     return run()

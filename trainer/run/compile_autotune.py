@@ -304,7 +304,7 @@ def compilable_parts(
 ) -> Parts:
     """Returns parts whose step TensorFlow can run: if XLA cannot compile it, those of mode False.
 
-    "auto" also takes those of mode False if XLA may compute wrong gradients.
+    "auto" also takes those of mode False if XLA may compute wrong numbers.
 
     Traces the step, unless it was traced before for data with the same spec. The loop uses the same
     trace.
@@ -314,7 +314,7 @@ def compilable_parts(
         parts: the trainer's parts, from `build`.
         trace: traces the step of parts with the training data, and returns the concrete function.
         auto: whether `jit_compile` was "auto". If so, a warning says what XLA cannot compile, or
-            only with a risk of wrong gradients.
+            only with a risk of wrong numbers.
 
     Raises:
         ValueError: if XLA was asked to compile the step and cannot.
@@ -350,7 +350,7 @@ def reasons_against_xla(
 
     Returns:
         Those that XLA cannot compile; on a GPU, those on int32 variables, which a TPU keeps; and
-        those behind which XLA may compute wrong gradients.
+        those behind which XLA may compute wrong numbers.
     """
     on_gpu = strategies.capabilities(trainer.strategy).on_gpu
     on_host = in_traces(operations_on_int32_variables, parts) if on_gpu else []
@@ -358,7 +358,7 @@ def reasons_against_xla(
 
 
 def sized_by_values(parts: Parts) -> list[str]:
-    """Returns operations for which XLA may compute wrong gradients, if it compiles the passes."""
+    """Returns operations behind which XLA may compute wrong numbers, if it compiles the passes."""
     compiles = parts.plan.jit_compile in WITH_PASSES
     return in_traces(operations_sized_by_values, parts) if compiles else []
 

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.base.keras_private import casts_variables
 from trainer.step.inner_graphs import inner_graphs
 from trainer.step.loop_casts import LoopCasts, in_place_of
 from trainer.step.reach import reach
@@ -45,7 +46,9 @@ class HoldBack(keras.StatelessScope):
         """
         held = self.held_value(variable)
         source = self._read.get(id(variable)) if held is None else held
-        return None if source is None else self._casts.cast(source, variable.dtype)
+        if source is None or not casts_variables():
+            return source
+        return self._casts.cast(source, variable.dtype)
 
     def held_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Returns the value that a variable was given or assigned, or None."""

@@ -17,7 +17,8 @@ from trainer.base.keras_private import has_xla_kernel, traced_functions
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
 CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"})
 # Operations whose number of outputs depends on the values of their inputs. XLA reserves memory for
-# the largest number, and some gradients behind such operations are then wrong, without an error.
+# the largest number, and some values and gradients behind such operations are then wrong, without
+# an error.
 SIZED_BY_VALUES = frozenset(
     {"DynamicPartition", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Where"}
 )
@@ -44,7 +45,7 @@ def operations_without_xla(function: Any) -> list[str]:
 
 
 def operations_sized_by_values(function: Any) -> list[str]:
-    """Returns the names of operations that XLA is to compile, maybe with wrong gradients.
+    """Returns the names of operations behind which XLA may compute wrong numbers.
 
     Args:
         function: as for `operations_without_xla`.
@@ -180,14 +181,14 @@ def warn_of_int32_variables(names: list[str]) -> None:
 
 
 def warn_of_sizes(names: list[str], *, compiled: bool) -> None:
-    """Warns that XLA may compute wrong gradients.
+    """Warns that XLA may compute wrong numbers.
 
     Args:
         names: the operations because of which it may.
         compiled: whether XLA compiles the step all the same, because it was asked to.
     """
     logging.warning(
-        "XLA may compute wrong gradients behind operations whose sizes depend on values, as %s. %s",
+        "XLA may compute wrong numbers behind operations whose sizes depend on values, as %s. %s",
         listed_operations(names),
         'Compare a few steps with jit_compile=False, or leave it at "auto", which does not use XLA '
         "for them."

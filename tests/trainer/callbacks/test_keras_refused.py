@@ -100,6 +100,7 @@ def test_the_best_weights_of_a_run_with_an_average_are_not_those_evaluated(make)
 def test_other_callbacks_may_watch_a_run_with_an_average():
     """What keeps no weights, or the best of a training loss, or every epoch's, keeps what it says."""
     average = keras.optimizers.SGD(use_ema=True)
+    average.build([keras.Variable(1.0)])
     for callback in (
         keras.callbacks.EarlyStopping("val_loss"),
         keras.callbacks.ModelCheckpoint("all.keras", monitor="val_loss"),
@@ -107,5 +108,18 @@ def test_other_callbacks_may_watch_a_run_with_an_average():
         best_weights("loss"),
     ):
         check_model_and_optimizer([callback], keras.Model(), average, 0.1)
-    for optimizer in (keras.optimizers.SGD(), {"a": average, "b": keras.optimizers.SGD()}):
+    plain = keras.optimizers.SGD()
+    plain.build([keras.Variable(1.0)])
+    for optimizer in (plain, {"a": average, "b": plain}):
         check_model_and_optimizer([best_weights("val_loss")], keras.Model(), optimizer, 0.1)
+
+
+def test_an_inner_optimizer_without_variables_averages_nothing():
+    """The evaluation uses the averages of the others, so the callback is refused."""
+    makes = {"nothing.*": keras.optimizers.Adam()}
+    several = keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.SGD(use_ema=True), makes)
+    )
+    several.build([keras.Variable(1.0)])
+    with pytest.raises(ValueError, match="val_loss"):
+        check_model_and_optimizer([best_weights("val_loss")], keras.Model(), several, 0.1)

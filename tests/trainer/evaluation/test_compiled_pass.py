@@ -9,12 +9,13 @@ import tensorflow as tf
 
 import strategies
 from trainer import Trainer
+from trainer.base.keras_private import traced_functions
 from trainer.evaluation.compiled_pass import compiled_pass
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 DATA = (X, X[:, :1])
 SLOW = (
-    "XLA cannot compile {}, so TensorFlow computes an evaluation or prediction in the training "
+    "XLA cannot compile {}. So TensorFlow computes an evaluation or prediction in the training "
     "precision without XLA, which may be slow."
 )
 
@@ -105,6 +106,63 @@ def test_a_prediction_that_xla_cannot_compile_goes_on_without(caplog):
         trainer.model.predict(X, verbose=0)[:, 0].tolist(), abs=0.06
     )
     assert [record.getMessage() for record in caplog.records] == [SLOW.format("'AsString'")]
+
+
+class Selecting(Trainer):
+    """Uses the last of the rows that begin with a multiple of 4, in evaluations alone."""
+
+    def last_of(self, x):
+        """That row's first number, for each row."""
+        kept = tf.boolean_mask(x, tf.math.floormod(x[:, 0], 4.0) < 1.0)
+        return tf.repeat(kept[-1:, :1], tf.shape(x)[0], axis=0)
+
+    def compute_loss(self, batch, training):
+        """The outputs, or the selected number."""
+        outputs = self.model(batch, training=training)
+        return (outputs if training else self.last_of(batch))[:, 0]
+
+    def predict_batch(self, batch):
+        """The selected number."""
+        return self.last_of(batch)
+
+
+@pytest.mark.parametrize("mode", [False, True, "step"])
+def test_sizes_that_depend_on_values(mode, caplog):
+    """XLA would take the last row of the memory that it reserves, which was not selected."""
+    trainer = Selecting(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        jit_compile=mode,
+        verbose=False,
+    )
+    rows = tf.data.Dataset.from_tensor_slices(X).batch(3)
+    trainer.train(rows.repeat(), steps=1)
+    found = trainer.predict(rows, precision="train")
+    loss = trainer.evaluate(rows, precision="train")["loss"]
+    assert (found[:, 0].tolist(), loss) == ([4.0, 4.0, 4.0, 8.0, 8.0, 8.0], 6.0)
+    warning = (
+        "XLA may compute wrong numbers behind 'boolean_mask/Where', as the sizes of these results "
+        "depend on values. So TensorFlow computes an evaluation or prediction in the training "
+        "precision without XLA, which may be slow."
+    )
+    assert [record.getMessage() for record in caplog.records] == ([warning] * 2 if mode else [])
+
+
+@pytest.mark.parametrize("mode", [False, True, "step"])
+def test_what_is_compiled(mode):
+    """Passes in the training precision, if those of the step are; never those in float32."""
+    trainer = trainer_in(mode)
+    evaluator = trainer._parts.evaluator
+    for precision in ("train", "float32"):
+        trainer.evaluate(DATA, global_batch=2, precision=precision)
+        trainer.predict(X, global_batch=2, precision=precision)
+        for function in (evaluator._evaluate[precision], evaluator._predict[precision]):
+            compiled = [
+                each.attr["_XlaMustCompile"].b
+                for _, library in traced_functions(function)
+                for each in library.values()
+            ]
+            assert any(compiled) == (precision == "train" and mode is not False)
 
 
 def result_in_graph(run, strategy):

@@ -357,7 +357,7 @@ class Sparse(SmallImages):
 @pytest.mark.thorough  # takes seconds
 @pytest.mark.usefixtures("always_measured")
 def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch):
-    """XLA may compute wrong gradients behind them: "auto" does not choose it, whether it measures or
+    """XLA may compute wrong numbers behind them: "auto" does not choose it, whether it measures or
     not, and True warns.
     """
     measured = compilation.measure(*ready(Sparse))
@@ -375,7 +375,7 @@ def test_sizes_that_depend_on_values_are_left_to_tensorflow(caplog, monkeypatch)
         trainer.train((IMAGES, LABELS), 1, global_batch=8)
         assert trainer.jit_compile is kept
         assert caplog.messages[0] == (
-            "XLA may compute wrong gradients behind operations whose sizes depend on values, as "
+            "XLA may compute wrong numbers behind operations whose sizes depend on values, as "
             f"'Where'. {what}"
         )
 

@@ -267,6 +267,41 @@ def test_a_value_that_the_pass_assigned_is_what_a_loop_reads(policy):
     assert run().numpy().tolist() == [4.0, 6.0]
 
 
+class Uncast(keras.layers.Layer):
+    """Reads a weight as it is, whatever the policy."""
+
+    def __init__(self, dtype):
+        """Turns casts off."""
+        super().__init__(dtype=dtype, autocast=False)
+
+    def build(self, _):
+        """Adds the weight."""
+        self.scale = self.add_weight(shape=[], initializer="ones", trainable=False)
+
+    def call(self, x):
+        """The dtype in which a loop reads the weight, and its product with a number."""
+        seen = []
+        loop_of(lambda: seen.append(tf.convert_to_tensor(self.scale).dtype.name) or 0.0)
+        return seen
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float32"])
+def test_a_layer_that_casts_nothing_reads_its_weights_as_they_are(dtype, policy):
+    """Keras gives such a variable the default dtype, `variable.dtype`, and reads it without a cast."""
+    del policy
+    layer = Uncast(dtype)
+    layer.build(None)
+
+    def run():
+        with HoldBack([layer.scale]):
+            found.extend(layer(tf.zeros([2])))
+        return 0
+
+    found = []
+    tf.function(run, autograph=False)()
+    assert found == [dtype]
+
+
 def loop_of(value):
     """The sum of a value over two iterations."""
     return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + value()), [0, 0.0])[1]

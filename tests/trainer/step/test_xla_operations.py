@@ -66,7 +66,7 @@ def test_what_xla_compiles_is_not_named():
 
 
 def test_an_operation_whose_size_depends_on_values_is_named():
-    """XLA compiles it, maybe with wrong gradients; `tf.where` with three arguments is none."""
+    """XLA compiles it, maybe with wrong numbers; `tf.where` with three arguments is none."""
 
     @tf.function(jit_compile=True)
     def sized(x):
