@@ -51,6 +51,11 @@ class Tolerance(NamedTuple):
 # another order.
 IN_FLOAT32, IN_HALF = Tolerance(1e-3, 0.01), Tolerance(0.1, 0.1)
 
+# A larger difference is accepted up to ROUNDING times what a relative change of all weights by
+# LAST_BITS makes of a gradient, in TRIALS of them.
+ROUNDING, TRIALS = 10.0, 3
+LAST_BITS = {True: 2.0**-22, False: 2.0**-10}  # keyed by whether the model computes in float32
+
 
 class Compared(NamedTuple):
     """The two gradients of a variable."""
@@ -118,7 +123,9 @@ def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> Un
             # Whatever is wrong, the step itself will raise it, if it is not this small batch.
             logging.warning("The step's gradients were not compared: %s", error)
             return Untrained()
-        check_same(pairs, IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF)
+        tolerance = IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF
+        rounding = functools.partial(moved_by_rounding, pairs, tolerance, group, inputs, plan)
+        check_same(pairs, tolerance, rounding)
         without += [pair.name for pair in pairs if pair.step is None]
         others |= dict.fromkeys(outside)
     return Untrained(tuple(without), tuple(others))
@@ -252,12 +259,94 @@ def plain_gradients(
     return [scaling.coalesce(gradient) for gradient in gradients], others
 
 
-def check_same(pairs: list[Compared], tolerance: Tolerance) -> None:
-    """Raises ValueError if the step's gradient of a variable is missing or different."""
+def moved_by_rounding(
+    pairs: list[Compared],
+    tolerance: Tolerance,
+    group: UpdateGroup,
+    inputs: PassInputs,
+    plan: StepPlan,
+) -> list[float]:
+    """Returns how far each gradient moves if all weights change in their last bits.
+
+    Some gradients are rounding alone: that of a bias before a BatchNormalization, for one, whose
+    sum of nearly equal numbers is magnified by 1 / sqrt(epsilon) where all examples are the same,
+    as in a trial with zeros. Two ways to compute it then give two results.
+
+    Args:
+        pairs: the gradients, from `compared`.
+        tolerance: the largest accepted difference.
+        group: the update group.
+        inputs: the inputs of the pass.
+        plan: the run's constants.
+
+    Returns:
+        For each pair a norm. All are 0 if the gradients are not the same in two calls, as with
+        random numbers that the check cannot repeat.
+    """
+    again = compared(group, inputs, plan)[0]
+    both = list(zip(pairs, again, strict=True))
+    repeated = [Compared(one.name, one.step, other.step) for one, other in both]
+    repeated += [Compared(one.name, one.plain, other.plain) for one, other in both]
+    if different(repeated, tolerance):
+        return [0.0] * len(pairs)
+    weights = [tensorflow_variable(variable) for variable in plan.model.trainable_variables]
+    before = read_copies(weights, plan.strategy)
+    moved = [0.0] * len(pairs)
+    try:
+        for trial in range(TRIALS):
+            change_last_bits(weights, trial, LAST_BITS[computes_in_float32(plan.model)])
+            now = compared(group, inputs, plan)[0]
+            write_copies(weights, before, plan.strategy)
+            moved = [
+                max(largest, distance(one.step, other.step), distance(one.plain, other.plain))
+                for largest, one, other in zip(moved, pairs, now, strict=True)
+            ]
+    finally:
+        write_copies(weights, before, plan.strategy)
+    return moved
+
+
+def change_last_bits(weights: Sequence[tf.Variable], trial: int, fraction: float) -> None:
+    """Changes each floating-point weight by a fraction of itself, up or down at random."""
+    for place, weight in enumerate(weights):
+        if weight.dtype.is_floating:
+            draws = tf.random.stateless_uniform(weight.shape, [trial, place], -1.0, 1.0)
+            weight.assign(weight * (1.0 + fraction * tf.cast(tf.sign(draws), weight.dtype)))
+
+
+def check_same(
+    pairs: list[Compared], tolerance: Tolerance, moved_by_rounding: Callable[[], list[float]]
+) -> None:
+    """Raises ValueError if the step's gradient of a variable is missing or different.
+
+    Args:
+        pairs: the gradients.
+        tolerance: the largest accepted difference.
+        moved_by_rounding: returns for each pair how far rounding moves a gradient; it takes longer
+            than the rest, and is called only if a difference is larger.
+    """
+    found = different(pairs, tolerance)
+    moved = moved_by_rounding() if any(pairs[place].step is not None for place in found) else []
+    for place in found:
+        pair = pairs[place]
+        if pair.step is not None and norm_of_difference(pair) <= ROUNDING * moved[place]:
+            continue
+        kind = "no gradient" if pair.step is None else "a different gradient"
+        raise ValueError(
+            "`compute_loss` must have the same gradients in a training step as under a plain "
+            f"tf.GradientTape; got {kind} for {pair.name!r}. The variable would be trained "
+            "wrongly. Compute the loss from the batch, the model's variables and seeded random "
+            "numbers alone, or pass check_gradients=False to train with the step's gradients."
+        )
+
+
+def different(pairs: list[Compared], tolerance: Tolerance) -> list[int]:
+    """Returns the positions of gradients that the step lacks, or that differ by too much."""
     norms = [norm_of(pair.plain) for pair in pairs if pair.plain is not None]
     norms = [norm for norm in norms if tf.math.is_finite(norm)]  # others may have overflowed
     smallest = tolerance.floor * tf.norm(tf.stack([0.0, *norms]))
-    for pair in pairs:
+    found = []
+    for place, pair in enumerate(pairs):
         if pair.plain is None:
             continue
         if pair.step is not None:
@@ -266,13 +355,8 @@ def check_same(pairs: list[Compared], tolerance: Tolerance) -> None:
             # If one is inf or NaN, the step will be skipped, or both are.
             if not tf.math.is_finite(size) or norm_of_difference(pair) <= allowed:
                 continue
-        found = "no gradient" if pair.step is None else "a different gradient"
-        raise ValueError(
-            "`compute_loss` must have the same gradients in a training step as under a plain "
-            f"tf.GradientTape; got {found} for {pair.name!r}. The variable would be trained "
-            "wrongly. Compute the loss from the batch, the model's variables and seeded random "
-            "numbers alone, or pass check_gradients=False to train with the step's gradients."
-        )
+        found.append(place)
+    return found
 
 
 def norm_of(gradient: Gradient) -> tf.Tensor:
@@ -287,6 +371,14 @@ def norm_of_difference(pair: Compared) -> tf.Tensor:
         pairs = tuple(tf.convert_to_tensor(each) for each in pairs)
     step, plain = (tf.cast(gradient_values(each), tf.float32) for each in pairs)
     return tf.norm(step - plain) if step.shape == plain.shape else tf.constant(math.inf)
+
+
+def distance(one: Gradient, other: Gradient) -> float:
+    """Returns the norm of the difference of two coalesced gradients; 0 if one is missing or inf."""
+    if one is None or other is None:
+        return 0.0
+    found = float(norm_of_difference(Compared("", one, other)))
+    return found if math.isfinite(found) else 0.0
 
 
 def computes_in_float32(model: Model) -> bool:

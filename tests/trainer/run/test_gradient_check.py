@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import Linear, slopes
 from plans import Pair, keras_model, plan_of
 
+from trainer.run import gradient_check
 from trainer.run.gradient_check import (
     IN_FLOAT32,
     IN_HALF,
@@ -28,6 +29,11 @@ REFUSED = (
     "from the batch, the model's variables and seeded random numbers alone, or pass "
     "check_gradients=False to train with the step's gradients."
 )
+
+
+def still():
+    """Rounding moves nothing."""
+    return [0.0]
 
 
 def checked(plan, batch=BATCH):
@@ -188,11 +194,11 @@ def test_tolerance(step, plain, tolerance, accepted):
     pairs = [Compared("kernel", step, plain)]
 
     if accepted:
-        check_same(pairs, tolerance)
+        check_same(pairs, tolerance, still)
     else:
         found = "no gradient" if step is None else "a different gradient"
         with pytest.raises(ValueError, match=re.escape(REFUSED.format(found, "kernel"))):
-            check_same(pairs, tolerance)
+            check_same(pairs, tolerance, still)
 
 
 def test_noise_is_not_compared():
@@ -200,9 +206,89 @@ def test_noise_is_not_compared():
     large = Compared("kernel", tf.constant([1.0]), tf.constant([1.0]))
     noise = Compared("bias", tf.constant([1e-6]), tf.constant([-1e-6]))
 
-    check_same([large, noise], Tolerance(1e-3, 0.01))
+    check_same([large, noise], Tolerance(1e-3, 0.01), lambda: pytest.fail("not asked for"))
     with pytest.raises(ValueError, match="'bias'"):
-        check_same([noise], Tolerance(1e-3, 0.01))
+        check_same([noise], Tolerance(1e-3, 0.01), still)
+
+
+@pytest.mark.parametrize(("moved", "accepted"), [(0.0, False), (0.09, False), (0.11, True)])
+def test_what_rounding_moves_may_differ(moved, accepted):
+    """A difference of 1 is accepted if changes in the last bits move the gradient by a tenth."""
+    pair = Compared("bias", tf.constant([1.0]), tf.constant([2.0]))
+    if accepted:
+        check_same([pair], IN_FLOAT32, lambda: [moved])
+    else:
+        with pytest.raises(ValueError, match="a different gradient for 'bias'"):
+            check_same([pair], IN_FLOAT32, lambda: [moved])
+
+
+def images_of_one_value(seed):
+    """A plan of a convolution and BatchNorm, and a batch of images that are all 0.
+
+    The true gradient of the convolution's bias is 0. What is computed is rounding.
+    """
+    keras.utils.set_random_seed(seed)
+    layers = [
+        keras.layers.Conv2D(4, 3),
+        keras.layers.BatchNormalization(),
+        keras.layers.GlobalAveragePooling2D(),
+        keras.layers.Dense(3),
+    ]
+    model = keras.Sequential([keras.Input([6, 6, 3]), *layers])
+
+    def compute_loss(batch, training):
+        images, labels = batch
+        return keras.losses.sparse_categorical_crossentropy(
+            labels, model(images, training=training), from_logits=True
+        )
+
+    return plan_of(model, compute_loss), (tf.zeros([8, 6, 6, 3]), tf.range(8) % 3)
+
+
+def is_of_head(name):
+    """Whether a variable is the last layer's bias."""
+    return "dense" in name and name.endswith("/bias")
+
+
+SEEDS = range(6)
+
+
+def refused(monkeypatch, rounding):
+    """For how many seeds a plan is refused if this multiple of rounding is accepted."""
+    monkeypatch.setattr(gradient_check, "ROUNDING", rounding)
+    count = 0
+    for seed in SEEDS:
+        plan, batch = images_of_one_value(seed)
+        before = [variable.numpy().tobytes() for variable in plan.model.variables]
+        try:
+            checked(plan, batch)
+        except ValueError:
+            count += 1
+        assert [variable.numpy().tobytes() for variable in plan.model.variables] == before
+    return count
+
+
+def test_images_that_are_all_the_same_are_accepted(monkeypatch):
+    """A trial with zeros is ordinary. BatchNorm magnifies rounding there, in each way of its own."""
+    assert refused(monkeypatch, 10.0) == 0
+    assert refused(monkeypatch, 0.0) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wrong_gradient_is_refused_among_rounding(monkeypatch, seed):
+    """Rounding moves the gradients of other variables little."""
+    right = gradient_check.compared
+
+    def wrong(*arguments):
+        pairs, outside = right(*arguments)
+        return [
+            pair._replace(step=1.01 * pair.step) if is_of_head(pair.name) else pair
+            for pair in pairs
+        ], outside
+
+    monkeypatch.setattr(gradient_check, "compared", wrong)
+    with pytest.raises(ValueError, match=r"a different gradient for '.*dense.*/bias'"):
+        checked(*images_of_one_value(seed))
 
 
 def test_a_loss_that_fails_on_a_few_examples_is_not_compared(caplog):
