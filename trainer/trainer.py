@@ -634,15 +634,12 @@ class Trainer(Task):
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
-            evaluate = self._evaluation(evaluated, "eval_data")
+            evaluations = self._evaluations(evaluated, eval_interval, at_start=evaluate_at_start)
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
             target = self._target(steps, epochs, position)
             choice = self._settle_compile_mode(data, target, log, position)
-            export, names = self._export_into, self._result_names(evaluated)
-            request = TrainRequest(
-                target, evaluate, as_python(eval_interval), export, evaluate_at_start, names
-            )
+            request = evaluations._replace(target=target)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
             loop.begin(first=not self._introduced)
@@ -726,7 +723,7 @@ class Trainer(Task):
         )
         assign(self, "compile_mode_open", value=False)
         assign(self, "jit_compile", self._parts.plan.jit_compile)
-        request = TrainRequest(ENDLESS, None, None, self._export_into)
+        request = TrainRequest(ENDLESS, None, None, None, self._export_into)
         log = self._new_log()
         loop = OnlineLoop(self, self._parts, position, self._watch, log, request)
         self._loop = loop
@@ -1214,6 +1211,20 @@ class Trainer(Task):
             return None
         return functools.partial(self._evaluate, found, stoppable=True, argument=argument)
 
+    def _evaluations(
+        self, found: EvalData, eval_interval: int | None, *, at_start: bool
+    ) -> TrainRequest:
+        """Returns a request of a run that evaluates these data, still without a target."""
+        return TrainRequest(
+            target=0,
+            evaluate=self._evaluation(found, "eval_data"),
+            trace_evaluation=functools.partial(self._trace_evaluation, found),
+            eval_interval=as_python(eval_interval),
+            export=self._export_into,
+            evaluate_at_start=at_start,
+            results=self._result_names(found),
+        )
+
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:
         """Reads the data to evaluate on during training, if any, in batches as large as those."""
         if eval_data is None:
@@ -1277,6 +1288,15 @@ class Trainer(Task):
                 return evaluate_each(
                     found, lambda one: evaluate(one, precision, stoppable=stoppable)
                 )
+        finally:
+            self._evaluating = False
+
+    def _trace_evaluation(self, found: EvalData) -> None:
+        """Traces the evaluations of a run; they use the same traces."""
+        self._evaluating = True
+        try:
+            with self._reading("eval_data"):
+                evaluate_each(found, lambda one: self._parts.evaluator.trace(one, "float32"))
         finally:
             self._evaluating = False
 

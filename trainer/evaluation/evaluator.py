@@ -13,8 +13,9 @@ import strategies
 from scaling.base.argument_checks import is_name_in, shown
 from strategies.division import count_examples, known_examples
 from trainer.base.autograph import call_user, without_autograph
-from trainer.base.keras_private import computing_in_float32, differentiable_moments
+from trainer.base.keras_private import differentiable_moments
 from trainer.evaluation.compiled_pass import compiled_pass
+from trainer.evaluation.in_float32 import in_float32
 from trainer.step.accumulate import real_aux, real_rows
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
@@ -145,6 +146,23 @@ class Evaluator:
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(total / weight), **metrics}
 
+    def trace(self, dataset: tf.data.Dataset, precision: str) -> dict[str, float]:
+        """Traces an evaluation, so that what is wrong with it is known; `evaluate` uses the trace.
+
+        Args:
+            dataset: as for `evaluate`; nothing is read from it.
+            precision: one of `PRECISIONS`.
+
+        Returns:
+            No results.
+        """
+        if not tf.config.functions_run_eagerly():
+            with self._computing_in(precision):
+                self._precision = precision
+                evaluate = self._evaluate[precision]
+                evaluate.get_concrete_function(iter(dataset), tf.constant(value=True))
+        return {}
+
     @without_autograph
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a batch's weighted sum of losses and its sum of weights: shape (), float32.
@@ -214,7 +232,7 @@ class Evaluator:
                 '"train".'
             )
         if precision == "float32" and self._is_keras:
-            return computing_in_float32(self._task.model)
+            return in_float32(self._task.model)
         return contextlib.nullcontext()
 
 

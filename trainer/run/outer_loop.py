@@ -60,6 +60,8 @@ class TrainRequest(NamedTuple):
 
     target: int  # the step to reach
     evaluate: Callable[[], Results | None] | None  # returns None if the evaluation was stopped
+    # Traces an evaluation, so that one that cannot work ends the run before its first step.
+    trace_evaluation: Callable[[], object] | None
     eval_interval: int | None  # number of steps between evaluations; None: at the end only
     export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
     evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
@@ -182,12 +184,15 @@ class OuterLoop:
 
         Raises:
             ValueError: if a resumed run could not repeat an operation of the step exactly or trains
-                other variables, or if the step computes other gradients than a plain loop.
+                other variables, if the step computes other gradients than a plain loop, or if an
+                evaluation cannot be computed.
         """
         if self._step >= self._request.target:
             return
         check_trained_as_saved(self._trainer, self._parts)
         self._check_graph()
+        if self._request.trace_evaluation:
+            self._request.trace_evaluation()
         if first and self._trainer.check_gradients:
             batch, state = self._position.data.first, self._parts.state.loss_scaler.state
             untrained = check_gradients(self._parts.plan, batch, state)
