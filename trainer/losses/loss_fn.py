@@ -255,6 +255,7 @@ def product(weights: tf.Tensor | None, others: tf.Tensor) -> tf.Tensor:
 
 def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor:
     """Returns the losses before any reduction: shape (examples, ...)."""
+    check_last_dimension(loss_fn, y, predictions)
     if isinstance(loss_fn, keras.losses.Loss):
         check_axis(loss_fn, tf.nest.flatten(predictions)[0].shape.rank)
     losses, mask = losses_and_mask(loss_fn, y, predictions)
@@ -273,6 +274,23 @@ def element_losses(loss_fn: LossFunction, y: Any, predictions: Any) -> tf.Tensor
             "ignore_class=), or weights as the third element of the data, with 0 where masked."
         )
     return losses
+
+
+def check_last_dimension(loss_fn: LossFunction, y: Any, predictions: Any) -> None:
+    """Raises ValueError if one of Keras's losses would take its mean over the examples.
+
+    Those without an axis align outputs of shape (examples,) with labels of shape (examples, 1).
+    """
+    of_keras = isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn)
+    if not (of_keras and tf.is_tensor(predictions) and predictions.shape.rank == 1):
+        return
+    aligns = arguments_of_loss(loss_fn).get("axis") is None and tf.is_tensor(y) and y.shape.rank > 1
+    if not aligns:
+        raise ValueError(
+            f"{PER_EXAMPLE} {name_of(loss_fn)} and outputs of shape {predictions.shape}. Keras's "
+            "losses reduce the last dimension, which is that of the examples here. Let the model "
+            "return shape (examples, 1), for example by keras.layers.Reshape([1])."
+        )
 
 
 def losses_and_mask(

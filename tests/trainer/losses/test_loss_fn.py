@@ -631,3 +631,34 @@ def test_weights_of_tokens_have_the_dtype_of_the_losses(dtype):
         tf.constant([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
     )
     assert (losses.dtype.name, losses.numpy().tolist()) == (dtype, [1.5, 5.0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        keras.losses.mean_squared_error,
+        keras.losses.Huber(),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+    ],
+)
+def test_outputs_without_a_last_dimension_are_explained(loss):
+    """Keras would take the mean, or a softmax, over the examples."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    with pytest.raises(ValueError, match="outputs of shape") as error:
+        example_losses(loss, tf.ones([3]), tf.zeros([3]))
+    assert str(error.value) == (
+        f"`loss_fn` must give each example its own loss; got {name} and outputs of shape (3,). "
+        "Keras's losses reduce the last dimension, which is that of the examples here. Let the "
+        "model return shape (examples, 1), for example by keras.layers.Reshape([1])."
+    )
+
+
+def test_outputs_without_a_last_dimension_are_aligned_with_labels_that_have_one():
+    """As in Keras; a function of the user's own gets both as they are."""
+    labels, outputs = tf.constant([[1.0], [2.0]]), tf.constant([0.0, 5.0])
+    assert example_losses(keras.losses.MeanSquaredError(), labels, outputs).numpy().tolist() == [
+        1.0,
+        9.0,
+    ]
+    own = example_losses(lambda y, p: (y - p) ** 2, labels[:, 0], outputs)
+    assert own.numpy().tolist() == [1.0, 9.0]
