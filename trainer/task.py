@@ -43,11 +43,12 @@ ModelArgument: TypeAlias = Model | Callable[[], Model] | None
 OptimizerArgument: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Optimizers] | None
 OneLoss: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], tf.Tensor] | None
 LossArgument: TypeAlias = OneLoss | Mapping[str, OneLoss] | Sequence[OneLoss]
+OneMetric: TypeAlias = str | keras.metrics.Metric | Callable[[Any, Any], tf.Tensor]
 MetricsArgument: TypeAlias = (
     Callable[[], MetricsByName]
-    | Sequence[str | keras.metrics.Metric]
-    | Mapping[str, str | keras.metrics.Metric | Sequence[str | keras.metrics.Metric]]
-    | Sequence[str | keras.metrics.Metric | Sequence[str | keras.metrics.Metric] | None]
+    | Sequence[OneMetric]
+    | Mapping[str, OneMetric | Sequence[OneMetric]]
+    | Sequence[OneMetric | Sequence[OneMetric] | None]
     | None
 )
 

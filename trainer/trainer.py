@@ -149,8 +149,9 @@ class Trainer(Task):
             a loss that a dict leaves out: 1.
         class_weight: factors of the losses of examples in training, keyed by class, as in `fit`;
             None, and classes that are left out: 1. Evaluations do not use them.
-        metrics: names and Keras metrics, in a list or by name in a dict, as in `compile`; or a
-            function that returns a dict of new metrics, keyed by name. "accuracy" and
+        metrics: names, Keras metrics and functions of labels and outputs, in a list or by name in a
+            dict, as in `compile`; or one function, which returns a dict of new metrics, keyed by
+            name. Of a function in a list or dict, the mean is taken. "accuracy" and
             "crossentropy" stand for the class that fits the cross entropy in `loss_fn`. A metric
             is an example: training and evaluation each make their own from its configuration.
             With a loss for each output, a dict or a list with the metrics of each output: they are

@@ -8,10 +8,15 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
-from trainer.base.describe import describe, is_function
+from trainer.base.describe import describe, describe_function, is_function
 from trainer.losses.loss_shapes import name_of
 from trainer.losses.output_losses import OutputLosses
-from trainer.losses.output_metrics import entries_by_name, metrics_by_output, shape_of_output
+from trainer.losses.output_metrics import (
+    entries_by_name,
+    key_of,
+    metrics_by_output,
+    shape_of_output,
+)
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
 ACCURACY = {
@@ -72,20 +77,20 @@ def check_metrics(metrics: Any, loss_fn: Any) -> None:
 
 
 def check_each(metrics: Iterable[Any], loss_fn: Any) -> None:
-    """Raises TypeError or ValueError unless these are names and objects of metrics."""
+    """Raises TypeError or ValueError unless these are names, objects or functions of metrics."""
     for each in metrics:
         if isinstance(each, str):
             class_named(each, loss_fn)
-        elif not isinstance(each, keras.metrics.Metric):
+        elif not (isinstance(each, keras.metrics.Metric) or is_function(each)):
             found = getattr(each, "__name__", type(each).__name__)
             raise TypeError(
-                "`metrics` must hold names and objects of keras.metrics; got "
+                "`metrics` must hold names and objects of keras.metrics, and functions; got "
                 f"{found}. Anything else cannot be made anew for training and for evaluation. "
                 f"{FORM}"
             )
 
 
-def check_names(metrics: Iterable[str | keras.metrics.Metric]) -> None:
+def check_names(metrics: Iterable[Any]) -> None:
     """Raises ValueError if two metrics of a list have the same name."""
     names = [key_of(each) for each in metrics]
     if repeated := [name for name in names if names.count(name) > 1]:
@@ -126,15 +131,12 @@ def make_metrics(
     return {name: made(each, name, loss_fn, shape) for name, each in named}
 
 
-def key_of(metric: str | keras.metrics.Metric) -> str:
-    """Returns the name under which a metric in a list is logged, as in Keras."""
-    return metric if isinstance(metric, str) else str(metric.name)
-
-
 def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metric:
-    """Returns a new metric of the kind that a name or an object stands for."""
+    """Returns a new metric of the kind that a name, an object or a function stands for."""
     if isinstance(metric, keras.metrics.Metric):
         return copy_of(metric)
+    if is_function(metric):
+        return MeanOf(metric, name)
     make = class_named(metric, loss_fn)
     arguments: dict[str, Any] = {"name": name}
     if metric in BY_LABELS:
@@ -145,6 +147,24 @@ def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metr
         elif make in CROSSENTROPY.values():
             arguments["from_logits"] = from_logits
     return make(**arguments)
+
+
+class MeanOf(keras.metrics.MeanMetricWrapper):
+    """The mean of a function of labels and outputs, as `compile` takes of a function.
+
+    Args:
+        function: returns one number per example, or per element of an example.
+        name: the name in the log.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], tf.Tensor], name: str) -> None:
+        """Stores the function."""
+        super().__init__(function, name=name)
+        self._function = function
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what `run.json` records: Keras would return the code of a lambda, in base64."""
+        return {"name": self.name, "function": describe_function(self._function)}
 
 
 def copy_of(metric: keras.metrics.Metric) -> keras.metrics.Metric:

@@ -8,7 +8,9 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
+from trainer.base.describe import is_function
 from trainer.losses.loss_fn import example_losses
+from trainer.losses.loss_shapes import name_of
 from trainer.losses.metric_shapes import check_metric_shapes, weights_for
 from trainer.losses.output_losses import Key, OutputLosses
 
@@ -112,8 +114,7 @@ def entries_by_name(
         found = {f"{prefix_of(model, key)}_loss": (key, None) for key in losses.losses}
     for key, entry in given.items():
         for metric in entry:
-            own = metric if isinstance(metric, str) else metric.name
-            name = f"{prefix_of(model, key)}_{own}"
+            name = f"{prefix_of(model, key)}_{key_of(metric)}"
             if name in found:
                 raise ValueError(
                     f"`metrics` must have a name of its own for each metric; got {shown(name)} "
@@ -122,6 +123,13 @@ def entries_by_name(
                 )
             found[name] = key, metric
     return found
+
+
+def key_of(metric: Any) -> str:
+    """Returns the name under which a metric in a list is logged, as in Keras."""
+    if isinstance(metric, str):
+        return metric
+    return name_of(metric).strip("<>") if is_function(metric) else str(metric.name)
 
 
 def update_by_output(

@@ -84,7 +84,7 @@ def test_accuracy_of_logits_counts_logits():
         (
             [keras.metrics.AUC],
             "mse",
-            "`metrics` must hold names and objects of keras.metrics; got AUC. Anything else cannot "
+            "`metrics` must hold names and objects of keras.metrics, and functions; got AUC. Anything else cannot "
             "be made anew for training and for evaluation. Pass names and metrics as in Keras's "
             'compile, such as ["accuracy"], or a function that returns a dict, such as lambda: '
             '{"accuracy": keras.metrics.SparseCategoricalAccuracy()}.',
@@ -290,3 +290,35 @@ def test_metrics_that_make_their_variables_late(metric, replicas, mirrored, tmp_
     assert after_predict.train((x, y), 3, **data).history["score"][-1] == score
     assert whole.evaluate((x, y), **data)["score"] == pytest.approx(score, rel=1e-5)
     assert resumed.train((x, y), 3, **data).history["score"][-1] == score
+
+
+def near(labels, outputs):
+    """Which outputs are near their labels."""
+    return tf.cast(tf.abs(labels - outputs) < 1.0, tf.float32)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_functions_are_metrics_as_in_compile(by_name):
+    """The weighted mean over the examples; a function of keras.metrics, or of the user's own."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=[10, 2]).astype(np.float32)
+    y = generator.normal(size=[10, 3]).astype(np.float32)
+    weights = generator.random(10).astype(np.float32)
+    functions = [near, keras.metrics.mean_absolute_error, lambda y, p: tf.reduce_max(p - y, axis=1)]
+    names = ["near", "mean_absolute_error", "lambda"]
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(3)]),
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        loss_fn="mse",
+        metrics=dict(zip(names, functions, strict=True)) if by_name else functions,
+        verbose=False,
+    )
+    trainer.train((x, y, weights), steps=1, global_batch=4)
+    found = trainer.evaluate((x, y, weights), global_batch=4)
+
+    trainer.model.compile("sgd", "mse", weighted_metrics=functions)
+    expected = trainer.model.evaluate(
+        x, y, sample_weight=weights, batch_size=4, verbose=0, return_dict=True
+    )
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)

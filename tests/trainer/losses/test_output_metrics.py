@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from trainer import Trainer
 
@@ -116,3 +117,28 @@ def test_metrics_that_fit_no_output_are_refused(kind, metrics, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
         trainer_of(kind, metrics).evaluate((X, Y), global_batch=8)
     assert str(error.value) == message
+
+
+def test_functions_are_metrics_of_outputs():
+    """They are logged as OUTPUT_FUNCTION."""
+
+    def near(labels, outputs):
+        return tf.cast(tf.abs(labels - outputs) < 1.0, tf.float32)
+
+    inputs = keras.Input([2])
+    outputs = {name: keras.layers.Dense(1)(inputs) for name in ("a", "b")}
+    trainer = Trainer(
+        model=lambda: keras.Model(inputs, outputs),
+        optimizer="sgd",
+        loss_fn={"a": "mse", "b": "mae"},
+        metrics={"a": near, "b": [near, "mse"]},
+        verbose=False,
+    )
+    x, y = np.ones([4, 2], np.float32), np.zeros([4, 1], np.float32)
+    data = (x, {"a": y, "b": y})
+    trainer.train(data, steps=1, global_batch=4)
+    found = trainer.evaluate(data, global_batch=4)
+    predictions = trainer.predict(x, global_batch=4)
+    assert {"a_near", "b_near", "b_mse"} < set(found)
+    for name in ("a", "b"):
+        assert found[f"{name}_near"] == np.mean(np.abs(predictions[name]) < 1.0)
