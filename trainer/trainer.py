@@ -1215,7 +1215,7 @@ class Trainer(Task):
     def _evaluations(
         self, found: EvalData, eval_interval: int | None, *, at_start: bool
     ) -> TrainRequest:
-        """Returns a request of a run that evaluates these data, still without a target."""
+        """Returns a request to train, with evaluations on these data; its target is set later."""
         return TrainRequest(
             target=0,
             evaluate=self._evaluation(found, "eval_data"),
@@ -1297,7 +1297,8 @@ class Trainer(Task):
         self._evaluating = True
         try:
             with self._reading("eval_data"):
-                evaluate_each(found, lambda one: self._parts.evaluator.trace(one, "float32"))
+                for one in found.values():
+                    self._parts.evaluator.trace(one.dataset, "float32")
         finally:
             self._evaluating = False
 

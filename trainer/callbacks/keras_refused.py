@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from trainer.step.objective import single_optimizers
+from trainer.step.objective import average_weights
 
 REFUSED: dict[type, tuple[str, str]] = {
     keras.callbacks.BackupAndRestore: (
@@ -99,9 +99,10 @@ def check_model_and_optimizer(
             "Keras's callbacks use a model's methods, such as get_weights. Use callbacks that "
             "derive from trainer.Callback."
         )
+    optimizers = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
     for callback in callbacks:
         name = type(callback).__name__
-        if keeps_best(callback) and averages(optimizer):
+        if keeps_best(callback) and average_weights(optimizers):
             raise ValueError(
                 f"`callbacks` must not hold keras.callbacks.{name} for the best {callback.monitor} "
                 f"of a run with an average of the weights; got {name}. An evaluation uses the "
@@ -131,10 +132,3 @@ def keeps_best(callback: keras.callbacks.Callback) -> bool:
         isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
     )
     return bool(keeps and callback.monitor.startswith("val_"))
-
-
-def averages(optimizer: Any) -> bool:
-    """Returns whether all optimizers of a run average the weights; see `keeps_average`."""
-    found = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
-    updating = [inner for one in found for inner in single_optimizers(one) if inner.built]
-    return bool(updating) and all(inner.use_ema for inner in updating)

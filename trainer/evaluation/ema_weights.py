@@ -6,15 +6,14 @@ from typing import Any
 
 from scaling.base.argument_checks import shown
 from trainer.base.keras_private import assign_averages, built_for
+from trainer.step.objective import average_weights
 from trainer.step.plan import StepPlan
 from trainer.step.rollback import read_copies, write_copies
 
 
 def keeps_average(plan: StepPlan) -> bool:
     """Returns whether every optimizer of a run keeps a moving average of its weights."""
-    return bool(plan.objectives) and all(
-        one.use_ema for objective in plan.objectives for one in objective.updating
-    )
+    return average_weights(objective.optimizer for objective in plan.objectives)
 
 
 @contextlib.contextmanager

@@ -146,22 +146,19 @@ class Evaluator:
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(total / weight), **metrics}
 
-    def trace(self, dataset: tf.data.Dataset, precision: str) -> dict[str, float]:
+    def trace(self, dataset: tf.data.Dataset, precision: str) -> None:
         """Traces an evaluation, so that what is wrong with it is known; `evaluate` uses the trace.
 
         Args:
             dataset: as for `evaluate`; nothing is read from it.
             precision: one of `PRECISIONS`.
-
-        Returns:
-            No results.
         """
-        if not tf.config.functions_run_eagerly():
-            with self._computing_in(precision):
-                self._precision = precision
-                evaluate = self._evaluate[precision]
-                evaluate.get_concrete_function(iter(dataset), tf.constant(value=True))
-        return {}
+        if tf.config.functions_run_eagerly():
+            return
+        with self._computing_in(precision):
+            self._precision = precision
+            evaluate = self._evaluate[precision]
+            evaluate.get_concrete_function(iter(dataset), tf.constant(value=True))
 
     @without_autograph
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:

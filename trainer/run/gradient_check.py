@@ -51,8 +51,8 @@ class Tolerance(NamedTuple):
 # another order.
 IN_FLOAT32, IN_HALF = Tolerance(1e-3, 0.01), Tolerance(0.1, 0.1)
 
-# A larger difference is accepted up to ROUNDING times what a relative change of all weights by
-# LAST_BITS makes of a gradient, in TRIALS of them.
+# To see how far rounding moves a gradient, all weights are changed by a fraction LAST_BITS of
+# themselves, TRIALS times. A difference of up to ROUNDING times the largest move is accepted.
 ROUNDING, TRIALS = 10.0, 3
 LAST_BITS = {True: 2.0**-22, False: 2.0**-10}  # keyed by whether the model computes in float32
 
@@ -329,7 +329,10 @@ def check_same(
     moved = moved_by_rounding() if any(pairs[place].step is not None for place in found) else []
     for place in found:
         pair = pairs[place]
-        if pair.step is not None and norm_of_difference(pair) <= ROUNDING * moved[place]:
+        if (
+            pair.step is not None
+            and norm_of_difference(pair.step, pair.plain) <= ROUNDING * moved[place]
+        ):
             continue
         kind = "no gradient" if pair.step is None else "a different gradient"
         raise ValueError(
@@ -353,7 +356,7 @@ def different(pairs: list[Compared], tolerance: Tolerance) -> list[int]:
             size = tf.maximum(norm_of(pair.step), norm_of(pair.plain))
             allowed = tolerance.relative * tf.maximum(size, smallest)
             # If one is inf or NaN, the step will be skipped, or both are.
-            if not tf.math.is_finite(size) or norm_of_difference(pair) <= allowed:
+            if not tf.math.is_finite(size) or norm_of_difference(pair.step, pair.plain) <= allowed:
                 continue
         found.append(place)
     return found
@@ -364,20 +367,20 @@ def norm_of(gradient: Gradient) -> tf.Tensor:
     return tf.norm(tf.cast(gradient_values(gradient), tf.float32))
 
 
-def norm_of_difference(pair: Compared) -> tf.Tensor:
+def norm_of_difference(one: Gradient, other: Gradient) -> tf.Tensor:
     """Returns the norm of the difference of two coalesced gradients: shape (), float32."""
-    pairs = (pair.step, pair.plain)
-    if any(isinstance(each, tf.Tensor) for each in pairs):  # the step may have made its own dense
-        pairs = tuple(tf.convert_to_tensor(each) for each in pairs)
-    step, plain = (tf.cast(gradient_values(each), tf.float32) for each in pairs)
-    return tf.norm(step - plain) if step.shape == plain.shape else tf.constant(math.inf)
+    both = (one, other)
+    if any(isinstance(each, tf.Tensor) for each in both):  # the step may have made its own dense
+        both = tuple(tf.convert_to_tensor(each) for each in both)
+    first, second = (tf.cast(gradient_values(each), tf.float32) for each in both)
+    return tf.norm(first - second) if first.shape == second.shape else tf.constant(math.inf)
 
 
 def distance(one: Gradient, other: Gradient) -> float:
-    """Returns the norm of the difference of two coalesced gradients; 0 if one is missing or inf."""
+    """Returns the norm of the difference of two gradients; 0 if one is missing, or it is inf."""
     if one is None or other is None:
         return 0.0
-    found = float(norm_of_difference(Compared("", one, other)))
+    found = float(norm_of_difference(one, other))
     return found if math.isfinite(found) else 0.0
 
 

@@ -60,8 +60,8 @@ class TrainRequest(NamedTuple):
 
     target: int  # the step to reach
     evaluate: Callable[[], Results | None] | None  # returns None if the evaluation was stopped
-    # Traces an evaluation, so that one that cannot work ends the run before its first step.
-    trace_evaluation: Callable[[], object] | None
+    # Traces the evaluation, so that an error in it ends the run before the first step.
+    trace_evaluation: Callable[[], None] | None
     eval_interval: int | None  # number of steps between evaluations; None: at the end only
     export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
     evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
