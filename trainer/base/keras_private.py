@@ -649,10 +649,14 @@ def traced_functions(function: Any) -> list[tuple[Any, dict[str, Any]]]:
 
     Publicly, a trace is found only by its arguments, which are known while it is made.
 
+    Args:
+        function: a `tf.function`, or a single trace of one.
+
     Returns:
         For each trace, its definition and a dict of the definitions of other functions by name.
     """
-    traces = function._list_all_concrete_functions()
+    every = getattr(function, "_list_all_concrete_functions", lambda: [function])
+    traces = every()
     libraries = [trace.graph.as_graph_def().library.function for trace in traces]
     return [
         (trace.function_def, {each.signature.name: each for each in library})

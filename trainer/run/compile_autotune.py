@@ -267,7 +267,9 @@ def passes_trial(
         try:
             report, _ = compiled.run_steps(iter(repeat_first_batch(data)), tf.constant(1))
         except tf.errors.OpError as error:
-            if found_in(error.message) or any(reasons_against_xla(trainer, compiled)):
+            if found_in(error.message) or any(
+                reasons_against_xla(trainer, compiled, compiled.run_steps)
+            ):
                 return True
             logging.warning(
                 "A step that XLA compiles failed, so TensorFlow runs it without XLA, which is slow "
@@ -323,10 +325,10 @@ def compilable_parts(
     mode = parts.plan.jit_compile
     if mode not in (*WITH_PASSES, "update") or not traced or tf.config.functions_run_eagerly():
         return parts
-    graph = trace(parts).graph
-    if graph in CHECKED:
+    step = trace(parts)
+    if step.graph in CHECKED:
         return parts
-    names, on_host, sized = reasons_against_xla(trainer, parts)
+    names, on_host, sized = reasons_against_xla(trainer, parts, step)
     if names and not auto:
         raise not_compilable_error(mode, names)
     if on_host and not auto:
@@ -339,34 +341,33 @@ def compilable_parts(
         warn_of_sizes(sized, compiled=not auto)
     if auto and (names or on_host or sized):
         return parts_in_mode(False, trainer, parts)
-    CHECKED.add(graph)
+    CHECKED.add(step.graph)
     return parts
 
 
 def reasons_against_xla(
-    trainer: RunnableTrainer, parts: Parts
+    trainer: RunnableTrainer, parts: Parts, step: Any
 ) -> tuple[list[str], list[str], list[str]]:
-    """Returns operations in the traced step of parts that speak against compiling it.
+    """Returns operations in a traced step that speak against compiling it.
+
+    Args:
+        trainer: the trainer.
+        parts: the parts whose step was traced.
+        step: the step: a concrete function, or a `tf.function`, of which all traces are searched.
 
     Returns:
         Those that XLA cannot compile; on a GPU, those on int32 variables, which a TPU keeps; and
         those behind which XLA may compute wrong numbers.
     """
     on_gpu = strategies.capabilities(trainer.strategy).on_gpu
-    on_host = in_traces(operations_on_int32_variables, parts) if on_gpu else []
-    return in_traces(operations_without_xla, parts), on_host, sized_by_values(parts)
+    on_host = operations_on_int32_variables(step) if on_gpu else []
+    return operations_without_xla(step), on_host, sized_by_values(parts, step)
 
 
-def sized_by_values(parts: Parts) -> list[str]:
+def sized_by_values(parts: Parts, step: Any) -> list[str]:
     """Returns operations behind which XLA may compute wrong numbers, if it compiles the passes."""
     compiles = parts.plan.jit_compile in WITH_PASSES
-    return in_traces(operations_sized_by_values, parts) if compiles else []
-
-
-def in_traces(find: Callable[[Any], list[str]], parts: Parts) -> list[str]:
-    """Returns the operations found in all traces of a step, in a loop and of a single batch."""
-    found = [name for function in (parts.run_steps, parts.run_batch) for name in find(function)]
-    return list(dict.fromkeys(found))
+    return operations_sized_by_values(step) if compiles else []
 
 
 def tracing(iterator: tf.data.Iterator) -> Callable[[Parts], Any]:
@@ -432,7 +433,7 @@ def still_promising(secs: dict[CompileMode, list[float]]) -> list[CompileMode]:
 def first_turn(parts: Parts, dataset: tf.data.Dataset) -> float:
     """Compiles a step, and returns its mean time in the first turn; inf if it is not to be used."""
     seconds_per_step(parts, dataset, 1)  # traces and compiles
-    if sized_by_values(parts):
+    if sized_by_values(parts, parts.run_steps):
         return math.inf
     single = seconds_per_step(parts, dataset, 1)
     # A short step takes less time than the call around it, which one step alone pays in full.

@@ -19,8 +19,8 @@ class LoopCasts:
     def __init__(self, outer: tf.Graph) -> None:
         """Stores the graph of the pass; without a loop inside it, nothing is cast here."""
         self._outer = outer
-        # Keyed by the source, the graph around the loop, and the dtype. The sources are kept, too,
-        # so that no other object gets the id of one.
+        # Keyed by the ids of the source and of the graph around the loop, and the dtype. The source
+        # is kept, and a tensor keeps its graph, so no other object gets one of these ids.
         self._cast: dict[tuple[int, int, str], tuple[tf.Tensor | tf.Variable, tf.Tensor]] = {}
 
     def cast(self, source: tf.Tensor | tf.Variable, dtype: str) -> tf.Tensor | tf.Variable:

@@ -34,8 +34,8 @@ def operations_without_xla(function: Any) -> list[str]:
     """Returns the names of operations that XLA is to compile and cannot.
 
     Args:
-        function: a `tf.function` that has been traced. It is compiled itself, or it calls functions
-            that are, or neither.
+        function: a `tf.function` that has been traced, or one of its traces. It is compiled itself,
+            or it calls functions that are, or neither.
 
     Returns:
         Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA

@@ -657,6 +657,12 @@ def test_int32_variables_are_out_of_reach_for_xla_on_a_gpu(caplog, monkeypatch):
     )
 
 
+def new_trace(parts):
+    """The newest trace of a step, as if it had not been checked."""
+    compilation.CHECKED.clear()
+    return parts.run_steps._list_all_concrete_functions()[-1]
+
+
 class CountingSGD(keras.optimizers.SGD):
     """Counts its updates of variables in an int32 variable of its own."""
 
@@ -694,7 +700,7 @@ def test_int32_variables_of_an_optimizer_are_out_of_reach_too(monkeypatch):
     """Where XLA compiles the update alone, what the update counts in is refused on a GPU."""
     trainer = SmallImages(optimizer=CountingSGD, jit_compile="update", verbose=False)
     assert trained(trainer) == "update"
-    arguments = (trainer, trainer._parts, lambda _: tf.function(lambda: 0).get_concrete_function())
+    arguments = (trainer, trainer._parts, new_trace)
     assert compilation.compilable_parts(*arguments, auto=False) is trainer._parts
     pretend(monkeypatch, on_cpu=False)
     with pytest.raises(ValueError, match=r"must not be 'update' on a GPU .*\bint32 variables"):
@@ -750,6 +756,30 @@ def test_later_data_that_xla_cannot_compile_are_refused(mode):
     assert trainer.train(rows, steps=4).totals.applied == 4
 
 
+def test_data_that_were_refused_do_not_speak_against_others():
+    """Each trace is judged by its own operations: here, only integers are printed."""
+
+    class Printing(Reading):
+        def compute_loss(self, batch, training):
+            if batch["x"].dtype == tf.int32:
+                tf.print(batch["x"])
+            return super().compute_loss({"x": tf.cast(batch["x"], tf.float32)}, training)
+
+    def rows(dtype, count):
+        return tf.data.Dataset.from_tensors({"x": tf.ones([count, 2], dtype)}).repeat()
+
+    trainer = Printing(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        verbose=False,
+        jit_compile=True,
+    )
+    trainer.train(rows(tf.float32, 4), steps=2)
+    with pytest.raises(ValueError, match="PrintV2"):
+        trainer.train(rows(tf.int32, 4), steps=4)
+    assert trainer.train(rows(tf.int64, 4), steps=4).totals.applied == 4
+
+
 def test_what_xla_cannot_compile_is_refused_of_single_batches_too():
     """`train_on_batch` traces a step of its own."""
     trainer = Reading(
@@ -768,7 +798,7 @@ def test_int32_variables_are_within_reach_on_a_tpu(monkeypatch):
     """A TPU holds int32 variables itself, so True stays allowed there."""
     trainer = CountingBatches(optimizer=adam, verbose=False, jit_compile=True)
     trained(trainer)
-    arguments = (trainer, trainer._parts, lambda _: tf.function(lambda: 0).get_concrete_function())
+    arguments = (trainer, trainer._parts, new_trace)
     pretend(monkeypatch, on_cpu=False)
     with pytest.raises(ValueError, match="on a GPU"):
         compilation.compilable_parts(*arguments, auto=False)
