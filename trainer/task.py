@@ -20,13 +20,19 @@ from trainer.losses.loss_fn import (
     example_weights,
     floats_in_float32,
     global_loss,
-    is_keras_function,
     mask_of,
+    takes_one_output,
     weights_elements,
 )
 from trainer.losses.metric_shapes import check_metric_shapes, check_outputs, weights_for
 from trainer.losses.metrics import check_metrics, make_metrics
-from trainer.losses.output_losses import OutputLosses, OutputWeights, check_loss_weights
+from trainer.losses.output_losses import (
+    OutputLosses,
+    OutputWeights,
+    check_loss_weights,
+    only_one,
+    with_output_names,
+)
 from trainer.losses.output_mask import (
     check_mask_in_training,
     check_mask_is_known,
@@ -173,24 +179,40 @@ class Task:
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
-        x, y, sample_weight = unpack(batch, self.data_argument)
-        if isinstance(self._loss_fn, keras.losses.Loss) or is_keras_function(self._loss_fn):
+        loss_fn = self._loss
+        x, y, sample_weight = self._unpack(batch)
+        if takes_one_output(loss_fn):
             check_real("labels", y, self.data_argument)
         check_real("weights", sample_weight, self.data_argument)
         outputs = self._call_model(x, training)
         check_mask_is_known(self.model, outputs)
         if training:
             check_mask_in_training(self.model, x)
+        compared = self._compared(outputs)
         if self.loss_reduction == "global":
-            parts = y, outputs, sample_weight, mask_of(self._loss_fn, outputs)
-            losses = global_loss(self._loss_fn, *(self.all_gather(each) for each in parts))
+            parts = y, compared, sample_weight, mask_of(loss_fn, compared)
+            losses = global_loss(loss_fn, *(self.all_gather(each) for each in parts))
         else:
-            losses = example_losses(self._loss_fn, y, outputs, sample_weight)
+            losses = example_losses(loss_fn, y, compared, sample_weight)
         if training and self._class_weight:
-            losses *= class_factors(y, self._class_weight, self._loss_fn)
-        if not weights_elements(self._loss_fn, sample_weight):
+            losses *= class_factors(y, self._class_weight, loss_fn)
+        if not weights_elements(loss_fn, sample_weight):
             warn_of_lost_mask(self.model, outputs)
         return losses, tf.nest.map_structure(floats_in_float32, outputs)
+
+    @property
+    def _loss(self) -> Any:
+        """What `loss_fn` stands for, with the names of the model's outputs."""
+        return with_output_names(self._loss_fn, self.model)
+
+    def _compared(self, values: Any) -> Any:
+        """Returns labels or outputs as the loss takes them: one of Keras takes a single tensor."""
+        return only_one(values) if takes_one_output(self._loss_fn) else values
+
+    def _unpack(self, batch: Batch) -> tuple[Batch, Batch, tf.Tensor | None]:
+        """Returns (x, y, sample_weight), with labels as the loss takes them."""
+        x, y, sample_weight = unpack(batch, self.data_argument)
+        return x, self._compared(y), sample_weight
 
     def _check_form(self, batch: Batch) -> None:
         """Raises ValueError unless a batch has the form that the default `compute_loss` takes."""
@@ -255,7 +277,7 @@ class Task:
         weights = None
         given = isinstance(batch, tuple) and len(batch) in (2, 3)
         if self._loss_fn is not None and given and self.loss_reduction == "mean":
-            x, y, sample_weight = unpack(batch, self.data_argument)
+            x, y, sample_weight = self._unpack(batch)
             mask = mask_of_outputs(self.model, x)
             weights = example_weights(self._loss_fn, y, sample_weight, mask)
         return ones(batch) if weights is None else weights
@@ -264,8 +286,8 @@ class Task:
         """Returns the ranges of a batch's labels, if `loss_fn` is a cross-entropy of Keras."""
         if self._loss_fn is None or not isinstance(batch, tuple) or len(batch) not in (2, 3):
             return []
-        x, y, _ = unpack(batch, self.data_argument)
-        return label_ranges(self._loss_fn, y, lambda: self._output_spec(x))
+        x, y, _ = self._unpack(batch)
+        return label_ranges(self._loss, y, lambda: self._compared(self._output_spec(x)))
 
     def _output_spec(self, x: Batch) -> Any:
         """Returns what the model returns for inputs like `x`, as symbolic tensors."""
@@ -280,7 +302,7 @@ class Task:
         Called twice: once for the metrics of training, and once for those of evaluation.
         """
         return make_metrics(
-            self._given_metrics, self._loss_fn, self.model, with_losses=self._adds_losses()
+            self._given_metrics, self._loss, self.model, with_losses=self._adds_losses()
         )
 
     def _adds_losses(self) -> bool:
@@ -305,15 +327,13 @@ class Task:
             )
         if self.metrics:
             check_outputs(aux, self.metrics)
-            x, y, sample_weight = unpack(batch, self.data_argument)
-            if isinstance(self._loss_fn, OutputLosses) and not callable(self._given_metrics):
+            x, y, sample_weight = self._unpack(batch)
+            loss_fn, aux = self._loss, self._compared(aux)
+            if isinstance(loss_fn, OutputLosses) and not callable(self._given_metrics):
                 entries = entries_by_name(
-                    self._given_metrics,
-                    self._loss_fn,
-                    self.model,
-                    with_losses=self._adds_losses(),
+                    self._given_metrics, loss_fn, self.model, with_losses=self._adds_losses()
                 )
-                update_by_output(self.metrics, entries, self._loss_fn, y, aux, sample_weight)
+                update_by_output(self.metrics, entries, loss_fn, y, aux, sample_weight)
                 return
             if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
                 mask = mask_of_outputs(self.model, x)

@@ -116,7 +116,7 @@ def example_losses(
         ValueError: if there is no loss per example, the model has several outputs, or the shapes
             do not match.
     """
-    if isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn):
+    if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
     mask = mask_of(loss_fn, outputs)
     predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
@@ -165,7 +165,7 @@ def global_loss(
         sample_weight: shape (examples, ...), or None.
         mask: the Keras mask of the outputs, or None.
     """
-    if isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn):
+    if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
     predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
     elements, own_mask = losses_and_mask(loss_fn, y, predictions)
@@ -281,8 +281,8 @@ def check_last_dimension(loss_fn: LossFunction, y: Any, predictions: Any) -> Non
 
     Those without an axis align outputs of shape (examples,) with labels of shape (examples, 1).
     """
-    of_keras = isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn)
-    if not (of_keras and tf.is_tensor(predictions) and predictions.shape.rank == 1):
+    one_dimension = tf.is_tensor(predictions) and predictions.shape.rank == 1
+    if not (one_dimension and takes_one_output(loss_fn)):
         return
     aligns = arguments_of_loss(loss_fn).get("axis") is None and tf.is_tensor(y) and y.shape.rank > 1
     if not aligns:
@@ -412,6 +412,11 @@ def ignore_class_of(loss_fn: LossFunction) -> int | None:
         ignored: int | None = loss_fn.ignore_class
         return ignored
     return None
+
+
+def takes_one_output(loss_fn: LossFunction) -> bool:
+    """Returns whether a loss compares one tensor with another, as all of Keras do."""
+    return isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn)
 
 
 def is_keras_function(loss_fn: LossFunction) -> bool:

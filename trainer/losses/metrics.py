@@ -121,13 +121,14 @@ def make_metrics(
         return {
             name: keras.metrics.Mean(name=name)
             if each is None
-            else made(each, name, loss_fn.losses.get(key), shape_of_output(model, key))
+            else made(each, name, loss_fn.losses.get(key), shape_of_output(model, key, loss_fn))
             for name, (key, each) in entries.items()
         }
     if metrics is None:
         return {}
     named = metrics.items() if isinstance(metrics, Mapping) else [(key_of(m), m) for m in metrics]
-    shape = getattr(model, "output_shape", None) if isinstance(model, keras.Model) else None
+    outputs = getattr(model, "outputs", None) if isinstance(model, keras.Model) else None
+    shape = outputs[0].shape if outputs and len(outputs) == 1 else None
     return {name: made(each, name, loss_fn, shape) for name, each in named}
 
 

@@ -23,7 +23,9 @@ class OutputLosses:
     Attributes:
         losses: the loss of each output that has one.
         weights: the factor of each of these losses.
-        count: number of outputs if they are in a list; None if they are in a dict.
+        count: number of outputs if the losses are in a list; None if they are in a dict.
+        names: the names of the model's outputs in their order, if it tells them; see
+            `with_output_names`.
 
     Example:
         >>> import keras
@@ -37,6 +39,7 @@ class OutputLosses:
     losses: Mapping[Key, LossFunction]
     weights: Mapping[Key, float]
     count: int | None = None
+    names: tuple[str, ...] = ()
 
     @without_autograph
     def __call__(self, y_true: Any, y_pred: Any) -> tf.Tensor:
@@ -68,11 +71,7 @@ class OutputLosses:
         Raises:
             ValueError: if one is missing.
         """
-        if self.count is None:
-            found = dict(values) if isinstance(values, Mapping) else None
-        else:
-            in_order = isinstance(values, (list, tuple)) and len(values) == self.count
-            found = dict(enumerate(values)) if in_order else None
+        found = self.found_in(values)
         if found is not None and set(keys) <= found.keys():
             return found
         wanted = (
@@ -83,12 +82,66 @@ class OutputLosses:
         kind, compares = (
             ("losses", "loss compares") if argument == "loss_fn" else ("metrics", "metric compares")
         )
+        got = structure_of(values if found is None else found)
         raise ValueError(
             f"`{argument}` must have the structure of the {what}; got {kind} for {wanted}, and "
-            f"{structure_of(values)} as {what}. Each {compares} one output with its own labels. "
+            f"{got} as {what}. Each {compares} one output with its own labels. "
             "Name the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with "
             f"these names as labels and as {argument}; or use lists for all three."
         )
+
+    def found_in(self, values: Any) -> Mapping[Key, Any] | None:
+        """Returns labels or outputs by key, or None if they have another structure.
+
+        As in `fit`, a dict and a list stand for each other if the model names its outputs, and a
+        single tensor for a list of one.
+        """
+        if isinstance(values, Mapping):
+            if self.count is None:
+                return dict(values)
+            if set(values) != set(self.names):
+                return None
+            values = [values[name] for name in self.names]
+        in_order = values if isinstance(values, (list, tuple)) else [values]
+        keys: Sequence[Key] = self.names if self.count is None else range(self.count)
+        return dict(zip(keys, in_order, strict=True)) if len(in_order) == len(keys) else None
+
+
+def with_output_names(loss_fn: Any, model: Any) -> Any:
+    """Returns a resolved loss; one for each of several outputs learns the names of the outputs."""
+    if not isinstance(loss_fn, OutputLosses):
+        return loss_fn
+    return dataclasses.replace(loss_fn, names=output_names(model))
+
+
+def output_names(model: Any) -> tuple[str, ...]:
+    """Returns the names of a functional model's outputs in their order, as `fit` knows them.
+
+    A dict of several outputs has no order, and two outputs of one layer have one name. Other models
+    do not tell their outputs.
+
+    Example:
+        >>> import keras
+        >>> x = keras.Input([2])
+        >>> a, b = (keras.layers.Dense(1, name=name)(x) for name in "ab")
+        >>> output_names(keras.Model(x, [b, a])), output_names(keras.Model(x, {"first": b}))
+        (('b', 'a'), ('first',))
+    """
+    try:
+        outputs, names = model.output, model.output_names
+    except AttributeError:  # a Sequential, a subclassed model, or one that has not been called
+        return ()
+    if isinstance(outputs, Mapping):
+        return tuple(map(str, outputs)) if len(outputs) == 1 else ()
+    return tuple(names) if len(set(names)) == len(names) else ()
+
+
+def only_one(values: Any) -> Any:
+    """Returns the tensor of a list or dict of one; returns anything else unchanged."""
+    if isinstance(values, (Mapping, list, tuple)) and len(values) == 1:
+        [value] = values.values() if isinstance(values, Mapping) else values
+        return only_one(value)
+    return values
 
 
 def structure_of(values: Any) -> str:

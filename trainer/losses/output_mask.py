@@ -19,6 +19,7 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, keras_mask, with_keras_mask
 from trainer.base.warn_once import warn_once
 from trainer.losses.loss_fn import product, without_last_ones
+from trainer.losses.output_losses import only_one
 from trainer.step.types import Model
 
 # Operations whose results do not depend on the values that they are given.
@@ -98,6 +99,7 @@ def traced_mask(model: Model, x: Any, *, training: bool) -> Any:
         inputs = tf.nest.pack_sequence_as(x, leaves)
         with keras.StatelessScope():  # layers that count their calls would assign here
             outputs = call_user(model, inputs, training=training)
+        outputs = only_one(outputs)
         mask = keras_mask(outputs) if tf.is_tensor(outputs) else None
         if mask is not None:  # a graph that is pruned does not tell the shapes behind a lookup
             mask = tf.ensure_shape(mask, mask.shape)

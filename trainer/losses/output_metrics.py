@@ -60,14 +60,16 @@ def outputs_of(model: Any) -> Any:
     return getattr(model, "output", None) if isinstance(model, keras.Model) else None
 
 
-def check_output_names(keys: Iterable[Key], model: Any) -> None:
-    """Raises ValueError if a dict of metrics names an output that the model does not have."""
-    outputs = outputs_of(model)
-    if not isinstance(outputs, Mapping):
-        return
+def check_output_names(keys: Iterable[Key], names: Iterable[Key]) -> None:
+    """Raises ValueError if a dict of metrics names an output that the model does not have.
+
+    Args:
+        keys: the keys of the metrics.
+        names: the names or places of the model's outputs; none if they are not known.
+    """
+    known = sorted(map(str, names))
     for key in keys:
-        if key not in outputs:
-            known = sorted(map(str, outputs))
+        if known and str(key) not in known:
             raise ValueError(
                 f"`metrics` must have names of outputs as keys; got {shown(key)}, and the model's "
                 f"outputs are {', '.join(map(repr, known))}. Each metric takes one output and its "
@@ -75,12 +77,10 @@ def check_output_names(keys: Iterable[Key], model: Any) -> None:
             )
 
 
-def shape_of_output(model: Any, key: Key) -> Any:
+def shape_of_output(model: Any, key: Key, losses: OutputLosses) -> Any:
     """Returns the static shape of a functional model's output, or None if it is not known."""
-    outputs = outputs_of(model)
-    if isinstance(outputs, (list, tuple)):
-        outputs = dict(enumerate(outputs))
-    return outputs[key].shape if isinstance(outputs, Mapping) and key in outputs else None
+    outputs = losses.found_in(outputs_of(model)) or {}
+    return getattr(outputs.get(key), "shape", None)
 
 
 def prefix_of(model: Any, key: Key) -> str:
@@ -108,7 +108,8 @@ def entries_by_name(
             have the same name.
     """
     given = metrics_by_output(metrics, losses)
-    check_output_names(given, model)
+    outputs = outputs_of(model)
+    check_output_names(given, () if outputs is None else losses.found_in(outputs) or ())
     found: dict[str, tuple[Key, Any]] = {}
     if with_losses and len(losses.losses) > 1:
         found = {f"{prefix_of(model, key)}_loss": (key, None) for key in losses.losses}

@@ -145,6 +145,103 @@ def test_another_structure_is_refused(losses, y, outputs, message):
     assert str(error.value) == message
 
 
+def one_or_two(form):
+    """A model whose outputs are in the given form; the same weights every time."""
+    x = keras.Input([3])
+    a, b = (
+        keras.layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(seed), name=name)(
+            x
+        )
+        for seed, name in enumerate("ab")
+    )
+    return keras.Model(x, {"two": [b, a], "tensor": a, "list": [a], "dict": {"head": a}}[form])
+
+
+BOTH = {"a": Y["a"], "b": Y["a"] + 1}
+
+
+@pytest.mark.parametrize(
+    ("form", "losses", "labels", "metrics"),
+    [
+        ("two", {"a": "mse", "b": "mae"}, BOTH, {"a": ["mae"]}),
+        ("two", {"a": "mse", "b": "mae"}, [BOTH["b"], BOTH["a"]], {"b": "mse"}),
+        ("two", ["mae", "mse"], BOTH, [None, ["mae"]]),
+        ("tensor", {"a": "mse"}, Y["a"], {"a": "mae"}),
+        ("tensor", ["mse"], Y["a"], None),
+        ("tensor", ["mse"], [Y["a"]], None),
+        ("list", "mse", Y["a"], ["mae"]),
+        ("list", keras.losses.MeanSquaredError(), [Y["a"]], ["mae"]),
+        ("list", ["mse"], Y["a"], None),
+        ("list", {"a": "mse"}, Y["a"], None),
+        ("dict", "mse", Y["a"], ["mae"]),
+        ("dict", "mse", {"head": Y["a"]}, ["mae"]),
+        ("dict", {"head": "mse"}, Y["a"], None),
+    ],
+)
+def test_names_and_places_stand_for_each_other(form, losses, labels, metrics):
+    """Whatever `fit` takes for the outputs of a functional model gives `fit`'s numbers."""
+    theirs = one_or_two(form)
+    theirs.compile(keras.optimizers.SGD(0.5), losses, metrics=metrics)
+    theirs.train_on_batch(X, labels)
+    trainer = Trainer(
+        model=lambda: one_or_two(form),
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        loss_fn=losses,
+        metrics=metrics,
+        verbose=False,
+    )
+    data = X, tuple(labels) if isinstance(labels, list) else labels
+    trainer.train(data, steps=1, global_batch=12)
+
+    for mine, other in zip(trainer.model.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-6)
+    expected = theirs.evaluate(X, labels, batch_size=12, verbose=0, return_dict=True)
+    found = trainer.evaluate(data, global_batch=12)
+    shorter = {name.removeprefix("a_").removeprefix("head_"): found[name] for name in found}
+    compared = found if set(expected) <= set(found) else shorter  # of one output, Keras has no name
+    for name, value in expected.items():
+        assert compared[name] == pytest.approx(value, rel=1e-6)
+
+
+def test_a_single_tensor_in_a_list_keeps_its_mask():
+    """The mask of the only output counts, whether the output is in a list or not."""
+
+    def tagger(in_list):
+        x = keras.Input([4], dtype="int32")
+        hidden = keras.layers.Embedding(5, 3, mask_zero=True, embeddings_initializer="ones")(x)
+        y = keras.layers.Dense(1, kernel_initializer="ones")(hidden)
+        return keras.Model(x, [y] if in_list else y)
+
+    data = np.array([[1, 2, 0, 0], [3, 0, 0, 0]], np.int32), np.ones([2, 4, 1], np.float32)
+    found = [
+        Trainer(
+            model=lambda in_list=in_list: tagger(in_list),
+            optimizer="sgd",
+            loss_fn="mse",
+            metrics=["mae"],
+            verbose=False,
+        ).evaluate(data, global_batch=2)
+        for in_list in (True, False)
+    ]
+
+    assert found[0] == found[1]
+
+
+def test_names_that_no_output_has_are_refused():
+    """The error tells the names of the outputs, although the model returns a list."""
+    trainer = Trainer(
+        model=lambda: one_or_two("two"), optimizer="sgd", loss_fn={"a": "mse", "c": "mae"}
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        trainer.train((X, {"a": Y["a"], "c": Y["a"]}), steps=1, global_batch=12)
+    assert str(error.value) == (
+        "`loss_fn` must have the structure of the outputs; got losses for the names ['a', 'c'], "
+        "and a dict of ['a', 'b'] as outputs. Each loss compares one output with its own labels. "
+        "Name the outputs, as in keras.Model(inputs, {'a': a, 'b': b}), and pass dicts with these "
+        "names as labels and as loss_fn; or use lists for all three."
+    )
+
+
 def test_weights_of_tokens_of_one_output_are_refused():
     """Several outputs have one weight per example."""
     trainer = Trainer(
