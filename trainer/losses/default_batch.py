@@ -80,12 +80,13 @@ def is_real(dtype: Any) -> bool:
 
 
 def check_inputs(model: Any, x: Batch, argument: str) -> None:
-    """Raises TypeError for inputs of which Keras would not say what is wrong with them.
+    """Raises TypeError or ValueError for inputs of which Keras would not say what is wrong.
 
     That is text or complex numbers where a model has inputs of real numbers: Keras casts what it is
     given to the dtype of the input. Of complex numbers it would drop the imaginary part without a
     word, and text fails in the middle of a step. So does a ragged last dimension where the model
-    has one of a fixed size.
+    has one of a fixed size. A single tensor for a model of several inputs is the first of a tuple
+    of inputs, of which the others would be labels and weights.
 
     Args:
         model: the model; only one with declared inputs is checked.
@@ -94,6 +95,12 @@ def check_inputs(model: Any, x: Batch, argument: str) -> None:
     """
     declared = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
     leaves = tf.nest.flatten(x)
+    if declared and len(declared) > 1 and tf.is_tensor(x):
+        raise ValueError(
+            f"`{argument}` must hold all {len(declared)} inputs of the model in the first item of "
+            f"a tuple; got {described(x)}. The other items are labels and weights. Pass "
+            "((x1, x2), y) to train and evaluate, and ((x1, x2),) to predict."
+        )
     if not declared or not all(is_real(each.dtype) for each in declared):
         return
     for leaf in leaves:

@@ -21,7 +21,7 @@ from trainer.base.argument_checks import (
     check_count,
     check_ema_momentum,
 )
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import all_layers, built_for
 from trainer.step.clip import Clip
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.losses import nan_unless
@@ -314,6 +314,19 @@ def check_nothing_is_left_out(optimizer: keras.optimizers.Optimizer) -> None:
             f"{shown(optimizer.gradient_accumulation_steps)}. The optimizer would accumulate over "
             "several steps, and its schedule would advance in each of them. Leave out "
             "gradient_accumulation_steps=, and pass num_microbatches= to the trainer."
+        )
+
+
+def check_built_for(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
+    """Raises ValueError if an optimizer has slots, but none for a variable that it is to update."""
+    known = {id(each) for one in single_optimizers(optimizer) for each in built_for(one)}
+    if missing := [each for each in variables if id(each) not in known]:
+        name = getattr(missing[0], "path", missing[0].name)
+        raise ValueError(
+            "`optimizer` must be new, or built for the variables that it is to update; got "
+            f"{type(optimizer).__name__}, built for {len(known)} variables without "
+            f"{name!r}. An optimizer gets its slots once. Pass a new one for each "
+            "model, or a function that returns one."
         )
 
 

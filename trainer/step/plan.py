@@ -322,17 +322,23 @@ def plan_step(
 def build_optimizers(
     model: Model, objectives: Sequence[Objective], ema_momentum: float | None
 ) -> None:
-    """Creates every optimizer's slots, for the variables that it updates."""
+    """Creates every optimizer's slots, for the variables that it updates.
+
+    Raises:
+        ValueError: if an optimizer has slots already, and not for these variables.
+    """
     for objective in objectives:
         if ema_momentum is not None:
             for optimizer in single_optimizers(objective.optimizer):
                 optimizer.use_ema = True
                 optimizer.ema_momentum = ema_momentum
+        updated = [model.trainable_variables[at] for at in objective.positions]
         if objective.optimizer.built:
+            checks.check_built_for(objective.optimizer, updated)
             continue
         for optimizer in single_optimizers(objective.optimizer):
             keep_rate_tracked(optimizer)  # the rate may have been set since it was created
-        objective.optimizer.build([model.trainable_variables[at] for at in objective.positions])
+        objective.optimizer.build(updated)
 
 
 def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:

@@ -122,6 +122,21 @@ def test_inputs_in_a_dict_are_checked_by_their_names(as_dict):
         check_inputs(model, {"a": dense, "z": ragged}, "data")
 
 
+def test_inputs_in_the_place_of_labels_are_refused():
+    """`predict([x1, x2])` means two inputs in Keras, and inputs with labels here."""
+    first, second = keras.Input([1]), keras.Input([1])
+    trainer = made(model=keras.Model([first, second], first + second))
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        trainer.predict([ONE, ONE], global_batch=4)
+
+    assert str(error.value) == (
+        "`data` must hold all 2 inputs of the model in the first item of a tuple; got float32 "
+        "(4, 1). The other items are labels and weights. Pass ((x1, x2), y) to train and evaluate, "
+        "and ((x1, x2),) to predict."
+    )
+    assert trainer.predict(([ONE, ONE],), global_batch=4).tolist() == (2 * ONE).tolist()
+
+
 def test_text_is_taken_by_a_model_with_inputs_of_text():
     """Only declared inputs of real numbers refuse it."""
     layer = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
