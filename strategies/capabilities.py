@@ -17,6 +17,8 @@ class Capabilities:
     decides_in_replica: bool  # TPU: each replica's program must decide whether to apply the update
     is_chief: bool  # this process writes files and prints; exactly one process of a job does
     on_cpu: bool  # all replicas compute on CPU devices
+    # Replicas exchange tensors by collectives: in a graph, each of them takes tensors of one shape.
+    one_shape: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -50,6 +52,7 @@ def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
         decides_in_replica=decides_inside(strategy),
         is_chief=is_chief(strategy),
         on_cpu=_on_cpu(strategy),
+        one_shape=exchanges_one_shape(strategy),
     )
 
 
@@ -85,6 +88,30 @@ def has_workers(strategy: tf.distribute.Strategy) -> bool:
     """
     check_strategy(strategy, "Only a strategy has workers.")
     return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def exchanges_one_shape(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether replicas exchange tensors by TensorFlow's collectives.
+
+    Such an operation remembers the shape that it is first called with. With another shape it fails,
+    and so does every one after it. Replicas of one process exchange by collectives on GPUs, and on
+    CPUs if a `MirroredStrategy` was created without `cross_device_ops`.
+
+    Args:
+        strategy: the strategy that the replicas run under.
+
+    Raises:
+        TypeError: if `strategy` is not a `tf.distribute.Strategy`.
+
+    Example:
+        >>> exchanges_one_shape(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+        True
+    """
+    if has_workers(strategy):
+        return True
+    # Private, because no public name tells it; other strategies do not have it.
+    sums = getattr(strategy.extended, "_cross_device_ops", None)
+    return strategy.num_replicas_in_sync > 1 and type(sums).__name__ == "CollectiveAllReduce"
 
 
 def decides_inside(strategy: tf.distribute.Strategy) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from strategies.capabilities import has_workers
+from strategies.capabilities import exchanges_one_shape, has_workers
 from strategies.checks import as_tensor, check_count, check_reduce_dtype, check_strategy, shown
 
 Structure = TypeVar("Structure")  # any structure of tensors, None and tf.IndexedSlices
@@ -24,7 +24,9 @@ def sum_gradients(
     Args:
         gradients: any structure of float or integer tensors. None and `tf.IndexedSlices` are
             allowed. The sum of `tf.IndexedSlices` has the rows of all replicas, so an index can
-            occur several times.
+            occur several times. It is dense where the number of rows is not known when the function
+            is traced and replicas exchange tensors of one shape only
+            (`Capabilities.one_shape`).
         dtype: the dtype in which floats are sent and summed: "float16" or "bfloat16", with half the
             bytes of float32 and less range and precision. A value or a sum beyond the dtype's
             range becomes inf. None sums each tensor in its own dtype. With one replica nothing is
@@ -63,7 +65,8 @@ def sum_gradients(
     present = [_numeric(leaf) for leaf in flat if leaf is not None]
     if context.num_replicas_in_sync == 1:
         return gradients
-    sent = [_as_sent(leaf, dtype) for leaf in present]
+    one_shape = exchanges_one_shape(context.strategy)
+    sent = [_as_sent(_of_one_shape(leaf) if one_shape else leaf, dtype) for leaf in present]
     buckets = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=bucket_bytes or 0)
     total = tf.distribute.ReduceOp.SUM
     sums = iter(context.all_reduce(total, sent, options=buckets) if sent else [])
@@ -191,6 +194,13 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
             "strategy.run()."
         )
     return context
+
+
+def _of_one_shape(leaf: Any) -> Any:
+    """Returns `tf.IndexedSlices` with any number of rows as a tensor; anything else unchanged."""
+    if not isinstance(leaf, tf.IndexedSlices) or leaf.values.shape[0] is not None:
+        return leaf
+    return tf.math.unsorted_segment_sum(leaf.values, leaf.indices, leaf.dense_shape[0])
 
 
 def _as_sent(leaf: Any, dtype: Any) -> Any:

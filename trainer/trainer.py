@@ -894,7 +894,20 @@ class Trainer(Task):
 
     def _batches(self, train_data: Any, global_batch: int | None) -> Batches:
         step = self.totals.attempted if self._introduced else 0
-        return batches(train_data, "train_data", self.strategy, global_batch, self.seed or 0, step)
+        return batches(
+            train_data,
+            "train_data",
+            self.strategy,
+            global_batch,
+            self.seed or 0,
+            step,
+            one_size=self._needs_one_size(),
+        )
+
+    def _needs_one_size(self) -> bool:
+        """Returns whether batches must have one size: their rows are exchanged in one shape."""
+        one_shape = strategies.capabilities(self.strategy).one_shape
+        return self.loss_reduction == "global" and one_shape
 
     def _new_position(
         self, train_data: Any, global_batch: int | None, data: Batches
@@ -967,7 +980,14 @@ class Trainer(Task):
         """
         check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
-        found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
+        found = read_eval_data(
+            data,
+            "data",
+            self.strategy,
+            global_batch,
+            limit=limit,
+            one_size=self._needs_one_size(),
+        )
         with self._reading("data"):
             self._start(first_batch(found), training=False)
             self._warn_if_untrained()
@@ -1014,7 +1034,14 @@ class Trainer(Task):
             self.model_dir, last_step, timeout_secs, self.strategy, trained=self._introduced
         )
         limit = "steps", steps
-        found = read_eval_data(data, "data", self.strategy, global_batch, limit=limit)
+        found = read_eval_data(
+            data,
+            "data",
+            self.strategy,
+            global_batch,
+            limit=limit,
+            one_size=self._needs_one_size(),
+        )
         self.data_argument = "data"
         self._check_form(first_batch(found))
         self._withdraw_stop()
@@ -1237,6 +1264,7 @@ class Trainer(Task):
             data.global_batch,
             limit=("eval_steps", steps),
             like=data.first,
+            one_size=self._needs_one_size(),
         )
         with self._reading("eval_data"):  # which may be evaluated hours later
             for one in found.values():

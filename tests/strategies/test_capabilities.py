@@ -36,6 +36,7 @@ def assert_capabilities(strategy, **different):
     assert strategies.has_workers(strategy) is found.multi_worker
     assert strategies.decides_inside(strategy) is found.decides_in_replica
     assert strategies.is_chief(strategy) is found.is_chief
+    assert strategies.exchanges_one_shape(strategy) is found.one_shape
 
 
 @pytest.mark.parametrize("name", ["default", "one_device"])
@@ -48,6 +49,14 @@ def test_one_replica_on_the_cpu(name):
 def test_mirrored_replicas(mirrored, replicas):
     """A mirrored strategy differs from one device only in its number of replicas."""
     assert_capabilities(mirrored(replicas), num_replicas=replicas)
+
+
+def test_replicas_that_exchange_one_shape():
+    """TensorFlow's own sums are collectives, unless another way was asked for."""
+    devices = ["CPU:0", "CPU:1"]
+    assert_capabilities(tf.distribute.MirroredStrategy(devices), num_replicas=2, one_shape=True)
+    other = tf.distribute.MirroredStrategy(devices, tf.distribute.HierarchicalCopyAllReduce())
+    assert_capabilities(other, num_replicas=2)
 
 
 def test_a_tpu_decides_in_each_replica():

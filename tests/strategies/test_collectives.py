@@ -145,3 +145,31 @@ def test_each_bucket_is_one_collective(dtype, bucket_bytes, buckets):
     sums = [[names[each.inputs[0].dtype], each.inputs[0].shape[0]] for each in found]
     assert sorted(sums) == sorted(2 * buckets)
     assert sums[0] == buckets[0]
+
+
+def test_sparse_sums_where_a_collective_takes_one_shape():
+    """L7: a sum of any number of rows is dense, since every batch may have another number; a sum of a
+    known number stays sparse.
+    """
+    # In one test, because collectives of a second strategy in this process would fail.
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    sparse = []
+
+    def replica(indices):
+        values = (replica_id() + 1) * tf.ones([tf.shape(indices)[0], 1])
+        values = tf.ensure_shape(values, [indices.shape[0], 1])
+        summed = strategies.sum_gradients(tf.IndexedSlices(values, indices, tf.constant([9, 1])))
+        sparse.append(isinstance(summed, tf.IndexedSlices))
+        return tf.convert_to_tensor(summed)
+
+    for rows, cases in {None: [[7, 3, 7], [1], [], [7, 7, 7, 0]], 2: [[7, 3], [7, 7]]}.items():
+
+        @tf.function(input_signature=[tf.TensorSpec([rows], tf.int32)])
+        def total(indices):
+            return strategy.experimental_local_results(strategy.run(replica, args=(indices,)))
+
+        for indices in cases:
+            expected = 3.0 * np.bincount(np.int64(indices), minlength=9)[:, None]
+            for found in total(tf.constant(indices, tf.int32)):
+                np.testing.assert_array_equal(found, expected)
+    assert sparse == [False, False, True, True]

@@ -81,6 +81,7 @@ def test_only_the_first_worker_is_the_chief(printed):
             decides_in_replica=False,
             is_chief=chief,
             on_cpu=True,
+            one_shape=True,
         )
         for chief in (True, False)
     ]

@@ -25,27 +25,37 @@ class ArrayCopies:
         global_batch: the batch size.
         shuffle_seed: seed for a new order in every pass; None keeps the order.
         argument: name of the user's argument, for errors.
+        one_shape: whether the spec of the batches says their size, if all have the same.
 
     Raises:
         TypeError: if an array cannot be a tensor of numbers, bools or text.
     """
 
     def __init__(
-        self, data: Any, global_batch: int, shuffle_seed: int | None, argument: str = "data"
+        self,
+        data: Any,
+        global_batch: int,
+        shuffle_seed: int | None,
+        argument: str = "data",
+        *,
+        one_shape: bool = False,
     ) -> None:
         """Copies the arrays into the host's memory, from which batches are gathered."""
         self.global_batch = global_batch
         self.shuffle_seed = shuffle_seed
         with tf.device("CPU"):
             self.tensors = as_tensors(data, argument)
+        self._one_shape = one_shape
 
     def batches_from(self, first_pass: int) -> tf.data.Dataset:
         """Returns the batches: one pass in order; or, shuffled, all passes from one on."""
+        size = min(self.global_batch, self.examples)
+        whole = self._one_shape and self.examples % size == 0  # then there is nothing to drop
         if self.shuffle_seed is None:
-            indices = tf.data.Dataset.range(self.examples).batch(self.global_batch)
+            indices = tf.data.Dataset.range(self.examples).batch(size, drop_remainder=whole)
         else:
             indices = shuffled_indices(
-                self.examples, self.global_batch, self.shuffle_seed, first_pass
+                self.examples, size, self.shuffle_seed, first_pass, drop_remainder=whole
             )
         return untuned(indices.map(without_autograph(self._rows)))
 
@@ -111,7 +121,12 @@ def values_of(tensor: tf.Tensor) -> np.ndarray:
 
 
 def shuffled_indices(
-    examples: int, global_batch: int, seed: int, first_pass: int = 0
+    examples: int,
+    global_batch: int,
+    seed: int,
+    first_pass: int = 0,
+    *,
+    drop_remainder: bool = False,
 ) -> tf.data.Dataset:
     """Returns batches of shuffled indices forever, each pass in a new order.
 
@@ -122,7 +137,9 @@ def shuffled_indices(
     @without_autograph
     def one_pass(number: tf.Tensor) -> tf.data.Dataset:
         order = shuffled(examples, seed, number)
-        return tf.data.Dataset.from_tensor_slices(order).batch(global_batch)
+        return tf.data.Dataset.from_tensor_slices(order).batch(
+            global_batch, drop_remainder=drop_remainder
+        )
 
     endless = tf.data.Dataset.counter(first_pass).flat_map(one_pass)
     return endless.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import tensorflow as tf
 
+import strategies
+from strategies.division import count_examples, known_examples
 from trainer.base.argument_checks import check_count
 from trainer.base.autograph import without_autograph
 from trainer.data.array_copies import ArrayCopies, present
@@ -23,6 +25,11 @@ from trainer.data.source import Source
 from trainer.data.structures import as_arrays
 from trainer.step.types import Batch
 
+OTHER_SIZE = (
+    'Batches must have one size with loss_reduction="global" on several GPUs or workers, which '
+    "exchange tensors of one shape only. Use batch(..., drop_remainder=True). A batch must have as "
+    "many examples as the first"
+)
 Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
 DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 # What users may pass; besides, what `choose_source.is_source` knows: read batch by batch in Python.
@@ -43,6 +50,7 @@ class Batches:
     reader: Reader | None = None  # reads what Python makes; None for a pipeline and for arrays
     arrays: ArrayCopies | None = None  # None unless the data is arrays
     first_pass: int = 0  # number of the pass of arrays whose order comes first
+    one_size: bool = False  # whether all batches must have the size of the first; see `of_one_size`
 
     def beginning_with(self, first_pass: int) -> "Batches":
         """Returns the same batches from another pass on; only arrays have numbered passes."""
@@ -50,6 +58,19 @@ class Batches:
             return self
         dataset = self.arrays.batches_from(first_pass)
         return dataclasses.replace(self, dataset=dataset, first_pass=first_pass)
+
+    def endless(self) -> tf.data.Dataset:
+        """Returns the batches again and again, with the next two fetched ahead."""
+        if self.reader:
+            dataset = self.reader.forever()
+            if self.one_size:
+                dataset = of_one_size(dataset, self.global_batch)
+        else:
+            dataset = self.dataset
+            if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
+                dataset = dataset.repeat()
+        # Do not use AUTOTUNE, which may prefetch many batches: every checkpoint saves all of them.
+        return dataset.prefetch(2)
 
 
 def batches(
@@ -59,17 +80,15 @@ def batches(
     global_batch: int | None = None,
     shuffle_seed: int | None = None,
     first_pass: int = 0,
+    *,
+    one_size: bool = False,
 ) -> Batches:
     """Makes a dataset of global batches from the data that a user passed.
 
     The first batch of a pipeline is read once in advance.
 
     Args:
-        data: a `tf.data.Dataset` batched to the global batch; or a function of a
-            `tf.distribute.InputContext` that returns a dataset batched to
-            `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
-            first dimension indexes the examples; or what Python reads batch by batch: see
-            `choose_source.source_of`.
+        data: as for `batches_of_any_size`.
         argument: name of the user's argument, for errors.
         strategy: the strategy whose replicas will share each batch.
         global_batch: the batch size for arrays; None for other data.
@@ -77,9 +96,40 @@ def batches(
             order.
         first_pass: number of the pass whose order comes first. A run numbers the passes of arrays
             by its steps, so that arrays which it is given later do not begin with the same order.
+        one_size: whether all batches must have the size of the first; see `of_one_size`. Arrays
+            that do not divide evenly are left as they are.
 
     Raises:
         TypeError, ValueError: if the data has another type, is empty or is not batched.
+    """
+    found = batches_of_any_size(data, argument, strategy, global_batch, shuffle_seed, first_pass)
+    if not one_size or found.arrays:
+        return found
+    dataset = of_one_size(found.dataset, found.global_batch)
+    return dataclasses.replace(found, dataset=dataset, one_size=True)
+
+
+def batches_of_any_size(
+    data: Data,
+    argument: str,
+    strategy: tf.distribute.Strategy,
+    global_batch: int | None,
+    shuffle_seed: int | None,
+    first_pass: int,
+) -> Batches:
+    """Makes a dataset of global batches, of which the last may be smaller; see `batches`.
+
+    Args:
+        data: a `tf.data.Dataset` batched to the global batch; or a function of a
+            `tf.distribute.InputContext` that returns a dataset batched to
+            `context.get_per_replica_batch_size(...)`; or arrays, in any structure, whose
+            first dimension indexes the examples; or what Python reads batch by batch: see
+            `choose_source.source_of`.
+        argument: as for `batches`.
+        strategy: as for `batches`.
+        global_batch: as for `batches`.
+        shuffle_seed: as for `batches`.
+        first_pass: as for `batches`.
     """
     check_not_distributed(data, argument)
     if is_source(data):
@@ -91,7 +141,8 @@ def batches(
     arrays = None
     if are_arrays(data):
         data = as_arrays(data, argument)
-        arrays = _copies_of(data, argument, global_batch, shuffle_seed)
+        one_shape = strategies.capabilities(strategy).one_shape
+        arrays = _copies_of(data, argument, global_batch, shuffle_seed, one_shape=one_shape)
         dataset = arrays.batches_from(first_pass)
     elif global_batch is not None:
         raise ValueError(
@@ -227,15 +278,33 @@ def check_ends(found: Batches, argument: str, *, limit: str = "") -> None:
         )
 
 
-def repeat_forever(found: Batches) -> tf.data.Dataset:
-    """Returns the dataset repeated forever, with the next two batches fetched ahead."""
-    if found.reader:
-        return found.reader.forever().prefetch(2)
-    dataset = found.dataset
-    if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY:
-        dataset = dataset.repeat()
-    # Do not use AUTOTUNE, which may prefetch many batches: every checkpoint saves all of them.
-    return dataset.prefetch(2)
+def of_one_size(dataset: tf.data.Dataset, examples: int) -> tf.data.Dataset:
+    """Returns a dataset whose spec says the size of its batches; reading another size raises.
+
+    Where replicas exchange tensors of one shape only, a batch of another size would end all
+    processes in the middle of a step.
+
+    Args:
+        dataset: the dataset.
+        examples: number of examples in each batch.
+    """
+    spec = dataset.element_spec
+
+    @without_autograph
+    def checked(*batch: Any) -> Any:
+        leaves = tf.nest.flatten(batch)
+        found = count_examples(leaves)
+        same = tf.debugging.Assert(found == examples, [f"{OTHER_SIZE}; got", found])
+        with tf.control_dependencies([same]):
+            sized = [with_rows(leaf, examples) for leaf in leaves]
+        return tf.nest.pack_sequence_as(spec, sized)
+
+    return dataset if known_examples(spec) else dataset.map(checked)
+
+
+def with_rows(leaf: Any, rows: int) -> Any:
+    """Returns a dense tensor whose static shape says its number of rows; any other unchanged."""
+    return tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]) if tf.is_tensor(leaf) else leaf
 
 
 def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:
@@ -296,7 +365,12 @@ def _from_function(
 
 
 def _copies_of(
-    data: Arrays, argument: str, global_batch: int | None, shuffle_seed: int | None
+    data: Arrays,
+    argument: str,
+    global_batch: int | None,
+    shuffle_seed: int | None,
+    *,
+    one_shape: bool,
 ) -> ArrayCopies:
     """Checks arrays, and copies them."""
     leaves = present(data)
@@ -321,7 +395,8 @@ def _copies_of(
         )
     check_count("global_batch", global_batch)
     # No more than all examples are taken, however large the number: TensorFlow counts to 2^63.
-    copies = ArrayCopies(data, min(global_batch, 2**62), shuffle_seed, argument)
+    size = min(global_batch, 2**62)
+    copies = ArrayCopies(data, size, shuffle_seed, argument, one_shape=one_shape)
     shapes = [tuple(leaf.shape) for leaf in present(copies.tensors)]
     if not all(shapes):
         raise ValueError(

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from trainer.base.atomic_files import UNFINISHED
-from trainer.data.batches import Batches, repeat_forever
+from trainer.data.batches import Batches
 from trainer.data.fingerprint import Fingerprint, of_pipeline
 from trainer.data.reader import untuned
 
@@ -60,7 +60,7 @@ class DataPosition:
         """Creates the iterators, at the beginning of the data."""
         self.data = data
         self.resume_mode = resume_mode
-        self._dataset = repeat_forever(data)
+        self._dataset = data.endless()
         # In the pipeline of arrays nothing is counted, and calls with new arrays may be frequent.
         self._shuffle_counts = None if data.arrays else self._uncounted()
         self.iterator = iter(self._dataset)
@@ -147,7 +147,7 @@ class DataPosition:
         self.began = self.since = saved.get("data_began", self.began)
         again = self.data.beginning_with(self.began)
         if again is not self.data:
-            self.data, self._dataset = again, repeat_forever(again)
+            self.data, self._dataset = again, again.endless()
             self.iterator = iter(self._dataset)
         self.read(folder, taken)
         self.left_out = saved.get("batches_left_out", taken - saved["step"])
@@ -163,7 +163,7 @@ class DataPosition:
         if saved.get("data_began", self.began) == self.began and saved["step"] > self.since:
             self.go_to(folder, saved)
         else:  # the data of this call comes next
-            self._dataset = repeat_forever(self.data)
+            self._dataset = self.data.endless()
             self.iterator = iter(self._dataset)
             self.taken = self.left_out = 0
 

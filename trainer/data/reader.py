@@ -15,7 +15,7 @@ from trainer.data.leaves import LeafError
 from trainer.data.source import EmptyPassError, Place, Source, copy_unless_tensorflow_copies
 from trainer.data.structures import as_batch, difference, fingerprint, spec_of
 
-# At most this many batches have been read, but not used by a step: two that `repeat_forever`
+# At most this many batches have been read, but not used by a step: two that `Batches.endless`
 # prefetches, one on its way, and some to spare.
 AHEAD = 6
 MOST_IN_A_PASS = 100_000  # batches that an evaluation reads from a source of unknown length

@@ -49,7 +49,7 @@ class SourcePosition(DataPosition):
         self.resume_mode = resume_mode
         self.pipeline = ""
         self.content = None  # another batch is noticed by the checksum in the saved place
-        self._dataset = self.reader.forever().prefetch(2)
+        self._dataset = data.endless()
         self.iterator = iter(self._dataset)
 
     @property

@@ -365,7 +365,7 @@ def replica_evaluate(
         This replica's weighted sum of losses: shape (), float32.
     """
     share = my_share(batch, weights)
-    size = GlobalBatchSize(tf.reduce_sum(weights), tf.shape(weights)[0])
+    size = GlobalBatchSize.of(weights)
     keys = keys_of(plan, source)
 
     def run() -> Any:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from scaling.base.argument_checks import shown
 from trainer.base.argument_checks import check_count
 from trainer.base.describe import text_of_rule
-from trainer.data.batches import Batches, batches, repeat_first_batch, repeat_forever
+from trainer.data.batches import Batches, batches, repeat_first_batch
 from trainer.data.errors import reason_of
 from trainer.data.reader import untuned
 from trainer.log.digits import format_number
@@ -113,7 +113,7 @@ def dry_run(
     """
     began = time.perf_counter()
     with put_back(trainer, parts):
-        iterator = iter(untuned(repeat_forever(data)))
+        iterator = iter(untuned(data.endless()))
         report, _ = parts.run_steps(iterator, tf.constant(1))
         first = step_of(StepReport(*(field.numpy() for field in report)), 0)
         traced = parts.run_steps.experimental_get_tracing_count()

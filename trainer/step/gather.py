@@ -85,6 +85,7 @@ class Gathering:
         x = check_numbers(as_rows(x))
         if self._num_replicas == 1:
             return self._rows_checked(x)
+        self._check_one_shape()
         wide = WIDER.get(x.dtype, x.dtype)
         table = self._table(tf.cast(self._rows_checked(x), wide))
         with added_losses_kept(self._model):  # other replicas' calls of the model come in between
@@ -163,6 +164,20 @@ class Gathering:
                 "branches would wait for each other without end. Gather before the condition or "
                 "the loop."
             )
+
+    def _check_one_shape(self) -> None:
+        """Raises ValueError if batches may differ in size, and replicas exchange one shape only."""
+        strategy = tf.distribute.get_strategy()
+        known = tf.get_static_value(self._size.examples) is not None
+        if known or not strategies.capabilities(strategy).one_shape:
+            return
+        raise ValueError(
+            "`all_gather` must be called with batches of one size, known when the step is traced, "
+            f"under {type(strategy).__name__}; got batches of any size. Replicas exchange tensors "
+            "of one shape only there, so that a smaller last batch would end the run. Use "
+            "Dataset.batch(..., drop_remainder=True), or arrays of a multiple of global_batch "
+            "examples, for training and for evaluation."
+        )
 
 
 class _Active(threading.local):

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 import strategies
+from strategies.division import count_examples
 from trainer.step.float8 import Float8Tensor
 from trainer.step.objective import Objective
 from trainer.step.types import Aux, Gradient, Model, ScaleState, Values
@@ -20,7 +21,12 @@ class GlobalBatchSize(NamedTuple):
     """The size of the global batch, by which a share's losses are divided."""
 
     weight: tf.Tensor  # shape=(), float32: sum of the example weights
-    examples: tf.Tensor  # shape=(), int32: number of examples
+    examples: tf.Tensor  # shape=(), int32: number of examples; a constant if the trace knows it
+
+    @classmethod
+    def of(cls, weights: tf.Tensor) -> "GlobalBatchSize":
+        """Returns the size of the batch with these example weights: shape (global_batch,)."""
+        return cls(tf.reduce_sum(weights), count_examples(weights))
 
 
 class PassInputs(NamedTuple):

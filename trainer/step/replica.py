@@ -175,7 +175,7 @@ def pass_inputs(
         plan.num_microbatches,
         len(plan.seeds),
     )
-    size = GlobalBatchSize(tf.reduce_sum(inputs.weights), tf.shape(inputs.weights)[0])
+    size = GlobalBatchSize.of(inputs.weights)
     return PassInputs(share, size, inputs.scale_state, values, keys)
 
 

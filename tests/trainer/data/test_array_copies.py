@@ -107,3 +107,15 @@ def test_the_first_batch_is_that_of_the_pipeline(seed, first_pass):
         np.testing.assert_array_equal(first["y"][0], batch["y"][0])
         assert batch["x"].dtype == first["x"].dtype
     assert first["x"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize(("global_batch", "size"), [(3, 3), (6, 6), (9, 6), (4, None)])
+def test_batches_of_one_shape_say_their_size(seed, global_batch, size):
+    """Nothing is dropped: an incomplete last batch leaves the size open."""
+    copies = ArrayCopies(np.arange(6), global_batch, seed, one_shape=True)
+    dataset = copies.batches_from(0)
+
+    assert dataset.element_spec.shape[0] == size
+    one_pass = dataset.take(-(-6 // global_batch))
+    assert sorted(np.concatenate([*one_pass.as_numpy_iterator()])) == [*range(6)]

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from helpers import Linear
 
-from trainer.data.batches import batches, repeat_forever, same_data
+from trainer.data.batches import batches, same_data
 from trainer.data.errors import DataError
 
 X = np.arange(10, dtype=np.float32)
@@ -76,7 +76,7 @@ def test_none_is_refused():
 def test_data_that_ends_is_repeated():
     """A short last batch is repeated in every epoch."""
     found = batches({"x": X}, "data", tf.distribute.get_strategy(), global_batch=4)
-    sizes = [len(batch) for batch in rows(repeat_forever(found).take(7))]
+    sizes = [len(batch) for batch in rows(found.endless().take(7))]
 
     assert sizes == [4, 4, 2, 4, 4, 2, 4]
 
@@ -148,3 +148,44 @@ def test_an_error_of_a_generator_in_its_first_batches_is_told(ready):
         "above shows where it was raised."
     )
     assert isinstance(error.value.__cause__, OSError)
+
+
+TABLE = np.arange(14.0, dtype=np.float32).reshape(7, 2)
+IN_STRUCTURES = {
+    "tensor": lambda rows: rows,
+    "tuple of one": lambda rows: (rows,),
+    "pair": lambda rows: (rows, rows[:, 0]),
+    "dict": lambda rows: {"x": rows, "y": (rows, rows)},
+}
+
+
+@pytest.mark.parametrize("read_by_python", [False, True])
+@pytest.mark.parametrize("structure", IN_STRUCTURES)
+def test_batches_of_one_size_say_it(structure, read_by_python):
+    """The spec has the size of the first batch, and another size is an error when it is read."""
+    wrap, strategy = IN_STRUCTURES[structure], tf.distribute.get_strategy()
+
+    def parts(sizes):
+        cut = [wrap(TABLE[:size]) for size in sizes]
+        if read_by_python:
+            return lambda: iter(cut)
+        spec = tf.nest.map_structure(lambda row: tf.TensorSpec([None, *row.shape[1:]]), cut[0])
+        return tf.data.Dataset.from_generator(lambda: iter(cut), output_signature=spec)
+
+    found = batches(parts([3, 3]), "data", strategy, one_size=True)
+    for dataset in (found.dataset, found.endless().take(4)):
+        tf.nest.assert_same_structure(dataset.element_spec, wrap(TABLE))
+        assert {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec)} == {3}
+        for batch in dataset:
+            tf.nest.map_structure(np.testing.assert_array_equal, batch, wrap(TABLE[:3]))
+    uneven = batches(parts([3, 3, 1]), "data", strategy, one_size=True)
+    for dataset in (uneven.dataset, uneven.endless()):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"as the first; got\] \[1\]"):
+            list(dataset)
+
+
+def test_arrays_are_left_as_they_are():
+    """Whether arrays divide evenly is known at once: no batch needs to be looked at."""
+    found = batches((TABLE, TABLE), "data", tf.distribute.get_strategy(), 3, one_size=True)
+
+    assert [len(x) for x, _ in found.dataset] == [3, 3, 1]

@@ -136,6 +136,20 @@ def test_what_cannot_be_gathered_is_refused(mirrored, loss_of, settings, error, 
     assert str(raised.value) == message
 
 
+def test_batches_of_any_size_are_refused_where_replicas_exchange_one_shape():
+    """TensorFlow's collectives would fail at a smaller last batch, and at everything after it."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the whole message is compared
+        on_replicas(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), ROWS, gathered)
+
+    assert str(raised.value) == (
+        "`all_gather` must be called with batches of one size, known when the step is traced, under "
+        "MirroredStrategy; got batches of any size. Replicas exchange tensors of one shape only "
+        "there, so that a smaller last batch would end the run. Use Dataset.batch(..., "
+        "drop_remainder=True), or arrays of a multiple of global_batch examples, for training and "
+        "for evaluation."
+    )
+
+
 def test_there_is_one_row_per_example(mirrored):
     """Two views in one tensor have another order on replicas than on one device: refused."""
     message = (
