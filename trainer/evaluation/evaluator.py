@@ -29,6 +29,7 @@ from trainer.step.replica import my_share
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 from trainer.step.state import TrainState
 from trainer.step.types import MetricsByName, Variable
+from trainer.step.user_functions import functions_of_one_precision
 from trainer.step.xla import WITH_PASSES
 
 PRECISIONS = ("float32", "train")
@@ -503,8 +504,9 @@ def keys_of(plan: StepPlan, source: tf.Tensor) -> tf.Tensor:
     return make_keys(source, replica, replicas, 1, len(plan.seeds))[0]
 
 
-def without_writes(plan: StepPlan, keys: tf.Tensor) -> HoldBack:
-    """Returns a context manager that keeps a Keras model from writing to its variables.
+@contextlib.contextmanager
+def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
+    """Context manager: a Keras model does not write to its variables.
 
     Without this context, an evaluation would advance the seed generators used in training.
 
@@ -514,7 +516,11 @@ def without_writes(plan: StepPlan, keys: tf.Tensor) -> HoldBack:
     """
     given = [(variable, variable.value) for variable in plan.held_back]
     given += zip(plan.seeds, tf.unstack(keys, num=len(plan.seeds)), strict=True)
-    return HoldBack([*plan.held_back, *plan.seeds], given)
+    with contextlib.ExitStack() as stack:
+        if isinstance(plan.model, keras.Model):
+            stack.enter_context(functions_of_one_precision(plan.model))
+        stack.enter_context(HoldBack([*plan.held_back, *plan.seeds], given))
+        yield
 
 
 def numbers_of(metrics: MetricsByName) -> dict[str, float]:

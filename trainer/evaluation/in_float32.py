@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from trainer.base.error_origin import raising_package
 from trainer.base.keras_private import all_layers, computing_in_float32
 from trainer.step.checks import SIGNIFICANT_BITS
 
@@ -30,6 +31,8 @@ def in_float32(model: keras.Model) -> Iterator[None]:
         with computing_in_float32(model):
             yield
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+        if raising_package(error) == "trainer":  # it says what to do
+            raise
         text = ANSI.sub("", str(error))
         mixed = [
             line.strip()

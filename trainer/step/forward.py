@@ -14,6 +14,7 @@ from trainer.step.held_back import HoldBack
 from trainer.step.losses import losses_and_aux, shared_with
 from trainer.step.microbatch import MicrobatchPlan
 from trainer.step.types import Aux, Batch, Model, Values
+from trainer.step.user_functions import functions_of_one_precision
 
 
 class ForwardPass(NamedTuple):
@@ -51,7 +52,11 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         reported = shared_with(result, plan.earlier, plan.objectives)
         return ForwardPass(losses, aux, [], {}, [], reported)
-    with regularizers_in_float32(plan.model), scope_of(values, keys, plan) as scope:
+    with (
+        functions_of_one_precision(plan.model),
+        regularizers_in_float32(plan.model),
+        scope_of(values, keys, plan) as scope,
+    ):
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         added = added_losses(plan.model)
