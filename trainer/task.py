@@ -25,6 +25,7 @@ from trainer.losses.loss_fn import (
     weights_elements,
 )
 from trainer.losses.metric_shapes import check_metric_shapes, check_outputs, weights_for
+from trainer.losses.metric_shares import update_share
 from trainer.losses.metrics import check_metrics, make_metrics
 from trainer.losses.output_losses import (
     OutputLosses,
@@ -341,7 +342,7 @@ class Task:
             for metric in self.metrics.values():
                 check_metric_shapes(metric, y, aux)
                 weights = weights_for(metric, y, sample_weight)
-                call_user(metric.update_state, y, aux, sample_weight=weights)
+                update_share(metric, y, aux, sample_weight=weights)
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Returns more items for checkpoints, keyed by name: anything that TensorFlow can track."""

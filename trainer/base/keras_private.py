@@ -365,8 +365,11 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def is_metric_built(metric: keras.metrics.Metric) -> bool:
-    """Returns whether a metric has its variables. A few classes make them in their first update."""
-    return bool(getattr(metric, "_built", True))
+    """Returns whether a metric has its variables. A few classes make them in their first update.
+
+    Some of Keras's own note it in `_built`. A user's class that has no variable may be another.
+    """
+    return bool(getattr(metric, "_built", metric.variables))
 
 
 def arguments_of_loss(loss: Any) -> dict[str, Any]:

@@ -8,8 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
+from trainer.base.autograph import call_user
 from trainer.base.describe import describe, describe_function, is_function
 from trainer.losses.loss_shapes import name_of
+from trainer.losses.metric_shares import replicas_in_sync
 from trainer.losses.output_losses import OutputLosses
 from trainer.losses.output_metrics import (
     entries_by_name,
@@ -160,8 +162,21 @@ class MeanOf(keras.metrics.MeanMetricWrapper):
 
     def __init__(self, function: Callable[[Any, Any], tf.Tensor], name: str) -> None:
         """Stores the function."""
-        super().__init__(function, name=name)
+        super().__init__(self._values, name=name)
         self._function = function
+
+    def _values(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+        """Returns what the function returns; raises ValueError for one number of several shares."""
+        values = tf.convert_to_tensor(call_user(self._function, y_true, y_pred))
+        if values.shape.rank == 0 and replicas_in_sync() > 1:
+            raise ValueError(
+                "`metrics` must hold functions that return one number per example on several "
+                f"replicas; got {self.name!r}, which returns one number for a batch. Each replica "
+                "sees only its share of a batch, and the mean over shares is another number than "
+                "that of the batch. Return one number per example, or pass a metric that adds up "
+                "what it needs, such as keras.metrics.RootMeanSquaredError()."
+            )
+        return values
 
     def get_config(self) -> dict[str, Any]:
         """Returns what `run.json` records: Keras would return the code of a lambda, in base64."""

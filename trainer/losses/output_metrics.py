@@ -7,11 +7,11 @@ import keras
 import tensorflow as tf
 
 from scaling.base.argument_checks import did_you_mean, shown
-from trainer.base.autograph import call_user
 from trainer.base.describe import is_function
 from trainer.losses.loss_fn import example_losses
 from trainer.losses.loss_shapes import name_of
 from trainer.losses.metric_shapes import check_metric_shapes, weights_for
+from trainer.losses.metric_shares import update_share
 from trainer.losses.output_losses import Key, OutputLosses
 
 FORM = (
@@ -158,14 +158,13 @@ def update_by_output(
     labels = losses.by_key("labels", y, keys, "metrics")
     values = losses.by_key("outputs", outputs, keys, "metrics")
     for name, (key, metric) in entries.items():
-        update = metrics[name].update_state
         if metric is None:
             found = example_losses(losses.losses[key], labels[key], values[key])
             if sample_weight is not None:  # as in the loss, an example without weight adds nothing
                 weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), tf.float32)
                 found = tf.where(weight == 0, tf.zeros_like(found), found)
-            update(found, sample_weight=sample_weight)
+            metrics[name].update_state(found, sample_weight=sample_weight)
         else:
             check_metric_shapes(metrics[name], labels[key], values[key])
             weights = weights_for(metrics[name], labels[key], sample_weight)
-            call_user(update, labels[key], values[key], sample_weight=weights)
+            update_share(metrics[name], labels[key], values[key], sample_weight=weights)
