@@ -138,15 +138,34 @@ def apply_reached(
 def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
     """Averages variables that the model itself assigned, with different values on each replica.
 
-    Only variables whose copies may differ (`tf.VariableSynchronization.ON_READ`) are averaged.
-    Only a `tf.Module`, or a layer that holds `tf.Variable`s, has such variables.
+    Only a `tf.Module`, or a layer that holds `tf.Variable`s, has such variables. Of integers, every
+    replica takes the first one's.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return
+    trained = {id(variable) for variable in plan.model.trainable_variables}
     for variable, copies in zip(plan.undo, before, strict=True):
-        differs = getattr(variable, "synchronization", None) is tf.VariableSynchronization.ON_READ
-        if differs and variable.dtype.is_floating:
-            # Average the changes: a variable that did not change keeps its exact bits.
-            change = variable.read_value() - copies[0]
+        if id(variable) in trained or not copies_may_differ(variable):
+            continue
+        # Average the changes: a variable that did not change keeps its exact bits.
+        change = variable.read_value() - copies[0]
+        if variable.dtype.is_floating:
             variable.assign(copies[0] + context.all_reduce(tf.distribute.ReduceOp.MEAN, change))
+        elif variable.dtype.is_integer:
+            own = tf.where(context.replica_id_in_sync_group == 0, tf.cast(change, tf.int64), 0)
+            first = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+            variable.assign(copies[0] + tf.cast(first, variable.dtype))
+
+
+def copies_may_differ(variable: Variable) -> bool:
+    """Returns whether each replica assigns its own copy of a variable.
+
+    It does if the variable was created so, or if TensorFlow was not told how to combine what the
+    replicas assign.
+    """
+    if getattr(variable, "synchronization", None) is tf.VariableSynchronization.ON_READ:
+        return True
+    # Equal, and not the same object: TensorFlow has two classes of these constants.
+    alone = getattr(variable, "aggregation", None) == tf.VariableAggregation.NONE
+    return isinstance(variable, tf.Variable) and alone

@@ -185,24 +185,29 @@ def test_an_optimizer_that_holds_another_is_rolled_back():
     assert [variable.numpy() for variable in inner.variables] == before
 
 
+OWN = {
+    "on read": {
+        "synchronization": tf.VariableSynchronization.ON_READ,
+        "aggregation": tf.VariableAggregation.MEAN,
+    },
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("moves", [True, False])
-def test_own_writes_are_averaged(mirrored, moves):
+def test_own_writes_are_averaged(mirrored, moves, kind):
     """Step 10: copies that a model assigned by itself become their mean; one that did not move keeps its
     bits, although the mean of three equal float32 numbers can differ from them.
     """
     strategy = mirrored(3)
     with strategy.scope():
-        variable = tf.Variable(
-            0.9,
-            trainable=False,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.MEAN,
-        )
+        variable = tf.Variable(0.9, trainable=False, **OWN[kind])
     for copy in strategy.experimental_local_results(variable):
         copy.assign(0.9)
     old = copies(variable)
     before = [[tf.constant(old[0])]]
-    plan = SimpleNamespace(undo=[variable])
+    plan = SimpleNamespace(undo=[variable], model=tf.Module())
 
     @tf.function
     def step():
@@ -221,3 +226,28 @@ def test_own_writes_are_averaged(mirrored, moves):
         np.testing.assert_allclose(copies(variable), [expected] * 3, rtol=1e-6)
     else:
         assert [copy.tobytes() for copy in copies(variable)] == [copy.tobytes() for copy in old]
+
+
+def test_own_integers_are_those_of_the_first_replica(mirrored):
+    """An integer has no mean. A trained variable is left alone: its copies are updated alike."""
+    strategy = mirrored(3)
+    model = tf.Module()
+    with strategy.scope():
+        count, weight = tf.Variable(2, trainable=False), tf.Variable(1.0)
+    model.weight = weight
+    plan = SimpleNamespace(undo=[count, weight], model=model)
+
+    @tf.function
+    def step():
+        def replica():
+            index = tf.distribute.get_replica_context().replica_id_in_sync_group
+            count.assign_add(5 + tf.cast(index, tf.int32))
+            weight.assign_add(1.0 + tf.cast(index, tf.float32))
+            average_unsynchronized([[tf.constant(2)], [tf.constant(1.0)]], plan)
+
+        strategy.run(replica)
+
+    step()
+
+    assert [int(copy) for copy in copies(count)] == [7, 7, 7]
+    assert [float(copy) for copy in copies(weight)] == [2.0, 3.0, 4.0]
