@@ -21,6 +21,7 @@ from trainer.base.keras_private import (
     learning_rate_setting,
     recompute_constants,
 )
+from trainer.checkpoint.run_facts import model_facts
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
 from trainer.run.build import (
@@ -180,7 +181,10 @@ def adapted(
         if not same:
             new.facts = new.facts | {"trained": trained_places(trainer)}
     depending = parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics)
-    parts = parts._replace(checkpoints=new, slots=slots, **depending)
+    identity = parts.identity
+    if not same:  # a layer may have got other variables, as by enable_lora
+        identity = identity | {"model": model_facts(trainer.model, trainer.precision.policy)}
+    parts = parts._replace(checkpoints=new, slots=slots, identity=identity, **depending)
     return parts, setup_of(plan, trainer)
 
 

@@ -182,6 +182,29 @@ def test_lora():
     assert np.all(layer.lora_kernel_b.numpy() != before[1])
 
 
+@pytest.mark.thorough
+def test_lora_is_resumed(tmp_path):
+    """L12: a program that was stopped after `enable_lora` calls it before its first `train`."""
+
+    def run(folder, *stops, lora_at_once=False):
+        trainer = trainer_of(model_dir=tmp_path / folder, optimizer=adam)
+        layer = trainer.model.get_layer("out")
+        if lora_at_once:
+            layer.enable_lora(2)
+        for stop in stops:
+            train(trainer, stop)
+            if stop == 1:
+                keras.utils.set_random_seed(7)  # Keras draws the weights of LoRA
+                layer.enable_lora(2)
+        return trainer.model.get_weights()
+
+    whole = run("whole", 1, 4)
+    run("parts", 1, 3)
+    resumed = run("parts", 4, lora_at_once=True)
+
+    assert [each.tobytes() for each in resumed] == [each.tobytes() for each in whole]
+
+
 @pytest.mark.slow
 def test_a_part_is_frozen_for_a_while(tmp_path):
     """Of two optimizers, that of a frozen part makes no updates; both go on when it is unfrozen."""
