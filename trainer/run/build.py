@@ -54,6 +54,7 @@ from trainer.step.float8 import ensure_float8
 from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
 from trainer.step.objective import single_optimizers
+from trainer.step.one_attempt import of_one_attempt
 from trainer.step.randomness import seed_states
 from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 from trainer.step.types import Batch, MetricsByName, Model
@@ -201,7 +202,7 @@ def parts_of_plan(
     metrics: Metrics,
 ) -> PartsOfPlan:
     """Returns the parts that depend on the plan, keyed by their names in `Parts`."""
-    step: Callable[[Any], StepReport] = trainer.train_step
+    step: Callable[[Any], StepReport] = of_one_attempt(trainer.train_step)
     if trainer.check_data:
         step = checked(step, trainer.example_weights, trainer.label_ranges)
     loop, pending = make_loop(trainer, step, plan, state, stop)

@@ -20,6 +20,7 @@ from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
+from trainer.step.one_attempt import note_attempt
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import key_source
@@ -69,6 +70,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         The step's report, each field of shape (). In a custom loop, stop when `run.halted` is true.
     """
     check_plan_and_run(plan, run)
+    note_attempt()
     with nothing_written():
         weights = check_weights(call_user(plan.example_weights, batch), batch)
     check_microbatches(plan.jit_compile, plan.num_microbatches, weights.shape[0])

@@ -1,0 +1,58 @@
+"""Refuses a `train_step` that does not attempt exactly one update.
+
+A run counts its steps by the attempts, and its loop by the calls of `train_step`. If the two
+differ, a resumed run ends at another step than the run that was not stopped.
+"""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.base.autograph import call_user, without_autograph
+from trainer.step.report import StepReport
+
+# The graphs in which the `train_step` that is being traced has attempted an update.
+_ATTEMPTS: contextvars.ContextVar[list[tf.Graph] | None] = contextvars.ContextVar(
+    "attempts", default=None
+)
+
+
+def note_attempt() -> None:
+    """Notes that an update is attempted in the graph that is being traced."""
+    attempts = _ATTEMPTS.get()
+    if attempts is not None:
+        attempts.append(tf.compat.v1.get_default_graph())
+
+
+def of_one_attempt(step: Callable[[Any], StepReport]) -> Callable[[Any], StepReport]:
+    """Returns a `train_step` that raises ValueError unless it attempts exactly one update.
+
+    Args:
+        step: takes a global batch, attempts an update, and returns a report.
+    """
+
+    @without_autograph
+    def checked(batch: Any) -> StepReport:
+        attempts: list[tf.Graph] = []
+        token = _ATTEMPTS.set(attempts)
+        try:
+            report: StepReport = call_user(step, batch)
+        finally:
+            _ATTEMPTS.reset(token)
+        if len(attempts) != 1:
+            raise ValueError(f"{ONE}; got {len(attempts)}. {INSTEAD}")
+        if attempts[0] is not tf.compat.v1.get_default_graph():
+            raise ValueError(f"{ONE}; got one in a loop, a condition or a tf.function. {INSTEAD}")
+        return report
+
+    return checked
+
+
+ONE = "`train_step` must attempt exactly one update, with super().train_step or attempt_step"
+INSTEAD = (
+    "A run counts its steps by these attempts, and a resumed run would end at another step. For "
+    "several updates with one batch, let train_data yield the batch several times; for several "
+    "updates of a part, pass updates_per_step=; for parts in turn, alternate_optimizers=True."
+)
