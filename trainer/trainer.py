@@ -50,6 +50,7 @@ from trainer.config.resolve import (
     LossScaleArgument,
     check_not_in_train,
     check_one_process,
+    check_outside_scope,
     check_recordable,
     dtype_policy,
 )
@@ -708,6 +709,30 @@ class Trainer(Task):
             self._online, self._failed = None, loop  # the next call begins anew
             loop.release()
             raise
+
+    def restore(self, batch: Any) -> int:
+        """Builds the model and resumes the run from its newest checkpoint, without taking a step.
+
+        `train` and `train_on_batch` do so themselves. Call it before them if something that their
+        first batch is made with is restored, too, such as the random numbers of an environment that
+        `checkpoint_items` returns, or a policy that acts with the model.
+
+        Args:
+            batch: as for `train_on_batch`. Its structure, shapes and dtypes count, not its values.
+
+        Returns:
+            The number of steps that the run has taken; 0 for a new run.
+
+        Raises:
+            TypeError, ValueError: if the batch, the model or the optimizer cannot be used, or if
+                the checkpoint is that of another run.
+            RuntimeError: if it is called while `train` runs.
+        """
+        check_not_in_train("restore", self._running)
+        tensors = as_global_batch(batch)
+        self.data_argument = "batch"
+        self._start(tensors)
+        return self.totals.attempted
 
     def _begin_online(self, batch: Batch) -> OnlineLoop:
         """Does what comes before the first step of `train_on_batch`."""
@@ -1379,6 +1404,8 @@ class Trainer(Task):
         Returns:
             The trainer's parts.
         """
+        if training:
+            check_outside_scope()
         if self._started and not self._introduced:
             if forward is None:
                 self._parts = with_metric_variables(self, self._parts, batch)

@@ -389,6 +389,9 @@ STRATEGIES = {
     "decides_inside": [
         ("strategy", 'strategies.decides_inside("tpu")'),
     ],
+    "exchanges_one_shape": [
+        ("strategy", 'strategies.exchanges_one_shape("tpu")'),
+    ],
     "from_chief": [
         ("number", "strategies.from_chief(0.5, tf.distribute.get_strategy())"),
         ("strategy", 'strategies.from_chief(1, "mirrored")'),
@@ -676,6 +679,7 @@ TRAINER = {
             'Trainer().train(data, 1, global_batch=4, eval_data=data, evaluate_at_start="yes")',
         ),
     ],
+    "Trainer.restore": [("batch", "started.restore((batch, None))")],
     "Trainer.train_on_batch": [
         ("batch", "started.train_on_batch((batch, None))"),
         ("batch", "started.train_on_batch((batch, batch[:2]))"),

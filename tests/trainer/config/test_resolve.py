@@ -207,3 +207,34 @@ def test_steps_are_not_taken_while_train_runs(method):
         f"The steps of both would be counted as one run. Call stop() in the hook, and {method}() "
         "after train() has returned; or use another trainer."
     )
+
+
+@pytest.mark.parametrize("call", ["train", "train_on_batch", "dry_run", "overfit_one_batch"])
+def test_steps_are_taken_outside_of_a_scope(call):
+    """TensorFlow would fail with an error about handles; a trainer may be created in a scope."""
+    data = np.ones([4, 1], np.float32), np.ones([4, 1], np.float32)
+    arguments = {
+        "train": {"train_data": data, "steps": 1, "global_batch": 2},
+        "train_on_batch": {"batch": data},
+        "dry_run": {"train_data": data, "global_batch": 2},
+        "overfit_one_batch": {"train_data": data, "steps": 1, "global_batch": 2},
+    }[call]
+    strategy = strategies.create("mirrored", ["CPU:0", "CPU:1"])
+    with strategy.scope():
+        trainer = Trainer(
+            model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+            optimizer="sgd",
+            loss_fn="mse",
+            strategy=strategy,
+            verbose=False,
+        )
+        with pytest.raises(RuntimeError) as error:
+            getattr(trainer, call)(**arguments)
+
+    assert str(error.value) == (
+        "A trainer must take steps outside of strategy.scope(); got a call inside that of a "
+        "MirroredStrategy. It enters the scope itself, where the model and the optimizer are built, "
+        "and what its loop counts must not be copied to each replica. Pass strategy= to Trainer, and "
+        "call its methods after the `with` block."
+    )
+    getattr(trainer, call)(**arguments)
