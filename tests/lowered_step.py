@@ -37,7 +37,9 @@ def started(trainer, batch):
     """Builds a trainer as `train` does; returns the spec of a batch."""
     dataset = tf.data.Dataset.from_tensors(batch)
     trainer._start(next(iter(dataset)))
-    assert trainer._parts.run_steps.python_function.args[0].__func__ is Trainer.train_step
+    assert (
+        trainer._parts.run_steps.python_function.args[0].__wrapped__.__func__ is Trainer.train_step
+    )
     return dataset.element_spec
 
 

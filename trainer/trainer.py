@@ -1449,7 +1449,14 @@ class Trainer(Task):
             getattr(listener, hook)(*arguments)
 
     def _check_started(self, name: str) -> None:
-        """Raises RuntimeError if the trainer has not seen any data yet."""
+        """Raises RuntimeError in a graph, or if the trainer has not seen any data yet."""
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"`{name}` must be used outside of compute_loss and other traced methods; got a "
+                "call in a graph. It is a Python number, which a graph would keep as it is now. "
+                "Read self.optimizer.iterations there, the number of applied updates; or assign "
+                "what you need to a tf.Variable in a hook."
+            )
         if not self._started:
             raise RuntimeError(
                 f"`{name}` must be used after train, evaluate or predict; got a trainer that has "

@@ -215,7 +215,7 @@ def outputs_of(inputs: PassInputs, plan: StepPlan, *, training: bool) -> Outputs
         entry for entry in passed.added if not may_be_per_example(entry, inputs.share.weights)
     ]
     adders = [layer_that_added(plan.model, entry) for entry in scalars]
-    written = written_by(plan.model, inputs.values, passed.after)
+    written = written_by(inputs.values, passed.after)
     return Outputs(losses, written, scalars, adders, passed.draws)
 
 

@@ -88,7 +88,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         own = [loss for name, loss in losses.items() if name not in passed.reported]
         contribution = contribution._replace(loss=tf.add_n([*distinct(own), tf.constant(0.0)]))
     fraction = tf.cast(share.examples / size.examples, tf.float32)
-    written = parts_of_mean(written_by(plan.model, inputs.values, passed.after), fraction)
+    written = parts_of_mean(written_by(inputs.values, passed.after), fraction)
     return Microbatch(contribution, nonfinite, written, replaced, passed.aux)
 
 

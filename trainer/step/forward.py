@@ -13,7 +13,7 @@ from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
 from trainer.step.losses import losses_and_aux, shared_with
 from trainer.step.microbatch import MicrobatchPlan
-from trainer.step.types import Aux, Batch, Model, Values
+from trainer.step.types import Aux, Batch, Values
 from trainer.step.user_functions import functions_of_one_precision
 
 
@@ -61,6 +61,8 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         added = added_losses(plan.model)
     scope.check_no_unknown_variables()
+    for variable in filter(scope.is_cast, plan.model.trainable_variables):
+        check_not_assigned_in_half(plan.model, variable)
     found = [scope.held_value(variable) for variable in plan.held_back]
     after = {str(position): value for position, value in enumerate(found) if value is not None}
     draws = [scope.draws_from(seed) for seed in plan.seeds]
@@ -126,14 +128,6 @@ def added_losses(model: keras.Model) -> list[tf.Tensor]:
     ]
 
 
-def written_by(model: Model, before: Values, after: Values) -> Values:
-    """Returns the values that a forward pass would have assigned.
-
-    Raises:
-        ValueError: if a layer that computes in half precision has assigned a weight.
-    """
-    written = {position: new for position, new in after.items() if new is not before.get(position)}
-    for position in map(int, written):
-        if position < len(model.trainable_variables):
-            check_not_assigned_in_half(model, model.trainable_variables[position])
-    return written
+def written_by(before: Values, after: Values) -> Values:
+    """Returns the values that a forward pass would have assigned."""
+    return {position: new for position, new in after.items() if new is not before.get(position)}

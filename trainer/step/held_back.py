@@ -33,6 +33,7 @@ class HoldBack(keras.StatelessScope):
         self._read = {id(variable): tensorflow_variable(variable) for variable in variables}
         self._sources = {id(variable): value for variable, value in given}
         self._unknown: list[keras.Variable] = []
+        self._cast: set[int] = set()  # assigned by a layer that reads in half precision
         self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
         self._graph = tf.compat.v1.get_default_graph()
         self._casts = LoopCasts(self._graph)
@@ -60,11 +61,17 @@ class HoldBack(keras.StatelessScope):
         variable, value = update[0], tf.convert_to_tensor(update[1])  # it may be another variable
         if id(variable) not in self._read:
             self._unknown.append(variable)
+        if casts_variables() and variable.dtype in ("float16", "bfloat16"):
+            self._cast.add(id(variable))
         self._draws[id(variable)] = self.draws_from(variable) + 1
         if value.dtype.is_floating:
             source = self._sources.get(id(variable), tensorflow_variable(variable))
             value = in_place_of(value, source) if variable.trainable else tf.stop_gradient(value)
         super().add_update((variable, value))
+
+    def is_cast(self, variable: keras.Variable) -> bool:
+        """Returns whether a variable was assigned by a layer that reads in half precision."""
+        return id(variable) in self._cast
 
     def draws_from(self, seed: keras.Variable) -> int:
         """Returns how often a seed generator was drawn from, given its state."""

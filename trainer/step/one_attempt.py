@@ -5,6 +5,7 @@ differ, a resumed run ends at another step than the run that was not stopped.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ def of_one_attempt(step: Callable[[Any], StepReport]) -> Callable[[Any], StepRep
         step: takes a global batch, attempts an update, and returns a report.
     """
 
+    @functools.wraps(step)
     @without_autograph
     def checked(batch: Any) -> StepReport:
         attempts: list[tf.Graph] = []

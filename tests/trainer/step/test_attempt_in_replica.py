@@ -54,7 +54,7 @@ def traced(**arguments):
     dataset = data()
     trainer._start(next(iter(dataset)))
     loop = trainer._parts.run_steps.python_function
-    assert loop.args[0].__func__ is Noisy.train_step is Trainer.train_step
+    assert loop.args[0].__wrapped__.__func__ is Noisy.train_step is Trainer.train_step
     return tf.function(trainer.train_step).get_concrete_function(dataset.element_spec).graph
 
 
