@@ -413,7 +413,22 @@ def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
     composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
     if composite and len(parts) == strategy.num_replicas_in_sync:
         return concatenated(parts)  # `gather` takes dense tensors only
-    return strategy.gather(shares, axis=0)
+    with tf.control_dependencies([] if composite else check_inner_shapes(parts)):
+        return strategy.gather(shares, axis=0)
+
+
+def check_inner_shapes(parts: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Returns what checks that replicas of this process return rows of one shape."""
+    if len(parts) == 1 or parts[0].shape[1:].is_fully_defined():
+        return []
+    inner = [tf.shape(part)[1:] for part in parts]
+    same = tf.reduce_all([tf.reduce_all(each == inner[0]) for each in inner[1:]])
+    message = (
+        "`predict_batch` must return rows of one shape on all replicas, because they are joined "
+        "into one array. Pad to one length, as with output_sequence_length= of TextVectorization, "
+        "or return a tf.RaggedTensor. The rows have the shapes"
+    )
+    return [tf.debugging.Assert(same, [message, *inner])]
 
 
 def concatenated(parts: Sequence[Any]) -> Any:

@@ -563,6 +563,27 @@ def test_predictions_of_batches_have_one_shape():
     )
 
 
+@pytest.mark.thorough
+def test_predictions_of_replicas_have_one_shape(mirrored):
+    """A model that pads each share to its longest row cannot be joined; the error says what to do."""
+
+    def padded():
+        strings = keras.layers.TextVectorization(vocabulary=["a", "b"])
+        return keras.Sequential(
+            [keras.Input([], dtype="string"), strings, keras.layers.Embedding(4, 2)]
+        )
+
+    trainer = Trainer(model=padded, strategy=mirrored(2), verbose=False)
+    assert trainer.predict(np.array(["a b", "a", "b a", "b"]), global_batch=4).shape == (4, 2, 2)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        trainer.predict(np.array(["a b a", "a", "b a", "b"]), global_batch=4)
+    assert (
+        "`predict_batch` must return rows of one shape on all replicas, because they are joined into "
+        "one array. Pad to one length, as with output_sequence_length= of TextVectorization, or "
+        "return a tf.RaggedTensor. The rows have the shapes] [3 2] [2 2]"
+    ) in str(error.value)
+
+
 def test_an_average_without_its_optimizer_is_refused(tmp_path):
     """L21: the raw weights do not silently take the place of the average."""
     Linear(ema_momentum=0.5, model_dir=tmp_path, verbose=False).train(
