@@ -86,8 +86,8 @@ class Untrained(NamedTuple):
             texts.append(
                 f"The loss depends on {listed(self.without_optimizer)}, but no optimizer updates "
                 f"{it_or_them(self.without_optimizer)}: only variables of the model are trained. "
-                "Make the layer an attribute of the model to train it; otherwise set "
-                "trainable=False on it."
+                "Make the layer or variable an attribute of the model to train it; otherwise set "
+                "trainable=False on the layer, or create the variable with trainable=False."
             )
         return texts
 

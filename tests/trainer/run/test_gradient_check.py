@@ -165,8 +165,8 @@ def test_a_head_that_nobody_trains_is_named(caplog, use):
     ]
     expected = (
         "The loss depends on 'head/kernel', but no optimizer updates it: only variables of the "
-        "model are trained. Make the layer an attribute of the model to train it; otherwise set "
-        "trainable=False on it."
+        "model are trained. Make the layer or variable an attribute of the model to train it; "
+        "otherwise set trainable=False on the layer, or create the variable with trainable=False."
     )
 
     assert found == ([expected] if use == "trained" else [])
