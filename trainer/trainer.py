@@ -1005,14 +1005,7 @@ class Trainer(Task):
         """
         check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
-        found = read_eval_data(
-            data,
-            "data",
-            self.strategy,
-            global_batch,
-            limit=limit,
-            one_size=self._needs_one_size(),
-        )
+        found = self._read_to_evaluate(data, "data", global_batch, limit)
         with self._reading("data"):
             self._start(first_batch(found), training=False)
             self._warn_if_untrained()
@@ -1059,14 +1052,7 @@ class Trainer(Task):
             self.model_dir, last_step, timeout_secs, self.strategy, trained=self._introduced
         )
         limit = "steps", steps
-        found = read_eval_data(
-            data,
-            "data",
-            self.strategy,
-            global_batch,
-            limit=limit,
-            one_size=self._needs_one_size(),
-        )
+        found = self._read_to_evaluate(data, "data", global_batch, limit)
         self.data_argument = "data"
         self._check_form(first_batch(found))
         self._withdraw_stop()
@@ -1278,18 +1264,32 @@ class Trainer(Task):
             results=self._result_names(found),
         )
 
+    def _read_to_evaluate(
+        self,
+        data: Any,
+        argument: str,
+        global_batch: int | None,
+        limit: tuple[str, int | None],
+        like: Any = None,
+    ) -> EvalData:
+        """Reads data to evaluate on; for the arguments see `read_eval_data`."""
+        return read_eval_data(
+            data,
+            argument,
+            self.strategy,
+            global_batch,
+            limit=limit,
+            like=like,
+            one_size=self._needs_one_size(),
+        )
+
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:
         """Reads the data to evaluate on during training, if any, in batches as large as those."""
         if eval_data is None:
             return {}
-        found = read_eval_data(
-            eval_data,
-            "eval_data",
-            self.strategy,
-            data.global_batch,
-            limit=("eval_steps", steps),
-            like=data.first,
-            one_size=self._needs_one_size(),
+        limit = "eval_steps", steps
+        found = self._read_to_evaluate(
+            eval_data, "eval_data", data.global_batch, limit, like=data.first
         )
         with self._reading("eval_data"):  # which may be evaluated hours later
             for one in found.values():
