@@ -197,8 +197,13 @@ def _replica_context(caller: str) -> tf.distribute.ReplicaContext:
 
 
 def _of_one_shape(leaf: Any) -> Any:
-    """Returns `tf.IndexedSlices` with any number of rows as a tensor; anything else unchanged."""
-    if not isinstance(leaf, tf.IndexedSlices) or leaf.values.shape[0] is not None:
+    """Returns `tf.IndexedSlices` with any number of rows as a tensor; anything else unchanged.
+
+    Those that do not tell their dense shape stay as they are.
+    """
+    if not isinstance(leaf, tf.IndexedSlices) or leaf.dense_shape is None:
+        return leaf
+    if leaf.values.shape[0] is not None:
         return leaf
     return tf.math.unsorted_segment_sum(leaf.values, leaf.indices, leaf.dense_shape[0])
 

@@ -48,6 +48,7 @@ from trainer.config.groups import (
 from trainer.config.hooks import HOOKS
 from trainer.config.resolve import (
     LossScaleArgument,
+    check_async_checkpoint,
     check_not_in_train,
     check_one_process,
     check_outside_scope,
@@ -399,6 +400,7 @@ class Trainer(Task):
         self._take_records(take_fields(OverflowRecordConfig, arguments))
         self._take_monitor(take_fields(MonitorConfig, arguments))
         self.checkpoint_config.check_divergence(divergence)
+        check_async_checkpoint(self.checkpoint_config.async_checkpoint, self.strategy)
         check_keep_count("keep_best", self.checkpoint_config.keep_best, model_dir, "Models")
         self.jit_compile = initial_compile_mode(jit_compile, self.precision, self.strategy)
         self.compile_mode_open = jit_compile == "auto"

@@ -131,6 +131,16 @@ def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy
         )
 
 
+def check_async_checkpoint(async_checkpoint: bool, strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError if checkpoints are to be copied to memory that servers do not share."""
+    if async_checkpoint and strategies.is_asynchronous(strategy):
+        raise ValueError(
+            "`async_checkpoint` must be False with parameter servers; got True. Each server would "
+            "write its variables to the memory of its own process, where the chief cannot read "
+            "them. Leave the argument out."
+        )
+
+
 def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError, naming a method, if a strategy runs in several processes."""
     if runs_in_several_processes(strategy):

@@ -304,7 +304,7 @@ def of_one_size(dataset: tf.data.Dataset, examples: int) -> tf.data.Dataset:
 
 def with_rows(leaf: Any, rows: int) -> Any:
     """Returns a dense tensor whose static shape says its number of rows; any other unchanged."""
-    return tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]) if tf.is_tensor(leaf) else leaf
+    return tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]) if isinstance(leaf, tf.Tensor) else leaf
 
 
 def check_length(steps: int | None, epochs: int | None, found: Batches) -> None:

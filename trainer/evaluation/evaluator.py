@@ -413,8 +413,41 @@ def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
     composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
     if composite and len(parts) == strategy.num_replicas_in_sync:
         return concatenated(parts)  # `gather` takes dense tensors only
+    if strategies.has_workers(strategy):
+        return gathered_from_workers(strategy, shares, parts[0])
     with tf.control_dependencies([] if composite else check_inner_shapes(parts)):
         return strategy.gather(shares, axis=0)
+
+
+# The dtypes that workers exchange, and those in which they send others.
+SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+SENT_AS = {tf.bfloat16: tf.float32, tf.uint32: tf.int64} | dict.fromkeys(
+    (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
+)
+
+
+def gathered_from_workers(strategy: tf.distribute.Strategy, shares: Any, part: Any) -> tf.Tensor:
+    """Returns the rows of all workers' outputs, in order.
+
+    Args:
+        strategy: a strategy with several workers.
+        shares: the outputs of this worker's replicas.
+        part: one of them.
+
+    Raises:
+        TypeError: if workers cannot exchange such outputs.
+    """
+    sent = SENT_AS.get(part.dtype, part.dtype)
+    if not isinstance(part, tf.Tensor) or sent not in SENT:
+        kind = part.dtype.name if isinstance(part, tf.Tensor) else type(part).__name__
+        raise TypeError(
+            "`predict_batch` must return dense tensors of numbers or bools with several workers; "
+            f"got {kind}. Workers cannot exchange others. Return padded tensors or numbers, or "
+            "predict in a single process."
+        )
+    if sent != part.dtype:
+        shares = strategy.run(tf.cast, args=(shares, sent))
+    return tf.cast(strategy.gather(shares, axis=0), part.dtype)
 
 
 def check_inner_shapes(parts: Sequence[tf.Tensor]) -> list[tf.Operation]:

@@ -1,6 +1,7 @@
 """The inner loop for parameter servers, whose workers do not wait for each other."""
 
 import collections
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from trainer.step.report import StepReport, report_spec
 
 # Batches queued per worker, so that a worker has the next one as soon as it finishes a step.
 QUEUED_PER_WORKER = 2
+# What a lost server, worker or call raises: there may be nothing left to wait for.
+LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
 class RemoteReport(Protocol):
@@ -79,7 +82,18 @@ class RemoteSteps:
         self._scheduled.clear()
         self._reports.clear()
         self._waits.clear()
-        for _ in range(int(num_steps)):
+        try:
+            self._take(iterator, int(num_steps))
+        except LOST:
+            raise
+        except tf.errors.OpError:
+            self._forget()
+            raise
+        return self.read(len(self._reports)), ()
+
+    def _take(self, iterator: tf.data.Iterator, num_steps: int) -> None:
+        """Schedules the steps, and waits for them."""
+        for _ in range(num_steps):
             if self._stop.numpy() or (self._reports and self._halted.numpy()):
                 break
             start = time.perf_counter()
@@ -89,7 +103,12 @@ class RemoteSteps:
             while len(self._scheduled) > self._max_queued:
                 self._reports.append(self._scheduled.popleft().fetch())
         self._finish()
-        return self.read(len(self._reports)), ()
+
+    def _forget(self) -> None:
+        """Waits for what is scheduled and drops its errors, which the next call would raise."""
+        self._scheduled.clear()
+        with contextlib.suppress(tf.errors.OpError):
+            self._coordinator.join()
 
     def _next(self, iterator: tf.data.Iterator) -> Any:
         """Returns the next batch."""

@@ -373,8 +373,10 @@ class OuterLoop:
             with self._reporter.writing():
                 keep_overflow(self._parts.recorder, report, batch, iterator.element_spec)
         # Read the reports now instead of at the next log line: `read` raises if the run is stuck,
-        # and a loop that ends early, or at a step to record, may have ended for that reason.
-        if self._parts.recorder or self._step < end:
+        # and a loop that ends early, or at a step to record, may have ended for that reason. The
+        # steps of parameter servers are all scheduled before one of them can end the run.
+        on_servers = strategies.is_asynchronous(self._trainer.strategy)
+        if self._parts.recorder or self._step < end or on_servers:
             self._reporter.read()
 
     def _account_for(self, report: StepReport) -> None:
@@ -530,11 +532,15 @@ class OuterLoop:
     def _call_user(self, function: Callable[[], object]) -> None:
         """Calls code of the user: saves the run if it raises, and may leave it after a stop signal.
 
-        A run that has diverged is not saved. Use this only between steps.
+        A run that has diverged is not saved, and neither is one of several workers: the others do
+        not know of the error, and are elsewhere. Use this only between steps.
         """
         try:
             self._leaving.call(function)
         except Exception as error:
+            if strategies.has_workers(self._trainer.strategy):
+                error.add_note(f"raised at step {self._step}: {UNSAVED}")
+                raise
             self._reporter.read()
             if self._reporter.diverged:
                 saved = ". The run was not saved, because it has diverged."

@@ -136,36 +136,47 @@ def apply_reached(
 
 
 def average_unsynchronized(before: Copies, plan: StepPlan) -> None:
-    """Averages variables that the model itself assigned, with different values on each replica.
+    """Combines the replicas' copies of variables that the model assigns by itself.
 
-    Only a `tf.Module`, or a layer that holds `tf.Variable`s, has such variables. Of integers, every
-    replica takes the first one's.
+    Only a `tf.Module`, or a layer that holds `tf.Variable`s, has such variables. A float becomes
+    the mean of the copies; integers and bools take the first replica's value.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return
-    trained = {id(variable) for variable in plan.model.trainable_variables}
     for variable, copies in zip(plan.undo, before, strict=True):
-        if id(variable) in trained or not copies_may_differ(variable):
+        if not (is_read_apart(variable) or is_assigned_apart(variable, plan)):
             continue
-        # Average the changes: a variable that did not change keeps its exact bits.
-        change = variable.read_value() - copies[0]
+        value = variable.read_value()
         if variable.dtype.is_floating:
-            variable.assign(copies[0] + context.all_reduce(tf.distribute.ReduceOp.MEAN, change))
-        elif variable.dtype.is_integer:
-            own = tf.where(context.replica_id_in_sync_group == 0, tf.cast(change, tf.int64), 0)
+            # Average the changes: a variable that did not change keeps its exact bits. What is
+            # infinite has no change.
+            mean = tf.distribute.ReduceOp.MEAN
+            change, plain = context.all_reduce(mean, [value - copies[0], value])
+            changed = copies[0] + change
+            variable.assign(tf.where(tf.math.is_finite(changed), changed, plain))
+        elif variable.dtype.is_integer or variable.dtype.is_bool:
+            number = tf.cast(value, tf.int64)
+            own = tf.where(context.replica_id_in_sync_group == 0, number, 0)
             first = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
-            variable.assign(copies[0] + tf.cast(first, variable.dtype))
+            variable.assign(tf.cast(first, variable.dtype))
 
 
-def copies_may_differ(variable: Variable) -> bool:
-    """Returns whether each replica assigns its own copy of a variable.
+def is_read_apart(variable: Variable) -> bool:
+    """Returns whether a variable was created to have another value on each replica."""
+    on_read = tf.VariableSynchronization.ON_READ
+    return getattr(variable, "synchronization", None) is on_read and variable.dtype.is_floating
 
-    It does if the variable was created so, or if TensorFlow was not told how to combine what the
-    replicas assign.
+
+def is_assigned_apart(variable: Variable, plan: StepPlan) -> bool:
+    """Returns whether each replica assigns its own copy of a variable in its pass.
+
+    That is so if TensorFlow was not told how to combine what the replicas assign. A variable that
+    was created outside of the strategy's scope has a single copy.
     """
-    if getattr(variable, "synchronization", None) is tf.VariableSynchronization.ON_READ:
-        return True
+    if id(variable) not in plan.assigned or not isinstance(
+        variable, tf.distribute.DistributedValues
+    ):
+        return False
     # Equal, and not the same object: TensorFlow has two classes of these constants.
-    alone = getattr(variable, "aggregation", None) == tf.VariableAggregation.NONE
-    return isinstance(variable, tf.Variable) and alone
+    return bool(variable.aggregation == tf.VariableAggregation.NONE)

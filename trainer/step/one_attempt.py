@@ -44,17 +44,21 @@ def of_one_attempt(step: Callable[[Any], StepReport]) -> Callable[[Any], StepRep
         finally:
             _ATTEMPTS.reset(token)
         if len(attempts) != 1:
-            raise ValueError(f"{ONE}; got {len(attempts)}. {INSTEAD}")
+            raise ValueError(f"{ONE}; got {len(attempts)} calls. {INSTEAD}")
         if attempts[0] is not tf.compat.v1.get_default_graph():
-            raise ValueError(f"{ONE}; got one in a loop, a condition or a tf.function. {INSTEAD}")
+            raise ValueError(f"{ONE}; got a call in one of these. {INSTEAD}")
         return report
 
     return checked
 
 
-ONE = "`train_step` must attempt exactly one update, with super().train_step or attempt_step"
+ONE = (
+    "`train_step` must call super().train_step, or attempt_step, exactly once, and not in a loop, "
+    "a condition or a tf.function"
+)
 INSTEAD = (
-    "A run counts its steps by these attempts, and a resumed run would end at another step. For "
-    "several updates with one batch, let train_data yield the batch several times; for several "
-    "updates of a part, pass updates_per_step=; for parts in turn, alternate_optimizers=True."
+    "A run counts its steps by these calls, and a resumed run would end at another step. Leave out "
+    "@tf.function, since the step is a graph already; choose the batch in the condition and take "
+    "the step after it; for several updates with one batch, let train_data yield it several times; "
+    "for several updates of a part, pass updates_per_step=."
 )

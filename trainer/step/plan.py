@@ -102,6 +102,8 @@ class StepPlan:
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
     reduce_dtype: str | None = None  # the dtype of gradients in their sum; None: their own
     reduce_bucket_bytes: int | None = None  # the size of a bucket of gradients; None: one for all
+    # The ids of variables in `undo` that a pass assigns: known as soon as it has been traced.
+    assigned: set[int] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     @property
     def single_pass(self) -> bool:
@@ -363,7 +365,7 @@ def with_groups(
         microbatch = dataclasses.replace(microbatch, earlier=tuple(earlier))
 
         def run(inputs: PassInputs) -> Microbatch:
-            with undoable(plan.undo, plan.strategy):
+            with undoable(plan.undo, plan.strategy, plan.assigned):
                 return differentiate(inputs, microbatch)
 
         def run_in_float32(inputs: PassInputs) -> Microbatch:

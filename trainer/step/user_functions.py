@@ -10,6 +10,7 @@ layers compute are no argument of the function. So a helper such as
 
 would evaluate in half precision what was trained in it, or train in float32 what was evaluated
 before. A function that is created anew in each pass, as in some layers of Keras, is traced anew.
+Functions that are called in a loop or a condition, or under a tape of the user's, are not seen.
 """
 
 import contextlib
@@ -21,9 +22,12 @@ import keras
 import tensorflow as tf
 
 from trainer.base.keras_private import all_layers
+from trainer.step.held_back import tensorflow_variable
+from trainer.step.writes import captured
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-# The dtypes in which the layers of a model computed when a function was first called in a pass.
+# For each function of a model: the dtypes of the layers whose variables it reads, as they were when
+# it was first called in a pass.
 _SEEN: "weakref.WeakKeyDictionary[keras.Model, dict[str, frozenset[str]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -46,21 +50,32 @@ def functions_of_one_precision(model: keras.Model) -> Iterator[None]:
     before = len(graph.get_operations())
     yield
     check_captures(graph)
-    dtypes = frozenset(layer.compute_dtype for layer in all_layers(model))
+    owners = dtypes_of_handles(model)
     seen = _SEEN.setdefault(model, {})
     for operation in graph.get_operations()[before:]:
-        if operation.type not in CALLS or not reads_variables(operation):
+        if operation.type not in CALLS:
             continue
+        held = (captured(each, graph) for each in operation.inputs if each.dtype == tf.resource)
+        dtypes = frozenset(owners[id(each)] for each in held if id(each) in owners)
         name = operation.get_attr("f").name
-        if seen.setdefault(name, dtypes) != dtypes:
+        if dtypes and seen.setdefault(name, dtypes) != dtypes:
             called = re.sub(r"^__[a-z]+_|_\d+$", "", name)
             raise ValueError(
-                "`compute_loss` and `predict_batch` must not call the model in a tf.function of "
-                f"their own in half precision; got {called!r}, traced with layers that compute in "
-                f"{listed(seen[name])}, in a pass in {listed(dtypes)}. A tf.function keeps its "
-                "first trace, so this pass would not have the precision that was asked for. Leave "
-                "out @tf.function: steps and evaluations are graphs already."
+                "`compute_loss` and `predict_batch` must not call a tf.function of their own that "
+                f"was traced in another precision; got {called!r}, first traced with layers in "
+                f"{listed(seen[name])}, and called in a pass in {listed(dtypes)}. A tf.function "
+                "keeps its first trace. Leave out @tf.function: steps and evaluations are graphs "
+                "already."
             )
+
+
+def dtypes_of_handles(model: keras.Model) -> dict[int, str]:
+    """Returns the dtype in which a layer computes with each variable, by the id of its handle."""
+    found = {}
+    for layer in all_layers(model):  # inner layers come last, and own their variables
+        for variable in layer.weights:
+            found[id(tensorflow_variable(variable).handle)] = layer.compute_dtype
+    return found
 
 
 def check_captures(graph: tf.Graph) -> None:
@@ -77,17 +92,11 @@ def check_captures(graph: tf.Graph) -> None:
             continue
         if not any(outside.graph is each for each in around):
             raise ValueError(
-                "`compute_loss` and `predict_batch` must not read variables that a step holds back "
-                "in a tf.function of their own, such as those of BatchNormalization and of frozen "
-                f"layers; got the value of one of another trace ({outside.name!r}). A tf.function "
-                "keeps its first trace, and with it such values. Leave out @tf.function: steps and "
-                "evaluations are graphs already."
+                "`compute_loss` and `predict_batch` must not call a tf.function of their own that "
+                "kept a value of an earlier trace, such as a statistic of BatchNormalization or a "
+                f"frozen weight; got {outside.name!r}. A tf.function keeps its first trace. Leave "
+                "out @tf.function: steps and evaluations are graphs already."
             )
-
-
-def reads_variables(operation: tf.Operation) -> bool:
-    """Returns whether a function is called with variables that it has captured."""
-    return any(each.dtype == tf.resource for each in operation.inputs)
 
 
 def listed(dtypes: frozenset[str]) -> str:

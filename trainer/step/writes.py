@@ -48,7 +48,9 @@ class Written(NamedTuple):
 
 
 @contextlib.contextmanager
-def undoable(variables: Sequence[Variable], strategy: tf.distribute.Strategy) -> Iterator[None]:
+def undoable(
+    variables: Sequence[Variable], strategy: tf.distribute.Strategy, assigned: set[int]
+) -> Iterator[None]:
     """Context manager: refuses to trace what a skipped step could not undo.
 
     The writes of asynchronous strategies and of TPUs are not checked: their graphs do not tell
@@ -57,6 +59,7 @@ def undoable(variables: Sequence[Variable], strategy: tf.distribute.Strategy) ->
     Args:
         variables: those that the step restores if it is skipped.
         strategy: the step's strategy.
+        assigned: gets the ids of those that are written.
 
     Raises:
         ValueError: if anything else is written.
@@ -70,10 +73,13 @@ def undoable(variables: Sequence[Variable], strategy: tf.distribute.Strategy) ->
     yield
     writes = writes_since(start, graph)
     if writes:
-        allowed = {id(copy.handle) for each in variables for copy in copies_of(each, strategy)}
+        allowed = {
+            id(copy.handle): each for each in variables for copy in copies_of(each, strategy)
+        }
         for write in writes:
             if id(write.resource) not in allowed:
                 raise ValueError(explanation(write))
+            assigned.add(id(allowed[id(write.resource)]))
 
 
 def explanation(write: Write) -> str:

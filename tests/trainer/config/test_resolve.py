@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from absl import logging
 from helpers import Linear, linear_model, slopes
 
@@ -12,6 +13,7 @@ import scaling
 import strategies
 from trainer import Trainer
 from trainer.config.resolve import (
+    check_async_checkpoint,
     check_one_process,
     check_optimizer_name,
     check_recordable,
@@ -238,3 +240,19 @@ def test_steps_are_taken_outside_of_a_scope(call):
         "call its methods after the `with` block."
     )
     getattr(trainer, call)(**arguments)
+
+
+def test_servers_do_not_share_memory(monkeypatch):
+    """A checkpoint that is copied to memory first would lack what the servers hold."""
+    strategy = tf.distribute.get_strategy()
+    check_async_checkpoint(True, strategy)
+    monkeypatch.setattr(strategies, "is_asynchronous", lambda _: True)
+    check_async_checkpoint(False, strategy)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        check_async_checkpoint(True, strategy)
+
+    assert str(error.value) == (
+        "`async_checkpoint` must be False with parameter servers; got True. Each server would write "
+        "its variables to the memory of its own process, where the chief cannot read them. Leave the "
+        "argument out."
+    )

@@ -207,7 +207,7 @@ def test_own_writes_are_averaged(mirrored, moves, kind):
         copy.assign(0.9)
     old = copies(variable)
     before = [[tf.constant(old[0])]]
-    plan = SimpleNamespace(undo=[variable], model=tf.Module())
+    plan = SimpleNamespace(undo=[variable], assigned={id(variable)})
 
     @tf.function
     def step():
@@ -228,26 +228,58 @@ def test_own_writes_are_averaged(mirrored, moves, kind):
         assert [copy.tobytes() for copy in copies(variable)] == [copy.tobytes() for copy in old]
 
 
-def test_own_integers_are_those_of_the_first_replica(mirrored):
-    """An integer has no mean. A trained variable is left alone: its copies are updated alike."""
-    strategy = mirrored(3)
-    model = tf.Module()
-    with strategy.scope():
-        count, weight = tf.Variable(2, trainable=False), tf.Variable(1.0)
-    model.weight = weight
-    plan = SimpleNamespace(undo=[count, weight], model=model)
+def own_copies(strategy, replica, variables, assigned):
+    """The replicas' copies of variables after each has run `replica` and they were combined."""
+    before = [[tf.constant(copies(variable)[0])] for variable in variables]
+    plan = SimpleNamespace(undo=variables, assigned={id(each) for each in assigned})
 
     @tf.function
     def step():
-        def replica():
-            index = tf.distribute.get_replica_context().replica_id_in_sync_group
-            count.assign_add(5 + tf.cast(index, tf.int32))
-            weight.assign_add(1.0 + tf.cast(index, tf.float32))
-            average_unsynchronized([[tf.constant(2)], [tf.constant(1.0)]], plan)
+        def run():
+            replica(tf.distribute.get_replica_context().replica_id_in_sync_group)
+            average_unsynchronized(before, plan)
 
-        strategy.run(replica)
+        strategy.run(run)
 
     step()
+    return [[np.asarray(copy).tolist() for copy in copies(variable)] for variable in variables]
 
-    assert [int(copy) for copy in copies(count)] == [7, 7, 7]
-    assert [float(copy) for copy in copies(weight)] == [2.0, 3.0, 4.0]
+
+def test_own_integers_and_flags_are_those_of_the_first_replica(mirrored):
+    """They have no mean. What no pass assigns is left alone, whatever its value and dtype."""
+    strategy = mirrored(3)
+    with strategy.scope():
+        count, flag = tf.Variable(2, trainable=False), tf.Variable(False)
+        other, text = tf.Variable(1.0), tf.Variable("a")
+
+    def replica(index):
+        count.assign_add(5 + tf.cast(index, tf.int32))
+        flag.assign(index == 0)
+        other.assign_add(tf.cast(index, tf.float32))
+
+    found = own_copies(strategy, replica, [count, flag, other, text], [count, flag, text])
+
+    assert found == [[7] * 3, [True] * 3, [1.0, 2.0, 3.0], [b"a"] * 3]
+
+
+def test_what_is_infinite_stays_so(mirrored):
+    """The difference of two infs is NaN: a mask of -inf and a best value so far keep their values."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        mask = tf.Variable(-np.inf, trainable=False)
+        best = tf.Variable(np.inf, trainable=False)
+
+    def replica(index):
+        mask.assign(mask)
+        best.assign(tf.cast(index + 1, tf.float32))
+
+    assert own_copies(strategy, replica, [mask, best], [mask, best]) == [[-np.inf] * 2, [1.5] * 2]
+
+
+def test_a_variable_with_one_copy_is_not_combined(mirrored):
+    """One that was created outside of the scope has a single copy, which all replicas assign."""
+    strategy = mirrored(2)
+    count = tf.Variable(0.0, trainable=False)
+    found = own_copies(strategy, lambda _: count.assign_add(1.0), [count], [count])
+
+    assert found == [[2.0]]

@@ -42,19 +42,20 @@ def looped(step, batch):
 
 
 INSTEAD = (
-    "A run counts its steps by these attempts, and a resumed run would end at another step. For "
-    "several updates with one batch, let train_data yield the batch several times; for several "
-    "updates of a part, pass updates_per_step=; for parts in turn, alternate_optimizers=True."
+    "A run counts its steps by these calls, and a resumed run would end at another step. Leave out "
+    "@tf.function, since the step is a graph already; choose the batch in the condition and take the "
+    "step after it; for several updates with one batch, let train_data yield it several times; for "
+    "several updates of a part, pass updates_per_step=."
 )
 
 
 @pytest.mark.parametrize(
     ("how", "got"),
     [
-        (twice, "2"),
-        (never, "0"),
-        (in_a_loop, "2"),
-        (looped, "one in a loop, a condition or a tf.function"),
+        (twice, "2 calls"),
+        (never, "0 calls"),
+        (in_a_loop, "2 calls"),
+        (looped, "a call in one of these"),
     ],
 )
 @pytest.mark.parametrize("online", [False, True])
@@ -78,8 +79,8 @@ def test_any_other_number_of_updates_is_refused(how, got, online):
         trainer.train_on_batch(data) if online else trainer.train(data, steps=2, global_batch=4)
 
     assert str(error.value) == (
-        "`train_step` must attempt exactly one update, with super().train_step or attempt_step; "
-        f"got {got}. {INSTEAD}"
+        "`train_step` must call super().train_step, or attempt_step, exactly once, and not in a loop, "
+        f"a condition or a tf.function; got {got}. {INSTEAD}"
     )
     assert trainer.totals.attempted == 0
 

@@ -54,10 +54,10 @@ def test_half_precision_is_refused(precision, evaluates_first):
         second()
 
     assert str(error.value) == (
-        "`compute_loss` and `predict_batch` must not call the model in a tf.function of their own in "
-        f"half precision; got 'call', traced with layers that compute in {before}, in a pass in "
-        f"{now}. A tf.function keeps its first trace, so this pass would not have the precision that "
-        "was asked for. Leave out @tf.function: steps and evaluations are graphs already."
+        "`compute_loss` and `predict_batch` must not call a tf.function of their own that was traced "
+        f"in another precision; got 'call', first traced with layers in {before}, and called in a "
+        f"pass in {now}. A tf.function keeps its first trace. Leave out @tf.function: steps and "
+        "evaluations are graphs already."
     )
 
 
@@ -78,5 +78,42 @@ def test_values_of_another_trace_are_refused():
     """The statistics of BatchNormalization are held back, as tensors of the step's trace."""
     trainer = trainer_of("float32", kept=True, normalizes=True)
     trainer.train(X, steps=1, global_batch=4)
-    with pytest.raises(ValueError, match=r"^`compute_loss` and `predict_batch` must not read .*"):
+    with pytest.raises(
+        ValueError,
+        match=r"^`compute_loss` and `predict_batch` must not call a tf.function .* kept a value",
+    ):
         trainer.evaluate(X, global_batch=4)
+
+
+@pytest.mark.parametrize("reads", ["teacher", "layer in float32", "variable"])
+def test_what_has_one_precision_is_accepted(reads):
+    """A function that reads no layer in half precision computes the same in every pass."""
+    scale = tf.Variable(2.0, trainable=False)
+    teacher = keras.Sequential([keras.Input([3]), keras.layers.Dense(2, kernel_initializer="ones")])
+
+    @tf.function
+    def helper(model, x):
+        if reads == "teacher":
+            return teacher(x)
+        return model.layers[0](x) if reads == "layer in float32" else scale * x
+
+    class Own(Trainer):
+        def build_model(self):
+            self.scale, self.teacher = scale, teacher
+            teacher.trainable = False
+            first = keras.layers.Dense(2, dtype="float32")
+            return keras.Sequential([keras.Input([3]), first, keras.layers.Dense(2)])
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.1)
+
+        def compute_loss(self, batch, training):
+            outputs = tf.cast(self.model(batch, training=training), tf.float32)
+            extra = tf.reduce_mean(tf.cast(helper(self.model, batch), tf.float32) ** 2, axis=1)
+            return tf.reduce_mean(outputs**2, axis=1) + extra
+
+    trainer = Own(precision="mixed_bfloat16", seed=0, verbose=False)
+    before = trainer.evaluate(X, global_batch=4)["loss"]
+    trainer.train(X, steps=2, global_batch=4)
+
+    assert trainer.evaluate(X, global_batch=4)["loss"] < before
