@@ -194,3 +194,19 @@ def test_a_blocked_chief_is_left(launched, tmp_path, where):
     assert codes == [75], printed(job)
     assert newest_step(tmp_path) == {"python data": blocked_run.STEP + 1, "hook": 7}[where]
     assert all(process.poll() is not None for process in job.processes.values())
+
+
+@pytest.mark.slow
+def test_an_error_is_not_raised_again(launched, tmp_path):
+    """The coordinator keeps the errors of steps that were scheduled; the next run has none of them. A
+    loss that is NaN ends the run with the inner loop that holds it.
+    """
+    job, thread, codes = launched(TESTS / "server_errors.py", tmp_path)
+    thread.join(200)
+    assert codes == [0], printed(job)
+    found = json.loads((tmp_path / "result.json").read_text())
+
+    assert found["data"].startswith("`train_data` must hold finite numbers in part 0 of the batch")
+    assert found["after"] == 4
+    assert "the loss was not finite at step 2" in found["stuck"]
+    assert found["attempted"] == 2
