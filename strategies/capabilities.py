@@ -91,11 +91,11 @@ def has_workers(strategy: tf.distribute.Strategy) -> bool:
 
 
 def exchanges_one_shape(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether replicas exchange tensors by TensorFlow's collectives.
+    """Returns whether replicas exchange tensors by collectives, which take one shape only.
 
-    Such an operation remembers the shape that it is first called with. With another shape it fails,
-    and so does every one after it. Replicas of one process exchange by collectives on GPUs, and on
-    CPUs if a `MirroredStrategy` was created without `cross_device_ops`.
+    Such an operation of TensorFlow remembers the shape that it is first called with. With another
+    shape it fails, and so does every one after it. Replicas of one process exchange by collectives
+    on GPUs, and on CPUs if a `MirroredStrategy` was created without `cross_device_ops`.
 
     Args:
         strategy: the strategy that the replicas run under.

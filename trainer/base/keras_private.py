@@ -367,7 +367,8 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
 def is_metric_built(metric: keras.metrics.Metric) -> bool:
     """Returns whether a metric has its variables. A few classes make them in their first update.
 
-    Some of Keras's own note it in `_built`. A user's class that has no variable may be another.
+    Some of Keras's own note it in `_built`. A user's class without variables may create them there,
+    too.
     """
     return bool(getattr(metric, "_built", metric.variables))
 

@@ -169,15 +169,15 @@ def check_not_in_train(name: str, running: int | None) -> None:
 def check_outside_scope() -> None:
     """Raises RuntimeError if a trainer is started inside the scope of a strategy with copies.
 
-    The variables of its loop would get a copy for each replica, and TensorFlow's error would speak
-    of handles.
+    The variables of its loop would get a copy for each replica, and TensorFlow's own error
+    would be about variable handles.
     """
     around = tf.distribute.get_strategy()
     if tf.distribute.has_strategy() and not isinstance(around, tf.distribute.OneDeviceStrategy):
         raise RuntimeError(
             "A trainer must take steps outside of strategy.scope(); got a call inside that of a "
             f"{type(around).__name__}. It enters the scope itself, where the model and the "
-            "optimizer are built, and what its loop counts must not be copied to each replica. "
+            "optimizer are built, and the trainer's counters must not be copied to each replica. "
             "Pass strategy= to Trainer, and call its methods after the `with` block."
         )
 

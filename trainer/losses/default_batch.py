@@ -80,7 +80,7 @@ def is_real(dtype: Any) -> bool:
 
 
 def check_inputs(model: Any, x: Batch, argument: str) -> None:
-    """Raises TypeError or ValueError for inputs of which Keras would not say what is wrong.
+    """Raises TypeError or ValueError for inputs on which Keras's own error would not help.
 
     That is text or complex numbers where a model has inputs of real numbers: Keras casts what it is
     given to the dtype of the input. Of complex numbers it would drop the imaginary part without a

@@ -415,7 +415,7 @@ def ignore_class_of(loss_fn: LossFunction) -> int | None:
 
 
 def takes_one_output(loss_fn: LossFunction) -> bool:
-    """Returns whether a loss compares one tensor with another, as all of Keras do."""
+    """Returns whether a loss compares one tensor with another, as all Keras losses do."""
     return isinstance(loss_fn, keras.losses.Loss) or is_keras_function(loss_fn)
 
 

@@ -236,7 +236,7 @@ def test_steps_are_taken_outside_of_a_scope(call):
     assert str(error.value) == (
         "A trainer must take steps outside of strategy.scope(); got a call inside that of a "
         "MirroredStrategy. It enters the scope itself, where the model and the optimizer are built, "
-        "and what its loop counts must not be copied to each replica. Pass strategy= to Trainer, and "
+        "and the trainer's counters must not be copied to each replica. Pass strategy= to Trainer, and "
         "call its methods after the `with` block."
     )
     getattr(trainer, call)(**arguments)
