@@ -96,6 +96,7 @@ CALLS = {
         "check_divisible": "strategies.check_divisible(4, 2, 2)",
         "create": 'strategies.create("default")',
         "decides_inside": "strategies.decides_inside(mirrored)",
+        "exchanges_one_shape": "strategies.exchanges_one_shape(mirrored)",
         "from_chief": "strategies.from_chief(1, mirrored)",
         "has_workers": "strategies.has_workers(mirrored)",
         "is_asynchronous": "strategies.is_asynchronous(mirrored)",
@@ -149,6 +150,7 @@ CALLS["trainer"] = {
     "Trainer.predict": "started.predict(batch, global_batch=4)",
     "Trainer.replay": 'Trainer(precision="mixed_float16", loss_scale=2.0**24).replay(record)',
     "Trainer.train": "Trainer(check_gradients=False).train(data, 1, global_batch=4)",
+    "Trainer.restore": "started.restore(data)",
     "Trainer.train_on_batch": "started.train_on_batch(data)",
     "convert_to_float8": "convert_to_float8(keras.Sequential([keras.Input([16]), "
     "keras.layers.Dense(16)]), lambda _: True)",

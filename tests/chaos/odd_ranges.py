@@ -197,6 +197,7 @@ METHODS = {
     ("Trainer.evaluate", "data"): is_pair,
     ("Trainer.evaluate_continuously", "data"): is_pair,
     ("Trainer.predict", "data"): is_inputs,
+    ("Trainer.restore", "batch"): lambda value: is_pair(value, lists=True),
     ("Trainer.train_on_batch", "batch"): lambda value: is_pair(value, lists=True),
     ("find_batch_size", "make"): lambda value: isinstance(value, mock.Mock),  # has every method
     ("find_batch_size", "data"): is_pair,
