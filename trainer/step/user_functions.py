@@ -50,11 +50,10 @@ def functions_of_one_precision(model: keras.Model) -> Iterator[None]:
     before = len(graph.get_operations())
     yield
     check_captures(graph)
-    owners = dtypes_of_handles(model)
+    calls = [each for each in graph.get_operations()[before:] if each.type in CALLS]
+    owners = dtypes_of_handles(model) if calls else {}
     seen = _SEEN.setdefault(model, {})
-    for operation in graph.get_operations()[before:]:
-        if operation.type not in CALLS:
-            continue
+    for operation in calls:
         held = (captured(each, graph) for each in operation.inputs if each.dtype == tf.resource)
         dtypes = frozenset(owners[id(each)] for each in held if id(each) in owners)
         name = operation.get_attr("f").name
