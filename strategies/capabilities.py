@@ -107,11 +107,11 @@ def exchanges_one_shape(strategy: tf.distribute.Strategy) -> bool:
         >>> exchanges_one_shape(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
         True
     """
-    if has_workers(strategy):
-        return True
+    workers = has_workers(strategy)
     # Private, because no public name tells it; other strategies do not have it.
     sums = getattr(strategy.extended, "_cross_device_ops", None)
-    return strategy.num_replicas_in_sync > 1 and type(sums).__name__ == "CollectiveAllReduce"
+    by_collectives = workers or type(sums).__name__ == "CollectiveAllReduce"
+    return strategy.num_replicas_in_sync > 1 and by_collectives
 
 
 def decides_inside(strategy: tf.distribute.Strategy) -> bool:

@@ -59,6 +59,13 @@ def test_replicas_that_exchange_one_shape():
     assert_capabilities(other, num_replicas=2)
 
 
+def test_a_single_worker_exchanges_nothing(monkeypatch):
+    """A job of one worker with one replica takes batches of any size."""
+    monkeypatch.setattr(sys.modules["strategies.capabilities"], "has_workers", lambda _: True)
+
+    assert not strategies.exchanges_one_shape(tf.distribute.get_strategy())
+
+
 def test_a_tpu_decides_in_each_replica():
     """The cores of a TPU are replicas that decide within their own program."""
     assert_capabilities(
