@@ -94,6 +94,7 @@ from trainer.losses.output_losses import OutputWeights
 from trainer.monitor.actions import Action
 from trainer.monitor.callback import Callback
 from trainer.monitor.divergence import Divergence, LossWatch
+from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
 from trainer.replay.rerun import Replay, check_setting, rerun_step
@@ -122,6 +123,7 @@ from trainer.run.leaving import Leaving
 from trainer.run.online_loop import OnlineLoop, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
+from trainer.run.same_on_workers import check_same_data, check_same_run
 from trainer.step import StepReport, attempt_step
 from trainer.step.checks import check_reduction
 from trainer.step.types import Batch, MetricsByName, Model
@@ -632,7 +634,7 @@ class Trainer(Task):
         check_writable(folder)
         self._end_online()
         self._withdraw_stop()
-        with only_writer(folder), StopSignals(self.stop) as signals:
+        with only_writer(folder), self._with_workers(), StopSignals(self.stop) as signals:
             leaving = Leaving(signals)
             known, data = self._read_train_data(train_data, steps, epochs, global_batch)
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
@@ -642,8 +644,9 @@ class Trainer(Task):
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
             target = self._target(steps, epochs, position)
-            choice = self._settle_compile_mode(data, target, log, position)
             request = evaluations._replace(target=target)
+            check_same_run(self, self._parts, position, request, evaluated)
+            choice = self._settle_compile_mode(data, target, log, position)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
             loop.begin(first=not self._introduced)
@@ -657,6 +660,17 @@ class Trainer(Task):
             asked = strategies.any_worker(bool(signals.received), self.strategy)
             leaving.end_process(others=asked, blocked=position.given_up)
         return summary
+
+    def _with_workers(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the loss of another worker is a WorkerLostError."""
+
+        def progress() -> tuple[int, pathlib.Path | None]:
+            if not self._started:
+                return 0, None
+            return self.totals.attempted, self._parts.checkpoints.latest
+
+        several = strategies.has_workers(self.strategy)
+        return worker_loss_explained(self.strategy, progress) if several else contextlib.nullcontext()
 
     def _take_steps(self, loop: OuterLoop, leaving: Leaving) -> None:
         """Calls `on_train_begin` and runs the loop; changes of settings are refused meanwhile."""
@@ -1008,9 +1022,11 @@ class Trainer(Task):
         check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
-        with self._reading("data"):
+        with self._reading("data"), self._with_workers():
             self._start(first_batch(found), training=False)
             self._warn_if_untrained()
+            settings = {"precision": precision, "averaged": averaged}
+            check_same_data(self, found, "data", settings)
             return self._evaluate(found, precision, averaged, stoppable=False) or {}
 
     def evaluate_continuously(
@@ -1100,15 +1116,18 @@ class Trainer(Task):
         check_no_unknown_arguments(unknown, Trainer.predict, DATA_ARGUMENTS, "predict")
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
-        with self._reading("data"):
+        with self._reading("data"), self._with_workers():
             self._start(
                 found.first,
                 lambda batch, training: self.predict_batch(batch),  # noqa: ARG005
                 training=False,
             )
             self._warn_if_untrained()
+            settings = {"precision": precision, "averaged": averaged}
+            check_same_data(self, {"": found}, "data", settings)
         with (
             self._reading("data"),
+            self._with_workers(),
             self._lending(self._model_put_back(asked_for=True), self._weights(averaged)),
             reading_explained(found.reader),
         ):

@@ -13,10 +13,11 @@ class Profile:
 
     Args:
         steps: the first and the last step to profile.
-        model_dir: the run's folder; the profile is written to `plugins/profile` in it.
+        model_dir: the run's folder; the profile is written to `plugins/profile` in it. None for a
+            worker that profiles nothing, and whose inner loops end where those of the others do.
     """
 
-    def __init__(self, steps: tuple[int, int], model_dir: pathlib.Path) -> None:
+    def __init__(self, steps: tuple[int, int], model_dir: pathlib.Path | None) -> None:
         """Stores the range of steps; `before` starts the profiler."""
         self._first, self._last = steps
         self._folder = model_dir
@@ -26,7 +27,7 @@ class Profile:
 
     def before(self, step: int) -> None:
         """Starts the profiler if the first step to profile follows `step`."""
-        if step + 1 == self._first:
+        if self._folder and step + 1 == self._first:
             tf.profiler.experimental.start(str(self._folder))
             self._running = True
 

@@ -106,9 +106,9 @@ class OuterLoop:
         if watch and trainer.divergence:
             self._recovery = Recovery(trainer, parts, position, log, watch, trainer.divergence)
         self._profile = None
-        if trainer.profile_steps and trainer.is_chief and trainer.model_dir:
+        if trainer.profile_steps:
             first, last = trainer.profile_steps
-            self._profile = Profile((first, last), trainer.model_dir)
+            self._profile = Profile((first, last), trainer.model_dir if trainer.is_chief else None)
         self._best = BestModels(trainer, parts.checkpoints, log, request)
         # The length of an epoch, if somebody waits for its end.
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None

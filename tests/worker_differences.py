@@ -1,0 +1,89 @@
+"""The program of a worker: calls that differ between the two workers of a job, in turn.
+
+python worker_differences.py OUT. Each process writes `OUT/INDEX.json`: the error of each call, or
+None. Every call must end on both workers, so that the next one finds them together.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from trainer import Action, Trainer  # isort: skip
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import strategies
+
+X = np.arange(64, dtype=np.float32)[:, None]
+
+
+def made(strategy, **settings):
+    """Returns a trainer."""
+    defaults = {
+        "model": lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        "optimizer": lambda: keras.optimizers.SGD(0.0),
+        "loss_fn": "mse",
+        "seed": 0,
+        "verbose": False,
+    }
+    return Trainer(strategy=strategy, **(defaults | settings))
+
+
+def calls(rank, strategy, out):
+    """Returns the calls, by name; `rank` is the index of this worker."""
+
+    def train(data, **arguments):
+        settings = arguments.pop("settings", {})
+        arguments = {"steps": 2} | arguments
+        return lambda: made(strategy, **settings).train(data, **arguments)
+
+    data = tf.data.Dataset.from_tensor_slices((X, X))
+    batches, own = data.batch(8), data.shard(2, rank).batch(8)
+    tasks = [Action(lambda trainer: None, every_steps=1)] * rank
+    arrays = X[rank::2]
+    return {
+        "same": train(batches),
+        "rounded": train((X * np.float32(1 + 1e-6 * rank), X), global_batch=8),
+        "shard": train(own),
+        "arrays": train((arrays, arrays), global_batch=8),
+        "batch size": train(data.batch(8 + 8 * rank)),
+        "length": train(batches.take(2 + rank)),
+        "steps": train(batches, steps=2 + rank),
+        "clipnorm": train(batches, settings={"clipnorm": 1.0 + rank}),
+        "seed": train(batches, settings={"seed": rank}),
+        "steps per loop": train(batches, settings={"steps_per_loop": 1 + rank}),
+        "actions": train(batches, settings={"actions": tasks}),
+        "eval_data": train(batches, eval_data=own),
+        "eval_interval": train(batches, eval_data=batches, eval_interval=1 + rank),
+        "evaluate": lambda: made(strategy).evaluate(own),
+        "predict": lambda: made(strategy).predict(X[rank * 8 :], global_batch=8),
+        "profile": train(
+            batches,
+            steps=8,
+            settings={"model_dir": out / "run", "profile_steps": (3, 4), "steps_per_loop": 8},
+        ),
+        "same again": train(batches, eval_data={"all": batches, "arrays": (X, X)}),
+    }
+
+
+def main():
+    """Makes the calls, and writes their errors."""
+    strategy = strategies.create("multi_worker_mirrored")
+    rank = strategy.cluster_resolver.task_id
+    found, out = {}, pathlib.Path(sys.argv[1])
+    for name, call in calls(rank, strategy, out).items():
+        try:
+            call()
+            found[name] = None
+        except ValueError as error:
+            found[name] = str(error)
+    (out / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
