@@ -6,6 +6,7 @@ traced, and the check costs nothing when the function runs.
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,8 @@ class Token:
     Attributes:
         state: the rule's state at the time of the call, with the scale that multiplied the loss.
         order: the record of the scaler's calls.
-        place: the graph and replica in which `scale` was called.
+        place: the function and replica in which `scale` was called.
+        graph: the graph in which it was called, which may be the body of a loop; None eagerly.
         used: whether the token has been passed to `unscale`.
 
     Example:
@@ -29,11 +31,12 @@ class Token:
         8.0
     """
 
-    def __init__(self, state: RuleState, order: "CallOrder", place: "Place") -> None:
+    def __init__(self, state: RuleState, order: "CallOrder", place: "Place", graph: Any) -> None:
         """Stores the arguments. Only `CallOrder.record_scale` creates tokens."""
         self.state = state
         self.order = order
         self.place = place
+        self.graph = graph
         self.used = False
 
     @property
@@ -43,12 +46,19 @@ class Token:
 
 
 class Place:
-    """Counts the calls since the last update, in one graph and on one replica."""
+    """Counts the calls since the last update, in one function and on one replica.
+
+    Attributes:
+        scaled: number of calls of `scale`.
+        unscaled: number of calls of `unscale`.
+        graph: the graph of the last call of `unscale`; None eagerly.
+    """
 
     def __init__(self) -> None:
         """Sets both counts to zero, as after an update."""
         self.scaled = 0
         self.unscaled = 0
+        self.graph: Any = None
 
 
 class CallOrder:
@@ -65,14 +75,15 @@ class CallOrder:
         """Records a call of `scale` and returns its token."""
         place = self._places("scale").setdefault(replica_id(), Place())
         place.scaled += 1
-        return Token(state, self, place)
+        return Token(state, self, place, current_graph())
 
     def record_unscale(self, token: Token) -> RuleState:
         """Records a call of `unscale` and returns the state that the token holds.
 
         Raises:
             TypeError: if `token` is not a token.
-            ValueError: if the token is from another scaler, graph or replica, or was used before.
+            ValueError: if the token is from another scaler, graph or replica, or was used before,
+                or is used in a loop that `scale` was called outside of.
         """
         if not isinstance(token, Token):
             raise TypeError(
@@ -97,16 +108,23 @@ class CallOrder:
                 "`token` must be used only once; got a token that was used before. Gradients must "
                 "not be unscaled twice. Call `scale` once for each `unscale`."
             )
+        if token.graph is not current_graph():
+            raise ValueError(
+                "`token` must be used where `scale` was called; got one from outside of this loop. "
+                "The loop would divide gradients by the scale of one loss many times. Call `scale` "
+                "and `unscale` together, both inside the loop or both outside."
+            )
         token.used = True
         token.place.unscaled += 1
+        token.place.graph = token.graph
         return token.state
 
     def check_complete(self) -> None:
         """Checks that `update` may be called now.
 
         Raises:
-            RuntimeError: if nothing was unscaled since the last update, or a scaled loss has not
-                been unscaled.
+            RuntimeError: if nothing was unscaled since the last update, if a scaled loss has not
+                been unscaled, or in a loop that `unscale` was called outside of.
         """
         place = self._places("update").get(replica_id())
         if place and place.scaled > place.unscaled:
@@ -116,9 +134,9 @@ class CallOrder:
                 "before all gradients are unscaled. Call `unscale` once for each `scale`, or call "
                 "`reset` after a step that was abandoned."
             )
-        # Do not raise an error in a graph without any recorded calls: an inner function that was
-        # traced earlier may have called both `scale` and `unscale`. In eager mode, every call
-        # outside functions is recorded.
+        # Do not raise an error in a function without any recorded calls: an inner function may
+        # have called both `scale` and `unscale`. In eager mode, every call outside functions is
+        # recorded.
         if place is None and not tf.executing_eagerly():
             return
         if place is None or not place.unscaled:
@@ -126,6 +144,13 @@ class CallOrder:
                 "`update` must come after `scale` and `unscale`; got neither since the last update "
                 "in this graph and on this replica. Each step moves the scale once. Call `scale`, "
                 "`unscale` and `update` in this order, in the same function."
+            )
+
+        if not encloses(current_graph(), place.graph):
+            raise RuntimeError(
+                "`update` must not be called in a loop if `unscale` was called outside; got such a "
+                "call. It would move the scale in every turn, for one step. Call `update` after "
+                "the loop, or all three inside."
             )
 
     def record_update(self) -> None:
@@ -160,11 +185,16 @@ def replica_id() -> int | None:
     return None if number is None else int(number)
 
 
-def function_graph(graph: Any, call: str) -> Any:
-    """Returns the outermost function graph, so that a loop's body counts as part of its function.
+LOOPS = "WhileBodyFuncGraph", "WhileCondFuncGraph"  # the classes of a loop's graphs
+BRANCH = "CondBranchFuncGraph"  # the class of a branch's graph
 
-    Only function graphs have an `outer_graph`. A branch can be recognized only by the name of
-    its graph's class.
+
+def function_graph(graph: Any, call: str) -> Any:
+    """Returns the graph of the innermost function, of which a loop's body is a part.
+
+    Whether an inner function is traced at its first call or was traced before must make no
+    difference, so its calls are its own. Loops and branches can be recognized only by the names of
+    their graphs' classes.
 
     Args:
         graph: the graph that is being traced.
@@ -173,13 +203,36 @@ def function_graph(graph: Any, call: str) -> Any:
     Raises:
         RuntimeError: inside a branch.
     """
-    while True:
-        if type(graph).__name__ == "CondBranchFuncGraph":
+    function = graph
+    while type(function).__name__ in LOOPS:
+        function = function.outer_graph
+    for outer in graphs_around(graph):
+        if type(outer).__name__ == BRANCH:
             raise RuntimeError(
                 f"`{call}` must be called outside a branch; got a call inside tf.cond, or inside "
                 "an `if` on a tensor. Both branches are traced, but only one runs. Call it before "
                 "or after the branch; `update` takes the flag as its argument."
             )
-        if not hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-            return graph
-        graph = graph.outer_graph
+    return function
+
+
+def current_graph() -> Any:
+    """Returns the graph that is being traced; None in eager mode."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def encloses(graph: Any, inner: Any) -> bool:
+    """Returns whether a graph is another one, or a loop in the former has the latter as its body.
+
+    Args:
+        graph: the graph in which `update` is called; None in eager mode.
+        inner: the graph in which `unscale` was called, in the same function.
+    """
+    return inner is graph or (graph is not None and any(g is graph for g in graphs_around(inner)))
+
+
+def graphs_around(graph: Any) -> Iterator[Any]:
+    """Yields a graph, and the graphs around it. Only graphs of functions have an `outer_graph`."""
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)

@@ -13,6 +13,7 @@ from scaling.base.verdict import Cause, Verdict, VerdictLike, as_verdict
 from scaling.call_order import CallOrder, Token
 from scaling.ops.gradients import scale_loss, unscale_gradients
 from scaling.rules.rule import LossScaleRule, check_rule
+from scaling.rules.trial import checked_initial_state
 
 
 class LossScaler(tf.Module):
@@ -29,11 +30,15 @@ class LossScaler(tf.Module):
     it, add it to the `tf.train.Checkpoint` of the model and the optimizer, or save
     `state_dict()`.
 
+    The optimizer must not scale losses itself, as Keras's `LossScaleOptimizer` does: it would
+    divide the gradients once more.
+
     Args:
         rule: a `DynamicLossScale`, any other rule of this package, or your own rule.
 
     Raises:
-        TypeError: if `rule` is not a rule.
+        TypeError: if `rule` is not a rule, or its state is not a NamedTuple with a loss scale.
+        ValueError: if its initial scale is not a power of two.
 
     Example:
         >>> import scaling
@@ -55,7 +60,7 @@ class LossScaler(tf.Module):
         super().__init__(name="loss_scaler")
         self.rule = rule
         self._order = CallOrder()
-        initial: RuleState = tf.nest.map_structure(tf.convert_to_tensor, rule.initial_state())
+        initial: RuleState = checked_initial_state(rule, type(rule).__name__)
         self._state_type = type(initial)
         self._dtypes = {field: value.dtype for field, value in initial._asdict().items()}
         # NONE: all replicas assign the same value to their own copies. Any other aggregation
@@ -253,7 +258,7 @@ class LossScaler(tf.Module):
         return tf.cast(tensor, tf.int64) if tensor.dtype == tf.int32 else tensor
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns every field of the state as a Python number. Waits for the device.
+        """Returns every field of the state as a Python number, or a list. Waits for the device.
 
         Example:
             >>> import scaling
@@ -261,7 +266,7 @@ class LossScaler(tf.Module):
             >>> scaler.state_dict()
             {'loss_scale': 32768.0, 'finite_steps': 0, 'overflows_left': 1}
         """
-        return {field: value.numpy().item() for field, value in self.state._asdict().items()}
+        return {field: value.numpy().tolist() for field, value in self.state._asdict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state that `state_dict` returned, from a rule with the same fields.
@@ -357,7 +362,7 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
 
     Raises:
         TypeError: if `scalers` is not a list of scalers, or `verdicts` is not a list.
-        ValueError: if the numbers of scalers and verdicts differ.
+        ValueError: if the numbers of scalers and verdicts differ, or a scaler occurs twice.
         RuntimeError: if the loss of a scaler was not unscaled.
 
     Example:
@@ -387,6 +392,11 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
             f"`verdicts` must hold one verdict per scaler; got {len(verdicts)} verdicts for "
             f"{len(scalers)} scalers. Each scale follows its own loss. Pass them in the order of "
             "the scalers."
+        )
+    if len({id(scaler) for scaler in scalers}) < len(scalers):
+        raise ValueError(
+            "`scalers` must be different; got the same LossScaler more than once. Its scale would "
+            "move once for each loss. With one scaler for several losses, call its `update` once."
         )
     verdicts = [as_verdict(verdict) for verdict in verdicts]  # check all before any scale moves
     for scaler in scalers:

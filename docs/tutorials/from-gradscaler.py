@@ -64,8 +64,8 @@ def step():
         half = tf.cast(value, tf.float16)
         scaled_loss, token = ours.scale((tf.cast(half, tf.float32) - 3.0) ** 2)
     gradients = ours.unscale(tape.gradient(scaled_loss, [value]), token)
-    apply = ours.update(scaling.all_finite(gradients))
-    clipped, _ = tf.clip_by_global_norm(gradients, 1.0)
+    clipped, norm = tf.clip_by_global_norm(gradients, 1.0)
+    apply = ours.update(scaling.all_finite([gradients, norm]))
     if apply:
         descent.apply(clipped, [value])
 

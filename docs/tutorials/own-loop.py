@@ -62,8 +62,8 @@ def scaler_step(images, labels):
         scaled_loss, token = scaler.scale(loss)
     gradients = tape.gradient(scaled_loss, model.trainable_variables)
     gradients = scaler.unscale(gradients, token)
-    apply = scaler.update(scaling.all_finite(gradients))
-    clipped, _ = tf.clip_by_global_norm(gradients, 1.0)  # after unscaling
+    clipped, norm = tf.clip_by_global_norm(gradients, 1.0)  # after unscaling
+    apply = scaler.update(scaling.all_finite([gradients, norm]))
     if apply:
         optimizer.apply(clipped, model.trainable_variables)
     return loss

@@ -61,15 +61,24 @@ def map_leaves(name: str, function: Callable[[Any], Any], structure: Any) -> Any
     Raises:
         TypeError: if `tf.nest` cannot make such a structure again, as of a mapping without changes.
     """
-    leaves = [function(leaf) for leaf in tf.nest.flatten(structure)]
+    try:
+        flat = tf.nest.flatten(structure)
+    except TypeError as error:  # keys of a dict that cannot be sorted
+        raise unknown_structure(name, structure) from error
+    leaves = [function(leaf) for leaf in flat]
     try:
         return tf.nest.pack_sequence_as(structure, leaves)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`{name}` must be a structure that tf.nest can make again; got "
-            f"{type(structure).__name__}. The results are returned in the same structure. Pass "
-            "lists, tuples and dicts."
-        ) from error
+        raise unknown_structure(name, structure) from error
+
+
+def unknown_structure(name: str, structure: Any) -> TypeError:
+    """Returns the error for a structure that `tf.nest` cannot take apart and make again."""
+    return TypeError(
+        f"`{name}` must be a structure that tf.nest can make again; got "
+        f"{type(structure).__name__}. The results are returned in the same structure. Pass "
+        "lists, tuples and dicts."
+    )
 
 
 def as_flag(name: str, value: Any, why: str, remedy: str) -> tf.Tensor:

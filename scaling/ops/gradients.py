@@ -112,11 +112,28 @@ def coalesce(gradient: Gradient) -> Gradient:
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
+    if are_unique(gradient.indices):
+        values = at_least_float32(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     indices, row_of = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(
         at_least_float32(gradient.values), row_of, tf.size(indices)
     )
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def are_unique(indices: tf.Tensor) -> bool:
+    """Returns whether indices are known to be different: `tf.unique` has made them, in this graph.
+
+    They must not go through `tf.unique` again. XLA computes its result, whose size it does not
+    know, in a buffer as long as the input, and takes the rest of the buffer for input too.
+    """
+    if tf.executing_eagerly():
+        return False
+    operation = indices.op
+    while operation.type in ("Identity", "Reshape"):
+        operation = operation.inputs[0].op
+    return str(operation.type) in ("Unique", "UniqueV2")
 
 
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:

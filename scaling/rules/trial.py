@@ -113,8 +113,9 @@ def checked_next(after: Any, before: Any, name: str) -> Any:
 
 def check_scale(state: Any, place: str, when: str) -> None:
     """Raises ValueError unless the loss scale of a state is a power of two."""
-    scale = float(state.loss_scale)
-    if not is_power_of_two(scale):
+    known = tf.get_static_value(state.loss_scale)  # None in a graph, for what is computed there
+    scale = None if known is None else float(known)
+    if scale is not None and not is_power_of_two(scale):
         raise ValueError(
             f"`{place}` must return a loss_scale that is a power of two between 2^-126 and 2^126; "
             f"got {shown(scale)}{when}. Only powers of two scale and unscale gradients without "

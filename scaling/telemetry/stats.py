@@ -91,7 +91,7 @@ def gradient_stats(gradients: Structure, state: RuleState) -> GradientStats:
     Costs one or two passes over the gradients. If the gradients were computed in float16,
     flushed elements are already zeros, and `flushed()` reports only what a smaller scale would
     flush in addition. If they were computed in float32, `flushed()` is complete for every
-    scale.
+    scale from 2^-55 to 2^71, and an upper bound beyond.
 
     Args:
         gradients: any structure of unscaled gradients, as `unscale_gradients` returns them:
@@ -170,8 +170,11 @@ def flushed_share(counts: tf.Tensor, loss_scale: tf.Tensor) -> tf.Tensor:
 
 
 def magnitudes_up_to(bound: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Returns the number of nonzero elements up to `bound`, a power of two: shape (rows,)."""
+    """Returns the number of nonzero elements up to `bound`, a power of two: shape (rows,).
+
+    The first and the last column hold everything beyond them. Where the bound lies there too, they
+    are counted whole, which is at most too many.
+    """
     exponents = tf.range(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
-    return tf.reduce_sum(
-        tf.where(exponents <= ceil_log2(bound), counts[:, :EXPONENTS], 0.0), axis=1
-    )
+    last = tf.maximum(ceil_log2(bound), LOWEST_EXPONENT)
+    return tf.reduce_sum(tf.where(exponents <= last, counts[:, :EXPONENTS], 0.0), axis=1)

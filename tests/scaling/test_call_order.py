@@ -133,7 +133,6 @@ MISTAKES = [
 
 
 VALID = {
-    ("token_from_outside", True),  # an inner function counts as part of its caller
     ("nothing_scaled", True),  # an inner function that was traced before may have scaled
     ("in_a_branch", False),  # in eager mode only one branch runs
 }
@@ -175,6 +174,42 @@ def test_no_call_may_be_inside_a_branch(name, call):
 
     with pytest.raises(RuntimeError, match=f"`{name}` must be called outside a branch"):
         branching(tf.constant(True))
+
+
+@pytest.mark.parametrize("call", ["unscale", "update"])
+def test_a_loop_must_not_repeat_what_belongs_to_one_loss(call):
+    """A loop is traced once. Each turn would unscale the same loss again, or move the scale."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+    calls = {
+        "unscale": lambda token: scaler.unscale(tf.constant(1.0), token),
+        "update": lambda token: tf.cast(scaler.update(False), tf.float32),
+    }
+
+    @tf.function
+    def step():
+        _, token = scaler.scale(tf.constant(1.0))
+        if call == "update":
+            scaler.unscale(tf.constant(1.0), token)
+        return tf.while_loop(
+            lambda index, _: index < 3, lambda index, _: (index + 1, calls[call](token)), (0, 0.0)
+        )
+
+    messages = {
+        "unscale": (
+            "`token` must be used where `scale` was called; got one from outside of this loop. The "
+            "loop would divide gradients by the scale of one loss many times. Call `scale` and "
+            "`unscale` together, both inside the loop or both outside."
+        ),
+        "update": (
+            "`update` must not be called in a loop if `unscale` was called outside; got such a "
+            "call. It would move the scale in every turn, for one step. Call `update` after the "
+            "loop, or all three inside."
+        ),
+    }
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        step()
+    assert messages[call] in str(error.value)
+    assert float(scaler.loss_scale) == 8.0
 
 
 def test_an_unneeded_reset_does_nothing():
@@ -220,6 +255,27 @@ def test_an_inner_function_may_scale_and_unscale():
     assert step(tf.constant(1.0), 1.0)
     assert not step(tf.constant(1.0), float("inf"))  # traced anew; `gradient` is not
     assert float(scaler.loss_scale) == 4.0
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["traced here", "traced before"])
+def test_an_inner_function_may_be_called_for_each_of_several_updates(before):
+    """As for several updates of a critic. When the inner function was traced makes no difference."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+
+    @tf.function
+    def gradient(x):
+        scaled, token = scaler.scale(x)
+        return scaler.unscale(scaled, token)
+
+    @tf.function
+    def step(x):
+        return [scaler.update(scaling.all_finite(factor * gradient(x))) for factor in (1.0, x)]
+
+    if before:
+        gradient(tf.constant(1.0))
+    assert step(tf.constant(1.0)) == [True, True]
+    assert step(tf.constant(float("inf"))) == [False, False]
+    assert float(scaler.loss_scale) == 2.0
 
 
 def test_microbatches_in_a_loop():

@@ -194,6 +194,8 @@ def test_one_scaler_for_each_loss_with_a_joint_verdict():
         scaling.update_together(scalers, [True])
     with pytest.raises(RuntimeError, match="`update` must come after"):
         scaling.update_together(scalers, [True, True])
+    with pytest.raises(ValueError, match="got the same LossScaler more than once"):
+        scaling.update_together([scalers[0], scalers[0]], [True, True])
     assert [float(scaler.loss_scale) for scaler in scalers] == [4.0, 16.0]
     assert str(error.value) == (
         "`verdicts` must hold one verdict per scaler; got 1 verdicts for 2 scalers. Each scale follows "
@@ -348,6 +350,57 @@ def test_an_update_inside_a_loop_of_the_replicas_is_an_error(mirrored):
         "several replicas; got a call inside a loop or an inner tf.function. TensorFlow cannot "
         "all-reduce there. Put the loop around `strategy.run` instead.\n"
     )
+
+
+class RecentState(NamedTuple):
+    """The state of a rule that remembers several numbers."""
+
+    loss_scale: tf.Tensor
+    recent: tf.Tensor
+
+
+class RecentRule:
+    """A rule with a vector in its state."""
+
+    def initial_state(self):
+        """Three numbers to remember."""
+        return RecentState(tf.constant(8.0), tf.constant([1.0, 2.0, 3.0]))
+
+    def advance(self, state, grads_finite):
+        """Moves the numbers on."""
+        del grads_finite
+        return state._replace(recent=tf.roll(state.recent, 1, 0))
+
+
+def test_a_state_may_hold_vectors():
+    """They are lists in `state_dict`, which a copy is made from."""
+    scaler = LossScaler(RecentRule())
+    scaler.assign(scaler.rule.advance(scaler.state, True))
+
+    assert scaler.state_dict() == {"loss_scale": 8.0, "recent": [3.0, 1.0, 2.0]}
+    assert copy.deepcopy(scaler).state_dict() == scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (
+            tf.constant(8.0),
+            TypeError,
+            "`RecentRule.initial_state` must return a NamedTuple whose first field is loss_scale",
+        ),
+        (
+            RecentState(tf.constant(1000.0), tf.zeros([])),
+            ValueError,
+            "`RecentRule.initial_state` must return a loss_scale that is a power of two",
+        ),
+    ],
+)
+def test_the_first_state_of_a_rule_is_checked(state, error, message, monkeypatch):
+    """A scale of 1000 would round gradients, and one of 0 make NaN of them."""
+    monkeypatch.setattr(RecentRule, "initial_state", lambda self: state)
+    with pytest.raises(error, match=message):
+        LossScaler(RecentRule())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
@@ -115,15 +116,20 @@ def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.
     """
     warn_about_what_is_unknown(saved, ours, path)
     before, now = (facts | facts.get("identity", {}) for facts in (saved, ours))
-    changed = []
+    same_keras = same_package(saved, ours, "keras")
+    changed: dict[str, list[Difference]] = {}
     for name in ARGUMENTS:
         ignored = ignored_keys(saved, ours, "precision" in changed)
-        found = changes_of(name, before, now, ignored, keep_new=same_package(saved, ours, "keras"))
-        if not found:
-            continue
-        changed.append(name)
-        if name not in allowed:
-            raise not_the_same(name, found, (*allowed, name), path)
+        sides = (before, now)
+        if name == "data" and "global_batch" in changed:
+            sides = tuple(without_sizes(side) for side in sides)
+        found = changes_of(name, *sides, ignored, keep_new=same_keras)
+        if found:
+            changed[name] = found
+    refused = {name: found for name, found in changed.items() if name not in allowed}
+    if refused:
+        raise not_the_same(refused, (*allowed, *refused), path)
+    for name, found in changed.items():
         logging.warning(
             "%s, as allow_changes permits. The run continues with %s.",
             "; ".join(
@@ -132,22 +138,31 @@ def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.
             ),
             EFFECTS[name],
         )
-    changed += warn_about_logged(before, now, path)
+    logged = warn_about_logged(before, now, path)
     warn_about_versions(saved.get("versions", {}), path)
-    return changed
+    return [*changed, *logged]
 
 
 def not_the_same(
-    name: str, found: Sequence[Difference], allowed: tuple[str, ...], path: pathlib.Path
+    refused: Mapping[str, Sequence[Difference]], allowed: tuple[str, ...], path: pathlib.Path
 ) -> ValueError:
-    """Returns the error for an entry that differs and may not."""
+    """Returns the error for entries that differ and may not.
+
+    Args:
+        refused: how each of them differs, by name.
+        allowed: what `allow_changes` would have to be.
+        path: path of the checkpoint.
+    """
+    arguments = dict.fromkeys(f"`{ARGUMENTS[name]}`" for name in refused)
     got = "; ".join(
         f"{place_of(name, each)} {each.now!r}, and the checkpoint has {each.was!r}"
+        for name, found in refused.items()
         for each in found
     )
+    effects = "; with ".join(dict.fromkeys(EFFECTS[name] for name in refused))
     return ValueError(
-        f"`{ARGUMENTS[name]}` must be the same as in {path} to resume from it; got {got}. The run "
-        f"would continue with {EFFECTS[name]}. Use another model_dir, or pass "
+        f"{' and '.join(arguments)} must be the same as in {path} to resume from it; got {got}. "
+        f"The run would continue with {effects}. Use another model_dir, or pass "
         f"allow_changes={allowed!r}."
     )
 
@@ -180,6 +195,19 @@ def changes_of(
     if name == "data" and not found:
         found = changed_content(before, now)
     return found
+
+
+def without_sizes(facts: Facts) -> Facts:
+    """Returns facts whose data does not tell what another global batch changes.
+
+    That is the first dimension of a batch, the number of batches, and the numbers in the
+    description of a pipeline.
+    """
+    if "data" not in facts:
+        return facts
+    text = re.sub(r"shape=\((\d+|None)", "shape=(", facts["data"])
+    text = re.sub(r"(\d+|None) steps an epoch", "steps an epoch", text)
+    return {**facts, "data": re.sub(r"(Dataset\w*)\([\d, -]*\)", r"\1()", text)}
 
 
 def changed_content(before: Facts, now: Facts) -> list[Difference]:

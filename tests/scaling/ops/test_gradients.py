@@ -84,6 +84,26 @@ def test_coalesced_rows_have_the_norm_of_the_gradient():
     assert float(tf.norm(scaling.coalesce(slices).values)) == 7.0
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_may_be_coalesced_again(compiled):
+    """Under XLA, whose `tf.unique` reads past the end of what another one has returned."""
+
+    @tf.function(jit_compile=compiled)
+    def again(indices):
+        once = scaling.coalesce(tf.IndexedSlices(tf.ones([100, 2]), indices))
+        unscaled = scaling.unscale_gradients([once], fixed(2.0))
+        stats = scaling.gradient_stats(unscaled, fixed(2.0))
+        read = tf.gather(tf.ones([9, 2]), tf.reshape(once.indices, [-1]))
+        return unscaled[0].indices, unscaled[0].values, stats.size, read
+
+    indices, values, size, read = again(tf.range(100) % 7)
+
+    assert indices.numpy().tolist() == list(range(7))
+    assert values.numpy().tolist() == [[7.5, 7.5]] * 2 + [[7.0, 7.0]] * 5
+    assert float(size[0]) == 14.0
+    assert read.shape == (7, 2)
+
+
 def test_no_loss_scale_returns_the_same_tensors():
     """With `NoLossScale`, loss and gradients are returned as the same tensors."""
     state, loss = scaling.NoLossScale().initial_state(), tf.constant(2.0)

@@ -97,6 +97,19 @@ def test_magnitudes_outside_the_histogram_are_counted_in_its_end_columns():
     assert stats.counts.numpy()[0, 127] == 2
 
 
+@pytest.mark.parametrize("exponent", range(-126, 127, 3))
+def test_no_scale_is_said_to_lose_less_than_it_does(exponent):
+    """Beyond the histogram, `flushed` counts the end columns whole: too much, never too little."""
+    values = [2.0**power for power in range(-120, 120, 3)]
+    stats = scaling.gradient_stats([tf.constant(values)], at(1.0))
+    flushed = sum(value <= 2.0 ** (-25 - exponent) for value in values) / len(values)
+    found = float(stats.flushed(2.0**exponent)[0])
+
+    assert found >= flushed - 1e-6
+    if -55 <= exponent <= 71:
+        assert found == pytest.approx(flushed)
+
+
 def test_measuring_needs_no_host_callback():
     """L14: the graph contains no callback, print or other host operation."""
     traced = tf.function(lambda g: scaling.gradient_stats([g], at(1.0))).get_concrete_function(
