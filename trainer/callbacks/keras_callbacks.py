@@ -8,6 +8,7 @@ import numpy as np
 from absl import logging
 
 from trainer.base.keras_private import learning_rate_setting
+from trainer.callbacks.csv_rows import take_back_rows
 from trainer.callbacks.keras_refused import (
     check_keras_callbacks,
     check_model_and_optimizer,
@@ -128,9 +129,8 @@ class KerasCallbacks(Callback):
         for callback in self.callbacks:
             if chooses_mode(callback):  # Keras looks for the metric in a model that is compiled
                 callback.mode = resolve_mode(callback.monitor, "auto")
-        for callback in self.callbacks if state else ():
-            if isinstance(callback, keras.callbacks.CSVLogger):
-                callback.append = True  # it would begin its file anew
+        if state:
+            self._take_back_rows(trainer.totals.attempted)
         # Not by assignment: Keras and TensorFlow would track the optimizer as a part of the model.
         object.__setattr__(model, "stop_training", False)
         if not several:
@@ -152,6 +152,22 @@ class KerasCallbacks(Callback):
                 "go on, leave that callback out."
             )
             trainer.stop()
+
+    def on_recovery(self, step: int, restored: int) -> None:
+        """Takes back what was written of the epochs that are trained again."""
+        del step
+        for logger in self._take_back_rows(restored):
+            logger.on_train_begin()  # which opens the file anew
+
+    def _take_back_rows(self, step: int) -> list[keras.callbacks.CSVLogger]:
+        """Takes back the rows of epochs that end after `step`; returns the loggers."""
+        kind = keras.callbacks.CSVLogger
+        loggers = [callback for callback in self.callbacks if isinstance(callback, kind)]
+        for logger in loggers:
+            logger.append = True  # it would begin its file anew
+            if self.trainer.is_chief:
+                take_back_rows(logger, self._epoch_at(step)[0])
+        return loggers
 
     def on_loop_begin(self, step: int) -> None:
         """Begins an epoch where one begins, and a batch."""

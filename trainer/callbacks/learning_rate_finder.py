@@ -10,7 +10,7 @@ import numpy as np
 
 from scaling.base.argument_checks import is_number
 from trainer.base.argument_checks import check_count
-from trainer.callbacks.weights import optimizers_of
+from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
 from trainer.monitor.callback import Callback
 from trainer.monitor.stuck import TrainingStuckError
 
@@ -42,6 +42,11 @@ class Sweep(Callback):
         self.used: list[float] = []
         self.losses: list[float] = []
         self._mean = 0.0
+
+    def on_train_begin(self) -> None:
+        """Raises ValueError unless the learning rate is a number."""
+        why, remedy = "the search could not set it", "search with a number in its place"
+        check_rates_are_numbers(self.trainer, "find_learning_rate", why, remedy)
 
     def on_loop_begin(self, step: int) -> None:
         """Sets the learning rate of the next step."""
@@ -86,8 +91,9 @@ def find_learning_rate(
 
     Raises:
         TypeError: if `make` is not a function.
-        ValueError: if the learning rates are not positive and growing; if the trainer has a
-            model_dir; if too few steps could be applied.
+        ValueError: if the learning rates are not positive and growing; if the trainer was made
+            without the settings, has a model_dir, or an optimizer with a schedule; if too few steps
+            could be applied.
 
     Example:
         >>> import functools, keras, numpy as np
@@ -116,6 +122,12 @@ def find_learning_rate(
     sweep = Sweep(np.geomspace(min_lr, max_lr, steps))
     settings = {"callbacks": [sweep], "steps_per_loop": 1, "log_interval": steps, "verbose": False}
     trainer = make(**settings)
+    if sweep not in trainer.callbacks or trainer.steps_per_loop != 1:
+        raise ValueError(
+            "`make` must pass its keyword arguments on to the trainer; got a trainer that lacks "
+            "them. They are what the search consists of: a callback, and settings that go with it. "
+            "Write `def make(**settings): return Trainer(..., **settings)`, for example."
+        )
     if trainer.model_dir is not None:
         raise ValueError(
             f"`make` must make a trainer without model_dir; got {str(trainer.model_dir)!r}. The "

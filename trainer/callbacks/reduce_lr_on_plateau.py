@@ -6,9 +6,8 @@ import keras
 
 from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count, check_nonnegative
-from trainer.base.keras_private import learning_rate_setting
 from trainer.callbacks.monitored import Monitored, check_amount
-from trainer.callbacks.weights import optimizers_of
+from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
 
 
 class ReduceLROnPlateau(Monitored):
@@ -63,15 +62,8 @@ class ReduceLROnPlateau(Monitored):
 
     def on_train_begin(self) -> None:
         """Raises ValueError unless all learning rates are numbers."""
-        for optimizer in optimizers_of(self.trainer):
-            setting = learning_rate_setting(optimizer)
-            if not isinstance(setting, keras.Variable):
-                raise ValueError(
-                    "`optimizer` must have a number as its learning rate with ReduceLROnPlateau; "
-                    f"got {type(setting).__name__}. The schedule decides the learning rate, so a "
-                    "reduction would have no effect. Make the optimizer with a number, or leave "
-                    "the callback out."
-                )
+        why = "a reduction would have no effect"
+        check_rates_are_numbers(self.trainer, "ReduceLROnPlateau", why, "leave the callback out")
 
     def take_value(self, step: int, value: float) -> None:
         """Counts a value, and reduces the learning rates after too many without improvement."""

@@ -8,15 +8,8 @@ import numpy as np
 from trainer.base.keras_private import averages_of
 from trainer.callbacks.monitored import Monitored
 from trainer.checkpoint.warm_start import weights_of
-from trainer.step.objective import single_optimizers
+from trainer.callbacks.optimizers import optimizers_of
 from trainer.step.types import Variable
-
-
-def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
-    """Returns all optimizers of a trainer, those in a `MultiOptimizer` one by one."""
-    given = trainer.optimizer
-    outer = given.values() if isinstance(given, dict) else [given]
-    return [one for optimizer in outer for one in single_optimizers(optimizer)]
 
 
 def evaluated_variables(trainer: Any) -> list[Variable]:

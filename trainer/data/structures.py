@@ -58,6 +58,8 @@ def as_arrays(data: Any, argument: str) -> Any:
         return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
     if is_pandas(data):
         return from_pandas(data, argument)
+    if isinstance(data, tf.Variable | keras.Variable):
+        return tf.convert_to_tensor(data).numpy()
     return from_torch(data) if is_torch(data) else data
 
 

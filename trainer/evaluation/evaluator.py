@@ -99,16 +99,17 @@ class Evaluator:
             )
             for each in PRECISIONS
         }
-        self._predict = {
-            # Positional, because tf.function turns keyword arguments of a partial into inputs.
-            each: tf.function(
-                functools.partial(
-                    predict_batch, plan, task.predict_batch, self._source, self._compiles(each)
-                ),
-                autograph=False,
-            )
-            for each in PRECISIONS
-        }
+        self._predict = {each: self._prediction(each) for each in PRECISIONS}
+
+    def _prediction(self, precision: str) -> Callable[[Any], Any]:
+        """Returns a function of a batch, which is traced anew for one other shape, and no more."""
+
+        def predict(batch: Any) -> Any:
+            plan, method = self._plan, self._task.predict_batch
+            return predict_batch(plan, method, self._source, self._compiles(precision), batch)
+
+        traced: Callable[[Any], Any] = tf.function(predict, autograph=False, reduce_retracing=True)
+        return traced
 
     def _compiles(self, precision: str) -> bool:
         """Returns whether XLA compiles a pass, as it does those of the training step."""

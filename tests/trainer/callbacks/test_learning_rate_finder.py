@@ -56,6 +56,26 @@ def test_what_cannot_be_searched_is_an_error():
         "loss was too high. Pass more steps, or a lower min_lr."
     )
 
+    with pytest.raises(ValueError, match="`make`") as error:
+        find_learning_rate(lambda **settings: make(), (X, X), global_batch=4)
+    assert str(error.value) == (
+        "`make` must pass its keyword arguments on to the trainer; got a trainer that lacks them. "
+        "They are what the search consists of: a callback, and settings that go with it. Write "
+        "`def make(**settings): return Trainer(..., **settings)`, for example."
+    )
+    decayed = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    with pytest.raises(ValueError, match="with find_learning_rate; got ExponentialDecay"):
+        find_learning_rate(
+            functools.partial(
+                Trainer,
+                model=linear_model,
+                optimizer=lambda: keras.optimizers.SGD(decayed),
+                loss_fn="mse",
+            ),
+            (X, X),
+            global_batch=4,
+        )
+
 
 @pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_noise_in_the_first_losses_does_not_decide(seed):

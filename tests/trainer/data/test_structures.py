@@ -1,5 +1,6 @@
 """Lists, pandas and PyTorch in the structures that tf.data takes."""
 
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
@@ -39,6 +40,15 @@ def test_pandas_as_in_keras():
         "categories have no values to compute with. Encode the column, as pandas.get_dummies does, "
         "or leave it out."
     )
+
+
+def test_variables_are_read():
+    """Those of TensorFlow and of Keras, which have no length."""
+    x = np.ones([2, 3], np.float32)
+    for variable in (tf.Variable(x), keras.Variable(x)):
+        [found] = as_arrays([variable], "train_data")
+        assert isinstance(found, np.ndarray)
+        assert found.tolist() == x.tolist()
 
 
 @pytest.mark.extras
