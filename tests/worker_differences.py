@@ -44,7 +44,7 @@ def calls(rank, strategy, out):
 
     data = tf.data.Dataset.from_tensor_slices((X, X))
     batches, own = data.batch(8), data.shard(2, rank).batch(8)
-    tasks = [Action(lambda trainer: None, every_steps=1)] * rank
+    tasks = [Action(lambda _: None, every_steps=1)] * rank
     arrays = X[rank::2]
     return {
         "same": train(batches),

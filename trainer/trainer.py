@@ -669,8 +669,9 @@ class Trainer(Task):
                 return 0, None
             return self.totals.attempted, self._parts.checkpoints.latest
 
-        several = strategies.has_workers(self.strategy)
-        return worker_loss_explained(self.strategy, progress) if several else contextlib.nullcontext()
+        if not strategies.has_workers(self.strategy):
+            return contextlib.nullcontext()
+        return worker_loss_explained(self.strategy, progress)
 
     def _take_steps(self, loop: OuterLoop, leaving: Leaving) -> None:
         """Calls `on_train_begin` and runs the loop; changes of settings are refused meanwhile."""

@@ -182,7 +182,7 @@ def test_a_loop_must_not_repeat_what_belongs_to_one_loss(call):
     scaler = LossScaler(DynamicLossScale(8.0))
     calls = {
         "unscale": lambda token: scaler.unscale(tf.constant(1.0), token),
-        "update": lambda token: tf.cast(scaler.update(False), tf.float32),
+        "update": lambda _: tf.cast(scaler.update(False), tf.float32),
     }
 
     @tf.function

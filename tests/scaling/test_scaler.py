@@ -398,7 +398,7 @@ def test_a_state_may_hold_vectors():
 )
 def test_the_first_state_of_a_rule_is_checked(state, error, message, monkeypatch):
     """A scale of 1000 would round gradients, and one of 0 make NaN of them."""
-    monkeypatch.setattr(RecentRule, "initial_state", lambda self: state)
+    monkeypatch.setattr(RecentRule, "initial_state", lambda _: state)
     with pytest.raises(error, match=message):
         LossScaler(RecentRule())
 

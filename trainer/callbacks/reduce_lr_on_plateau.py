@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import keras
-
 from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count, check_nonnegative
 from trainer.callbacks.monitored import Monitored, check_amount

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import keras
 import numpy as np
 
 from trainer.base.keras_private import averages_of
 from trainer.callbacks.monitored import Monitored
-from trainer.checkpoint.warm_start import weights_of
 from trainer.callbacks.optimizers import optimizers_of
+from trainer.checkpoint.warm_start import weights_of
 from trainer.step.types import Variable
 
 

@@ -496,6 +496,7 @@ def plan_evaluation(trainer: RunnableTrainer) -> StepPlan:
         model=trainer.model,
         rule=trainer.rule,
         groups=(),
+        weights=tuple(trainer.model.trainable_variables),
         compute_loss=trainer.compute_loss,
         example_weights=trainer.example_weights,
         update_metrics=trainer.update_metrics,

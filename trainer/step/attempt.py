@@ -70,6 +70,7 @@ def attempt_step(batch: Batch, plan: StepPlan, run: TrainState) -> StepReport:
         The step's report, each field of shape (). In a custom loop, stop when `run.halted` is true.
     """
     check_plan_and_run(plan, run)
+    check_call(batch, plan)
     note_attempt()
     with nothing_written():
         weights = check_weights(call_user(plan.example_weights, batch), batch)
@@ -135,6 +136,38 @@ def check_plan_and_run(plan: StepPlan, run: TrainState) -> None:
             f"`run` must have the same loss-scale rule as `plan`; got {shown(in_run)}, but the "
             f"plan has {in_plan!r}. The plan's rule would update the state of another rule. Create "
             "`run` with TrainState(plan.rule)."
+        )
+
+
+def check_call(batch: Batch, plan: StepPlan) -> None:
+    """Checks where and with what a step is attempted.
+
+    Raises:
+        RuntimeError: inside `strategy.run`.
+        TypeError: if the batch is divided among the replicas already.
+        ValueError: if layers were frozen or unfrozen since the step was planned.
+    """
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        raise RuntimeError(
+            "`attempt_step` must be called in cross-replica context; got a call inside "
+            "strategy.run(). It runs the replicas itself. Call attempt_step(batch, plan, run) "
+            "directly in your tf.function."
+        )
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)):
+        raise TypeError(
+            "`batch` must be a global batch; got the values of each replica, as a distributed "
+            "dataset yields them. Each replica takes its share of a global batch. Iterate over the "
+            "tf.data.Dataset itself."
+        )
+    planned = {id(variable): variable for variable in plan.weights}
+    trained = {id(variable): variable for variable in plan.model.trainable_variables}
+    if [*planned] != [*trained]:
+        moved = [(planned | trained)[each] for each in planned.keys() ^ trained.keys()]
+        names = sorted(str(getattr(variable, "path", variable.name)) for variable in moved)
+        raise ValueError(
+            "`plan` must be made for the variables that are trained now; got one from before these "
+            f"were frozen or unfrozen: {shown(names)}. A step updates the variables that it was "
+            "planned for. Call plan_step() again, with an optimizer for the variables to train."
         )
 
 

@@ -96,6 +96,7 @@ class StepPlan:
     seeds: tuple[keras.Variable, ...]  # states of seed generators, given new keys in each step
     held_back: tuple[keras.Variable, ...]  # variables a Keras model reads or assigns; weights first
     undo: tuple[Variable, ...]  # variables to restore if the step is skipped
+    weights: tuple[Variable, ...]  # `model.trainable_variables` when the step was planned
     # Variables that were frozen for a while, and the number of updates that each one missed.
     missed: tuple[tuple[Variable, int], ...] = ()
     loss_reduction: str = "mean"  # one of `gather_checks.LOSS_REDUCTIONS`
@@ -310,6 +311,7 @@ def plan_step(
         seeds=tuple(seeds),
         held_back=tuple(held_back),
         undo=tuple(undo),
+        weights=tuple(model.trainable_variables),
         missed=tuple(missed),
         loss_reduction=loss_reduction,
         float8=float8_tensors(model),

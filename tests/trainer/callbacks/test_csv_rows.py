@@ -47,7 +47,9 @@ def test_a_run_that_was_cut_off_has_each_epoch_once(tmp_path):
     (tmp_path / "whole").mkdir()
     make(tmp_path / "whole").train((X, X), epochs=5, global_batch=4)
     with pytest.raises(KeyError):
-        make(tmp_path, actions=[Action(fail, every_steps=1)]).train((X, X), epochs=5, global_batch=4)
+        make(tmp_path, actions=[Action(fail, every_steps=1)]).train(
+            (X, X), epochs=5, global_batch=4
+        )
     shutil.rmtree(tmp_path / "run" / "ckpt-9")  # as if the process had been killed
     assert epochs_in(tmp_path) == ["epoch", "0", "1", "2", "3"]
     make(tmp_path).train((X, X), epochs=5, global_batch=4)

@@ -57,7 +57,7 @@ def test_what_cannot_be_searched_is_an_error():
     )
 
     with pytest.raises(ValueError, match="`make`") as error:
-        find_learning_rate(lambda **settings: make(), (X, X), global_batch=4)
+        find_learning_rate(lambda **_: make(), (X, X), global_batch=4)
     assert str(error.value) == (
         "`make` must pass its keyword arguments on to the trainer; got a trainer that lacks them. "
         "They are what the search consists of: a callback, and settings that go with it. Write "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import jobs
 import numpy as np
@@ -52,7 +53,7 @@ def test_what_is_the_same_up_to_rounding_is_accepted(found):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name, argument, values",
+    ("name", "argument", "values"),
     [
         ("steps", "steps", "23"),
         ("clipnorm", "clipnorm", ("1.0", "2.0")),
@@ -96,8 +97,7 @@ def test_a_batch_of_any_kind_has_a_fingerprint():
     """Ragged and sparse tensors are compared by their components."""
     ragged, sparse = tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.sparse.eye(2)
 
-    class Data:
-        first = {"r": ragged, "s": sparse, "t": tf.constant(["a", "b"])}
-
+    first = {"r": ragged, "s": sparse, "t": tf.constant(["a", "b"])}
+    data = types.SimpleNamespace(first=first)
     arrays = [ragged.values, ragged.row_splits, sparse.indices, sparse.values, sparse.dense_shape]
-    assert module.first_batch_of(Data) == of_arrays([*arrays, np.array([b"a", b"b"], object)])
+    assert module.first_batch_of(data) == of_arrays([*arrays, np.array([b"a", b"b"], object)])

@@ -8,6 +8,7 @@ import types
 
 import keras
 import numpy as np
+import plans
 import pytest
 import tensorflow as tf
 from helpers import Linear, all_copies, assert_same_bits, attempt, copies, slopes
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import scaling
 import strategies
 from scaling import Cause
+from trainer.step import TrainState
 from trainer.step import attempt as steps
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1, 3)]
@@ -786,3 +788,49 @@ def test_xla_compiles_a_whole_step_once(tmp_path):
     ]
     programs = list(tmp_path.glob("*train_step*before_optimizations.txt"))
     assert len(programs) == 1
+
+
+@pytest.mark.replicas(2)
+def test_a_step_is_called_with_a_global_batch_outside_of_the_replicas(mirrored):
+    """TensorFlow's own idioms, `strategy.run` and distributed datasets, are refused by name."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        plan = plans.plan_of(plans.Pair(), strategy=strategy)
+        run = TrainState(plan.rule)
+    dataset = tf.data.Dataset.from_tensors(tf.ones([4]))
+    [shares] = strategy.experimental_distribute_dataset(dataset)
+
+    with pytest.raises(RuntimeError) as error:
+        tf.function(lambda: strategy.run(steps.attempt_step, args=(tf.ones([4]), plan, run)))()
+    assert (
+        "`attempt_step` must be called in cross-replica context; got a call inside strategy.run(). "
+        "It runs the replicas itself. Call attempt_step(batch, plan, run) directly in your "
+        "tf.function."
+    ) in str(error.value)
+    with pytest.raises(TypeError) as error:
+        tf.function(lambda batch: steps.attempt_step(batch, plan, run))(shares)
+    assert (
+        "`batch` must be a global batch; got the values of each replica, as a distributed dataset "
+        "yields them. Each replica takes its share of a global batch. Iterate over the "
+        "tf.data.Dataset itself."
+    ) in str(error.value)
+
+
+@pytest.mark.replicas(1)
+def test_a_plan_knows_what_it_trains():
+    """Freezing or unfreezing asks for a new plan, also where as many variables stay trainable."""
+    model = plans.keras_model()
+    model.layers[3].trainable = False
+    plan = plans.plan_of(model)
+    run = TrainState(plan.rule)
+    step = tf.function(lambda batch: steps.attempt_step(batch, plan, run))
+    step(tf.ones([4, 2]))
+    model.layers[0].trainable, model.layers[3].trainable = False, True
+    names = sorted(weight.path for layer in (0, 3) for weight in model.layers[layer].weights)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        step(tf.ones([3, 2]))
+    assert (
+        "`plan` must be made for the variables that are trained now; got one from before these "
+        f"were frozen or unfrozen: {names}. A step updates the variables that it was planned for. "
+        "Call plan_step() again, with an optimizer for the variables to train."
+    ) in str(error.value)
