@@ -283,6 +283,7 @@ SCALING = {
     ],
     "update_together": [
         ("scalers", "scaling.update_together(scaler, [True])"),
+        ("scalers", "scaling.update_together([scaler, scaler], [True, True])"),
         ("verdicts", "scaling.update_together([scaler], [True, True])"),
     ],
 }

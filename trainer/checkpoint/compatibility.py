@@ -120,10 +120,10 @@ def check_same(saved: Facts, ours: Facts, allowed: Sequence[str], path: pathlib.
     changed: dict[str, list[Difference]] = {}
     for name in ARGUMENTS:
         ignored = ignored_keys(saved, ours, "precision" in changed)
-        sides = (before, now)
+        old, new = before, now
         if name == "data" and "global_batch" in changed:
-            sides = tuple(without_sizes(side) for side in sides)
-        found = changes_of(name, *sides, ignored, keep_new=same_keras)
+            old, new = without_sizes(before), without_sizes(now)
+        found = changes_of(name, old, new, ignored, keep_new=same_keras)
         if found:
             changed[name] = found
     refused = {name: found for name, found in changed.items() if name not in allowed}
