@@ -22,6 +22,7 @@ from trainer.base.describe import text_of_rule
 from trainer.checkpoint import folder
 from trainer.checkpoint.contents import Contents, describe, first_difference
 from trainer.checkpoint.folder import Facts
+from trainer.data.errors import reason_of
 from trainer.step.types import Variable
 
 PREFIX = "ckpt"
@@ -377,7 +378,7 @@ def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
     else:
         saved, restart = "There is no earlier checkpoint.", "to start over"
     return CheckpointError(
-        f"Could not write checkpoint {path}: {str(error).splitlines()[0]}. {saved} Make sure that "
+        f"Could not write checkpoint {path}: {reason_of(str(error))}. {saved} Make sure that "
         "the disk has free space and that model_dir is writable, then run the same command again "
         f"{restart}."
     )

@@ -13,7 +13,9 @@ from trainer.data.source import EmptyPassError
 from trainer.data.value_checks import found_in
 
 # Matches the lines of a graph's error that say where the error occurred, not what was wrong.
-LOCATION = re.compile(r"Graph execution error|Detected at |  File |<stack |\t \[\[|\d+ root error")
+LOCATION = re.compile(
+    r"Graph execution error|Detected at |Node: |  File |<stack |\t \[\[|\d+ root error"
+)
 # Matches what surrounds the reason in the other lines: the error's number, and the operation.
 WRAPPING = re.compile(r"^ *\(0\) [A-Z_]+: +|^\{\{.*?\}\} | \[Op:\w+\].*|[:. ]+$")
 # Matches an error that a pipeline has raised, in a graph or as it is read by itself.

@@ -16,6 +16,7 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import arguments_of_loss, keras_mask
 from trainer.base.warn_once import warn_once
 from trainer.losses.loss_shapes import keras_loss, name_of
+from trainer.step.rollback import read_copies, variables_in_reach, write_copies
 
 LossFunction: TypeAlias = keras.losses.Loss | Callable[[Any, Any], tf.Tensor]
 
@@ -354,7 +355,9 @@ def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Te
     `y - predictions` of shapes (examples,) and (examples, 1) is a table of all pairs. Tries the
     loss on two examples, together and one at a time. Its errors are left to the real call.
     """
+    counted, strategy = variables_in_reach([loss_fn], ()), tf.distribute.get_strategy()
     with tf.init_scope():
+        before = read_copies(counted, strategy)
         try:
             labels = tf.cast(tf.reshape([0, 1], [2] + [1] * (y.shape.rank - 1)), y.dtype)
             guesses = tf.reshape([0.25, 0.625], [2] + [1] * (predictions.shape.rank - 1))
@@ -364,6 +367,8 @@ def check_examples_apart(loss_fn: LossFunction, y: tf.Tensor, predictions: tf.Te
             own_means = [np.mean(losses) for losses in single]
         except Exception:  # noqa: BLE001  # any error of the user's function: see above
             return
+        finally:
+            write_copies(counted, before, strategy)
     if not np.array_equal(both, again, equal_nan=True):  # it draws random numbers, or counts
         return
     if not np.allclose(means, own_means, rtol=1e-3, atol=1e-6, equal_nan=True):

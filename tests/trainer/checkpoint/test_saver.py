@@ -787,3 +787,17 @@ def test_an_error_waits_for_the_checkpoint_that_is_written(tmp_path, monkeypatch
         take_two_steps()
 
     assert list(folder.committed(tmp_path, "ckpt")) == [1]
+
+
+def test_the_reason_is_found_in_an_error_of_a_graph(tmp_path):
+    """TensorFlow's message begins with lines that say where, and not what."""
+    message = (
+        "Graph execution error:\n\nDetected at node save/SaveV2 defined at (most recent call last):\n"
+        "Node: 'save/SaveV2'\n/runs/a; No space left on device\n\t [[{{node SaveV2}}]] [Op:__inference_save]"
+    )
+    error = saver.write_error(
+        tmp_path / "ckpt-4", tf.errors.ResourceExhaustedError(None, None, message)
+    )
+    assert str(error).startswith(
+        f"Could not write checkpoint {tmp_path / 'ckpt-4'}: /runs/a; No space left on device. There "
+    )

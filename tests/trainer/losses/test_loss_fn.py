@@ -662,3 +662,32 @@ def test_outputs_without_a_last_dimension_are_aligned_with_labels_that_have_one(
     ]
     own = example_losses(lambda y, p: (y - p) ** 2, labels[:, 0], outputs)
     assert own.numpy().tolist() == [1.0, 9.0]
+
+
+class Counting(keras.losses.Loss):
+    """Counts the calls of its function, as a loss whose weight rises from step to step does."""
+
+    def __init__(self):
+        """Has counted none."""
+        super().__init__()
+        self.count = tf.Variable(0.0)
+
+    def call(self, y_true, y_pred):
+        """Squared errors, of labels without a last dimension."""
+        self.count.assign_add(1.0)
+        return tf.square(y_true - y_pred[:, 0])
+
+
+def test_trying_a_loss_does_not_move_its_variables():
+    """Whether it pairs labels and predictions is found by calling it; a step counts one call."""
+    loss = Counting()
+    trainer = Trainer(
+        model=linear_model,
+        optimizer="sgd",
+        loss_fn=loss,
+        check_gradients=False,
+        jit_compile=False,
+        verbose=False,
+    )
+    trainer.train((np.ones([4, 1], np.float32), np.ones([4], np.float32)), steps=3, global_batch=4)
+    assert float(loss.count) == 3.0
