@@ -135,17 +135,31 @@ def make(out, kind, strategy, growth_interval=2000, **arguments):
     )
 
 
-def data(steps, raise_at=None, planted=3e5):
-    """Returns the batches in order; from batch `raise_at` on, reading one raises an error."""
-    dataset = tf.data.Dataset.from_tensor_slices(examples(steps, planted)).batch(BATCH)
-    if raise_at is None:
-        return dataset
+def data(steps, planted=3e5):
+    """Returns the batches in order."""
+    return tf.data.Dataset.from_tensor_slices(examples(steps, planted)).batch(BATCH)
 
-    def readable(number, batch):
-        tf.debugging.assert_less(number, tf.constant(raise_at, tf.int64), "a torn file")
+
+def readable(dataset, count, *, ends=False):
+    """Returns a dataset that can be read so far on this worker, and is the same on every worker.
+
+    Args:
+        dataset: the dataset.
+        count: how many batches can be read, which stands in a file of this worker's.
+        ends: whether it ends there; otherwise reading the next batch raises an error.
+    """
+    pathlib.Path("count.txt").write_text(str(count))
+
+    def is_there(number, batch):
+        del batch
+        return number < tf.strings.to_number(tf.io.read_file("count.txt"), tf.int64)
+
+    def read(number, batch):
+        tf.debugging.Assert(is_there(number, batch), ["a torn file"])
         return batch
 
-    return dataset.enumerate().map(readable)
+    numbered = dataset.enumerate()
+    return numbered.take_while(is_there).map(lambda _, batch: batch) if ends else numbered.map(read)
 
 
 def main():
@@ -171,9 +185,11 @@ def main():
             steps_per_loop=options.steps_per_loop,
         )
         trainer.pause = options.pause
-        # Only the other workers fail to read a batch, not the chief.
-        train_data = data(options.steps, options.raise_at if index else None)
-        eval_data = data(PLANTED + index if options.uneven else PLANTED)
+        train_data, eval_data = data(options.steps), data(PLANTED)
+        if options.raise_at:  # only the other workers fail to read a batch, not the chief
+            train_data = readable(train_data, options.raise_at if index else options.steps)
+        if options.uneven:
+            eval_data = readable(data(PLANTED + 1), PLANTED + index, ends=True)
         trainer.train(train_data, steps=options.steps, eval_data=eval_data, eval_interval=6)
         outputs = trainer.predict(data(PLANTED).unbatch().batch(7))  # 7: gives uneven shares
         np.save(options.out / f"{kind}-{index}.npy", outputs)

@@ -180,7 +180,8 @@ def test_an_evaluation_that_only_one_worker_can_end_is_refused(tmp_path):
         chief, worker = (path.read_text() for path in job.output_files)
 
     start = (
-        "ValueError: `eval_data` must be the same on every worker; got data of different lengths: "
+        "UnequalLengthsError: `eval_data` must be the same on every worker; got data of different "
+        "lengths: "
     )
     why = (
         " has batches left. Each replica takes its own share of every batch. Do not divide the "

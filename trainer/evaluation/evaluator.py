@@ -314,14 +314,18 @@ def next_source(counter: tf.Variable) -> tf.Tensor:
     return source
 
 
-def unequal_lengths(left: bool) -> ValueError:
+class UnequalLengthsError(ValueError):
+    """Raised by all workers together, after an evaluation that ended earlier for some of them."""
+
+
+def unequal_lengths(left: bool) -> UnequalLengthsError:
     """Returns the error for evaluation data that ends earlier on some workers.
 
     Args:
         left: whether this worker has batches left.
     """
     found = "this worker has batches left" if left else "another worker has batches left"
-    return ValueError(
+    return UnequalLengthsError(
         f"`eval_data` must be the same on every worker; got data of different lengths: {found}. "
         "Each replica takes its own share of every batch. Do not divide the data between workers."
     )

@@ -25,6 +25,7 @@ from trainer.checkpoint.best import BETTER, Best
 from trainer.data.errors import explain
 from trainer.data.fingerprint import text_of
 from trainer.data.iterator_state import DataPosition
+from trainer.evaluation.evaluator import UnequalLengthsError
 from trainer.log.model_table import variable_rows
 from trainer.log.run_log import RunLog
 from trainer.log.summary import INTERVAL_NUMBERS, Totals, TrainSummary
@@ -532,13 +533,15 @@ class OuterLoop:
     def _call_user(self, function: Callable[[], object]) -> None:
         """Calls code of the user: saves the run if it raises, and may leave it after a stop signal.
 
-        A run that has diverged is not saved, and neither is one of several workers: the others do
-        not know of the error, and are elsewhere. Use this only between steps.
+        A run that has diverged is not saved, and neither is one of several workers, unless all of
+        them raise the error: the others do not know of it, and are elsewhere. Use this only between
+        steps.
         """
         try:
             self._leaving.call(function)
         except Exception as error:
-            if strategies.has_workers(self._trainer.strategy):
+            several = strategies.has_workers(self._trainer.strategy)
+            if several and not isinstance(error, UnequalLengthsError):
                 error.add_note(f"raised at step {self._step}: {UNSAVED}")
                 raise
             self._reporter.read()
