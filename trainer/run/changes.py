@@ -34,10 +34,11 @@ from trainer.run.build import (
     plan_evaluation,
 )
 from trainer.run.learning_rates import learning_rates
+from trainer.run.names_read import names_read
 from trainer.run.plain_attributes import (
+    OUTSIDE,
     attributes_of_layer,
     attributes_of_trainer,
-    names_read,
     plain_attributes,
 )
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -301,8 +302,12 @@ def changed_settings(before: Setup, now: Setup) -> str:
         if old[0] is not new[0] or old[1:] != new[1:]:
             both = {**old[-1], **new[-1]}
             names = [name for name in both if old[-1].get(name) != new[-1].get(name)]
-            is_trainer = new is now.layers[-1]
-            return f"trainer.{[*names, *both][0]}" if is_trainer else f"layer {new[0].name!r}"
+            first = [*names, *both][0] if both else ""
+            if first.startswith(OUTSIDE):
+                return f"{first.removeprefix(OUTSIDE)!r}, which the step has read"
+            if new is not now.layers[-1]:
+                return f"layer {new[0].name!r}"
+            return "loss_fn" if first.startswith("loss_fn ") else f"trainer.{first}"
     if len(before.layers) != len(now.layers):
         return "the layers"
     return "the optimizer"

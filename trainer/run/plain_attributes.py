@@ -1,26 +1,55 @@
-"""The attributes that a step may have read while it was traced: numbers, flags, names, functions.
+"""The values that a step may have read while it was traced: numbers, flags, names, functions.
 
+They may be in lists, dicts, arrays and dataclasses, and in the module or the closure of a function.
 What a call of a layer or of a trainer's method assigns itself is left out: it counts something,
 such as its calls.
 """
 
-import collections
-import dis
-import functools
-import inspect
+import dataclasses
 import math
 import types
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+import zlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, cast
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from trainer.base.describe import describe
 from trainer.config.attributes import TRACED_METHODS
+from trainer.run.names_read import is_of_library, plain_function, reads_of, values_outside
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
+OUTSIDE = "outside: "  # before the name of a value that is no attribute
+LONG = 1000  # of a container with more items, about so many are compared
+LARGE = 10**6  # the same for the elements of an array
 # The methods that are traced; they may call others.
 OF_LAYERS = ("call", "compute_mask")
+
+
+class Object:
+    """Stands for an object in comparisons, which it is equal to itself alone in.
+
+    Args:
+        value: a function or a tensor, whose content does not change; None for any other object.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        """Holds the object, so that no other can have its place in memory."""
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether both stand for the same object."""
+        return isinstance(other, Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        """Returns the hash of the object's identity."""
+        return hash(id(self.value))
+
+
+OTHER = Object()
 
 
 def plain(value: Any) -> Any:
@@ -64,15 +93,27 @@ def attributes_of_layer(layer: object) -> dict[str, Any]:
 
 
 def attributes_of_trainer(trainer: object) -> dict[str, Any]:
-    """Returns the plain attributes that the traced methods of a trainer's subclass read."""
+    """Returns what the traced methods of a trainer's subclass, and its losses, read."""
     base = next(cls for cls in type(trainer).__mro__ if cls.__module__.startswith(PACKAGE))
-    return read_by(trainer, base, TRACED_METHODS)
+    return read_by(trainer, base, TRACED_METHODS) | read_by_losses(trainer)
+
+
+def read_by_losses(trainer: object) -> dict[str, Any]:
+    """Returns the settings of a trainer's losses, and what functions among them read."""
+    given = getattr(trainer, "_loss_fn", None)
+    found: dict[str, Any] = {}
+    for place, loss in enumerate(tf.nest.flatten(getattr(given, "losses", given))):
+        if isinstance(loss, keras.losses.Loss):
+            found[f"loss_fn {place}"] = snapshot(describe(loss))
+        elif isinstance(function := plain_function(loss), types.FunctionType):
+            found |= {} if is_of_library(function) else outside(function)
+    return found
 
 
 def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the plain attributes that an object's methods read and do not assign, by name.
+    """Returns the values that an object's methods read and do not change, by name.
 
-    Those of its classes are among them.
+    Those of its classes are among them, and those outside of the object that the methods read.
 
     Args:
         owner: the object.
@@ -81,81 +122,81 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     """
     cls = type(owner)
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
-    names = names_read(cast("Any", cls), base, methods)
+    names, functions = reads_of(cast("Any", cls), base, methods)
     found: dict[str, Any] = {}
+    for function in functions:
+        found |= outside(function)
     if not names:
         return found
     for part in (*(each for each in reversed(cls.__mro__) if each not in base.__mro__), owner):
-        kinds = (float, bool, int, str, *([types.FunctionType] if part is owner else []))
-        values = {name: plain(vars(part)[name]) for name in names & vars(part).keys()}
-        found |= {name: value for name, value in values.items() if type(value) in kinds}
+        values = {name: vars(part)[name] for name in names & vars(part).keys()}
+        if part is not owner:  # whose functions are methods
+            values = {k: v for k, v in values.items() if type(v) is not types.FunctionType}
+        found |= known({name: snapshot(value) for name, value in values.items()})
     return found
 
 
-@functools.cache
-def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str]:
-    """Returns the names of the attributes that methods read and do not assign; see `read_by`."""
-    own: dict[str, list[types.FunctionType]] = collections.defaultdict(list)
-    added = (
-        [each for each in cls.__mro__ if each not in base.__mro__] if base in cls.__mro__ else []
-    )
-    for owner in added:
-        for name, method in vars(owner).items():
-            if isinstance(function := plain_function(method), types.FunctionType):
-                own[name].append(function)  # a method may call the one that it overrides
-    read: set[str] = set()
-    assigned: set[str] = set()
-    todo, seen = [*methods], set()
-    while todo:
-        name = todo.pop()
-        if name in seen or name not in own:
-            continue
-        seen.add(name)
-        for used in (names_used(each.__code__) for each in own[name]):
-            read |= used.of_self
-            assigned |= used.assigned
-            todo += used.loaded
-    hidden = "_" if cls.__module__.startswith("keras.") else " "  # Keras's own state
-    return frozenset(name for name in read - assigned if not name.startswith(hidden))
+def outside(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the values that a function reads of its module and its closure; see `OUTSIDE`."""
+    values = values_outside(function).items()
+    return known({OUTSIDE + name: snapshot(value) for name, value in values})
 
 
-def plain_function(method: Any) -> Any:
-    """Returns the function in a property, a class method, a `tf.function` or a decorated method."""
-    for wrapper in ("fget", "__func__", "python_function"):
-        method = getattr(method, wrapper, method)
-    return inspect.unwrap(method) if callable(method) else method
+def known(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values that say something."""
+    return {name: value for name, value in values.items() if value is not OTHER}
 
 
-class NamesUsed(NamedTuple):
-    """The names of attributes in the code of a method, and of the functions defined in it."""
+def snapshot(value: Any, depth: int = 4) -> Any:
+    """Returns what is compared of a value: itself, or the numbers, flags and texts in it.
 
-    loaded: set[str]  # of any object; they may be methods
-    of_self: set[str]  # those of the method's own object
-    assigned: set[str]  # to any object
+    Args:
+        value: any value.
+        depth: how many containers inside each other are looked into.
+
+    Returns:
+        A value that does not change with the given one; `OTHER` for an object that tells nothing.
+
+    Example:
+        >>> weights = {"a": 1.0, "b": [2, None]}
+        >>> before = snapshot(weights)
+        >>> weights["b"][0] = 3
+        >>> snapshot(weights) == before
+        False
+    """
+    value = plain(value)
+    if value is None or type(value) in (float, bool, int, str, bytes):
+        return value
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.str, value.shape, hash_of(value)
+    if type(value) is types.FunctionType or is_eager(value):
+        return Object(value)
+    return content_of(value, depth - 1) if depth else OTHER
 
 
-def names_used(code: types.CodeType) -> NamesUsed:
-    """Returns the names of the attributes that a method's code uses."""
-    used = NamesUsed(set(), set(), set())
-    owner = code.co_varnames[0] if code.co_argcount else None
-    for part in parts_of(code):
-        before = None  # the local variable that the instruction before has loaded
-        for instruction in dis.get_instructions(part):
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                used.loaded.add(instruction.argval)
-                if before == owner:
-                    used.of_self.add(instruction.argval)
-            elif instruction.opname == "STORE_ATTR":
-                used.assigned.add(instruction.argval)
-            loads = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
-            before = instruction.argval if loads else None
-            before = before[-1] if isinstance(before, tuple) else before  # loads several at once
-    return used
+def content_of(value: Any, depth: int) -> Any:
+    """Returns what is compared of a container; `OTHER` for any other object; see `snapshot`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        pairs = [(name, getattr(value, name, None)) for name in names]
+    elif isinstance(value, Mapping):
+        pairs = [(repr(plain(key)), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        pairs = list(enumerate(value))
+    elif isinstance(value, AbstractSet):
+        pairs = list(enumerate(sorted(map(repr, value))))
+    else:
+        return OTHER
+    some = pairs[:: 1 + len(pairs) // LONG]
+    return len(pairs), tuple((key, snapshot(item, depth)) for key, item in some)
 
 
-def parts_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields a function's code and that of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from parts_of(constant)
+def is_eager(value: Any) -> bool:
+    """Returns whether a value is a tensor that has a value, which a graph holds as a constant."""
+    return isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
+
+
+def hash_of(array: np.ndarray) -> int:
+    """Returns a checksum of an array's elements, or of some of them if there are very many."""
+    rows = array.reshape(-1)[:: 1 + array.size // LARGE]
+    return zlib.crc32(np.ascontiguousarray(rows).tobytes()) if array.dtype.kind != "O" else 0

@@ -1,5 +1,6 @@
 """What a traced step may have read: plain attributes of layers, modules and the trainer."""
 
+import dataclasses
 import functools
 
 import keras
@@ -8,7 +9,12 @@ import pytest
 import tensorflow as tf
 
 from trainer import Action, Trainer
-from trainer.run.plain_attributes import attributes_of_layer, attributes_of_trainer
+from trainer.run.plain_attributes import (
+    OTHER,
+    attributes_of_layer,
+    attributes_of_trainer,
+    snapshot,
+)
 
 
 class Powers(keras.layers.Layer):
@@ -190,9 +196,153 @@ def test_what_is_read_is_found_through_methods_and_inner_functions():
             return tf.map_fn(lambda one: one if self.kind == "mean" else 0.0, batch[1][:, 0])
 
     trainer = Reads(model=Powers, optimizer="sgd", verbose=False)
-    assert attributes_of_trainer(trainer) == {"beta": 1, "kind": "mean", "power": 2.0}  # of classes
+    of_classes = {"kind": "mean", "factors": (1, ((0, 1.0),))}
+    assert attributes_of_trainer(trainer) == {"beta": 1, "power": 2.0, **of_classes}
     trainer.beta, trainer.power, trainer.unread = 2, 3.0, 3.0
-    assert attributes_of_trainer(trainer) == {"beta": 2, "kind": "mean", "power": 3.0}
+    assert attributes_of_trainer(trainer) == {"beta": 2, "power": 3.0, **of_classes}
     assert attributes_of_trainer(Trainer(model=Powers, optimizer="sgd", loss_fn="mse")) == {}
     assert attributes_of_layer(Powers()).items() >= {"factor": 1, "mode": "plain"}.items()
     assert not {"calls", "unread"} & {*attributes_of_layer(Powers())}
+
+
+@dataclasses.dataclass
+class Settings:
+    """Settings of a loss."""
+
+    factor: float = 1.0
+
+
+FACTOR = 1.0
+
+
+class Containers(Trainer):
+    """A loss with factors in all kinds of places."""
+
+    def __init__(self, **arguments):
+        """All factors are 1."""
+        super().__init__(**arguments)
+        self.weights, self.pair, self.numbers = {"a": {"b": 1.0}}, (1.0, 2.0), [1.0]
+        self.array, self.tensor = np.ones([3], np.float32), tf.constant(1.0)
+        self.settings, self.seen = Settings(), []
+
+    def compute_loss(self, batch, training):
+        """The output times all factors; it notes how often it was traced."""
+        self.seen.append(1)
+        outputs = tf.cast(self.model(batch[0], training=training), tf.float32)[:, 0]
+        outputs *= self.weights["a"]["b"] * self.pair[0] * self.numbers[0] * self.array[0]
+        return outputs * self.tensor * self.settings.factor * FACTOR
+
+
+def assign(name, value):
+    """Returns a function that assigns an attribute of an object."""
+    return lambda trainer: setattr(trainer, name, value)
+
+
+def change_global(trainer):
+    """Changes the factor in this module, for as long as `module_put_back` lets it."""
+    del trainer
+    globals()["FACTOR"] = 3.0
+
+
+IN_CONTAINERS = {
+    "weights": lambda trainer: trainer.weights["a"].update(b=3.0),
+    "pair": assign("pair", (3.0, 2.0)),
+    "numbers": lambda trainer: trainer.numbers.__setitem__(0, 3.0),
+    "array": lambda trainer: trainer.array.fill(3.0),
+    "tensor": assign("tensor", tf.constant(3.0)),
+    "settings": lambda trainer: setattr(trainer.settings, "factor", 3.0),
+    "'FACTOR', which the step has read": change_global,
+}
+
+
+@pytest.fixture
+def module_put_back(monkeypatch):
+    """Puts the module's factor back."""
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+
+
+@pytest.mark.usefixtures("module_put_back")
+@pytest.mark.parametrize("name", IN_CONTAINERS)
+def test_a_number_in_a_container_is_read_again(name):
+    """L19: in a dict, a tuple, a list, an array, a tensor, a dataclass, or the module."""
+    settings = {"optimizer": lambda: keras.optimizers.SGD(0.0), "log_interval": 1, "verbose": False}
+
+    def model():
+        dense = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)
+        return keras.Sequential([keras.Input([1]), dense])
+
+    trainer = Containers(model=model, **settings)
+    assert trainer.train((ONES, ONES), 2, global_batch=4).history["loss"][-1] == 1.0
+    traces = len(trainer.seen)
+    assert trainer.train((ONES, ONES), 3, global_batch=4).history["loss"][-1] == 1.0
+    assert len(trainer.seen) == traces  # its own notes are no change
+    IN_CONTAINERS[name](trainer)
+    assert trainer.train((ONES, ONES), 4, global_batch=4).history["loss"][-1] == 3.0
+    assert trainer.evaluate((ONES, ONES), global_batch=4)["loss"] == 3.0
+
+    globals()["FACTOR"] = 1.0
+    hooked = Containers(
+        model=model, actions=[Action(IN_CONTAINERS[name], every_steps=1)], **settings
+    )
+    with pytest.raises(ValueError, match="in a hook") as refused:
+        hooked.train((ONES, ONES), 3, global_batch=4)
+    where = name if "FACTOR" in name else f"trainer.{name}"
+    assert f"; got a change of {where}, in a hook or an action." in str(refused.value)
+
+
+def test_a_loss_is_read_again():
+    """The settings of a loss of Keras, and what a function reads of its closure."""
+    factor = [1.0]
+    losses = [keras.losses.Huber(delta=1.0), lambda y, outputs: factor[0] * (y - outputs) ** 2]
+    for loss_fn in losses:
+        factor[0] = 1.0
+        trainer = Trainer(
+            model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+            optimizer="sgd",
+            loss_fn=loss_fn,
+            verbose=False,
+        )
+        data = ONES, 50 * ONES
+        before = trainer.evaluate(data, global_batch=4)["loss"]
+        if isinstance(loss_fn, keras.losses.Loss):
+            loss_fn._fn_kwargs["delta"] = 5.0
+        factor[0] = 5.0
+        assert trainer.evaluate(data, global_batch=4)["loss"] > 1.5 * before
+
+
+@pytest.mark.parametrize(
+    ("value", "again"),
+    [
+        (0.0, 0.0),
+        ([float("nan")], [np.float32("nan")]),
+        ({"a": [1, {"b": np.zeros(2)}]}, {"a": [1, {"b": np.zeros(2)}]}),
+        ({1, 2}, {2, 1}),
+        ([keras.layers.Dense(1)], [keras.layers.Dense(2)]),  # layers are compared by themselves
+        (list(range(10**5)), list(range(10**5))),
+    ],
+)
+def test_what_is_the_same_is_equal(value, again):
+    """A snapshot is equal to another one of equal content, in other objects."""
+    assert snapshot(value) == snapshot(again)
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        ([1.0], [1.0, 1.0]),
+        ({"a": 1}, {"b": 1}),
+        (np.zeros(3), np.array([0, 0, 1.0])),
+        (np.zeros(3), np.zeros([3, 1])),
+        (tf.constant(1.0), tf.constant(1.0)),  # whether they are equal would take a device's time
+        (Settings(1.0), Settings(2.0)),
+        ([None], [0]),
+    ],
+)
+def test_what_differs_is_not_equal(value, other):
+    """A snapshot differs where the content does."""
+    assert snapshot(value) != snapshot(other)
+
+
+def test_an_object_tells_nothing():
+    """One without plain values is left out."""
+    assert snapshot(keras.layers.Dense(1)) is OTHER

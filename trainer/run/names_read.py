@@ -1,0 +1,160 @@
+"""What the code of methods reads: attributes of their object, and values outside of it.
+
+Bytecode tells it. Of functions that a method calls, only other methods of the same object are
+looked at.
+"""
+
+import collections
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+# The methods by which a list, a dict or a set is changed.
+MUTATORS = frozenset({
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem",
+    "popleft", "remove", "reverse", "setdefault", "sort", "update",
+})  # fmt: skip
+CHANGES_ITEM = ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY")  # COPY: as in `self.counts[key] += 1`
+LIBRARIES = ("keras", "tensorflow", "numpy")
+
+
+class Reads(NamedTuple):
+    """What the methods of a class read and do not change."""
+
+    names: frozenset[str]  # attributes of their object
+    functions: tuple[types.FunctionType, ...]  # the methods, but those of libraries
+
+
+def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str]:
+    """Returns the names of the attributes that methods read and do not assign; see `reads_of`."""
+    return reads_of(cls, base, methods).names
+
+
+@functools.cache
+def reads_of(cls: type, base: type, methods: tuple[str, ...]) -> Reads:
+    """Returns what the methods of a class read.
+
+    Args:
+        cls: the class.
+        base: the class to whose methods it has added others.
+        methods: the names of the methods; what they call is looked at, too.
+    """
+    own: dict[str, list[types.FunctionType]] = collections.defaultdict(list)
+    added = (
+        [each for each in cls.__mro__ if each not in base.__mro__] if base in cls.__mro__ else []
+    )
+    for owner in added:
+        for name, method in vars(owner).items():
+            if isinstance(function := plain_function(method), types.FunctionType):
+                own[name].append(function)  # a method may call the one that it overrides
+    read: set[str] = set()
+    changed: set[str] = set()
+    functions: list[types.FunctionType] = []
+    todo, seen = [*methods], set()
+    while todo:
+        name = todo.pop()
+        if name in seen or name not in own:
+            continue
+        seen.add(name)
+        functions += [each for each in own[name] if not is_of_library(each)]
+        for used in (names_used(each.__code__) for each in own[name]):
+            read |= used.of_self
+            changed |= used.changed
+            todo += used.loaded
+    hidden = "_" if cls.__module__.startswith("keras.") else " "  # Keras's own state
+    names = frozenset(name for name in read - changed if not name.startswith(hidden))
+    return Reads(names, tuple(functions))
+
+
+def plain_function(method: Any) -> Any:
+    """Returns the function in a property, a class method, a `tf.function` or a decorated method."""
+    for wrapper in ("fget", "__func__", "python_function"):
+        method = getattr(method, wrapper, method)
+    return inspect.unwrap(method) if callable(method) else method
+
+
+def is_of_library(function: types.FunctionType) -> bool:
+    """Returns whether Keras, TensorFlow or NumPy defines a function."""
+    return str(function.__module__).partition(".")[0] in LIBRARIES
+
+
+class NamesUsed(NamedTuple):
+    """The names of attributes in the code of a method, and of the functions defined in it."""
+
+    loaded: set[str]  # of any object; they may be methods
+    of_self: set[str]  # those of the method's own object
+    changed: set[str]  # those that are assigned, to any object, or whose items are
+
+
+def names_used(code: types.CodeType) -> NamesUsed:
+    """Returns the names of the attributes that a method's code uses."""
+    used = NamesUsed(set(), set(), set())
+    owner = code.co_varnames[0] if code.co_argcount else None
+    for part in parts_of(code):
+        before = None  # the local variable that the instruction before has loaded
+        instructions = list(dis.get_instructions(part))
+        for at, instruction in enumerate(instructions):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                used.loaded.add(instruction.argval)
+                if before == owner:
+                    used.of_self.add(instruction.argval)
+                    if is_changed(instructions[at + 1 : at + 3]):
+                        used.changed.add(instruction.argval)
+            elif instruction.opname == "STORE_ATTR":
+                used.changed.add(instruction.argval)
+            loads = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+            before = instruction.argval if loads else None
+            before = before[-1] if isinstance(before, tuple) else before  # loads several at once
+    return used
+
+
+def is_changed(following: list[dis.Instruction]) -> bool:
+    """Returns whether two instructions change an item of what was loaded before them."""
+    if following and following[0].argval in MUTATORS:
+        return following[0].opname in ("LOAD_ATTR", "LOAD_METHOD")
+    loads = bool(following) and following[0].opname.startswith("LOAD_")
+    return loads and len(following) > 1 and following[1].opname in CHANGES_ITEM
+
+
+def values_outside(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the values that a function reads of its module and its closure, by name.
+
+    Those that it assigns, or whose items it changes, are left out.
+    """
+    outside = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))
+    found: dict[str, Any] = {}
+    changed: set[str] = set()
+    for part in parts_of(function.__code__):
+        instructions = list(dis.get_instructions(part))
+        for at, each in enumerate(instructions):
+            if each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+                changed.add(each.argval)
+            elif each.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF"):
+                where = function.__globals__ if each.opname == "LOAD_GLOBAL" else outside
+                if each.argval in where:
+                    found[each.argval] = where[each.argval]
+                if is_changed(instructions[at + 1 : at + 3]):
+                    changed.add(each.argval)
+    return {name: value for name, value in found.items() if name not in changed}
+
+
+def cells_of(function: types.FunctionType) -> list[Any]:
+    """Returns the values of a function's closure; None for a cell that is still empty."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            values.append(None)
+    return values
+
+
+def parts_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields a function's code and that of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from parts_of(constant)
