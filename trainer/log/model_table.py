@@ -29,7 +29,7 @@ class VariableRow(NamedTuple):
 
 
 def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
-    """Returns a row for each floating-point variable of a model.
+    """Returns a row for each weight of a model, trained or not; see `is_weight`.
 
     Example:
         >>> import keras
@@ -38,7 +38,7 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
         >>> kernel.shape, kernel.dtype, kernel.compute_dtype, kernel.bytes
         ([3, 2], 'float32', 'float16', 24)
     """
-    variables = [variable for variable in model.variables if is_floating(variable)]
+    variables = [variable for variable in model.variables if is_weight(variable)]
     if not isinstance(model, keras.Model):
         return [variable_row(each, each.name, "", "", "") for each in variables]
     # Outer layers come first, so the innermost layer that holds a variable overwrites the others.
@@ -52,9 +52,10 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
     ]
 
 
-def is_floating(variable: keras.Variable | tf.Variable) -> bool:
-    """Returns whether a variable is floating-point, as opposed to a seed or a counter."""
-    return bool(tf.as_dtype(variable.dtype).is_floating)
+def is_weight(variable: keras.Variable | tf.Variable) -> bool:
+    """Returns whether a variable holds floats or quantized weights, and not a seed or a count."""
+    dtype = tf.as_dtype(variable.dtype)
+    return bool(dtype.is_floating or dtype in (tf.int8, tf.uint8))
 
 
 def variable_row(

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 import scaling
-from scaling.base.number_formats import HALF_MAX
+from scaling.base.number_formats import HALF_MAX, SMALLEST_SCALE
 from scaling.telemetry.recommend import describe_share
 from scaling.telemetry.record import Record
 from scaling.telemetry.simulate_rules import best_fixed_scale
-from scaling.telemetry.stats import GradientStats
+from scaling.telemetry.stats import GradientStats, flushed_share
 from trainer.log.model_table import flattened
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.report.reading import Curve, Run, clean
@@ -277,7 +277,8 @@ class Advice(NamedTuple):
     """The loss scale that the recorded gradients call for."""
 
     recommended: str  # such as "2^13"
-    largest: str  # magnitude of the largest gradient
+    largest: str  # magnitude of the largest gradient of an applied step
+    bound_by_skips: bool  # whether steps that overflowed ask for a smaller scale than this one
     lost: str  # share of elements that float16 would flush to zero, such as "0.40%"
     best_fixed: str  # largest scale at which no step overflows, such as "2^15"
     gradients_were_float16: bool  # float16 may have flushed elements before they were recorded
@@ -285,7 +286,12 @@ class Advice(NamedTuple):
 
 
 def advise(record: Record) -> Advice | None:
-    """Returns what `scaling.recommend` advises for a whole run; None if no step was applied."""
+    """Returns what to recommend for a whole run; None if no step was applied.
+
+    That is what `scaling.recommend` advises, but never less than its margin below the best fixed
+    scale. The largest gradient of a step that overflowed is not known, and where gradients of
+    activations overflow, those of the weights tell nothing of it.
+    """
     applied = record.max_magnitude[~record.skipped]
     if not applied.size:
         return None
@@ -294,13 +300,16 @@ def advise(record: Record) -> Advice | None:
         counts=tf.constant(record.counts.sum(axis=0, dtype=np.float64)[None], tf.float32),
         max_magnitude=tf.constant([applied.max()]),
     )
-    recommended = scaling.recommend(stats, headroom_bits=HEADROOM_BITS)
-    lost = next(iter(recommended.lost.values()), 0.0)
+    recommended = scaling.recommend(stats, headroom_bits=HEADROOM_BITS).loss_scale
+    best = best_fixed_scale(record)
+    scale = max(min(recommended, best / 2.0**HEADROOM_BITS), SMALLEST_SCALE)
+    lost = float(flushed_share(stats.counts, tf.constant(scale, tf.float32))[0])
     return Advice(
-        recommended=power_of_two(recommended.loss_scale),
+        recommended=power_of_two(scale),
         largest=f"{applied.max():.3g}",
+        bound_by_skips=scale < recommended,
         lost=describe_share(lost) if lost else "none",
-        best_fixed=power_of_two(best_fixed_scale(record)),
+        best_fixed=power_of_two(best),
         gradients_were_float16=record.precision == "mixed_float16",
         shares=record.shares,
     )

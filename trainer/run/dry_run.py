@@ -63,7 +63,7 @@ class DryRun(NamedTuple):
         restored = "bit for bit" if self.restored else "BITS LOST"
         equal = "equal to the bit" if self.replicas_equal else "NOT EQUAL"
         retraced = "" if self.traces == 1 else ": TRACED AGAIN, which costs time in every run"
-        without, outside = self.untrained
+        without, outside, not_compared = self.untrained
         untrained = f"; none for {listed(without)}" if without else ""
         untrained += f"; no optimizer updates {listed(outside)}" if outside else ""
         lines = {
@@ -71,7 +71,9 @@ class DryRun(NamedTuple):
             "train step": self.step,
             "eval step": evaluation,
             "checkpoint": f"saved and restored {restored}, {format_bytes(self.checkpoint_bytes)}",
-            "gradients": f"those of a plain loop{untrained}",
+            "gradients": f"not compared: {not_compared}"
+            if not_compared
+            else f"those of a plain loop{untrained}",
             "traces": f"{self.traces}{retraced}",
             "replicas": f"{self.replicas}, {equal}",
             "memory": str(self.memory),

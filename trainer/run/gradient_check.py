@@ -20,6 +20,7 @@ import strategies
 from strategies.division import cut_rows
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, differentiable_moments
+from trainer.data.errors import reason_of
 from trainer.step.added_losses import added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.forward import added_losses
@@ -66,12 +67,13 @@ class Compared(NamedTuple):
 
 
 class Untrained(NamedTuple):
-    """Names of trainable variables that training does not change."""
+    """What a comparison of gradients found: trainable variables that training does not change."""
 
     without_gradient: tuple[str, ...] = ()  # in the model, but the loss does not depend on them
     without_optimizer: tuple[
         str, ...
     ] = ()  # the loss depends on them, but they are not the model's
+    not_compared: str = ""  # why gradients were not compared; "" if they were
 
     def warnings(self) -> list[str]:
         """Returns a sentence for each kind that was found."""
@@ -112,7 +114,7 @@ def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> Un
     """
     found = strategies.capabilities(plan.strategy)
     if found.asynchronous or found.decides_in_replica:
-        return Untrained()
+        return Untrained(not_compared="not on the devices of this strategy")
     inputs = pass_inputs(first_examples(batch, plan), plan, scale_state)
     without: list[str] = []
     others: dict[str, None] = {}  # as an ordered set
@@ -122,7 +124,7 @@ def check_gradients(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> Un
         except Exception as error:  # noqa: BLE001  # a check must not end a run
             # Whatever is wrong, the step itself will raise it, if it is not this small batch.
             logging.warning("The step's gradients were not compared: %s", error)
-            return Untrained()
+            return Untrained(not_compared=reason_of(str(error)))
         tolerance = IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF
         rounding = functools.partial(moved_by_rounding, pairs, tolerance, group, inputs, plan)
         check_same(pairs, tolerance, rounding)

@@ -1,7 +1,8 @@
 """An estimate of the memory that a replica needs during a step."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -14,6 +15,10 @@ from trainer.run.slots import optimizers_by_item
 from trainer.step.plan import ones
 from trainer.step.types import Batch
 
+Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in a graph
+
+# The attributes of an operation that name a function that it calls.
+CALLS = ("body", "f", "then_branch", "else_branch")
 # Types of operations whose outputs are not computed, only read or reshaped.
 NOT_COUNTED = {"Const", "Placeholder", "ReadVariableOp", "Identity", "Reshape"}
 
@@ -53,8 +58,9 @@ def memory_of(trainer: RunnableTrainer, batch: Batch) -> Memory:
 def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
     """Returns the size of all tensors that the forward pass over a microbatch computes.
 
-    This is an upper bound: not all of these tensors are kept for the backward pass, and XLA fuses
-    some of the operations.
+    Not all of these tensors are kept for the backward pass, and XLA fuses some of the operations. A
+    loop counts as often as the lists of tensors that it reads and writes have elements, as in an
+    RNN, and any other loop once.
     """
     shares = trainer.strategy.num_replicas_in_sync * trainer.num_microbatches
     share = strategies.take(strategies.whole(batch, ones(batch)), 0, shares).batch
@@ -66,12 +72,59 @@ def activation_bytes(trainer: RunnableTrainer, batch: Batch) -> int:
     specs = tf.nest.map_structure(
         lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), share
     )
-    graph = tf.function(forward).get_concrete_function(specs).graph
-    tensors = [
-        tensor
-        for operation in graph.get_operations()
-        if operation.type not in NOT_COUNTED
-        for tensor in operation.outputs
-        if tensor.shape.is_fully_defined() and tensor.dtype.is_floating
-    ]
-    return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors)
+    graph = tf.function(forward).get_concrete_function(specs).graph.as_graph_def(add_shapes=True)
+    functions = {each.signature.name: each.node_def for each in graph.library.function}
+    return bytes_of(graph.node, functions)
+
+
+def bytes_of(nodes: Sequence[Node], functions: Mapping[str, Sequence[Node]]) -> int:
+    """Returns the size of all floats that operations compute, in the functions they call, too.
+
+    Args:
+        nodes: the operations of a graph or a function.
+        functions: the operations of all functions, by name.
+    """
+    by_name = {node.name: node for node in nodes}
+    total = 0
+    for node in nodes:
+        called = [
+            bytes_of(functions[node.attr[key].func.name], functions)
+            for key in CALLS
+            if node.attr[key].func.name in functions
+        ]
+        if called:
+            total += turns_of(node, by_name) * max(called)
+        elif node.op not in NOT_COUNTED:
+            shapes = node.attr["_output_shapes"].list.shape
+            total += sum(map(math.prod, map(dimensions, shapes))) * dtype_of(node).size
+    return total
+
+
+def dimensions(shape: Any) -> list[int]:
+    """Returns the dimensions of a shape; [0] if not all of them are known."""
+    sizes = [dimension.size for dimension in shape.dim]
+    return [0] if shape.unknown_rank or -1 in sizes else sizes
+
+
+def dtype_of(node: Node) -> tf.DType:
+    """Returns the dtype of an operation's outputs if it is a float; otherwise one of no size."""
+    kinds = [node.attr[key].type for key in ("DstT", "dtype", "T") if node.attr[key].type]
+    found = tf.as_dtype(kinds[0]) if kinds else tf.variant
+    return found if found.is_floating else tf.variant
+
+
+def turns_of(node: Node, by_name: Mapping[str, Node]) -> int:
+    """Returns how often a loop's body runs, as far as it is known; 1 for any other operation."""
+    if node.op not in ("While", "StatelessWhile"):
+        return 1
+    lengths = [1]
+    for name in node.input:
+        found = by_name.get(name.partition(":")[0])
+        if found is None or found.op not in ("TensorListFromTensor", "TensorListReserve"):
+            continue
+        source = by_name.get(found.input[found.op == "TensorListReserve"].partition(":")[0])
+        if source is not None and source.op == "Const":
+            lengths.append(int(tf.make_ndarray(source.attr["value"].tensor)))
+        elif source is not None:
+            lengths += [dimensions(shape)[0] for shape in source.attr["_output_shapes"].list.shape]
+    return max(lengths)

@@ -178,7 +178,7 @@ def content_of(value: Any, depth: int) -> Any:
     """Returns what is compared of a container; `OTHER` for any other object; see `snapshot`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        pairs = [(name, getattr(value, name, None)) for name in names]
+        pairs: list[tuple[Any, Any]] = [(name, getattr(value, name, None)) for name in names]
     elif isinstance(value, Mapping):
         pairs = [(repr(plain(key)), item) for key, item in value.items()]
     elif isinstance(value, list | tuple):

@@ -114,13 +114,21 @@ def test_headroom_is_the_number_of_possible_doublings(tmp_path):
     assert (list(curve.step), list(curve.value)) == ([2], [2.0])
 
 
-def test_the_recommended_scale_is_that_of_scaling(tmp_path):
-    """It leaves four bits above the largest gradient of the run. None if no step was applied."""
+def test_the_recommended_scale_has_its_margin_below_what_overflowed(tmp_path):
+    """It leaves four bits above the largest gradient of the run, and below the best fixed scale: how
+    large the gradients of a step were that overflowed is not known. None if no step was applied.
+    """
+    whole = GRADIENTS | {"cause": ["none"] * 3, "max_magnitude": [HALF_MAX / 2**17] * 3}
+    advice = facts.advise(read_run(write_lines(tmp_path, whole)).record)
+    assert advice[:3] == ("2^13", f"{HALF_MAX / 2**17:.3g}", False)
+    assert advice.best_fixed == "2^17"
+
     advice = facts.advise(read_run(write_lines(tmp_path, GRADIENTS)).record)
     largest = f"{HALF_MAX / 2**17:.3g}"
 
-    # The largest gradient fits at 2^17. Four bits below, at 2^13, one of four elements is lost: 2^-40.
-    assert advice == ("2^13", largest, "25.00%", "2^15", True, 1)
+    # The largest known gradient fits at 2^17, but a step overflowed at 2^16. Four bits below 2^15, at
+    # 2^11, one of four elements is lost: 2^-40.
+    assert advice == ("2^11", largest, True, "25.00%", "2^15", True, 1)
     nothing = GRADIENTS | {"cause": ["backward"] * 3, "max_magnitude": [None] * 3}
     assert facts.advise(read_run(write_lines(tmp_path, nothing)).record) is None
 

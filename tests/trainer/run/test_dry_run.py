@@ -253,3 +253,26 @@ def test_an_evaluation_that_is_nan_is_not_ok():
 
     assert math.isfinite(found.loss)
     assert not found.ok
+
+
+@pytest.mark.thorough
+def test_gradients_that_were_not_compared_are_said_to_be(caplog):
+    """A loss that needs more examples than are compared: the reason stands in the findings."""
+
+    class Largest(Trainer):
+        def compute_loss(self, batch, training):
+            errors = tf.square(self.model(batch[0], training=training)[:, 0] - batch[1])
+            return tf.reduce_mean(tf.math.top_k(errors, 12).values)
+
+    trainer = Largest(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_reduction="global",
+        verbose=False,
+    )
+    x = np.linspace(-1, 1, 16, dtype=np.float32)
+    found = trainer.dry_run((x[:, None], x), global_batch=16)
+    reason = found.untrained.not_compared
+    assert "must have last dimension >= k = 12" in reason
+    assert f"gradients   not compared: {reason}" in str(found)
+    assert "were not compared" in caplog.text

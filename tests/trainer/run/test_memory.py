@@ -108,3 +108,63 @@ def test_the_text_of_an_estimate():
     assert str(Memory(1000, 2000, 1000, 500)) == (
         "about 4.5 kB a replica: weights 1.0 kB, slots 2.0 kB, gradients 1.0 kB, activations 500 B"
     )
+
+
+@pytest.mark.parametrize("cell", [keras.layers.SimpleRNN, keras.layers.LSTM, keras.layers.GRU])
+def test_a_loop_counts_as_often_as_it_runs(cell):
+    """The estimate is about that of the same layer without a loop, also inside a function."""
+
+    def memory(**settings):
+        class Recurrent(Dense):
+            def build_model(self):
+                layers = [keras.layers.Dense(4), cell(16, **settings)]
+                return keras.Sequential([keras.Input([12, 3]), *layers])
+
+            def compute_loss(self, batch, training):
+                return tf.function(super().compute_loss)(batch, training)
+
+        trainer = Recurrent(verbose=False, jit_compile=False)
+        batch = tf.ones([8, 12, 3])
+        trainer._start(batch)
+        return activation_bytes(trainer, batch)
+
+    assert memory() == pytest.approx(memory(unroll=True), rel=0.1)
+
+
+def test_a_loop_without_lists_counts_once():
+    """How often it runs is not known."""
+
+    class Looping(Dense):
+        def compute_loss(self, batch, training):
+            outputs = self.model(batch, training=training)
+            turns = tf.cast(tf.reduce_sum(batch), tf.int32)
+            _, found = tf.while_loop(
+                lambda index, _: index < turns,
+                lambda index, value: (index + 1, value * 2.0),
+                (0, outputs),
+            )
+            return tf.reduce_sum(found, axis=1)
+
+    trainer = Looping(verbose=False, jit_compile=False)
+    batch = tf.ones([8, 3])
+    trainer._start(batch)
+    # The matrix product, one product in the loop, and a sum; and the number of turns.
+    assert activation_bytes(trainer, batch) == 4 * 8 * (5 + 5 + 1) + 4
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_quantized_weights_are_weights():
+    """Those of LoRA on int8 are nearly all in bytes; seeds and counters are none."""
+
+    class Quantized(Dense):
+        def build_model(self):
+            model = keras.Sequential([keras.Input([32]), keras.layers.Dense(64, use_bias=False)])
+            model.layers[0].enable_lora(2)
+            model.layers[0].quantize("int8")
+            return model
+
+    trainer = Quantized(verbose=False, jit_compile=False)
+    batch = tf.ones([8, 32])
+    trainer._start(batch)
+    floats = 4 * (32 * 2 + 2 * 64 + 64)  # the adapter, and a scale for each column
+    assert memory_of(trainer, batch).weights == 32 * 64 + floats
