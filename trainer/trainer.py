@@ -97,8 +97,14 @@ from trainer.monitor.divergence import Divergence, LossWatch
 from trainer.monitor.lost_worker import worker_loss_explained
 from trainer.monitor.preemption import StopSignals
 from trainer.replay.recorder import read_record
-from trainer.replay.rerun import Replay, check_setting, rerun_step
-from trainer.run.build import Forward, build, leave_out_xla_or_refuse, recorded_settings
+from trainer.replay.rerun import Replay, check_computation, check_setting, rerun_step
+from trainer.run.build import (
+    Forward,
+    build,
+    leave_out_xla_or_refuse,
+    recorded_computation,
+    recorded_settings,
+)
 from trainer.run.changes import (
     Setup,
     adapted,
@@ -1255,6 +1261,7 @@ class Trainer(Task):
             assign(self, "jit_compile", record.setting["jit_compile"])
         check_setting(record.setting, recorded_settings(self))
         self._start(next(iter(dataset)))
+        check_computation(record.setting, recorded_computation(self))
         return rerun_step(record, dataset, state, self._parts.plan)
 
     def _result_names(self, found: EvalData) -> list[str]:

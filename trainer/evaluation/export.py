@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import check_choice, check_path
 from trainer.base.keras_private import all_layers, layers_under_policy
+from trainer.base.warn_once import warn_once
 
 PRECISIONS = ("train", "float32", "float16", "bfloat16")
 # The distance from 1 to the next larger number in each dtype.
@@ -41,6 +42,7 @@ def export(
         without `compare_on`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    warn_of_merged_adapters(model)
     if path.suffix == ".keras":
         # A quantized model is copied, because Keras cannot load everything quantized that it saves.
         copied = precision != "train" or quantized_layers(model)
@@ -94,6 +96,19 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
 def quantized_layers(model: keras.Model) -> list[str]:
     """Returns the names of a model's quantized layers."""
     return sorted(layer.name for layer in all_layers(model) if layer.quantization_mode is not None)
+
+
+def warn_of_merged_adapters(model: keras.Model) -> None:
+    """Warns that Keras writes quantized layers with LoRA as layers that compute something else."""
+    names = [layer.name for layer in all_layers(model) if getattr(layer, "lora_enabled", False)]
+    merged = sorted({*names} & {*quantized_layers(model)})
+    if merged:
+        warn_once(
+            f"Keras adds the adapters of the quantized layers {', '.join(map(repr, merged))} to "
+            "their quantized weights when it writes the model, and rounds the sums. The written "
+            "model returns other outputs than the trained one. Checkpoints keep both apart; "
+            "compare_on= says how much the outputs differ."
+        )
 
 
 def is_real(layer: keras.Layer) -> bool:

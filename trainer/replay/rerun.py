@@ -12,6 +12,8 @@ import tensorflow as tf
 import scaling
 import strategies
 from scaling.base.argument_checks import shown
+from trainer.checkpoint.folder import Facts
+from trainer.checkpoint.run_facts import differences
 from trainer.data.batches import Spec
 from trainer.replay.layer_probes import probing
 from trainer.replay.recorder import Record, Setting, write_state
@@ -172,9 +174,34 @@ def any_batch_size(spec: tf.TensorSpec) -> tf.TensorSpec:
 def check_setting(recorded: Setting, ours: Setting) -> None:
     """Raises ValueError unless a trainer has the settings that a step was recorded with."""
     for name, value in recorded.items():
-        if name not in ("strategy", "loss_scale") and ours.get(name) != value:
+        if name not in ("strategy", "loss_scale", "computation") and ours.get(name) != value:
+            argument = "loss_scale" if name == "rule" else name
+            here = shown(ours.get(name))
             raise ValueError(
-                f"`{name}` must be the same as in the recorded run; got {shown(ours.get(name))}, "
+                f"`{argument}` must be the same as in the recorded run; got {here}, "
                 f"and the record has {value!r}. With another setting the step may end differently. "
                 "Create the trainer with the settings of that run."
+            )
+
+
+def check_computation(recorded: Setting, ours: Facts) -> None:
+    """Raises ValueError unless a trainer computes what a recorded step has computed.
+
+    Records of older versions do not tell. Another version of Keras may describe an object in
+    another way, and another one of Python has another bytecode.
+
+    Args:
+        recorded: the settings in the record.
+        ours: what the trainer computes: "model" and "loss_fn", and the versions.
+    """
+    was = recorded.get("computation")
+    if not was or was["versions"]["keras"] != ours["versions"]["keras"]:
+        return
+    ignored = () if was["versions"]["python"] == ours["versions"]["python"] else ("code",)
+    for name in ("model", "loss_fn"):
+        for place, before, now in differences(was[name], ours[name], ignored):
+            raise ValueError(
+                f"`{name}` must be the same as in the recorded run; got {place} {shown(now)}, and "
+                f"the record has {shown(before)}. What another one computes says nothing of the "
+                "recorded step. Create the trainer as in that run."
             )

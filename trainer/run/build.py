@@ -18,6 +18,8 @@ from trainer.base.keras_private import is_metric_built, recompute_constants
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import versions, warn_about_model
 from trainer.checkpoint.contents import Contents, others_with_variables
+from trainer.checkpoint.folder import Facts
+from trainer.checkpoint.run_facts import model_facts
 from trainer.checkpoint.saver import has_checkpoints
 from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
@@ -31,7 +33,7 @@ from trainer.loop.pending import HOST, Pending
 from trainer.losses.output_mask import check_mask_values
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
-from trainer.run.identity import identity_of
+from trainer.run.identity import identity_of, loss_of
 from trainer.run.protocol import (
     Metrics,
     Parts,
@@ -525,8 +527,18 @@ def make_recorder(trainer: RunnableTrainer, plan: StepPlan, state: TrainState) -
         recorded_variables(plan),
         trainer.strategy,
         state.random_seed,
-        recorded_settings(trainer) | {"jit_compile": plan.jit_compile},
+        recorded_settings(trainer)
+        | {"jit_compile": plan.jit_compile, "computation": recorded_computation(trainer)},
     )
+
+
+def recorded_computation(trainer: RunnableTrainer) -> Facts:
+    """Returns what a recorded step has computed, as far as is known. The model must be built."""
+    return {
+        "model": model_facts(trainer.model, trainer.precision.policy),
+        "loss_fn": loss_of(trainer),
+        "versions": versions(),
+    }
 
 
 def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:

@@ -165,6 +165,7 @@ def adapted(
     same = before.same_variables(now)
     if same and now.same_settings(before):
         return parts, before
+    check_average(before, now)
     if not (same or training):
         return with_new_evaluator(trainer, parts), before
     slots, checkpoints = parts.slots, parts.checkpoints
@@ -187,6 +188,17 @@ def adapted(
         identity = identity | {"model": model_facts(trainer.model, trainer.precision.policy)}
     parts = parts._replace(checkpoints=new, slots=slots, identity=identity, **depending)
     return parts, setup_of(plan, trainer)
+
+
+def check_average(before: Setup, now: Setup) -> None:
+    """Raises ValueError if an optimizer is to keep an average of the weights from now on."""
+    for (*_, was), (*_, settings) in zip(before.optimizers, now.optimizers, strict=False):
+        if settings.get("use_ema") and not was.get("use_ema"):
+            raise ValueError(
+                "`optimizer` must keep an average of the weights from its first update on; got "
+                "use_ema=True, set between two calls. It has no variables for the average. Pass "
+                "ema_momentum= to the trainer, or make the optimizer with use_ema=True."
+            )
 
 
 def with_metric_variables(trainer: RunnableTrainer, parts: Parts, batch: Batch) -> Parts:

@@ -301,3 +301,26 @@ def test_the_inputs_of_a_subclassed_model_must_be_known(tmp_path):
     )
     trainer.predict(x, global_batch=4)
     trainer.export(tmp_path / "model", compare_on=x)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_adapters_that_keras_merges_are_warned_of(tmp_path, caplog):
+    """A quantized layer with LoRA is written as one that computes something else."""
+
+    def model():
+        made = keras.Sequential([keras.Input([32]), keras.layers.Dense(8, name="adapted")])
+        made.layers[0].enable_lora(2)
+        made.layers[0].quantize("int8")
+        return made
+
+    x = np.random.default_rng(0).normal(size=[16, 32]).astype(np.float32)
+    trainer = Trainer(
+        model=model, optimizer=lambda: keras.optimizers.Adam(0.1), loss_fn="mse", verbose=False
+    )
+    trainer.train((x, x[:, :8]), steps=10, global_batch=16)
+    trainer.export(tmp_path / "model.keras")
+    assert "adds the adapters of the quantized layers 'adapted' to their quantized" in caplog.text
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    found, expected = loaded(x), trainer.model(x)
+    assert 1e-4 < np.max(np.abs(found - expected)) / np.max(np.abs(expected)) < 0.1

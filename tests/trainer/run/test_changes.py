@@ -509,3 +509,19 @@ def test_a_change_before_an_evaluation_in_a_hook_is_refused_too():
     )
     with pytest.raises(ValueError, match="must not meet a change"):
         trainer.train((X, Y), steps=1, global_batch=12)
+
+
+def test_an_average_must_be_kept_from_the_first_update_on():
+    """An optimizer that was built without one has no variables for it."""
+    trainer = trainer_of()
+    train(trainer, 1)
+    trainer.optimizer.use_ema = True
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the whole message is compared
+        train(trainer, 2)
+    assert str(error.value) == (
+        "`optimizer` must keep an average of the weights from its first update on; got "
+        "use_ema=True, set between two calls. It has no variables for the average. Pass "
+        "ema_momentum= to the trainer, or make the optimizer with use_ema=True."
+    )
+    trainer.optimizer.use_ema = False
+    train(trainer, 2)
