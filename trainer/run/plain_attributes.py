@@ -1,10 +1,12 @@
 """The values that a step may have read while it was traced: numbers, flags, names, functions.
 
-They may be in lists, dicts, arrays and dataclasses, and in the module or the closure of a function.
+They may be in lists, dicts, arrays, dataclasses and namespaces, and in the module or the closure of
+a function.
 What a call of a layer or of a trainer's method assigns itself is left out: it counts something,
 such as its calls.
 """
 
+import argparse
 import dataclasses
 import math
 import types
@@ -179,6 +181,8 @@ def content_of(value: Any, depth: int) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         pairs: list[tuple[Any, Any]] = [(name, getattr(value, name, None)) for name in names]
+    elif isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        pairs = list(vars(value).items())
     elif isinstance(value, Mapping):
         pairs = [(repr(plain(key)), item) for key, item in value.items()]
     elif isinstance(value, list | tuple):

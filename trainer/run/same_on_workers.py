@@ -93,7 +93,7 @@ def settings_of(trainer: RunnableTrainer) -> dict[str, Any]:
         "log_interval": trainer.log_interval,
         "profile_steps": list(trainer.profile_steps or []),
         "divergence": describe(trainer.divergence),
-        "actions": [action.every_steps for action in trainer.actions],
+        "actions": sorted({each.every_steps for each in trainer.actions if each.every_steps}),
         "on_epoch_end": trainer.overrides("on_epoch_end"),
         "model_dir": config.folder_in(trainer.model_dir) is not None,
         "checkpoint_interval": config.checkpoint_interval,
@@ -154,7 +154,7 @@ def without_numbers(entry: Entry) -> list[Any]:
 
 def differs(value: Any, strategy: tf.distribute.Strategy) -> tuple[bool, bool]:
     """Returns whether a value differs from the chief's on this worker, and on any worker."""
-    text = json.dumps(value, sort_keys=True)
+    text = json.dumps(value, sort_keys=True, default=str)
     number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
     here = strategies.from_chief(number, strategy) != number
     return here, strategies.any_worker(here, strategy)

@@ -1,5 +1,6 @@
 """What a traced step may have read: plain attributes of layers, modules and the trainer."""
 
+import argparse
 import dataclasses
 import functools
 
@@ -224,13 +225,14 @@ class Containers(Trainer):
         self.weights, self.pair, self.numbers = {"a": {"b": 1.0}}, (1.0, 2.0), [1.0]
         self.array, self.tensor = np.ones([3], np.float32), tf.constant(1.0)
         self.settings, self.seen = Settings(), []
+        self.args = argparse.Namespace(factor=1.0)
 
     def compute_loss(self, batch, training):
         """The output times all factors; it notes how often it was traced."""
         self.seen.append(1)
         outputs = tf.cast(self.model(batch[0], training=training), tf.float32)[:, 0]
         outputs *= self.weights["a"]["b"] * self.pair[0] * self.numbers[0] * self.array[0]
-        return outputs * self.tensor * self.settings.factor * FACTOR
+        return outputs * self.tensor * self.settings.factor * self.args.factor * FACTOR
 
 
 def assign(name, value):
@@ -251,6 +253,7 @@ IN_CONTAINERS = {
     "array": lambda trainer: trainer.array.fill(3.0),
     "tensor": assign("tensor", tf.constant(3.0)),
     "settings": lambda trainer: setattr(trainer.settings, "factor", 3.0),
+    "args": lambda trainer: setattr(trainer.args, "factor", 3.0),
     "'FACTOR', which the step has read": change_global,
 }
 
