@@ -36,6 +36,7 @@ from trainer.config.foreign_names import (
     TRAIN_ARGUMENTS,
     check_not_inputs_and_labels,
     check_one_batch,
+    check_one_data_set,
     no_such_method,
 )
 from trainer.config.groups import (
@@ -992,7 +993,7 @@ class Trainer(Task):
     def evaluate(
         self,
         data: Any,
-        *,
+        *others: Any,
         global_batch: int | None = None,
         steps: int | None = None,
         precision: str = "float32",
@@ -1011,6 +1012,7 @@ class Trainer(Task):
         Args:
             data: as for `train`, or a dict of several data sets as for `eval_data`; arrays are not
                 shuffled.
+            *others: nothing; labels belong into the data.
             global_batch: the batch size, if `data` is arrays.
             steps: the largest number of batches to evaluate of each data set, counted from its
                 beginning. None evaluates whole data sets.
@@ -1024,8 +1026,10 @@ class Trainer(Task):
             as "clean/loss". The loss does not include `model.losses`.
 
         Raises:
+            TypeError, ValueError: if the data or the model cannot be used.
             RuntimeError: in another thread while `train` runs, if the average would be used.
         """
+        check_one_data_set(others)
         check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)

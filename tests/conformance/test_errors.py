@@ -698,6 +698,7 @@ TRAINER = {
     "Trainer.evaluate": [
         ("data", 'started.evaluate("test")'),
         ("data", "started.evaluate(tf.data.Dataset.from_tensors(data).repeat())"),
+        ("others", "started.evaluate(data, data)", "data"),
         ("global_batch", "started.evaluate(data)"),
         ("steps", "started.evaluate(data, global_batch=4, steps=0)"),
         ("precision", 'started.evaluate(data, global_batch=4, precision="float16")'),

@@ -138,6 +138,15 @@ def check_one_batch(others: tuple[Any, ...]) -> None:
         )
 
 
+def check_one_data_set(others: tuple[Any, ...]) -> None:
+    """Raises TypeError if `evaluate` was called with labels as a second argument."""
+    if others:
+        raise TypeError(
+            f"`data` must hold inputs and labels together; got {1 + len(others)} arguments. "
+            "Batching keeps them together. Pass evaluate((x, y), global_batch=64), for example."
+        )
+
+
 def check_no_foreign_methods(cls: type) -> None:
     """Raises TypeError if a class defines a method of Lightning or Orbit, which nothing calls.
 
