@@ -165,8 +165,7 @@ class KerasCallbacks(Callback):
         loggers = [callback for callback in self.callbacks if isinstance(callback, kind)]
         for logger in loggers:
             logger.append = True  # it would begin its file anew
-            if self.trainer.is_chief:
-                take_back_rows(logger, self._epoch_at(step)[0])
+            take_back_rows(logger, self._epoch_at(step)[0])
         return loggers
 
     def on_loop_begin(self, step: int) -> None:
