@@ -651,7 +651,8 @@ class Trainer(Task):
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
             target = self._target(steps, epochs, position)
-            request = evaluations._replace(target=target)
+            due = self._loop.evaluation_due if self._loop else None
+            request = evaluations._replace(target=target, due=due)
             check_same_run(self, self._parts, position, request, evaluated)
             choice = self._settle_compile_mode(data, target, log, position)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)

@@ -67,6 +67,7 @@ class TrainRequest(NamedTuple):
     export: Callable[[pathlib.Path], None]  # writes the evaluated model into a folder
     evaluate_at_start: bool = False  # whether to evaluate before the run's first step, too
     results: Sequence[str] = ()  # the names of the results of an evaluation
+    due: int | None = None  # the step whose evaluation an earlier call has begun and not ended
 
 
 class OuterLoop:
@@ -280,7 +281,8 @@ class OuterLoop:
         # A run that is resumed from a checkpoint of step 0 has been evaluated already.
         if self._request.evaluate_at_start and not (self._step or self._resumed):
             self._evaluate()
-        if self._saver.is_evaluation_due(self._step) and self._request.evaluate:
+        due = self._saver.is_evaluation_due(self._step) or self._request.due == self._step
+        if due and self._request.evaluate:
             self._evaluate()
             if self._step and not self._saver.evaluation_due:
                 self._after_evaluation(self._step - 1)
@@ -337,6 +339,11 @@ class OuterLoop:
     def _progress(self) -> tuple[int, pathlib.Path | None]:
         """Returns the number of attempted steps, and the newest checkpoint or None."""
         return Totals.from_state(self._parts.state).attempted, self._parts.checkpoints.latest
+
+    @property
+    def evaluation_due(self) -> int | None:
+        """The step whose evaluation was begun and not ended; None if there is none."""
+        return self._step if self._saver.evaluation_due else None
 
     def _known_progress(self) -> tuple[int, pathlib.Path | None]:
         """Returns the same as of the last inner loop, without reading a variable."""

@@ -466,3 +466,33 @@ def test_a_hook_that_raises_before_an_evaluation_loses_nothing(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["split"] == "validation"] == [4, 8]
     assert ended == [1, 2]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("hook", ["on_evaluate_begin", "on_evaluate_end"])
+def test_an_evaluation_that_a_hook_interrupted_is_repeated(hook, saved, tmp_path):
+    """The next call of `train` makes up for it, with a model_dir and without."""
+
+    class Once(Trainer):
+        failed = False
+
+        def fail(self, step, *results):
+            del results
+            if step == 2 and not self.failed:
+                self.failed = True
+                raise KeyError(hook)
+
+    setattr(Once, hook, Once.fail)
+    trainer = Once(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        loss_fn="mse",
+        model_dir=tmp_path / "run" if saved else None,
+        verbose=False,
+    )
+    x = np.ones([4, 1], np.float32)
+    arguments = {"global_batch": 4, "eval_data": (x, x), "eval_interval": 2}
+    with pytest.raises(KeyError):
+        trainer.train((x, x), 4, **arguments)
+    summary = trainer.train((x, x), 4, **arguments)
+    assert [*summary.history["val_step"]] == [2, 4]
