@@ -40,6 +40,7 @@ from trainer.run.plain_attributes import (
     attributes_of_layer,
     attributes_of_trainer,
     plain_attributes,
+    read_outside,
 )
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import (
@@ -87,7 +88,7 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
         tuple(model.trainable_variables),
         (
             *((part, *policy_of(part), attributes_of_layer(part)) for part in parts),
-            (trainer, attributes_of_trainer(trainer)),
+            (trainer, attributes_of_trainer(trainer) | read_outside(parts, trainer)),
         ),
         tuple(
             (learning_rate_setting(one), rate_of(one), plain_attributes(one, OF_OPTIMIZER))
@@ -316,7 +317,7 @@ def changed_settings(before: Setup, now: Setup) -> str:
             names = [name for name in both if old[-1].get(name) != new[-1].get(name)]
             first = [*names, *both][0] if both else ""
             if first.startswith(OUTSIDE):
-                return f"{first.removeprefix(OUTSIDE)!r}, which the step has read"
+                return f"{first.rpartition(':')[2]!r}, which the step has read"
             if new is not now.layers[-1]:
                 return f"layer {new[0].name!r}"
             return "loss_fn" if first.startswith("loss_fn ") else f"trainer.{first}"

@@ -124,21 +124,29 @@ def values_outside(function: types.FunctionType) -> dict[str, Any]:
 
     Those that it assigns, or whose items it changes, are left out.
     """
-    outside = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))
-    found: dict[str, Any] = {}
+    of_module, of_closure = names_outside(function.__code__)
+    closure = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))
+    module = function.__globals__
+    found = {name: module[name] for name in of_module if name in module}
+    return found | {name: closure[name] for name in of_closure if name in closure}
+
+
+@functools.cache
+def names_outside(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the names that code reads of its module and of its closure, and does not change."""
+    of_module: set[str] = set()
+    of_closure: set[str] = set()
     changed: set[str] = set()
-    for part in parts_of(function.__code__):
+    for part in parts_of(code):
         instructions = list(dis.get_instructions(part))
         for at, each in enumerate(instructions):
             if each.opname in ("STORE_GLOBAL", "STORE_DEREF"):
                 changed.add(each.argval)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF"):
-                where = function.__globals__ if each.opname == "LOAD_GLOBAL" else outside
-                if each.argval in where:
-                    found[each.argval] = where[each.argval]
+                (of_module if each.opname == "LOAD_GLOBAL" else of_closure).add(each.argval)
                 if is_changed(instructions[at + 1 : at + 3]):
                     changed.add(each.argval)
-    return {name: value for name, value in found.items() if name not in changed}
+    return frozenset(of_module - changed), frozenset(of_closure - changed)
 
 
 def cells_of(function: types.FunctionType) -> list[Any]:

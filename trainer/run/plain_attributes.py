@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from trainer.config.attributes import TRACED_METHODS
 from trainer.run.names_read import is_of_library, plain_function, reads_of, values_outside
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
-OUTSIDE = "outside: "  # before the name of a value that is no attribute
+OUTSIDE = "outside: "  # before a function and the name of a value that it reads, as in "f:FACTOR"
 LONG = 1000  # of a container with more items, about so many are compared
 LARGE = 10**6  # the same for the elements of an array
 # The methods that are traced; they may call others.
@@ -95,27 +95,57 @@ def attributes_of_layer(layer: object) -> dict[str, Any]:
 
 
 def attributes_of_trainer(trainer: object) -> dict[str, Any]:
-    """Returns what the traced methods of a trainer's subclass, and its losses, read."""
-    base = next(cls for cls in type(trainer).__mro__ if cls.__module__.startswith(PACKAGE))
-    return read_by(trainer, base, TRACED_METHODS) | read_by_losses(trainer)
+    """Returns what the traced methods of a trainer's subclass read, and the losses' settings."""
+    settings = {
+        f"loss_fn {place}": snapshot(describe(loss))
+        for place, loss in enumerate(losses_of(trainer))
+        if isinstance(loss, keras.losses.Loss)
+    }
+    return read_by(trainer, base_of(trainer), TRACED_METHODS) | settings
 
 
-def read_by_losses(trainer: object) -> dict[str, Any]:
-    """Returns the settings of a trainer's losses, and what functions among them read."""
+def base_of(trainer: object) -> type:
+    """Returns the class of ours that a trainer's class is derived from."""
+    return next(cls for cls in type(trainer).__mro__ if cls.__module__.startswith(PACKAGE))
+
+
+def losses_of(trainer: object) -> list[Any]:
+    """Returns a trainer's losses: objects and functions."""
     given = getattr(trainer, "_loss_fn", None)
-    found: dict[str, Any] = {}
-    for place, loss in enumerate(tf.nest.flatten(getattr(given, "losses", given))):
-        if isinstance(loss, keras.losses.Loss):
-            found[f"loss_fn {place}"] = snapshot(describe(loss))
-        elif isinstance(function := plain_function(loss), types.FunctionType):
-            found |= {} if is_of_library(function) else outside(function)
-    return found
+    losses: list[Any] = tf.nest.flatten(getattr(given, "losses", given))
+    return losses
+
+
+def read_outside(layers: Sequence[object], trainer: object) -> dict[str, Any]:
+    """Returns the values that traced functions read of their modules and closures.
+
+    Args:
+        layers: the layers, of which the functions are methods.
+        trainer: the trainer, whose methods and losses are others.
+    """
+    functions = {
+        function: None  # a dict keeps the order
+        for cls in dict.fromkeys(map(type, layers))
+        for function in reads_of(cls, keras.Layer, OF_LAYERS).functions
+    }
+    kind = cast("Any", type(trainer))
+    functions |= dict.fromkeys(reads_of(kind, base_of(trainer), TRACED_METHODS).functions)
+    losses = [plain_function(loss) for loss in losses_of(trainer)]
+    own = [each for each in losses if isinstance(each, types.FunctionType)]
+    functions |= dict.fromkeys(each for each in own if not is_of_library(each))
+    return known(
+        {
+            f"{OUTSIDE}{function.__module__}.{function.__qualname__}:{name}": snapshot(value)
+            for function in functions
+            for name, value in values_outside(function).items()
+        }
+    )
 
 
 def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, Any]:
     """Returns the values that an object's methods read and do not change, by name.
 
-    Those of its classes are among them, and those outside of the object that the methods read.
+    Those of its classes are among them.
 
     Args:
         owner: the object.
@@ -124,10 +154,8 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     """
     cls = type(owner)
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
-    names, functions = reads_of(cast("Any", cls), base, methods)
+    names = reads_of(cast("Any", cls), base, methods).names
     found: dict[str, Any] = {}
-    for function in functions:
-        found |= outside(function)
     if not names:
         return found
     for part in (*(each for each in reversed(cls.__mro__) if each not in base.__mro__), owner):
@@ -136,12 +164,6 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
             values = {k: v for k, v in values.items() if type(v) is not types.FunctionType}
         found |= known({name: snapshot(value) for name, value in values.items()})
     return found
-
-
-def outside(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the values that a function reads of its module and its closure; see `OUTSIDE`."""
-    values = values_outside(function).items()
-    return known({OUTSIDE + name: snapshot(value) for name, value in values})
 
 
 def known(values: dict[str, Any]) -> dict[str, Any]:
