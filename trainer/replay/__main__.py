@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError("Pass the folder of one record, model_dir/overflows/step-*.")
     path = pathlib.Path(argv[1])
     arguments = dict(read_record(path)[0].setting)
-    del arguments["rule"]  # not a constructor argument; `Trainer.replay` checks it
+    for name in ("rule", "computation"):  # no arguments; `Trainer.replay` checks them
+        arguments.pop(name, None)
     replicas = arguments.pop("num_replicas")
     # The name is None if the strategy was passed as an object, which records do not store. The
     # trainer must then create its own.

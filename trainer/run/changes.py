@@ -21,7 +21,7 @@ from trainer.base.keras_private import (
     learning_rate_setting,
     recompute_constants,
 )
-from trainer.checkpoint.run_facts import model_facts
+from trainer.checkpoint.run_facts import differences, model_facts
 from trainer.checkpoint.warm_start import weights_of
 from trainer.evaluation.evaluator import Evaluator
 from trainer.run.build import (
@@ -186,7 +186,10 @@ def adapted(
     depending = parts_of_plan(trainer, plan, parts.state, parts.stop, parts.metrics)
     identity = parts.identity
     if not same:  # a layer may have got other variables, as by enable_lora
-        identity = identity | {"model": model_facts(trainer.model, trainer.precision.policy)}
+        model = model_facts(trainer.model, trainer.precision.policy)
+        # What is trained is compared apart: see `check_trained_as_saved`.
+        if differences(identity["model"], model, ignored=("trainable",)):
+            identity = identity | {"model": model}
     parts = parts._replace(checkpoints=new, slots=slots, identity=identity, **depending)
     return parts, setup_of(plan, trainer)
 
