@@ -128,7 +128,7 @@ def are_unique(indices: tf.Tensor) -> bool:
     They must not go through `tf.unique` again. XLA computes its result, whose size it does not
     know, in a buffer as long as the input, and takes the rest of the buffer for input too.
     """
-    if tf.executing_eagerly():
+    if not tf.is_symbolic_tensor(indices):  # it has a value, also in a function that reads it
         return False
     operation = indices.op
     while operation.type in ("Identity", "Reshape"):

@@ -239,14 +239,22 @@ def test_reset_forgets_an_abandoned_step():
     assert take_step(scaler, True)
 
 
-def test_an_inner_function_may_scale_and_unscale():
-    """An inner function that is traced only once can be called by several functions and traces."""
-    scaler = LossScaler(DynamicLossScale(8.0))
+def gradient_function(scaler):
+    """Returns a `tf.function` that scales its argument and unscales it."""
 
     @tf.function
     def gradient(x):
         scaled, token = scaler.scale(x)
         return scaler.unscale(scaled, token)
+
+    return gradient
+
+
+def test_an_inner_function_may_scale_and_unscale():
+    """An inner function that is traced only once can be called by several functions and traces."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+
+    gradient = gradient_function(scaler)
 
     @tf.function
     def step(x, factor):
@@ -262,10 +270,7 @@ def test_an_inner_function_may_be_called_for_each_of_several_updates(before):
     """As for several updates of a critic. When the inner function was traced makes no difference."""
     scaler = LossScaler(DynamicLossScale(8.0))
 
-    @tf.function
-    def gradient(x):
-        scaled, token = scaler.scale(x)
-        return scaler.unscale(scaled, token)
+    gradient = gradient_function(scaler)
 
     @tf.function
     def step(x):

@@ -288,9 +288,9 @@ class Advice(NamedTuple):
 def advise(record: Record) -> Advice | None:
     """Returns what to recommend for a whole run; None if no step was applied.
 
-    That is what `scaling.recommend` advises, but never less than its margin below the best fixed
-    scale. The largest gradient of a step that overflowed is not known, and where gradients of
-    activations overflow, those of the weights tell nothing of it.
+    That is what `scaling.recommend` advises, and at most a sixteenth of the best fixed scale. How
+    large the gradients of a skipped step were is not known, and gradients of activations may
+    overflow where those of the weights are small.
     """
     applied = record.max_magnitude[~record.skipped]
     if not applied.size:

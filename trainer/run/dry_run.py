@@ -66,14 +66,13 @@ class DryRun(NamedTuple):
         without, outside, not_compared = self.untrained
         untrained = f"; none for {listed(without)}" if without else ""
         untrained += f"; no optimizer updates {listed(outside)}" if outside else ""
+        compared = f"those of a plain loop{untrained}"
         lines = {
             "parameters": f"{self.parameters:,}, {self.frozen:,} of them frozen",
             "train step": self.step,
             "eval step": evaluation,
             "checkpoint": f"saved and restored {restored}, {format_bytes(self.checkpoint_bytes)}",
-            "gradients": f"not compared: {not_compared}"
-            if not_compared
-            else f"those of a plain loop{untrained}",
+            "gradients": f"not compared: {not_compared}" if not_compared else compared,
             "traces": f"{self.traces}{retraced}",
             "replicas": f"{self.replicas}, {equal}",
             "memory": str(self.memory),

@@ -12,20 +12,22 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from trainer.base.describe import cells_of
+
 # The methods by which a list, a dict or a set is changed.
 MUTATORS = frozenset({
     "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem",
     "popleft", "remove", "reverse", "setdefault", "sort", "update",
 })  # fmt: skip
 CHANGES_ITEM = ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY")  # COPY: as in `self.counts[key] += 1`
-LIBRARIES = ("keras", "tensorflow", "numpy")
+FRAMEWORKS = ("keras", "tensorflow", "numpy")
 
 
 class Reads(NamedTuple):
     """What the methods of a class read and do not change."""
 
     names: frozenset[str]  # attributes of their object
-    functions: tuple[types.FunctionType, ...]  # the methods, but those of libraries
+    functions: tuple[types.FunctionType, ...]  # the methods, but those of frameworks
 
 
 def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str]:
@@ -59,7 +61,7 @@ def reads_of(cls: type, base: type, methods: tuple[str, ...]) -> Reads:
         if name in seen or name not in own:
             continue
         seen.add(name)
-        functions += [each for each in own[name] if not is_of_library(each)]
+        functions += [each for each in own[name] if not is_of_framework(each)]
         for used in (names_used(each.__code__) for each in own[name]):
             read |= used.of_self
             changed |= used.changed
@@ -76,9 +78,9 @@ def plain_function(method: Any) -> Any:
     return inspect.unwrap(method) if callable(method) else method
 
 
-def is_of_library(function: types.FunctionType) -> bool:
+def is_of_framework(function: types.FunctionType) -> bool:
     """Returns whether Keras, TensorFlow or NumPy defines a function."""
-    return str(function.__module__).partition(".")[0] in LIBRARIES
+    return str(function.__module__).partition(".")[0] in FRAMEWORKS
 
 
 class NamesUsed(NamedTuple):
@@ -147,17 +149,6 @@ def names_outside(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]
                 if is_changed(instructions[at + 1 : at + 3]):
                     changed.add(each.argval)
     return frozenset(of_module - changed), frozenset(of_closure - changed)
-
-
-def cells_of(function: types.FunctionType) -> list[Any]:
-    """Returns the values of a function's closure; None for a cell that is still empty."""
-    values = []
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:
-            values.append(None)
-    return values
 
 
 def parts_of(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from trainer.base.describe import describe
 from trainer.config.attributes import TRACED_METHODS
-from trainer.run.names_read import is_of_library, plain_function, reads_of, values_outside
+from trainer.run.names_read import is_of_framework, plain_function, reads_of, values_outside
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
 OUTSIDE = "outside: "  # before a function and the name of a value that it reads, as in "f:FACTOR"
@@ -132,7 +132,7 @@ def read_outside(layers: Sequence[object], trainer: object) -> dict[str, Any]:
     functions |= dict.fromkeys(reads_of(kind, base_of(trainer), TRACED_METHODS).functions)
     losses = [plain_function(loss) for loss in losses_of(trainer)]
     own = [each for each in losses if isinstance(each, types.FunctionType)]
-    functions |= dict.fromkeys(each for each in own if not is_of_library(each))
+    functions |= dict.fromkeys(each for each in own if not is_of_framework(each))
     return known(
         {
             f"{OUTSIDE}{function.__module__}.{function.__qualname__}:{name}": snapshot(value)

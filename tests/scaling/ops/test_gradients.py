@@ -104,6 +104,14 @@ def test_rows_may_be_coalesced_again(compiled):
     assert read.shape == (7, 2)
 
 
+def test_rows_from_outside_of_a_function_are_coalesced():
+    """A function may read slices that have values already."""
+    slices = tf.IndexedSlices(tf.constant([3.0, 4.0]), tf.constant([1, 1]))
+    found = tf.function(lambda: scaling.coalesce(slices))()
+
+    assert (found.indices.numpy().tolist(), found.values.numpy().tolist()) == ([1], [7.0])
+
+
 def test_no_loss_scale_returns_the_same_tensors():
     """With `NoLossScale`, loss and gradients are returned as the same tensors."""
     state, loss = scaling.NoLossScale().initial_state(), tf.constant(2.0)
