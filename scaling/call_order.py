@@ -51,7 +51,7 @@ class Place:
     Attributes:
         scaled: number of calls of `scale`.
         unscaled: number of calls of `unscale`.
-        graph: the graph of the last call of `unscale`; None eagerly.
+        graph: the graph of the last call of `unscale` since the last update; None eagerly.
     """
 
     def __init__(self) -> None:
@@ -156,8 +156,10 @@ class CallOrder:
     def record_update(self) -> None:
         """Records a call of `update`: the counts start again from zero."""
         places = self._places("update")
-        if replica_id() in places:
-            places[replica_id()].scaled = places[replica_id()].unscaled = 0
+        place = places.get(replica_id())
+        if place:
+            place.scaled = place.unscaled = 0
+            place.graph = None  # it would keep its own key in `_graphs` alive
 
     def reset(self) -> None:
         """Forgets the calls in this graph and on this replica; their tokens become invalid."""

@@ -25,6 +25,11 @@ class Capabilities:
         """Whether the replicas compute on GPUs, not on CPUs or a TPU."""
         return not (self.on_cpu or self.decides_in_replica)
 
+    @property
+    def several_processes(self) -> bool:
+        """Whether other processes take steps: workers, or those of parameter servers."""
+        return self.multi_worker or self.asynchronous
+
 
 def capabilities(strategy: tf.distribute.Strategy) -> Capabilities:
     """Returns the properties of a strategy, as plain Python values.

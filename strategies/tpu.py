@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from strategies.checks import shown
+from strategies.liveness import GREETING
 
 TIMEOUT_SECS = 20.0  # how long to wait for an answer from a TPU
-# The first bytes that an HTTP/2 (and so a gRPC) client sends. The server answers with a
-# SETTINGS frame, whose fourth byte is its type. Source: RFC 9113, sections 3.4, 4.1 and 6.5.
-CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+# A gRPC server answers a client's greeting with a SETTINGS frame, whose fourth byte is this type.
+# Source: RFC 9113, sections 3.4, 4.1 and 6.5.
 SETTINGS = 4
 
 
@@ -73,7 +73,7 @@ def check_grpc_server(host: str, port: int) -> None:
     """Raises OSError unless a gRPC server answers at this host and port."""
     with socket.create_connection((host, port), timeout=TIMEOUT_SECS) as connection:
         connection.settimeout(TIMEOUT_SECS)
-        connection.sendall(CLIENT_PREFACE)
+        connection.sendall(GREETING)
         answer = connection.recv(9)
     if len(answer) < 4 or answer[3] != SETTINGS:
         raise OSError(f"the server does not speak gRPC; it answered {answer!r}")

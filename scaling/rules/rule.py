@@ -30,7 +30,7 @@ USUAL_INITIAL_SCALE = 2.0**15
 USUAL_MIN_SCALE = 2.0**-14
 USUAL_MAX_SCALE = 2.0**24
 
-State = TypeVar("State", bound=tuple[tf.Tensor, ...])
+State = TypeVar("State", bound=RuleState)
 
 
 class LossScaleRule(Protocol):

@@ -33,8 +33,9 @@ EVERY_LAYER = (
     "autocast", "built", "compiled", "name", "steps_per_execution", "supports_jit",
     "supports_masking", "unrolled_steps_per_execution",
 )  # fmt: skip
+HALFSTEP = ("scaling", "strategies", "trainer")
 # Functions of these packages are described by their names; so are those of any installed package.
-LIBRARIES = ("keras", "tensorflow", "numpy", "trainer")
+LIBRARIES = ("keras", "tensorflow", "numpy", *HALFSTEP)
 
 
 def describe(value: Any) -> Plain:

@@ -364,6 +364,12 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def owners_of(model: keras.Model) -> dict[int, keras.Layer]:
+    """Returns the innermost layer that holds each variable of a model, by the variable's id."""
+    # Outer layers come before inner ones, so the last layer that holds a variable is its owner.
+    return {id(variable): layer for layer in all_layers(model) for variable in layer.variables}
+
+
 def is_metric_built(metric: keras.metrics.Metric) -> bool:
     """Returns whether a metric has its variables. A few classes make them in their first update.
 

@@ -81,6 +81,14 @@ def read_manifest(path: pathlib.Path) -> Facts:
     return facts
 
 
+def manifest_text(path: pathlib.Path) -> str | None:
+    """Returns the text of a folder's manifest; None if it cannot be read."""
+    try:
+        return (path / MANIFEST).read_text(errors="replace")
+    except OSError:
+        return None
+
+
 def read_unchecked(path: pathlib.Path) -> Facts:
     """Returns the contents of a folder's manifest; {} if it cannot be read."""
     try:

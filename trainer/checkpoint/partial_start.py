@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from scaling.base.argument_checks import shown
+from trainer.step.held_back import name_of_variable
 from trainer.step.types import Variable
 
 
@@ -32,7 +33,7 @@ def load_all_but(
         ValueError: if an expression matches no name, or if a weight that is not left out has no
             saved value of its name and shape, or a saved value no weight.
     """
-    ours = named([getattr(each, "path", each.name) for each in weights], weights)
+    ours = named([name_of_variable(each) for each in weights], weights)
     names = [line.rpartition(": ")[0] for line in saved]
     theirs = named(names, names)
     check_skips(skip, [*ours, *theirs])

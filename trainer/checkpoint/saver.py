@@ -1,7 +1,6 @@
 """Saves a run and restores it. Each checkpoint is a folder `model_dir/ckpt-STEP`."""
 
 import concurrent.futures
-import contextlib
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -136,16 +135,17 @@ class Checkpoints:
             ValueError: if it belongs to a different model or optimizer.
         """
         while True:
-            before = manifest_text(path)
+            before = folder.manifest_text(path)
             if before is None:
                 return False
             try:
                 self._read(path, folder.read_manifest(path))
-                if manifest_text(path) in (before, None):  # the files that were open stay readable
+                # If it was removed meanwhile, the files that were open stayed readable.
+                if folder.manifest_text(path) in (before, None):
                     return True
             except (ValueError, OSError, tf.errors.OpError):
                 self.latest, self.facts = None, {}  # part of it may have been read
-                if manifest_text(path) == before:
+                if folder.manifest_text(path) == before:
                     raise
 
     def _read(self, path: pathlib.Path, facts: Facts) -> None:
@@ -199,9 +199,11 @@ class Checkpoints:
             if write_more:
                 write_more(target)
             self._contents.write(target)
-        except (OSError, tf.errors.OpError) as error:
+        except BaseException as error:
             self._discard(path)
-            raise write_error(path, error) from error
+            if isinstance(error, (OSError, tf.errors.OpError)):
+                raise write_error(path, error) from error
+            raise
         self._previous, self.files = (self.latest, self.facts), None
         self._writing = self._writer.submit(self._finish, path, facts)
         self.latest, self.facts, self.resumed = path, facts, True
@@ -288,7 +290,7 @@ class Checkpoints:
         if writing:
             try:
                 writing.result()
-            except CheckpointError:
+            except Exception:
                 self.latest, self.facts = self._previous
                 raise
 
@@ -360,14 +362,6 @@ def has_checkpoints(
         clean_up_folders(model_dir, PREFIX)
     found = bool(folder.committed(model_dir, PREFIX))
     return strategies.from_chief(int(found), strategy) > 0
-
-
-def manifest_text(path: pathlib.Path) -> str | None:
-    """Returns the text of a checkpoint's `run.json`; None if there is none."""
-    try:
-        return (path / folder.MANIFEST).read_text()
-    except FileNotFoundError:
-        return None
 
 
 def write_error(path: pathlib.Path, error: Exception) -> CheckpointError:
@@ -446,18 +440,12 @@ def read_while_written(path: pathlib.Path) -> Facts:
     Raises:
         DamagedError: if it is damaged, or has been removed.
     """
-
-    def manifest() -> bytes | None:
-        with contextlib.suppress(OSError):
-            return (path / folder.MANIFEST).read_bytes()
-        return None
-
     while True:
-        before = manifest()
+        before = folder.manifest_text(path)
         try:
             return folder.read_manifest(path)
         except folder.DamagedError:
-            if manifest() == before:
+            if folder.manifest_text(path) == before:
                 raise
 
 

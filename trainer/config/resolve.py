@@ -123,7 +123,7 @@ def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precisio
 
 def check_recordable(max_overflow_records: int, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError if overflows are to be recorded in a run with several processes."""
-    if max_overflow_records and runs_in_several_processes(strategy):
+    if max_overflow_records and strategies.capabilities(strategy).several_processes:
         raise ValueError(
             f"`max_overflow_records` must be 0 with several workers; got {max_overflow_records}. A "
             "record holds every replica's variables, and no worker has those of another. Leave "
@@ -143,7 +143,7 @@ def check_async_checkpoint(async_checkpoint: bool, strategy: tf.distribute.Strat
 
 def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError, naming a method, if a strategy runs in several processes."""
-    if runs_in_several_processes(strategy):
+    if strategies.capabilities(strategy).several_processes:
         raise ValueError(
             f"`{name}` works in a single process only; got a {type(strategy).__name__}. The "
             "changes that other processes make could not be undone. Use "
@@ -180,12 +180,6 @@ def check_outside_scope() -> None:
             "optimizer are built, and the trainer's counters must not be copied to each replica. "
             "Pass strategy= to Trainer, and call its methods after the `with` block."
         )
-
-
-def runs_in_several_processes(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a strategy has several workers or parameter servers."""
-    found = strategies.capabilities(strategy)
-    return found.multi_worker or found.asynchronous
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from trainer.base.describe import HALFSTEP
 from trainer.base.error_origin import raising_package
 from trainer.data.reader import BatchError, Reader
 from trainer.data.source import EmptyPassError
@@ -114,7 +115,7 @@ def source_error(cause: Exception, place: str = "", saved: str = "") -> DataErro
 
 def raised_by_halfstep(error: Exception) -> bool:
     """Returns whether an error was raised by a line of halfstep, which says what to do."""
-    return raising_package(error) in {"scaling", "strategies", "trainer"}
+    return raising_package(error) in HALFSTEP
 
 
 def pipeline_error(error: tf.errors.OpError, place: str = "") -> DataError:

@@ -5,6 +5,7 @@ after the last batch that a step has used.
 """
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -126,8 +127,15 @@ class Reader:
                         self._remembered.append(remembered)
                 yield checked
 
-    def _errors_kept(self) -> "_ErrorsKept":
-        return _ErrorsKept(self)
+    @contextlib.contextmanager
+    def _errors_kept(self) -> Iterator[None]:
+        """Context manager: remembers an error of the source; TensorFlow keeps only its text."""
+        self.error = None
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            raise
 
     def _converted(self, batch: Any, number: int) -> Any:
         try:
@@ -182,18 +190,3 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
-
-
-class _ErrorsKept:
-    """Context manager: remembers the error that reading raises; TensorFlow keeps only its text."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def __enter__(self) -> None:
-        self._reader.error = None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        del kind, trace
-        if isinstance(error, Exception):
-            self._reader.error = error

@@ -163,13 +163,8 @@ def spec_of(batches: list[Any]) -> Any:
         known = [size.pop() if len(size) == 1 else None for size in sizes]
         return tf.TensorSpec([None, *known[1:]] if known else [], dtype)
 
-    arrays = [tf.nest.map_structure(leaf_array, batch) for batch in batches]
+    arrays = [tf.nest.map_structure(np.asarray, batch) for batch in batches]
     return tf.nest.map_structure(leaf_spec, *arrays)
-
-
-def leaf_array(leaf: Any) -> np.ndarray:
-    """Returns a leaf of a batch as a NumPy array, without a copy where possible."""
-    return np.asarray(leaf)
 
 
 def difference(batch: Any, spec: Any) -> str | None:
@@ -223,7 +218,7 @@ def fingerprint(batch: Any) -> int:
     """
     found = 0
     for leaf in tf.nest.flatten(batch):
-        flat = np.ravel(leaf_array(leaf))
+        flat = np.ravel(np.asarray(leaf))
         sample = flat[:: max(1, flat.size // 1024)]
         content = repr(sample.tolist()).encode() if sample.dtype.kind in "UO" else sample.tobytes()
         found = zlib.crc32(content, zlib.crc32(repr(np.shape(leaf)).encode(), found))

@@ -22,7 +22,7 @@ from scaling.base.argument_checks import is_number, shown
 from trainer.base.argument_checks import check_count
 from trainer.base.describe import digest
 from trainer.checkpoint import folder
-from trainer.checkpoint.saver import PREFIX, manifest_text
+from trainer.checkpoint.saver import PREFIX
 from trainer.evaluation.eval_data import EvalData
 from trainer.log.run_log import format_results
 from trainer.log.writers import RunWriters
@@ -121,7 +121,7 @@ class ContinuousEvaluation:
             return None
         key = path, status.st_mtime_ns, status.st_ino, status.st_size
         if key not in self._fingerprints:
-            text = manifest_text(path)
+            text = folder.manifest_text(path)
             if text is None:
                 return None
             self._fingerprints[key] = fingerprint(text)
@@ -264,8 +264,7 @@ def check_follower(
             "that has. The checkpoints would replace its weights. Call it in a process of its own, "
             "or pass eval_data= to train."
         )
-    found = strategies.capabilities(strategy)
-    if found.multi_worker or found.asynchronous:
+    if strategies.capabilities(strategy).several_processes:
         raise ValueError(
             "`strategy` must run in a single process for evaluate_continuously; got "
             f"{type(strategy).__name__}. Workers could see different checkpoints. Use "

@@ -1,35 +1,41 @@
-"""Evaluation and prediction: each replica runs the forward pass on its share of a batch."""
+"""Evaluation: each replica runs the forward pass on its share of a batch.
+
+`Evaluator` predicts, too; `prediction.py` holds what is particular to that.
+"""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import strategies
 from scaling.base.argument_checks import is_name_in, shown
-from strategies.division import count_examples, known_examples
 from trainer.base.autograph import call_user, without_autograph
 from trainer.base.keras_private import differentiable_moments
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.in_float32 import in_float32
+from trainer.evaluation.no_writes import (
+    advance,
+    generators_in,
+    keys_of,
+    next_source,
+    plain_variables,
+    without_writes,
+)
+from trainer.evaluation.prediction import joined, predict_batch
+from trainer.losses.metrics import numbers_of
 from trainer.step.accumulate import real_aux, real_rows
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
-from trainer.step.held_back import HoldBack
-from trainer.step.losses import assert_shapes, distinct, losses_and_aux, weighted_sum
+from trainer.step.losses import distinct, losses_and_aux, weighted_sum
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.plan import StepPlan
-from trainer.step.randomness import make_keys
-from trainer.step.reach import reach
 from trainer.step.replica import my_share
-from trainer.step.rollback import read_copies, variables_in_reach, write_copies
+from trainer.step.rollback import read_copies, write_copies
 from trainer.step.state import TrainState
-from trainer.step.types import MetricsByName, Variable
-from trainer.step.user_functions import functions_of_one_precision
 from trainer.step.xla import WITH_PASSES
 
 PRECISIONS = ("float32", "train")
@@ -129,6 +135,7 @@ class Evaluator:
         Returns:
             The results, keyed by name; None if the evaluation was stopped.
         """
+        argument = getattr(self._task, "data_argument", "eval_data")
         for metric in self._task.metrics.values():
             metric.reset_state()
         with self._computing_in(precision):
@@ -140,11 +147,11 @@ class Evaluator:
         if strategies.any_worker(bool(left), self._strategy):
             if stopped:
                 return None
-            raise unequal_lengths(bool(left))
+            raise unequal_lengths(argument, left=bool(left))
         if not (weight or self._source[1] or stopped):  # a mean of nothing would be 0, the best
-            raise nothing_to_read()
+            raise nothing_to_read(argument)
         if not weight and not stopped:
-            raise no_weight(getattr(self._task, "data_argument", "eval_data"))
+            raise no_weight(argument)
         metrics = numbers_of(self._task.metrics)
         return {"loss": float(total / weight), **metrics}
 
@@ -235,25 +242,6 @@ class Evaluator:
         return contextlib.nullcontext()
 
 
-def plain_variables(model: Any, held_back: Sequence[Variable]) -> list[tf.Variable]:
-    """Returns the variables of a model that no scope of Keras holds back."""
-    found = variables_in_reach([model], held_back)
-    return [variable for variable in found if isinstance(variable, tf.Variable)]
-
-
-def generators_in(model: Any) -> list[tf.random.Generator]:
-    """Returns the random generators of TensorFlow that a model reaches."""
-    found = reach({"model": model})
-    return [item for _, item, _ in found if isinstance(item, tf.random.Generator)]
-
-
-def advance(generator: tf.random.Generator, call: int, strategy: tf.distribute.Strategy) -> None:
-    """Moves a generator to the numbers of a call, each of which has 2^32 blocks of its own."""
-    for copy in strategy.experimental_local_results(generator.state):
-        counter = tf.one_hot(0, copy.shape[0], dtype=copy.dtype)
-        copy.assign_add(tf.cast(call * 2**32, copy.dtype) * counter)
-
-
 def evaluate_all(
     eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
     stop: tf.Variable,
@@ -302,39 +290,28 @@ def evaluate_all(
     return total, weight, following.has_value()
 
 
-def next_source(counter: tf.Variable) -> tf.Tensor:
-    """Returns the source of a batch's keys, and counts the batch: shape (2,), int64.
-
-    Args:
-        counter: the call's number, and the index of its next batch: shape (2,), int64.
-    """
-    source = counter.read_value()
-    with tf.control_dependencies([source]):
-        counter.assign_add([0, 1])
-    return source
-
-
 class UnequalLengthsError(ValueError):
     """Raised by all workers together, after an evaluation that ended earlier for some of them."""
 
 
-def unequal_lengths(left: bool) -> UnequalLengthsError:
+def unequal_lengths(argument: str, *, left: bool) -> UnequalLengthsError:
     """Returns the error for evaluation data that ends earlier on some workers.
 
     Args:
+        argument: the argument that the data were passed as.
         left: whether this worker has batches left.
     """
     found = "this worker has batches left" if left else "another worker has batches left"
     return UnequalLengthsError(
-        f"`eval_data` must be the same on every worker; got data of different lengths: {found}. "
+        f"`{argument}` must be the same on every worker; got data of different lengths: {found}. "
         "Each replica takes its own share of every batch. Do not divide the data between workers."
     )
 
 
-def nothing_to_read() -> ValueError:
+def nothing_to_read(argument: str) -> ValueError:
     """Returns the error for evaluation data whose first batch was there, but nothing after it."""
     return ValueError(
-        "`eval_data` must be data that can be read again; got a source that is used up. Every "
+        f"`{argument}` must be data that can be read again; got a source that is used up. Every "
         "evaluation reads it from the beginning. Pass arrays, or a dataset that opens its source "
         "anew in each pass."
     )
@@ -386,221 +363,3 @@ def replica_evaluate(
     if plan.global_loss:  # the mean over batches weights each by its number of examples
         return part_of_mean(total, share, size) * size.weight
     return weighted_sum(total, share)
-
-
-def predict_batch(
-    plan: StepPlan,
-    method: Callable[[Any], Any],
-    draws: tf.Variable,
-    compiles: bool,
-    batch: Any,
-) -> Any:
-    """Returns the outputs for a global batch, in the order of its examples.
-
-    Call it in a `tf.function`.
-
-    Args:
-        plan: the plan of the training step, whose model `method` calls; none of its variables is
-            written.
-        method: `Task.predict_batch`.
-        draws: the counter of `next_source`.
-        compiles: whether XLA compiles the pass.
-        batch: the global batch.
-    """
-    arguments = (batch, plan, method, compiles, next_source(draws))
-    shares = plan.strategy.run(replica_predict, args=arguments)
-    return tf.nest.map_structure(functools.partial(gathered, plan.strategy), shares)
-
-
-def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
-    """Returns the rows of all replicas' outputs, in order. Call it in cross-replica context."""
-    parts = strategy.experimental_local_results(shares)
-    composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
-    if composite and len(parts) == strategy.num_replicas_in_sync:
-        return concatenated(parts)  # `gather` takes dense tensors only
-    if strategies.has_workers(strategy) and strategy.num_replicas_in_sync > 1:
-        return gathered_from_workers(strategy, shares, parts[0])
-    with tf.control_dependencies([] if composite else check_inner_shapes(parts)):
-        return strategy.gather(shares, axis=0)
-
-
-# The dtypes that workers exchange, and those in which they send others.
-SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-SENT_AS = {tf.bfloat16: tf.float32, tf.uint32: tf.int64} | dict.fromkeys(
-    (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
-)
-
-
-def gathered_from_workers(strategy: tf.distribute.Strategy, shares: Any, part: Any) -> tf.Tensor:
-    """Returns the rows of all workers' outputs, in order.
-
-    Args:
-        strategy: a strategy with several workers.
-        shares: the outputs of this worker's replicas.
-        part: one of them.
-
-    Raises:
-        TypeError: if workers cannot exchange such outputs.
-    """
-    sent = SENT_AS.get(part.dtype, part.dtype)
-    if not isinstance(part, tf.Tensor) or sent not in SENT:
-        kind = part.dtype.name if isinstance(part, tf.Tensor) else type(part).__name__
-        raise TypeError(
-            "`predict_batch` must return dense tensors of numbers or bools with several workers; "
-            f"got {kind}. Workers cannot exchange others. Return padded tensors or numbers, or "
-            "predict in a single process."
-        )
-    if sent != part.dtype:
-        shares = strategy.run(tf.cast, args=(shares, sent))
-    return tf.cast(strategy.gather(shares, axis=0), part.dtype)
-
-
-def check_inner_shapes(parts: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """Returns what checks that replicas of this process return rows of one shape."""
-    if len(parts) == 1 or parts[0].shape[1:].is_fully_defined():
-        return []
-    inner = [tf.shape(part)[1:] for part in parts]
-    same = tf.reduce_all([tf.reduce_all(each == inner[0]) for each in inner[1:]])
-    message = (
-        "`predict_batch` must return rows of one shape on all replicas, because they are joined "
-        "into one array. Pad to one length, as with output_sequence_length= of TextVectorization, "
-        "or return a tf.RaggedTensor. The rows have the shapes"
-    )
-    return [tf.debugging.Assert(same, [message, *inner])]
-
-
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Returns the rows of ragged or of sparse tensors in one."""
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
-    return tf.concat(parts, axis=0)
-
-
-def joined(*parts: Any) -> Any:
-    """Returns the rows of the outputs for all batches: an array, or a ragged or sparse tensor.
-
-    Raises:
-        ValueError: if the rows of different batches have different shapes.
-    """
-    if isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor):
-        return concatenated(parts)
-    other = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
-    if other is not None:
-        raise ValueError(
-            "`predict_batch` must return rows of one shape for all batches; got shapes "
-            f"{tuple(parts[0].shape)} and {tuple(other.shape)}. They are joined into one array. "
-            "Pad the batches to one length, return a tf.RaggedTensor, or call predict for each "
-            "batch."
-        )
-    return np.concatenate(parts)
-
-
-def replica_predict(
-    batch: Any, plan: StepPlan, method: Callable[[Any], Any], compiles: bool, source: tf.Tensor
-) -> Any:
-    """Returns the outputs for one replica's share of a batch. Call it in replica context."""
-    share = my_share(batch, tf.ones([count_examples(batch)]))
-    keys = keys_of(plan, source)
-
-    def run() -> Any:
-        with without_writes(plan, keys):
-            return call_user(method, share.batch)
-
-    outputs = compiled_pass(run, plan.strategy) if compiles else run()
-    with tf.control_dependencies(check_rows(outputs, share)):
-        return real_rows(outputs, share)
-
-
-WRONG_ROWS = "`predict_batch` must return tensors with one row per example; got"
-OF_ROWS = (
-    "`predict` joins the rows of all replicas and batches. Return what belongs to each example."
-)
-
-
-def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
-    """Raises ValueError unless outputs have one row for each example.
-
-    Returns:
-        What checks the numbers of rows that are known only when the graph runs.
-    """
-    examples, checks = known_examples(share.batch), []
-    held, real = tf.shape(share.weights)[0], share.examples
-    for leaf in tf.nest.flatten(outputs):
-        rows = known_examples(leaf) if hasattr(leaf, "shape") else None
-        if not hasattr(leaf, "shape"):
-            found = type(leaf).__name__
-        elif tf.TensorShape(leaf.shape).rank == 0 or (
-            None not in (rows, examples) and rows != examples
-        ):
-            found = f"one of shape {leaf.shape} for {examples} examples"
-        else:
-            if None in (rows, examples):
-                count = count_examples(leaf)
-                message = [WRONG_ROWS, count, "rows for", real, "examples.", OF_ROWS]
-                checks += assert_shapes((count == held) | (count == real), message)
-            continue
-        raise ValueError(f"{WRONG_ROWS} {found}. {OF_ROWS}")
-    return checks
-
-
-def keys_of(plan: StepPlan, source: tf.Tensor) -> tf.Tensor:
-    """Returns a key for each of the plan's generators: shape (generators, 2), int64.
-
-    Call it in replica context, outside of XLA-compiled code; see `make_keys`.
-
-    Args:
-        plan: the plan of the training step.
-        source: what the keys are computed from: shape (2,), int64.
-    """
-    context = tf.distribute.get_replica_context()
-    replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
-    return make_keys(source, replica, replicas, 1, len(plan.seeds))[0]
-
-
-@contextlib.contextmanager
-def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
-    """Context manager: a Keras model does not write to its variables.
-
-    Without this context, an evaluation would advance the seed generators used in training.
-
-    Args:
-        plan: the plan of the training step.
-        keys: the generators' keys, from `keys_of`.
-    """
-    given = [(variable, variable.value) for variable in plan.held_back]
-    given += zip(plan.seeds, tf.unstack(keys, num=len(plan.seeds)), strict=True)
-    with contextlib.ExitStack() as stack:
-        if isinstance(plan.model, keras.Model):
-            stack.enter_context(functions_of_one_precision(plan.model))
-        stack.enter_context(HoldBack([*plan.held_back, *plan.seeds], given))
-        yield
-
-
-def numbers_of(metrics: MetricsByName) -> dict[str, float]:
-    """Returns the results of metrics. Waits for the device; see `results_of`."""
-    return {name: float(result) for name, result in results_of(metrics).items()}
-
-
-def results_of(metrics: MetricsByName) -> dict[str, tf.Tensor]:
-    """Returns the results of metrics, each of shape ().
-
-    Args:
-        metrics: Keras metrics, keyed by name. A result may be a tensor or a variable, which has a
-            copy for each replica.
-
-    Raises:
-        ValueError: if a result is not one number.
-    """
-    numbers = {}
-    for name, metric in metrics.items():
-        result = metric.result()
-        value = None if isinstance(result, dict) else tf.convert_to_tensor(result)
-        if value is None or value.shape.num_elements() != 1:
-            found = "a dict" if value is None else f"shape {tuple(value.shape)}"
-            raise ValueError(
-                f"`metrics` must return one number each; got {found} from {name!r} "
-                f"({type(metric).__name__}). The log and `best_metric` compare numbers. Choose an "
-                "average, such as average='macro' of F1Score, or write one metric for each number."
-            )
-        numbers[name] = tf.reshape(value, [])
-    return numbers

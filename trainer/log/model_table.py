@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from rich.table import Table
 
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import owners_of
 from trainer.log.summary import format_bytes
 
 MAX_LAYERS = 30  # rows of the table by layer
@@ -41,14 +41,13 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
     variables = [variable for variable in model.variables if is_weight(variable)]
     if not isinstance(model, keras.Model):
         return [variable_row(each, each.name, "", "", "") for each in variables]
-    # Outer layers come first, so the innermost layer that holds a variable overwrites the others.
-    owners = {id(each): layer for layer in all_layers(model) for each in layer.variables}
+    owners = owners_of(model)
     return [
         variable_row(
             each, each.path, layer.name, type(layer).__name__, layer.compute_dtype
         )._replace(frozen=not layer.trainable)
         for each in variables
-        if (layer := owners.get(id(each), model))
+        for layer in [owners.get(id(each), model)]
     ]
 
 

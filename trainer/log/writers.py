@@ -7,6 +7,7 @@ curves.
 """
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -261,15 +262,18 @@ def stays(line: Mapping[str, Any], last_step: int, begun: int) -> bool:
 
 def append_row(path: pathlib.Path, row: Mapping[str, object]) -> None:
     """Appends a row to a CSV file. A new column is empty in all earlier rows."""
-    rows, names, rewrite = [row], list(row), not path.exists()
-    if not rewrite:
+    rows, names = [row], list(row)
+    if path.exists():
         with path.open(newline="") as file:
             existing = csv.DictReader(file)
             names = list(dict.fromkeys([*(existing.fieldnames or []), *row]))
-            rewrite = names != existing.fieldnames
-            rows = [*existing, row] if rewrite else rows
-    with path.open("w" if rewrite else "a", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        if rewrite:
-            writer.writeheader()
-        writer.writerows(rows)
+            if names == existing.fieldnames:
+                with path.open("a", newline="") as end:
+                    csv.DictWriter(end, names, lineterminator="\n").writerow(row)
+                return
+            rows = [*existing, row]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())

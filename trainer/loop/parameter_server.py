@@ -113,11 +113,13 @@ class RemoteSteps:
     def _next(self, iterator: tf.data.Iterator) -> Any:
         """Returns the next batch."""
         self._waiting = True
-        batch = next(iterator)
-        with self._lock:
-            self._waiting = False
-            if self._held:
-                raise tf.errors.CancelledError(None, None, HELD)
+        try:
+            batch = next(iterator)
+        finally:
+            with self._lock:
+                self._waiting, held = False, self._held
+        if held:
+            raise tf.errors.CancelledError(None, None, HELD)
         return batch
 
     def _finish(self) -> None:

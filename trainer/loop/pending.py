@@ -1,9 +1,9 @@
 """What another thread can learn of a running inner loop, and how it keeps the loop from a step.
 
 An inner loop is one graph call, which may wait for data without end. While it waits, the variables
-are those behind its last step. So the run can be saved, if two things are known or certain: the
-reports of the steps that the loop has taken, which it returns at its end only; and that no step
-begins while the variables are read. This file provides both.
+are those behind its last step. So the run can be saved then, with two things that this file
+provides: the reports of the steps that the loop has taken, which it returns only when it ends; and
+a way to keep the next step from beginning while the variables are read.
 """
 
 from typing import Any

@@ -7,16 +7,10 @@ import keras
 
 from trainer.base.keras_private import arguments_of_loss
 from trainer.base.warn_once import warn_once
+from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
 
 # The smallest distance of a number below 1 from 1, which is all that is left of a logit.
 STEP_BELOW_ONE = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-ON_PROBABILITIES = (
-    "binary_crossentropy",
-    "categorical_crossentropy",
-    "sparse_categorical_crossentropy",
-    "binary_focal_crossentropy",
-    "categorical_focal_crossentropy",
-)
 
 
 def warn_of_half_probabilities(model: Any, loss_fn: Any) -> None:
@@ -48,18 +42,11 @@ def warn_of_half_probabilities(model: Any, loss_fn: Any) -> None:
 
 def takes_probabilities(loss: Any) -> bool:
     """Returns whether a loss is one of Keras's cross-entropies, and expects probabilities."""
-    if isinstance(loss, keras.losses.Loss):
-        return type(loss) in CLASSES and not arguments_of_loss(loss).get("from_logits", False)
-    return any(loss is getattr(keras.losses, name) for name in ON_PROBABILITIES)
-
-
-CLASSES = (
-    keras.losses.BinaryCrossentropy,
-    keras.losses.CategoricalCrossentropy,
-    keras.losses.SparseCategoricalCrossentropy,
-    keras.losses.BinaryFocalCrossentropy,
-    keras.losses.CategoricalFocalCrossentropy,
-)
+    if name_of(loss) not in LABELS_OF_LOSS:
+        return False
+    known = getattr(keras.losses, name_of(loss))
+    from_logits = arguments_of_loss(loss).get("from_logits", False)
+    return loss is known or (type(loss) is known and not from_logits)
 
 
 def last_layers(model: Any) -> list[keras.Layer]:

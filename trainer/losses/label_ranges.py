@@ -7,20 +7,8 @@ import keras
 
 from trainer.data.value_checks import LabelRange
 from trainer.losses.loss_fn import ignore_class_of
-from trainer.losses.loss_shapes import name_of
+from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
 from trainer.losses.output_losses import OutputLosses
-
-# Losses whose labels are numbers of classes, and losses whose labels are probabilities.
-CLASSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
-PROBABILITIES = tuple(
-    name
-    for kind in ("binary", "categorical")
-    for focal in ("", "_focal")
-    for name in (
-        f"{kind}{focal}_crossentropy",
-        f"{kind}{focal}".title().replace("_", "") + "Crossentropy",
-    )
-)
 
 
 def label_ranges(loss_fn: Any, y: Any, outputs: Callable[[], Any]) -> list[LabelRange]:
@@ -55,9 +43,10 @@ def label_range(
     """Returns the range of the labels of one loss; None if it is not known."""
     if isinstance(loss_fn, keras.losses.Loss) and type(loss_fn).__module__.split(".")[0] != "keras":
         return None  # a class of the user, whatever its name
-    if name_of(loss_fn) in PROBABILITIES:
+    kind = LABELS_OF_LOSS.get(name_of(loss_fn))
+    if kind in ("binary", "categorical"):
         return LabelRange(name, labels, 0, 1, None)
-    classes = output().shape[-1] if name_of(loss_fn) in CLASSES else None
+    classes = output().shape[-1] if kind == "sparse" else None
     if not classes:
         return None
     return LabelRange(name, labels, 0, classes - 1, ignore_class_of(loss_fn))

@@ -34,6 +34,20 @@ ELEMENTWISE = (
     "SquaredHinge",
     "Tversky",
 )
+# The labels that Keras's cross-entropies take, by class and function: the numbers of classes
+# ("sparse"), or probabilities.
+LABELS_OF_LOSS = {
+    "BinaryCrossentropy": "binary",
+    "BinaryFocalCrossentropy": "binary",
+    "binary_crossentropy": "binary",
+    "binary_focal_crossentropy": "binary",
+    "CategoricalCrossentropy": "categorical",
+    "CategoricalFocalCrossentropy": "categorical",
+    "categorical_crossentropy": "categorical",
+    "categorical_focal_crossentropy": "categorical",
+    "SparseCategoricalCrossentropy": "sparse",
+    "sparse_categorical_crossentropy": "sparse",
+}
 CLASSES = tuple(getattr(keras.losses, name) for name in ELEMENTWISE)
 FUNCTIONS = tuple(each().fn for each in CLASSES)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
 from trainer.base.describe import describe, describe_function, is_function
-from trainer.losses.loss_shapes import name_of
+from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
 from trainer.losses.metric_shares import replicas_in_sync
 from trainer.losses.output_losses import OutputLosses
 from trainer.losses.output_metrics import (
@@ -19,6 +19,7 @@ from trainer.losses.output_metrics import (
     metrics_by_output,
     shape_of_output,
 )
+from trainer.step.types import MetricsByName
 
 # "accuracy" and "crossentropy" mean a class that depends on the labels, which the loss tells.
 ACCURACY = {
@@ -36,18 +37,6 @@ BY_LABELS = {
     "acc": ACCURACY,
     "crossentropy": CROSSENTROPY,
     "ce": CROSSENTROPY,
-}
-LABELS_OF_LOSS = {
-    "BinaryCrossentropy": "binary",
-    "BinaryFocalCrossentropy": "binary",
-    "binary_crossentropy": "binary",
-    "binary_focal_crossentropy": "binary",
-    "CategoricalCrossentropy": "categorical",
-    "CategoricalFocalCrossentropy": "categorical",
-    "categorical_crossentropy": "categorical",
-    "categorical_focal_crossentropy": "categorical",
-    "SparseCategoricalCrossentropy": "sparse",
-    "sparse_categorical_crossentropy": "sparse",
 }
 FORM = (
     'Pass names and metrics as in Keras\'s compile, such as ["accuracy"], or a function that '
@@ -286,3 +275,33 @@ def is_from_logits(loss_fn: Any) -> bool:
     """Returns whether a loss takes logits and not probabilities."""
     config = loss_fn.get_config() if isinstance(loss_fn, keras.losses.Loss) else {}
     return bool(config.get("from_logits", False))
+
+
+def numbers_of(metrics: MetricsByName) -> dict[str, float]:
+    """Returns the results of metrics. Waits for the device; see `results_of`."""
+    return {name: float(result) for name, result in results_of(metrics).items()}
+
+
+def results_of(metrics: MetricsByName) -> dict[str, tf.Tensor]:
+    """Returns the results of metrics, each of shape ().
+
+    Args:
+        metrics: Keras metrics, keyed by name. A result may be a tensor or a variable, which has a
+            copy for each replica.
+
+    Raises:
+        ValueError: if a result is not one number.
+    """
+    numbers = {}
+    for name, metric in metrics.items():
+        result = metric.result()
+        value = None if isinstance(result, dict) else tf.convert_to_tensor(result)
+        if value is None or value.shape.num_elements() != 1:
+            found = "a dict" if value is None else f"shape {tuple(value.shape)}"
+            raise ValueError(
+                f"`metrics` must return one number each; got {found} from {name!r} "
+                f"({type(metric).__name__}). The log and `best_metric` compare numbers. Choose an "
+                "average, such as average='macro' of F1Score, or write one metric for each number."
+            )
+        numbers[name] = tf.reshape(value, [])
+    return numbers

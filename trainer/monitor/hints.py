@@ -135,7 +135,7 @@ class RunFacts(NamedTuple):
     compute_dtype: str = "float32"
     xla: bool = False  # whether XLA compiles the forward pass
     learning_rates: str = ""  # the learning rate or rates, as text; "" if unknown
-    curve: Curve = Curve()
+    curve: Curve | None = None
 
 
 def hint_for(cause: scaling.Cause, facts: RunFacts, skips: int = 1) -> str:
@@ -150,7 +150,7 @@ def hint_for(cause: scaling.Cause, facts: RunFacts, skips: int = 1) -> str:
         facts: what the run uses.
         skips: number of skipped steps in a row.
     """
-    growth = facts.curve.growth()
+    growth = facts.curve.growth() if facts.curve else ""
     rates = facts.learning_rates
     if growth:
         kept = "No later step can repair the weights. " if cause is scaling.Cause.WEIGHTS else ""
@@ -172,7 +172,7 @@ def hint_for(cause: scaling.Cause, facts: RunFacts, skips: int = 1) -> str:
         derivative=DERIVATIVE,
         scale=power_of_two(getattr(facts.rule, "loss_scale", 1.0)),
     )
-    if cause is scaling.Cause.FORWARD and skips > 1 and facts.curve.last and rates:
+    if cause is scaling.Cause.FORWARD and skips > 1 and facts.curve and facts.curve.last and rates:
         text += (
             f" Every loss has been inf or NaN since the update of step {facts.curve.last}: if the "
             f"data is sound, the learning rate of {rates} is too high."

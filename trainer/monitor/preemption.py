@@ -85,7 +85,8 @@ class StopSignals:
         """Restores the previous handlers and the previous wakeup descriptor."""
         if self._handlers:
             for each, handler in self._handlers.items():
-                signal.signal(each, handler)
+                # None stands for a handler that C code installed, which Python cannot restore.
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup)
         self._handlers = {}
 

@@ -25,11 +25,12 @@ from trainer.checkpoint.warm_start import warm_start, weights_of
 from trainer.config.attributes import assign
 from trainer.config.resolve import dtype_policy
 from trainer.data.value_checks import checked
-from trainer.evaluation.evaluator import Evaluator, results_of
+from trainer.evaluation.evaluator import Evaluator
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
 from trainer.loop.pending import HOST, Pending
+from trainer.losses.metrics import results_of
 from trainer.losses.output_mask import check_mask_values
 from trainer.replay.recorder import FlightRecorder
 from trainer.replay.rerun import recorded_variables
@@ -55,6 +56,7 @@ from trainer.step.checks import check_dtype_policies, check_model
 from trainer.step.float8 import ensure_float8
 from trainer.step.gather_checks import check_gathers, check_no_weights
 from trainer.step.held_back import held_back_variables
+from trainer.step.losses import split_result
 from trainer.step.objective import single_optimizers
 from trainer.step.one_attempt import of_one_attempt
 from trainer.step.randomness import seed_states
@@ -279,8 +281,7 @@ def create_metric_variables(trainer: RunnableTrainer, metrics: Metrics, batch: B
         return False
 
     def update(examples: Batch) -> None:
-        result = trainer.compute_loss(examples, training=False)
-        aux = result[1] if isinstance(result, tuple) and len(result) == 2 else ()
+        _, aux = split_result(trainer.compute_loss(examples, training=False))
         trainer.update_metrics(examples, aux)
 
     for own in metrics:

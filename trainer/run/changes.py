@@ -53,6 +53,7 @@ from trainer.run.slots import (
 )
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
+from trainer.step.held_back import name_of_variable
 from trainer.step.types import Batch, Variable
 
 OF_OPTIMIZER = float, bool, int, type(None)  # the types of its settings
@@ -130,18 +131,13 @@ def keep_rates_tracked(before: Setup, plan: StepPlan) -> None:
 def difference(before: Sequence[Variable], now: Sequence[Variable]) -> str:
     """Returns in words how two lists of trained variables differ."""
     old, new = ({id(variable): variable for variable in each} for each in (before, now))
-    added = [name_of(variable) for key, variable in new.items() if key not in old]
-    removed = [name_of(variable) for key, variable in old.items() if key not in new]
+    added = [name_of_variable(variable) for key, variable in new.items() if key not in old]
+    removed = [name_of_variable(variable) for key, variable in old.items() if key not in new]
     if added:
         return f"{added[0]!r}, which was not trainable before"
     if removed:
         return f"{removed[0]!r}, which is no longer trainable"
     return "the same variables in another order"
-
-
-def name_of(variable: Variable) -> str:
-    """Returns the name of a variable, with the path of its layer if it has one."""
-    return str(getattr(variable, "path", variable.name))
 
 
 def adapted(

@@ -64,7 +64,8 @@ TURNS = 5
 TOO_SLOW = 1.3  # a mode more than this many times as slow as the best gets no further turns
 AS_GOOD = 1.03  # of the modes at most this many times as slow as the best, the first is chosen
 FILE = "jit_compile.json"
-# Graphs that XLA may compile; of what may be wrong in them, the user has been told.
+# Graphs of steps that were checked: XLA may compile them, and the user has been warned of what may
+# be wrong in them.
 CHECKED: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
@@ -150,8 +151,7 @@ def modes_to_try(trainer: RunnableTrainer, plan: StepPlan) -> list[CompileMode]:
     If there is only one mode, nothing needs to be measured.
     """
     found = strategies.capabilities(trainer.strategy)
-    several_processes = found.asynchronous or found.multi_worker
-    if several_processes or found.decides_in_replica or plan.gathers:
+    if found.several_processes or found.decides_in_replica or plan.gathers:
         return [plan.jit_compile]
     unfused = any(
         fused_rule(one) is None for objective in plan.objectives for one in objective.updating
@@ -405,7 +405,7 @@ def measure(
         for mode in modes:
             now = time.perf_counter()
             works = any(turns[0] < math.inf for turns in secs.values())
-            # Nothing is compiled in mode False: on a CPU it is soon ready, but on a GPU it was not.
+            # Mode False compiles nothing, so on a CPU it is ready soon. On a GPU it was not.
             limited = works and (mode or not on_cpu)
             if limited and now - began + longest > MAX_SECS:
                 continue
@@ -427,7 +427,7 @@ def measure(
 def still_promising(secs: dict[CompileMode, list[float]]) -> list[CompileMode]:
     """Returns the modes whose best turn is at most `TOO_SLOW` times as slow as the fastest."""
     best = min(min(turns) for turns in secs.values())
-    return [mode for mode, turns in secs.items() if min(turns) <= TOO_SLOW * best]
+    return [mode for mode, turns in secs.items() if min(turns) <= TOO_SLOW * best < math.inf]
 
 
 def first_turn(parts: Parts, dataset: tf.data.Dataset) -> float:

@@ -16,7 +16,7 @@ from absl import logging
 
 import strategies
 from strategies.division import cut_rows
-from trainer.base.keras_private import all_layers, layer_that_added
+from trainer.base.keras_private import all_layers, layer_that_added, owners_of
 from trainer.run.gradient_check import (
     EXAMPLES,
     computes_in_float32,
@@ -30,7 +30,6 @@ from trainer.step.added_losses import (
     kinds_of_added_losses,
     may_be_per_example,
 )
-from trainer.step.checks import owner_of
 from trainer.step.differentiate import gathers, part_of_loss
 from trainer.step.forward import forward, written_by
 from trainer.step.gather import RowsError
@@ -249,13 +248,13 @@ def assigned_by_users(written: Values, plan: StepPlan) -> list[str]:
     """Returns the names of assigned variables that do not belong to one of Keras's own layers."""
     if not isinstance(plan.model, keras.Model):
         return []
+    owners = owners_of(plan.model)
     ids = {id(variable) for variable in plan.model.weights}
     variables = [plan.held_back[int(position)] for position in written]
     return [
         variable.path
         for variable in variables
-        if id(variable) in ids
-        and not type(owner_of(variable, plan.model)).__module__.startswith("keras.")
+        if id(variable) in ids and not type(owners[id(variable)]).__module__.startswith("keras.")
     ]
 
 

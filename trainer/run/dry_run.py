@@ -212,7 +212,7 @@ def find_batch_size(make: Callable[[int], Any], data: Any, global_batch: int | N
             trainer.dry_run(data, global_batch=global_batch)
         except tf.errors.ResourceExhaustedError as error:
             found = batches(data, "data", trainer.strategy, global_batch)
-            share = found.global_batch // trainer.strategy.num_replicas_in_sync
+            share = -(-found.global_batch // trainer.strategy.num_replicas_in_sync)  # the largest
             if parts >= share:
                 raise ValueError(
                     f"TensorFlow ran out of memory with {parts} microbatches of one example each: "

@@ -1,7 +1,6 @@
 """Follows a run that another process trains: what a trainer does to evaluate its checkpoints."""
 
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +9,8 @@ import keras
 
 from trainer.base.argument_checks import check_writable
 from trainer.checkpoint.best import Best
-from trainer.checkpoint.folder import committed
-from trainer.checkpoint.saver import PREFIX, manifest_text
+from trainer.checkpoint.folder import committed, read_unchecked
+from trainer.checkpoint.saver import PREFIX
 from trainer.config.attributes import assign
 from trainer.evaluation.continuous import FOLDER, Calls, Results
 from trainer.log.console import RunConsole
@@ -100,7 +99,7 @@ def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> Non
     if not trainer.compile_mode_open or isinstance(trainer.model, keras.Model):
         return
     for path in reversed(committed(model_dir, PREFIX).values()):
-        text = manifest_text(path)
-        if text is not None:
-            assign(trainer, "jit_compile", value=json.loads(text)["jit_compile"])
+        facts = read_unchecked(path)
+        if "jit_compile" in facts:
+            assign(trainer, "jit_compile", value=facts["jit_compile"])
             return

@@ -25,7 +25,7 @@ from trainer.step.added_losses import added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
 from trainer.step.forward import added_losses
 from trainer.step.gradients import gradient_values
-from trainer.step.held_back import HoldBack, read_values, tensorflow_variable
+from trainer.step.held_back import HoldBack, name_of_variable, read_values, tensorflow_variable
 from trainer.step.losses import losses_and_aux, weighted_mean
 from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
 from trainer.step.plan import StepPlan, UpdateGroup, compiled_as
@@ -184,7 +184,7 @@ def compared(
         if str(position) not in result.replaced
     ]
     reached = [v for v, gradient in zip(outside, others, strict=True) if gradient is not None]
-    return found, [getattr(variable, "path", variable.name) for variable in reached]
+    return found, [name_of_variable(variable) for variable in reached]
 
 
 def trainable_outside(plan: StepPlan) -> list[Variable]:

@@ -71,8 +71,8 @@ class Leaving:
         Args:
             save: saves the run, called in another thread than the main one, with the phase in which
                 that is held back. Returns what to tell the user.
-            skip_position: called while the main thread saves, which may wait for data, too: ends
-                that.
+            skip_position: called while the main thread saves. Saving may wait for data, because of
+                the position in them; this makes it go on without.
         """
         self._save, self._skip_position = save, skip_position
         self._enter(Phase.OTHER)

@@ -12,13 +12,12 @@ from trainer.log.model_table import total_size, variable_rows
 from trainer.log.summary import format_bytes
 from trainer.run.protocol import RunnableTrainer
 from trainer.run.slots import optimizers_by_item
+from trainer.step.inner_graphs import called_functions
 from trainer.step.plan import ones
 from trainer.step.types import Batch
 
 Node: TypeAlias = tf.compat.v1.NodeDef  # an operation in a graph
 
-# The attributes of an operation that name a function that it calls.
-CALLS = ("body", "f", "then_branch", "else_branch")
 # Types of operations whose outputs are not computed, only read or reshaped.
 NOT_COUNTED = {"Const", "Placeholder", "ReadVariableOp", "Identity", "Reshape"}
 
@@ -88,9 +87,9 @@ def bytes_of(nodes: Sequence[Node], functions: Mapping[str, Sequence[Node]]) -> 
     total = 0
     for node in nodes:
         called = [
-            bytes_of(functions[node.attr[key].func.name], functions)
-            for key in CALLS
-            if node.attr[key].func.name in functions
+            bytes_of(functions[name], functions)
+            for name in called_functions(node.attr)
+            if name in functions
         ]
         if called:
             total += turns_of(node, by_name) * max(called)

@@ -101,7 +101,7 @@ def names_used(code: types.CodeType) -> NamesUsed:
         for at, instruction in enumerate(instructions):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 used.loaded.add(instruction.argval)
-                if before == owner:
+                if owner is not None and before == owner:
                     used.of_self.add(instruction.argval)
                     if is_changed(instructions[at + 1 : at + 3]):
                         used.changed.add(instruction.argval)

@@ -81,8 +81,10 @@ def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 
 def attributes_of_layer(layer: object) -> dict[str, Any]:
-    """Returns a layer's flags and fractions, the numbers of its regularizers and constraints, and
-    the other numbers, names and functions that its calls read.
+    """Returns the numbers and names on which a layer's computation depends.
+
+    These are its flags and fractions, the numbers of its regularizers and constraints, and the
+    other numbers, names and functions that its calls read.
     """
     parts = {
         f"{name}.{field}": value

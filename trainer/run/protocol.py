@@ -1,7 +1,7 @@
-"""Types for the members of a trainer that this package uses, and for the trainer's parts.
+"""Types for a trainer, as this room sees it, and for the trainer's parts.
 
-`RunnableTrainer` lists the members of `Trainer` that this package uses. A test checks that
-`Trainer` has all of them.
+`RunnableTrainer` lists the members of `Trainer` that this room uses. A test checks that `Trainer`
+has all of them.
 """
 
 import contextlib

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from trainer.checkpoint import CheckpointError
 from trainer.data.errors import reason_of
-from trainer.evaluation.evaluator import numbers_of
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Interval, Totals
+from trainer.losses.metrics import numbers_of
 from trainer.monitor.divergence import Detection, LossWatch
 from trainer.monitor.hints import Curve, RunFacts
 from trainer.monitor.stuck import TrainingStuckError, check_not_stuck

@@ -174,7 +174,8 @@ def numbers_differ(numbers: Fingerprint, strategy: tf.distribute.Strategy) -> tu
 
 
 def float_from_chief(number: float, strategy: tf.distribute.Strategy) -> float:
-    """Returns, on every worker, the chief's number; adding 0 makes 0 of -0, which has 64 bits."""
+    """Returns, on every worker, the chief's number."""
+    # Adding 0.0 turns -0.0 into 0.0: the bits of -0.0, as an integer, are too large to be sent.
     bits = int(np.float64(number + 0.0).view(np.int64))
     return float(np.int64(strategies.from_chief(bits, strategy)).view(np.float64))
 

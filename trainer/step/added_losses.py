@@ -131,7 +131,7 @@ def kinds_of_added_losses(
         whole: the entries after one call with all examples, without randomness (Dropout).
         halves: the entries after a call with each of two disjoint parts of these examples.
         examples: number of examples in each part.
-        rtol: tolerance, relative to the largest of an entry's three values. Use 2e-2 for a model
+        rtol: tolerance, relative to the largest of an entry's three values. Use 0.05 for a model
             that computes in half precision.
 
     Returns:

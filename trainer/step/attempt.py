@@ -15,11 +15,13 @@ import tensorflow as tf
 import scaling
 import strategies
 from scaling.base.argument_checks import shown
+from scaling.rules.rule import select_state
 from trainer.base.autograph import call_user, without_autograph
 from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
+from trainer.step.held_back import name_of_variable
 from trainer.step.one_attempt import note_attempt
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
@@ -163,7 +165,7 @@ def check_call(batch: Batch, plan: StepPlan) -> None:
     trained = {id(variable): variable for variable in plan.model.trainable_variables}
     if [*planned] != [*trained]:
         moved = [(planned | trained)[each] for each in planned.keys() ^ trained.keys()]
-        names = sorted(str(getattr(variable, "path", variable.name)) for variable in moved)
+        names = sorted(name_of_variable(variable) for variable in moved)
         raise ValueError(
             "`plan` must be made for the variables that are trained now; got one from before these "
             f"were frozen or unfrozen: {shown(names)}. A step updates the variables that it was "
@@ -195,11 +197,7 @@ def attempt_until_applied(
 
     def body(attempts: tf.Tensor, last: Attempt) -> tuple[tf.Tensor, Attempt]:
         now = attempt_at(last.scale_state)
-        first = tf.nest.map_structure(
-            lambda new, old: tf.where(attempts == 0, new, old),
-            now.without_retry,
-            last.without_retry,
-        )
+        first = select_state(attempts == 0, now.without_retry, last.without_retry)
         return attempts + 1, now._replace(without_retry=first)
 
     attempts, last = tf.while_loop(
@@ -210,7 +208,7 @@ def attempt_until_applied(
     )
     # Undo a backoff to the minimum that did not help: growing back would take thousands of steps.
     no_scale_helps = last.outcome.cause == int(scaling.Cause.MODEL)
-    kept = select(no_scale_helps, last.without_retry, last.scale_state)
+    kept = select_state(no_scale_helps, last.without_retry, last.scale_state)
     return last._replace(scale_state=kept), attempts - 1
 
 
@@ -237,7 +235,7 @@ def attempt_once(inputs: StepInputs, plan: StepPlan) -> Attempt:
     without_retry = plan.rule.advance(state, verdict)
     if inputs.in_float32 is not None:
         # Keep the state: a step in float32 says nothing about the scale that half precision needs.
-        without_retry = select(inputs.in_float32, state, without_retry)
+        without_retry = select_state(inputs.in_float32, state, without_retry)
         curable &= ~inputs.in_float32
     after = without_retry
     if plan.max_retries:
@@ -285,15 +283,8 @@ def advance_until_scale_moves(
         lambda tries, _, after: (tries + 1, after, plan.rule.advance(after, verdict)),
         (tf.constant(0), state, after),
     )
-    return select(moved.loss_scale != state.loss_scale, moved, after)
-
-
-def select(flag: tf.Tensor, state: ScaleState, otherwise: ScaleState) -> ScaleState:
-    """Returns one of two loss-scale states: `state` if `flag` is true. `flag` has shape ()."""
-    selected: ScaleState = tf.nest.map_structure(
-        lambda one, other: tf.where(flag, one, other), state, otherwise
-    )
-    return selected
+    result: ScaleState = select_state(moved.loss_scale != state.loss_scale, moved, after)
+    return result
 
 
 def attempt_groups(
@@ -363,9 +354,8 @@ def confirmed(
         plan: the run's constants.
     """
     min_scale = getattr(plan.rule, "min_scale", None)
-    found = strategies.capabilities(plan.strategy)
-    one_process = not (found.multi_worker or found.asynchronous)
-    if min_scale is None or not plan.attribute_causes or not one_process:
+    several_processes = strategies.capabilities(plan.strategy).several_processes
+    if min_scale is None or not plan.attribute_causes or several_processes:
         return outcome
 
     lowest = inputs.scale_state._replace(loss_scale=tf.constant(min_scale, tf.float32))

@@ -21,9 +21,9 @@ from trainer.base.argument_checks import (
     check_count,
     check_ema_momentum,
 )
-from trainer.base.keras_private import all_layers, built_for
+from trainer.base.keras_private import all_layers, built_for, owners_of
 from trainer.step.clip import Clip
-from trainer.step.held_back import tensorflow_variable
+from trainer.step.held_back import name_of_variable, tensorflow_variable
 from trainer.step.losses import nan_unless
 from trainer.step.objective import optimizers_in, single_optimizers
 from trainer.step.reach import reach
@@ -104,8 +104,8 @@ def check_not_compiled(model: keras.Model) -> None:
 
 def check_dtype_policies(model: keras.Model, precision: scaling.Precision) -> None:
     """Raises ValueError if a model was built for another precision than the trainer's."""
-    owners = {id(variable): owner_of(variable, model) for variable in model.weights}
-    layers = list(owners.values())
+    owners = owners_of(model)
+    layers = [owners[id(variable)] for variable in model.weights]
     others = [
         layer for layer in layers if layer.compute_dtype not in ("float32", precision.compute_dtype)
     ]
@@ -119,17 +119,9 @@ def check_dtype_policies(model: keras.Model, precision: scaling.Precision) -> No
         )
 
 
-def owner_of(variable: keras.Variable, model: keras.Model) -> keras.Layer:
-    """Returns the innermost layer that holds a variable."""
-    # Outer layers come before inner ones, so the last layer that holds a variable is its owner.
-    return [
-        layer for layer in all_layers(model) if any(held is variable for held in layer.weights)
-    ][-1]
-
-
 def check_not_assigned_in_half(model: keras.Model, variable: keras.Variable) -> None:
     """Raises ValueError if a layer that computes in half precision assigns one of its weights."""
-    layer = owner_of(variable, model)
+    layer = owners_of(model)[id(variable)]
     if layer.compute_dtype in ("float16", "bfloat16"):
         raise ValueError(
             "`model` must not assign its weights in half precision; got an assignment to "
@@ -207,7 +199,7 @@ def check_no_bfloat16_in_cudnn(*roots: Any) -> None:
 def check_variables(model: Model, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError for weights in half precision, or created under another strategy."""
     for variable in model.trainable_variables:
-        name = getattr(variable, "path", variable.name)
+        name = name_of_variable(variable)
         dtype = tf.as_dtype(variable.dtype).name
         if dtype in SIGNIFICANT_BITS:
             raise ValueError(
@@ -438,7 +430,7 @@ def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
         ValueError: if the first dimension is not the example.
     """
     weights = as_returned_tensor("example_weights", weights, "one weight per example")
-    first_tensor(batch)
+    check_has_examples(batch)
     rows = known_examples(batch)
     if weights.shape.rank == 0 or (rows and weights.shape[0] not in (None, rows)):
         raise ValueError(
@@ -454,12 +446,8 @@ def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
     return nan_unless(same, tf.cast(weights, tf.float32), message)
 
 
-def first_tensor(batch: Batch) -> tf.Tensor:
-    """Returns the first tensor of a batch.
-
-    Raises:
-        ValueError: if the batch has no tensors, or the first one has no example dimension.
-    """
+def check_has_examples(batch: Batch) -> None:
+    """Raises ValueError if a batch has no tensors, or the first one has no example dimension."""
     wanted = "`batch` must contain tensors whose first dimension is the example; got"
     why = "Each replica takes its share of the examples."
     leaves = tensors_in(batch)
@@ -470,4 +458,3 @@ def first_tensor(batch: Batch) -> tf.Tensor:
             f"{wanted} a tensor of shape (). {why} Add a batch dimension: tensor[None] for a "
             "single example."
         )
-    return leaves[0]

@@ -27,7 +27,7 @@ from trainer.step.float8_counts import (
 from trainer.step.forward import forward, recomputing, written_by
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.gradients import count_nonfinite
-from trainer.step.held_back import tensorflow_variable
+from trainer.step.held_back import name_of_variable, tensorflow_variable
 from trainer.step.losses import distinct, mask_weightless, weighted_mean
 from trainer.step.microbatch import (
     Contribution,
@@ -229,7 +229,7 @@ def check_given_weights(
     for position, gradient in zip(positions, gradients, strict=True):
         if gradient is None and str(position) in values:
             variable = plan.model.trainable_variables[position]
-            name = getattr(variable, "path", variable.name)
+            name = name_of_variable(variable)
             raise ValueError(
                 "`jit_compile` must not be True under parameter servers if a trainable variable "
                 f"has no gradient; got {name!r}. A compiled pass is given the weights as values, "

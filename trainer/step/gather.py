@@ -25,6 +25,7 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import as_tensor
 from strategies.division import first_row
+from trainer.base.argument_checks import as_returned_tensor
 from trainer.base.keras_private import added_losses_kept
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.types import Model
@@ -349,7 +350,7 @@ def gathering(
 
 def scalar_loss(loss: Any) -> tf.Tensor:
     """Returns a global loss: shape (), float32; raises TypeError or ValueError for another one."""
-    loss = tf.convert_to_tensor(loss)
+    loss = as_returned_tensor("compute_loss", loss, "one number, or (number, aux)")
     if loss.dtype != tf.float32:
         raise TypeError(
             f"`compute_loss` must return a float32 loss; got {loss.dtype.name}. In half precision "

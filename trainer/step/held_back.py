@@ -158,6 +158,11 @@ def tensorflow_variable(variable: Variable) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def name_of_variable(variable: Variable) -> str:
+    """Returns the name of a variable, with the path of its layer if it has one."""
+    return str(getattr(variable, "path", variable.name))
+
+
 def is_seed_state(variable: keras.Variable) -> bool:
     """Returns whether a variable is the state of a seed generator."""
     return str(variable.name) == "seed_generator_state"

@@ -5,6 +5,8 @@ TensorFlow has no public way to tell. It traces each body of a loop, branch of a
 of this file fail if that moves.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
 KINDS = {"While": "loop", "Cond": "condition"}  # keyed by how the name of a graph's class begins
@@ -37,3 +39,16 @@ def kind_of(graph: tf.Graph) -> str:
     """Returns what a graph was traced for."""
     name = type(graph).__name__
     return next((kind for start, kind in KINDS.items() if name.startswith(start)), "function")
+
+
+def called_functions(attributes: Any) -> list[str]:
+    """Returns the names of the functions that an operation calls: bodies, branches, and so on.
+
+    Args:
+        attributes: the operation's attributes, the `attr` of a `NodeDef`.
+    """
+    return [
+        each.name
+        for value in attributes.values()
+        for each in ([value.func] if value.func.name else value.list.func)
+    ]

@@ -97,7 +97,7 @@ def losses_and_aux(
         TypeError: if the losses are not float32, or an objective's losses are missing.
         ValueError: if there is not one loss per example, or aux has no example dimension.
     """
-    losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, ())
+    losses, aux = split_result(result)
     losses = by_objective(losses, objectives)
     check_aux(aux, batch)
     # Objectives that share a loss share the checked one, by which `distinct` recognizes it.
@@ -105,9 +105,13 @@ def losses_and_aux(
     checked: dict[tuple[int, ...], tf.Tensor] = {}
     for name, loss in losses.items():
         if keys[name] not in checked:
-            check = scalar_loss(loss) if global_loss else check_losses(loss, batch)
-            checked[keys[name]] = check
+            checked[keys[name]] = scalar_loss(loss) if global_loss else check_losses(loss, batch)
     return {name: checked[keys[name]] for name in losses}, aux
+
+
+def split_result(result: Any) -> tuple[Any, Any]:
+    """Returns (losses, aux) of what `compute_loss` returned; aux is () if there is none."""
+    return result if isinstance(result, tuple) and len(result) == 2 else (result, ())
 
 
 def check_aux(aux: Aux, batch: Batch) -> None:
@@ -173,7 +177,7 @@ def shared_with(result: Any, earlier: Collection[str], objectives: Sequence[Obje
         earlier: names of the objectives of earlier update groups, which report such a loss.
         objectives: the objectives.
     """
-    losses = result[0] if isinstance(result, tuple) and len(result) == 2 else result
+    losses, _ = split_result(result)
     if not isinstance(losses, dict):
         return set()
     reported = {identity_of(losses[name]) for name in earlier if name in losses}

@@ -26,7 +26,7 @@ from trainer.step.gather_checks import (
     check_loss_reduction,
     check_no_weights,
 )
-from trainer.step.held_back import held_back_variables
+from trainer.step.held_back import held_back_variables, name_of_variable
 from trainer.step.microbatch import (
     ComputeLoss,
     Differentiate,
@@ -146,7 +146,7 @@ class StepPlan:
     @property
     def variable_names(self) -> list[str]:
         """Names of `model.trainable_variables`, for messages about skipped steps."""
-        return [getattr(v, "path", v.name) for v in self.model.trainable_variables]
+        return [name_of_variable(v) for v in self.model.trainable_variables]
 
 
 def plan_step(
@@ -416,7 +416,7 @@ def microbatch_plan(
 
 def ones(batch: Batch) -> tf.Tensor:
     """Returns a weight of 1 for each example of a batch."""
-    checks.first_tensor(batch)
+    checks.check_has_examples(batch)
     return tf.ones([count_examples(batch)])
 
 

@@ -28,13 +28,14 @@ def sum_over_replicas(
     """Sums the contributions, and combines what the replicas' forward passes wrote.
 
     One all-reduce sums the contributions, the flags and the replicas' parts of means. With a
-    `reduce_dtype` or buckets, the gradients are summed apart: the flags stay in float32, and no
-    bucket waits for them, which depend on the whole backward pass. Whether a replica's gradients
-    were finite is found before they are cast, so what overflows in the cast or in the sum is an
-    overflow of the reduction. Integers,
-    such as counters, have no mean: every replica takes the value of the first replica, whose share
-    is never empty. Of values that replace variables, such as a float8 layer's amax history, every
-    replica takes the element-wise maximum.
+    `reduce_dtype` or buckets, the gradients have all-reduces of their own: the flags must stay in
+    float32, and they depend on the whole backward pass, for which no bucket should wait. Whether a
+    replica's gradients are finite is determined before the cast, so an overflow in the cast or in
+    the sum counts as one of the reduction.
+
+    Integers, such as counters, have no mean: every replica takes the value of the first replica,
+    whose share is never empty. Of values that replace variables, such as a float8 layer's amax
+    history, every replica takes the element-wise maximum.
 
     Args:
         local: results of this replica's whole share.

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import owners_of
 from trainer.step.held_back import tensorflow_variable
 from trainer.step.writes import captured
 
@@ -70,11 +70,11 @@ def functions_of_one_precision(model: keras.Model) -> Iterator[None]:
 
 def dtypes_of_handles(model: keras.Model) -> dict[int, str]:
     """Returns the dtype in which a layer computes with each variable, by the id of its handle."""
-    found = {}
-    for layer in all_layers(model):  # inner layers come last, and own their variables
-        for variable in layer.weights:
-            found[id(tensorflow_variable(variable).handle)] = layer.compute_dtype
-    return found
+    owners = owners_of(model)
+    return {
+        id(tensorflow_variable(variable).handle): owners[id(variable)].compute_dtype
+        for variable in model.weights
+    }
 
 
 def check_captures(graph: tf.Graph) -> None:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 import strategies
+from trainer.step.inner_graphs import called_functions
 from trainer.step.rollback import copies_of
 from trainer.step.types import Variable
 
@@ -155,13 +156,13 @@ def writes_since(start: int, graph: tf.Graph) -> list[Write]:
         graph: the graph of a `tf.function` that is being traced.
     """
     new = graph.get_operations()[start:]
-    library = Library(graph) if any(functions_of(op.node_def.attr) for op in new) else None
+    library = Library(graph) if any(called_functions(op.node_def.attr) for op in new) else None
     found = []
     for op in new:
         inputs = list(op.inputs)
         if WRITERS.fullmatch(op.type):
             found += [(op.type, op.name, tensor) for tensor in inputs]
-        for function in functions_of(op.node_def.attr):
+        for function in called_functions(op.node_def.attr):
             for kind, name, argument in library.written(function) if library else ():
                 offset = len(inputs) - library.num_arguments(function)  # type: ignore[union-attr]
                 found.append((kind, name, inputs[offset + argument]))
@@ -228,7 +229,7 @@ class Library:
             inputs = [source for source in node.input if not source.startswith("^")]
             changed = [(node.op, node.name, source) for source in inputs]
             changed = changed if WRITERS.fullmatch(node.op) else []
-            for inner in functions_of(node.attr):
+            for inner in called_functions(node.attr):
                 for kind, name, argument in self.written(inner):
                     source = inputs[len(inputs) - self.num_arguments(inner) + argument]
                     changed.append((kind, name, source))
@@ -236,12 +237,3 @@ class Library:
                 place = argument_of(source)
                 if place is not None:
                     yield Written(kind, name, place)
-
-
-def functions_of(attributes: Any) -> list[str]:
-    """Returns the names of the functions that an operation calls: bodies, branches, and so on."""
-    return [
-        each.name
-        for value in attributes.values()
-        for each in ([value.func] if value.func.name else value.list.func)
-    ]

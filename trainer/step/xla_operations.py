@@ -6,13 +6,14 @@ the first step, with an error of dozens of lines.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from trainer.base.keras_private import has_xla_kernel, traced_functions
+from trainer.step.inner_graphs import called_functions
 
 # XLA turns these operations of TensorFlow 1's control flow into others before it compiles.
 CONTROL_FLOW = frozenset({"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond"})
@@ -124,18 +125,9 @@ def used_nodes(definition: Any, library: dict[str, Any], seen: set[str]) -> Iter
     for name in sorted(used):
         node = by_name[name]
         yield node
-        for called in functions_in(node.attr.values()):
+        for called in called_functions(node.attr):
             if called in library:
                 yield from used_nodes(library[called], library, seen)
-
-
-def functions_in(attributes: Iterable[Any]) -> Iterator[str]:
-    """Yields the names of the functions that an operation calls."""
-    for attribute in attributes:
-        if attribute.HasField("func"):
-            yield attribute.func.name
-        for function in attribute.list.func:
-            yield function.name
 
 
 def listed_operations(names: list[str]) -> str:

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from trainer.data import fingerprint
 from trainer.data.fingerprint import first_change, of_arrays, of_pipeline
-from trainer.data.iterator_state import pipeline_graph
+from trainer.data.pipeline_graph import pipeline_graph
 
 X = np.arange(24, dtype=np.float32).reshape(8, 3)
 

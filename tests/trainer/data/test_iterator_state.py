@@ -1,6 +1,5 @@
 """L12: a resumed run sees the same batches as an uninterrupted one."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -15,7 +14,7 @@ from helpers import Linear, slopes
 
 from trainer.checkpoint import folder
 from trainer.data.batches import batches
-from trainer.data.iterator_state import DataPosition, description, pipeline_graph
+from trainer.data.iterator_state import DataPosition
 
 pytestmark = pytest.mark.sampled
 
@@ -269,161 +268,6 @@ def batches_after_resume(files, path):
     return found
 
 
-# Pipelines that cannot be resumed exactly.
-
-
-def numbers_from_python():
-    """Batches from a generator."""
-    return Dataset.from_generator(
-        lambda: iter(range(12)), output_signature=tf.TensorSpec([], tf.int64)
-    ).batch(4)
-
-
-GENERATOR = tf.random.Generator.from_seed(3)
-VARIABLE = tf.Variable(1, dtype=tf.int64)
-
-
-REFUSED = {
-    "from_generator": (
-        numbers_from_python,
-        "the stateful operation PyFunc",
-        "This operation is created by from_generator and numpy_function. ",
-    ),
-    "numpy_function": (
-        lambda: (
-            Dataset.range(12).map(lambda n: tf.numpy_function(one_more, [n], tf.int64)).batch(4)
-        ),
-        "the stateful operation PyFunc",
-        "This operation is created by from_generator and numpy_function. ",
-    ),
-    "py_function": (
-        lambda: Dataset.range(12).map(lambda n: tf.py_function(one_more, [n], tf.int64)).batch(4),
-        "the stateful operation EagerPyFunc",
-        "This operation is created by py_function. ",
-    ),
-    "py_function within": (
-        lambda: Dataset.range(4).interleave(
-            lambda n: Dataset.range(n).map(lambda m: tf.py_function(one_more, [m], tf.int64))
-        ),
-        "the stateful operation EagerPyFunc",
-        "This operation is created by py_function. ",
-    ),
-    "random op": (
-        lambda: Dataset.range(12).map(lambda n: n + tf.random.uniform([], 0, 9, tf.int64)).batch(4),
-        "the stateful operation RandomUniformInt",
-        "",
-    ),
-    "generator": (
-        lambda: Dataset.range(12).map(lambda n: n + GENERATOR.uniform([], 0, 9, tf.int64)).batch(4),
-        "the stateful operation RngReadAndSkip",
-        "",
-    ),
-    "variable": (
-        lambda: Dataset.range(12).map(lambda n: n + VARIABLE).batch(4),
-        "the stateful operation ReadVariableOp",
-        "",
-    ),
-    "shuffle without a seed": (
-        lambda: Dataset.range(12).shuffle(12).batch(4),
-        "ShuffleDatasetV3 without a seed",
-        "Give this operation a seed. ",
-    ),
-    "files without a seed": (
-        lambda: Dataset.list_files(str(ROOT / "*.md")).batch(4),
-        "ShuffleDatasetV3 without a seed",
-        "Give this operation a seed. ",
-    ),
-    "sample without a seed": (
-        lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(4)], [0.5, 0.5]),
-        "RandomDataset without a seed",
-        "Give this operation a seed. ",
-    ),
-    "shuffle within": (
-        lambda: Dataset.range(4).interleave(lambda n: Dataset.range(n).shuffle(4, seed=1)).batch(4),
-        "the stateful operation DummySeedGenerator",
-        "This operation is created by a shuffle inside interleave or flat_map. ",
-    ),
-    "two shuffles": (
-        lambda: shuffled().map(one_more).shuffle(5, seed=2).batch(4),
-        "ShuffleDatasetV3 before another shuffle",
-        "Shuffle once, or pass reshuffle_each_iteration=False to all but the last shuffle. ",
-    ),
-    "sample": (
-        lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(9)], [0.5, 0.5], 3),
-        "DirectedInterleaveDataset of datasets that end",
-        "This operation is created by sample_from_datasets and choose_from_datasets: call "
-        "repeat() on their inputs, or pass stop_on_empty_dataset=True. ",
-    ),
-    "numbers redrawn in each pass": (
-        lambda: (
-            Dataset.random(seed=1, rerandomize_each_iteration=True)
-            .take(9)
-            .shuffle(5, seed=2, reshuffle_each_iteration=False)
-            .batch(4)
-        ),
-        "RandomDatasetV2 before another shuffle",
-        "Shuffle once, or pass reshuffle_each_iteration=False to all but the last shuffle. ",
-    ),
-    "choose": (
-        lambda: Dataset.choose_from_datasets(
-            [shuffled().repeat(), Dataset.range(9).repeat(2)],
-            Dataset.range(2).repeat(),
-            stop_on_empty_dataset=False,
-        ),
-        "DirectedInterleaveDataset of datasets that end",
-        "This operation is created by sample_from_datasets and choose_from_datasets: call "
-        "repeat() on their inputs, or pass stop_on_empty_dataset=True. ",
-    ),
-    "shuffle that begins late": (
-        lambda: Dataset.range(12).concatenate(shuffled()).batch(4),
-        "ShuffleDatasetV3 in a part that starts in the middle of a pass",
-        "Shuffle the result of concatenate or flat_map instead of their inputs. ",
-    ),
-    "shuffle that begins again": (
-        lambda: captured_in_flat_map(shuffled()),
-        "ShuffleDatasetV3 in a part that starts in the middle of a pass",
-        "Shuffle the result of concatenate or flat_map instead of their inputs. ",
-    ),
-}
-
-
-def captured_in_flat_map(dataset):
-    """A dataset that is started for each element of another."""
-    return Dataset.range(3).flat_map(lambda _: dataset).batch(4)
-
-
-def not_exact(what, hint):
-    """The complete error message."""
-    return (
-        f"`train_data` must be a pipeline whose position can be saved; got one with {what}. A "
-        f"resumed run would see different data. {hint}To train on this pipeline anyway, pass "
-        'data_resume="skip", which reads and drops the batches already used, or "restart", which '
-        "begins a new pass."
-    )
-
-
-@contextlib.contextmanager
-def no_global_seed():
-    """Clears the global seed, as at the start of a process; it would give every operation a seed."""
-    tf.random.set_seed(None)
-    try:
-        yield
-    finally:
-        tf.random.set_seed(0)
-
-
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_a_pipeline_that_cannot_be_resumed_exactly_is_refused(name):
-    """The error names the operation that keeps its own state or draws without a seed."""
-    make, what, hint = REFUSED[name]
-    with no_global_seed():
-        dataset = make()
-    with pytest.raises(ValueError, match="train_data") as error:
-        description(pipeline_graph(dataset))
-
-    assert str(error.value) == not_exact(what, hint)
-
-
 def as_batches(dataset):
     """Batches for `Linear` of one example: the slope is 2 to the power of the number."""
 
@@ -465,8 +309,7 @@ def test_a_refused_pipeline_takes_no_step(tmp_path):
     with pytest.raises(ValueError, match="train_data") as error:
         trainer.train(from_python(), steps=3)
 
-    hint = "This operation is created by from_generator and numpy_function. "
-    assert str(error.value) == not_exact("the stateful operation PyFunc", hint)
+    assert "got one with the stateful operation PyFunc" in str(error.value)
     assert trainer.totals.attempted == 0
     assert list(tmp_path.glob("ckpt-*")) == []
     for arguments in (

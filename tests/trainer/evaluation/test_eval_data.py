@@ -117,10 +117,10 @@ def test_data_that_is_used_up_is_refused():
     assert trainer.evaluate(once) == {"loss": 1.0}  # the first batch was read to build the model
     with pytest.raises(ValueError, match="at least one batch"):
         trainer.evaluate(once)
-    with pytest.raises(ValueError, match="read again") as error:
+    with trainer._reading("data"), pytest.raises(ValueError, match="read again") as error:
         trainer._parts.evaluator.evaluate(once, "float32", stoppable=False)
     assert str(error.value) == (
-        "`eval_data` must be data that can be read again; got a source that is used up. Every "
+        "`data` must be data that can be read again; got a source that is used up. Every "
         "evaluation reads it from the beginning. Pass arrays, or a dataset that opens its source "
         "anew in each pass."
     )

@@ -1,17 +1,13 @@
-"""Evaluation and prediction."""
-
-import threading
+"""Evaluation: means over all examples, metrics, precision, and what is left as it was."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import Linear, all_copies, assert_same_bits, linear_model, slopes
+from helpers import Linear, linear_model, slopes
 
-from trainer import Action, DataError, Trainer
+from trainer import Trainer
 from trainer.data.batches import untuned
-from trainer.evaluation.evaluator import numbers_of
-from trainer.step.rollback import read_copies, variables_in_reach
 
 pytestmark = pytest.mark.sampled
 
@@ -149,108 +145,6 @@ def test_a_sequence_loss_is_averaged_within_the_example():
     result = trainer.evaluate((y, y), global_batch=4)["loss"]
 
     assert result == pytest.approx(np.mean((trainer.predict(y, global_batch=3) - y) ** 2), rel=1e-5)
-
-
-def test_a_module_predicts_as_it_trains():
-    """A `tf.Module` computes in evaluation exactly as in training."""
-
-    class Doubling(tf.Module):
-        def __init__(self):
-            super().__init__()
-            self.factor = tf.Variable(2.0)
-
-        def __call__(self, x):
-            return {"twice": self.factor * x}
-
-    trainer = Trainer(
-        model=Doubling, optimizer="sgd", loss_fn=lambda y, p: (p["twice"] - y)[:, 0], verbose=False
-    )
-
-    np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_an_evaluation_does_not_advance_seed_generators(mirrored, replicas):
-    """Evaluations and predictions during training do not change what training draws from the model's
-    seed generators, because they write to no variable.
-    """
-
-    class Noisy(Linear):
-        def build_model(self):
-            model = linear_model()
-            model.noise = keras.random.SeedGenerator(5)
-            return model
-
-        def compute_loss(self, batch, training):
-            noise = keras.random.normal([], seed=self.model.noise)
-            return super().compute_loss(batch, training) * noise
-
-        def predict_batch(self, batch):
-            return super().predict_batch(batch) * keras.random.normal([], seed=self.model.noise)
-
-    strategy = mirrored(replicas) if replicas > 1 else "default"
-    data = slopes(*[1.0] * replicas)
-    undisturbed = Noisy(strategy=strategy, seed=0, verbose=False)
-    undisturbed.train(data, steps=4, global_batch=replicas)
-    disturbed = Noisy(strategy=strategy, seed=0, verbose=False)
-    for steps in (2, 4):
-        disturbed.train(data, steps=steps, global_batch=replicas)
-        disturbed.evaluate(data, global_batch=replicas)
-        disturbed.predict(data["x"], global_batch=replicas)
-
-    assert undisturbed.weight == disturbed.weight != 1.0
-    assert_same_bits(all_copies(undisturbed), all_copies(disturbed))
-
-
-class Counted(keras.metrics.Metric):
-    """Counts examples, and returns its variable, as Keras's own example does."""
-
-    def __init__(self, **arguments):
-        """Creates the count."""
-        super().__init__(**arguments)
-        self.count = self.add_weight(name="count", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        """Adds the number of examples."""
-        del y_pred, sample_weight
-        self.count.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
-
-    def result(self):
-        """The variable itself."""
-        return self.count
-
-
-@pytest.mark.slow
-def test_a_metric_may_return_its_variable(mirrored):
-    """A metric whose result is a variable is read on all replicas, in logs and in evaluations."""
-    trainer = Trainer(
-        model=linear_model,
-        optimizer="sgd",
-        loss_fn="mse",
-        metrics=lambda: {"count": Counted()},
-        strategy=mirrored(3),
-        verbose=False,
-    )
-    data = (np.ones([7, 1], np.float32), np.ones([7, 1], np.float32))
-    trainer.train(data, steps=1, global_batch=7)
-
-    assert trainer.evaluate(data, global_batch=7)["count"] == 7.0
-
-
-@pytest.mark.parametrize(("result", "found"), [([0.5, 1.0], "shape (2,)"), ({"a": 1.0}, "a dict")])
-def test_a_metric_returns_one_number(result, found):
-    """A result of several numbers is refused by the metric's name."""
-    metric = keras.metrics.Mean()
-    metric.result = lambda: result
-    with pytest.raises(ValueError, match="metrics") as error:
-        numbers_of({"scores": metric})
-
-    assert str(error.value) == (
-        f"`metrics` must return one number each; got {found} from 'scores' (Mean). The log and "
-        "`best_metric` compare numbers. Choose an average, such as average='macro' of F1Score, or "
-        "write one metric for each number."
-    )
 
 
 def quantized(mode, precision):
@@ -393,40 +287,6 @@ def test_losses_of_many_batches_are_added_exactly():
     assert Tenth(verbose=False).evaluate(data)["loss"] == pytest.approx(0.1, rel=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_dropout_in_prediction_draws_anew(mirrored, replicas):
-    """Monte Carlo dropout draws other masks in every replica, batch and call, and the same program
-    draws the same masks again.
-    """
-
-    class MonteCarlo(Trainer):
-        def predict_batch(self, batch):
-            return self.model(batch, training=True)
-
-    def trainer():
-        return MonteCarlo(
-            model=lambda: keras.Sequential(
-                [keras.Input([64]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-            ),
-            optimizer="sgd",
-            loss_fn="mse",
-            seed=3,
-            verbose=False,
-            strategy=mirrored(replicas) if replicas > 1 else "default",
-        )
-
-    first, second = trainer(), trainer()
-    x = np.ones([2 * replicas, 64], np.float32)
-    draws = [first.predict(x, global_batch=replicas) for _ in range(2)]
-
-    assert len(np.unique(draws)) == 4 * replicas
-    for draw in draws:
-        np.testing.assert_array_equal(second.predict(x, global_batch=replicas), draw)
-    first.model.layers[-1].trainable = False  # the parts are made again
-    third = first.predict(x, global_batch=replicas)
-    assert len(np.unique([*draws, third])) == 6 * replicas
-
-
 def frozen():
     """A dense layer that is not trained."""
     model = keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])
@@ -458,26 +318,6 @@ def test_a_model_without_trainable_variables_is_evaluated(mirrored, make, precis
     assert given.predict(X, global_batch=4).shape == full(X).shape
 
 
-def test_a_prediction_needs_neither_optimizer_nor_loss(tmp_path):
-    """L21: a trainer of a model alone predicts from a checkpoint; training asks for the rest."""
-    first = classifier(model_dir=tmp_path)
-    first.train((X, Y), steps=2, global_batch=11)
-    model = lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])  # noqa: E731
-    second = Trainer(model=model, model_dir=tmp_path, verbose=False)
-    expected = first.predict(X, global_batch=11)
-
-    np.testing.assert_array_equal(second.predict(X, global_batch=11), expected)
-    assert second.totals.attempted == 2
-    with pytest.raises(
-        ValueError, match="`optimizer` must be given unless build_optimizer"
-    ) as error:
-        second.train((X, Y), steps=3, global_batch=11)
-    assert str(error.value) == (
-        "`optimizer` must be given unless build_optimizer() is overridden; got None. The trainer "
-        "has no default for it. Pass optimizer= or override build_optimizer()."
-    )
-
-
 @pytest.mark.parametrize(("method", "data"), [("predict", X), ("evaluate", (X, Y))])
 def test_results_of_a_folder_without_a_checkpoint_are_said_to_be_untrained(
     method, data, tmp_path, caplog
@@ -496,92 +336,6 @@ def test_results_of_a_folder_without_a_checkpoint_are_said_to_be_untrained(
     classifier(model_dir=tmp_path).train((X, Y), steps=2, global_batch=11)
     assert said(model_dir=tmp_path) == []
     assert said(model_dir=tmp_path / "new", init_from=tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
-        (lambda outputs: tf.reduce_mean(outputs, axis=0), "one of shape (3,) for 11 examples"),
-        (tf.reduce_mean, "one of shape () for 11 examples"),
-        (lambda outputs: {"a": outputs, "b": None}, "NoneType"),
-    ],
-    ids=["mean", "scalar", "none"],
-)
-def test_predictions_have_one_row_for_each_example(result, found):
-    """Rows of replicas and batches are joined, so a mean over a batch would pass for a prediction."""
-    trainer = classifier()
-    trainer.predict_batch = lambda x: result(trainer.model(x))
-    with pytest.raises(ValueError, match="one row per example") as error:
-        trainer.predict(X, global_batch=11)
-
-    assert str(error.value) == (
-        f"`predict_batch` must return tensors with one row per example; got {found}. `predict` "
-        "joins the rows of all replicas and batches. Return what belongs to each example."
-    )
-
-
-def test_a_number_of_rows_that_is_known_late_is_checked():
-    """Rows that are chosen by their values are missing in the result, which would go unnoticed."""
-    trainer = classifier()
-    trainer.predict_batch = lambda x: tf.boolean_mask(
-        trainer.model(x), x[:, 0] > np.median(X[:, 0])
-    )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got") as error:
-        trainer.predict(X, global_batch=11)
-    assert "rows for] [11] [examples." in str(error.value)
-
-    trainer = classifier()
-    trainer.predict_batch = lambda x: tf.boolean_mask(trainer.model(x), x[:, 0] < np.inf)
-    assert len(trainer.predict(X, global_batch=4)) == len(X)
-
-
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_predictions_may_be_sparse(mirrored, replicas):
-    """A model that returns a sparse tensor predicts one with the rows of all batches."""
-    trainer = classifier(strategy=mirrored(replicas) if replicas > 1 else "default")
-    trainer.predict_batch = lambda x: tf.sparse.from_dense(tf.nn.relu(trainer.model(x)))
-    found = trainer.predict(X, global_batch=4)
-    assert found.shape == (len(X), 3)
-    outputs = trainer.model(X).numpy()
-    np.testing.assert_allclose(tf.sparse.to_dense(found), np.maximum(outputs, 0), rtol=1e-5)
-
-
-@pytest.mark.thorough
-def test_predictions_of_batches_have_one_shape():
-    """Sequences of another length in each batch cannot be joined into one array."""
-    trainer = Trainer(
-        model=lambda: keras.Sequential([keras.Input([None, 2]), keras.layers.Dense(1)]),
-        verbose=False,
-    )
-    with pytest.raises(ValueError, match="one shape for all batches") as error:
-        trainer.predict(lambda: (np.ones([2, length, 2], np.float32) for length in (3, 4)))
-
-    assert str(error.value) == (
-        "`predict_batch` must return rows of one shape for all batches; got shapes (2, 3, 1) and "
-        "(2, 4, 1). They are joined into one array. Pad the batches to one length, return a "
-        "tf.RaggedTensor, or call predict for each batch."
-    )
-
-
-@pytest.mark.thorough
-def test_predictions_of_replicas_have_one_shape(mirrored):
-    """A model that pads each share to its longest row cannot be joined; the error says what to do."""
-
-    def padded():
-        strings = keras.layers.TextVectorization(vocabulary=["a", "b"])
-        return keras.Sequential(
-            [keras.Input([], dtype="string"), strings, keras.layers.Embedding(4, 2)]
-        )
-
-    trainer = Trainer(model=padded, strategy=mirrored(2), verbose=False)
-    assert trainer.predict(np.array(["a b", "a", "b a", "b"]), global_batch=4).shape == (4, 2, 2)
-    with pytest.raises(tf.errors.InvalidArgumentError) as error:
-        trainer.predict(np.array(["a b a", "a", "b a", "b"]), global_batch=4)
-    assert (
-        "`predict_batch` must return rows of one shape on all replicas, because they are joined into "
-        "one array. Pad to one length, as with output_sequence_length= of TextVectorization, or "
-        "return a tf.RaggedTensor. The rows have the shapes] [3 2] [2 2]"
-    ) in str(error.value)
 
 
 def test_an_average_without_its_optimizer_is_refused(tmp_path):
@@ -668,132 +422,3 @@ def test_several_inputs_and_outputs(mirrored, precision, replicas):
         data = (inputs, Y.astype(np.float32))
         result = trainer.evaluate(data, global_batch=4)["loss"]
         assert result == pytest.approx(loss, rel=1e-4, abs=1e-5)
-
-
-class Centred(tf.Module):
-    """Counts its calls and keeps a running mean in `tf.Variable`s, whatever it is called for."""
-
-    def __init__(self):
-        """A weight, the mean and a generator."""
-        super().__init__()
-        self.factor = tf.Variable(2.0)
-        self.mean = tf.Variable(0.0, trainable=False)
-        self.generator = tf.random.Generator.from_seed(1)
-
-    def __call__(self, x):
-        """Moves the mean, and draws."""
-        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x))
-        return self.factor * (x - self.mean) + 0.01 * self.generator.normal([])
-
-
-class CentredInKeras(keras.Model):
-    """The same inside a Keras model."""
-
-    def __init__(self):
-        """Holds the module."""
-        super().__init__()
-        self.module, self.dense = Centred(), keras.layers.Dense(1, kernel_initializer="ones")
-
-    def call(self, inputs):
-        """Calls the module and a layer."""
-        return self.dense(self.module(inputs))
-
-
-@pytest.mark.parametrize("make", [Centred, CentredInKeras])
-@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_evaluation_leaves_variables_that_the_model_assigns(mirrored, make, replicas):
-    """L12: evaluations and predictions between steps, also one that fails, change no bit of a run."""
-    x = np.random.default_rng(0).normal(size=(24, 1)).astype(np.float32)
-
-    def failing():
-        yield x[:6], x[:6]
-        raise OSError("gone")
-
-    def weights_after(**arguments):
-        trainer = Trainer(
-            model=make,
-            optimizer="sgd",
-            loss_fn="mse",
-            strategy=mirrored(replicas) if replicas > 1 else "default",
-            seed=0,
-            verbose=False,
-        )
-        for steps in (2, 4):
-            trainer.train((x, x), steps=steps, global_batch=6, **arguments)
-            if arguments:
-                trainer.predict(x, global_batch=6)
-                with pytest.raises(DataError):
-                    trainer.evaluate(failing)
-        found = variables_in_reach([trainer.model], held_back=())
-        copies = tf.nest.flatten(read_copies(found, trainer.strategy))
-        return [copy.numpy().tobytes() for copy in copies]
-
-    assert weights_after() == weights_after(eval_data=(x, x), eval_interval=1)
-
-
-def test_calls_draw_other_numbers_and_a_restart_the_same():
-    """A generator of TensorFlow's inside the model is put back, and still no two calls are alike."""
-    x = np.ones([4, 1], np.float32)
-
-    def calls():
-        trainer = Trainer(model=Centred, loss_fn="mse", seed=0, verbose=False)
-        return [trainer.predict(x, global_batch=4).tobytes() for _ in range(3)]
-
-    first = calls()
-    assert len({*first}) == 3
-    assert calls() == first
-
-
-class Doubling(tf.Module):
-    """A weight that only training moves."""
-
-    def __init__(self):
-        """Begins with 2."""
-        super().__init__()
-        self.factor = tf.Variable(2.0)
-
-    def __call__(self, x):
-        """Multiplies."""
-        return self.factor * x
-
-
-def test_a_prediction_in_another_thread_undoes_no_step():
-    """It begins before a step of `train` and ends after ten others: nothing is put back."""
-    x = np.ones([4, 1], np.float32)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow():
-        yield x
-        yield x  # the first two are read before the prediction begins
-        begun.set()
-        assert go_on.wait(30)
-        yield x
-
-    def trained(*actions):
-        trainer = Trainer(
-            model=Doubling,
-            optimizer=lambda: keras.optimizers.SGD(0.01),
-            loss_fn="mse",
-            steps_per_loop=1,
-            actions=actions,
-            verbose=False,
-        )
-        trainer.predict(x, global_batch=4)
-        trainer.train((x, 0 * x), steps=20, global_batch=4)
-        return trainer.model.factor.numpy()
-
-    threads = []
-
-    def start(trainer):
-        if not threads:
-            threads.append(threading.Thread(target=lambda: trainer.predict(slow)))
-            threads[0].start()
-            assert begun.wait(30)
-
-    def end(_):
-        go_on.set()
-        threads[0].join(30)
-
-    actions = Action(start, every_steps=5), Action(end, every_steps=15)
-    assert trained(*actions) == trained()
-    assert not threads[0].is_alive()

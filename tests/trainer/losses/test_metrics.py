@@ -6,9 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import linear_model
 
 from trainer import Action, Trainer
-from trainer.losses.metrics import copy_of
+from trainer.losses.metrics import copy_of, numbers_of
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=[16, 3]).astype("float32")
@@ -322,3 +323,53 @@ def test_functions_are_metrics_as_in_compile(by_name):
     )
     for name in names:
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+class Counted(keras.metrics.Metric):
+    """Counts examples, and returns its variable, as Keras's own example does."""
+
+    def __init__(self, **arguments):
+        """Creates the count."""
+        super().__init__(**arguments)
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Adds the number of examples."""
+        del y_pred, sample_weight
+        self.count.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+    def result(self):
+        """The variable itself."""
+        return self.count
+
+
+@pytest.mark.slow
+def test_a_metric_may_return_its_variable(mirrored):
+    """A metric whose result is a variable is read on all replicas, in logs and in evaluations."""
+    trainer = Trainer(
+        model=linear_model,
+        optimizer="sgd",
+        loss_fn="mse",
+        metrics=lambda: {"count": Counted()},
+        strategy=mirrored(3),
+        verbose=False,
+    )
+    data = (np.ones([7, 1], np.float32), np.ones([7, 1], np.float32))
+    trainer.train(data, steps=1, global_batch=7)
+
+    assert trainer.evaluate(data, global_batch=7)["count"] == 7.0
+
+
+@pytest.mark.parametrize(("result", "found"), [([0.5, 1.0], "shape (2,)"), ({"a": 1.0}, "a dict")])
+def test_a_metric_returns_one_number(result, found):
+    """A result of several numbers is refused by the metric's name."""
+    metric = keras.metrics.Mean()
+    metric.result = lambda: result
+    with pytest.raises(ValueError, match="metrics") as error:
+        numbers_of({"scores": metric})
+
+    assert str(error.value) == (
+        f"`metrics` must return one number each; got {found} from 'scores' (Mean). The log and "
+        "`best_metric` compare numbers. Choose an average, such as average='macro' of F1Score, or "
+        "write one metric for each number."
+    )

@@ -1,0 +1,239 @@
+"""Prediction: one row per example, in order, on any number of replicas."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer import Action, Trainer
+
+pytestmark = pytest.mark.sampled
+
+X = np.random.default_rng(0).standard_normal([11, 5]).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 3, 11)
+
+
+def classifier(**arguments):
+    """A classifier of five features into three classes."""
+    return Trainer(
+        model=lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(3)]),
+        optimizer="sgd",
+        loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        verbose=False,
+        **arguments,
+    )
+
+
+def test_a_module_predicts_as_it_trains():
+    """A `tf.Module` computes in evaluation exactly as in training."""
+
+    class Doubling(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = tf.Variable(2.0)
+
+        def __call__(self, x):
+            return {"twice": self.factor * x}
+
+    trainer = Trainer(
+        model=Doubling, optimizer="sgd", loss_fn=lambda y, p: (p["twice"] - y)[:, 0], verbose=False
+    )
+
+    np.testing.assert_array_equal(trainer.predict(X, global_batch=4)["twice"], 2 * X)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_dropout_in_prediction_draws_anew(mirrored, replicas):
+    """Monte Carlo dropout draws other masks in every replica, batch and call, and the same program
+    draws the same masks again.
+    """
+
+    class MonteCarlo(Trainer):
+        def predict_batch(self, batch):
+            return self.model(batch, training=True)
+
+    def trainer():
+        return MonteCarlo(
+            model=lambda: keras.Sequential(
+                [keras.Input([64]), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+            ),
+            optimizer="sgd",
+            loss_fn="mse",
+            seed=3,
+            verbose=False,
+            strategy=mirrored(replicas) if replicas > 1 else "default",
+        )
+
+    first, second = trainer(), trainer()
+    x = np.ones([2 * replicas, 64], np.float32)
+    draws = [first.predict(x, global_batch=replicas) for _ in range(2)]
+
+    assert len(np.unique(draws)) == 4 * replicas
+    for draw in draws:
+        np.testing.assert_array_equal(second.predict(x, global_batch=replicas), draw)
+    first.model.layers[-1].trainable = False  # the parts are made again
+    third = first.predict(x, global_batch=replicas)
+    assert len(np.unique([*draws, third])) == 6 * replicas
+
+
+def test_a_prediction_needs_neither_optimizer_nor_loss(tmp_path):
+    """L21: a trainer of a model alone predicts from a checkpoint; training asks for the rest."""
+    first = classifier(model_dir=tmp_path)
+    first.train((X, Y), steps=2, global_batch=11)
+    model = lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(3)])  # noqa: E731
+    second = Trainer(model=model, model_dir=tmp_path, verbose=False)
+    expected = first.predict(X, global_batch=11)
+
+    np.testing.assert_array_equal(second.predict(X, global_batch=11), expected)
+    assert second.totals.attempted == 2
+    with pytest.raises(
+        ValueError, match="`optimizer` must be given unless build_optimizer"
+    ) as error:
+        second.train((X, Y), steps=3, global_batch=11)
+    assert str(error.value) == (
+        "`optimizer` must be given unless build_optimizer() is overridden; got None. The trainer "
+        "has no default for it. Pass optimizer= or override build_optimizer()."
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda outputs: tf.reduce_mean(outputs, axis=0), "one of shape (3,) for 11 examples"),
+        (tf.reduce_mean, "one of shape () for 11 examples"),
+        (lambda outputs: {"a": outputs, "b": None}, "NoneType"),
+    ],
+    ids=["mean", "scalar", "none"],
+)
+def test_predictions_have_one_row_for_each_example(result, found):
+    """Rows of replicas and batches are joined, so a mean over a batch would pass for a prediction."""
+    trainer = classifier()
+    trainer.predict_batch = lambda x: result(trainer.model(x))
+    with pytest.raises(ValueError, match="one row per example") as error:
+        trainer.predict(X, global_batch=11)
+
+    assert str(error.value) == (
+        f"`predict_batch` must return tensors with one row per example; got {found}. `predict` "
+        "joins the rows of all replicas and batches. Return what belongs to each example."
+    )
+
+
+def test_a_number_of_rows_that_is_known_late_is_checked():
+    """Rows that are chosen by their values are missing in the result, which would go unnoticed."""
+    trainer = classifier()
+    trainer.predict_batch = lambda x: tf.boolean_mask(
+        trainer.model(x), x[:, 0] > np.median(X[:, 0])
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one row per example; got") as error:
+        trainer.predict(X, global_batch=11)
+    assert "rows for] [11] [examples." in str(error.value)
+
+    trainer = classifier()
+    trainer.predict_batch = lambda x: tf.boolean_mask(trainer.model(x), x[:, 0] < np.inf)
+    assert len(trainer.predict(X, global_batch=4)) == len(X)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_predictions_may_be_sparse(mirrored, replicas):
+    """A model that returns a sparse tensor predicts one with the rows of all batches."""
+    trainer = classifier(strategy=mirrored(replicas) if replicas > 1 else "default")
+    trainer.predict_batch = lambda x: tf.sparse.from_dense(tf.nn.relu(trainer.model(x)))
+    found = trainer.predict(X, global_batch=4)
+    assert found.shape == (len(X), 3)
+    outputs = trainer.model(X).numpy()
+    np.testing.assert_allclose(tf.sparse.to_dense(found), np.maximum(outputs, 0), rtol=1e-5)
+
+
+@pytest.mark.thorough
+def test_predictions_of_batches_have_one_shape():
+    """Sequences of another length in each batch cannot be joined into one array."""
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([None, 2]), keras.layers.Dense(1)]),
+        verbose=False,
+    )
+    with pytest.raises(ValueError, match="one shape for all batches") as error:
+        trainer.predict(lambda: (np.ones([2, length, 2], np.float32) for length in (3, 4)))
+
+    assert str(error.value) == (
+        "`predict_batch` must return rows of one shape for all batches; got shapes (2, 3, 1) and "
+        "(2, 4, 1). They are joined into one array. Pad the batches to one length, return a "
+        "tf.RaggedTensor, or call predict for each batch."
+    )
+
+
+@pytest.mark.thorough
+def test_predictions_of_replicas_have_one_shape(mirrored):
+    """A model that pads each share to its longest row cannot be joined; the error says what to do."""
+
+    def padded():
+        strings = keras.layers.TextVectorization(vocabulary=["a", "b"])
+        return keras.Sequential(
+            [keras.Input([], dtype="string"), strings, keras.layers.Embedding(4, 2)]
+        )
+
+    trainer = Trainer(model=padded, strategy=mirrored(2), verbose=False)
+    assert trainer.predict(np.array(["a b", "a", "b a", "b"]), global_batch=4).shape == (4, 2, 2)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        trainer.predict(np.array(["a b a", "a", "b a", "b"]), global_batch=4)
+    assert (
+        "`predict_batch` must return rows of one shape on all replicas, because they are joined into "
+        "one array. Pad to one length, as with output_sequence_length= of TextVectorization, or "
+        "return a tf.RaggedTensor. The rows have the shapes] [3 2] [2 2]"
+    ) in str(error.value)
+
+
+class Doubling(tf.Module):
+    """A weight that only training moves."""
+
+    def __init__(self):
+        """Begins with 2."""
+        super().__init__()
+        self.factor = tf.Variable(2.0)
+
+    def __call__(self, x):
+        """Multiplies."""
+        return self.factor * x
+
+
+def test_a_prediction_in_another_thread_undoes_no_step():
+    """It begins before a step of `train` and ends after ten others: nothing is put back."""
+    x = np.ones([4, 1], np.float32)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        yield x
+        yield x  # the first two are read before the prediction begins
+        begun.set()
+        assert go_on.wait(30)
+        yield x
+
+    def trained(*actions):
+        trainer = Trainer(
+            model=Doubling,
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+            loss_fn="mse",
+            steps_per_loop=1,
+            actions=actions,
+            verbose=False,
+        )
+        trainer.predict(x, global_batch=4)
+        trainer.train((x, 0 * x), steps=20, global_batch=4)
+        return trainer.model.factor.numpy()
+
+    threads = []
+
+    def start(trainer):
+        if not threads:
+            threads.append(threading.Thread(target=lambda: trainer.predict(slow)))
+            threads[0].start()
+            assert begun.wait(30)
+
+    def end(_):
+        go_on.set()
+        threads[0].join(30)
+
+    actions = Action(start, every_steps=5), Action(end, every_steps=15)
+    assert trained(*actions) == trained()
+    assert not threads[0].is_alive()

@@ -1,0 +1,83 @@
+"""Forward passes that write to no variable, and draw random numbers of their own.
+
+Without this, an evaluation would advance the generators that training draws from.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.step.held_back import HoldBack
+from trainer.step.plan import StepPlan
+from trainer.step.randomness import make_keys
+from trainer.step.reach import reach
+from trainer.step.rollback import variables_in_reach
+from trainer.step.types import Variable
+from trainer.step.user_functions import functions_of_one_precision
+
+
+def plain_variables(model: Any, held_back: Sequence[Variable]) -> list[tf.Variable]:
+    """Returns the variables of a model that no scope of Keras holds back."""
+    found = variables_in_reach([model], held_back)
+    return [variable for variable in found if isinstance(variable, tf.Variable)]
+
+
+def generators_in(model: Any) -> list[tf.random.Generator]:
+    """Returns the random generators of TensorFlow that a model reaches."""
+    found = reach({"model": model})
+    return [item for _, item, _ in found if isinstance(item, tf.random.Generator)]
+
+
+def advance(generator: tf.random.Generator, call: int, strategy: tf.distribute.Strategy) -> None:
+    """Moves a generator to the numbers of a call, each of which has 2^32 blocks of its own."""
+    for copy in strategy.experimental_local_results(generator.state):
+        counter = tf.one_hot(0, copy.shape[0], dtype=copy.dtype)
+        copy.assign_add(tf.cast(call * 2**32, copy.dtype) * counter)
+
+
+def next_source(counter: tf.Variable) -> tf.Tensor:
+    """Returns the source of a batch's keys, and counts the batch: shape (2,), int64.
+
+    Args:
+        counter: the call's number, and the index of its next batch: shape (2,), int64.
+    """
+    source = counter.read_value()
+    with tf.control_dependencies([source]):
+        counter.assign_add([0, 1])
+    return source
+
+
+def keys_of(plan: StepPlan, source: tf.Tensor) -> tf.Tensor:
+    """Returns a key for each of the plan's generators: shape (generators, 2), int64.
+
+    Call it in replica context, outside of XLA-compiled code; see `make_keys`.
+
+    Args:
+        plan: the plan of the training step.
+        source: what the keys are computed from: shape (2,), int64.
+    """
+    context = tf.distribute.get_replica_context()
+    replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+    return make_keys(source, replica, replicas, 1, len(plan.seeds))[0]
+
+
+@contextlib.contextmanager
+def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
+    """Context manager: a Keras model does not write to its variables.
+
+    Without this context, an evaluation would advance the seed generators used in training.
+
+    Args:
+        plan: the plan of the training step.
+        keys: the generators' keys, from `keys_of`.
+    """
+    given = [(variable, variable.value) for variable in plan.held_back]
+    given += zip(plan.seeds, tf.unstack(keys, num=len(plan.seeds)), strict=True)
+    with contextlib.ExitStack() as stack:
+        if isinstance(plan.model, keras.Model):
+            stack.enter_context(functions_of_one_precision(plan.model))
+        stack.enter_context(HoldBack([*plan.held_back, *plan.seeds], given))
+        yield

@@ -1,0 +1,173 @@
+"""Prediction: each replica computes the outputs for its share, and all rows are joined."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import strategies
+from strategies.division import count_examples, known_examples
+from trainer.base.autograph import call_user
+from trainer.evaluation.compiled_pass import compiled_pass
+from trainer.evaluation.no_writes import keys_of, next_source, without_writes
+from trainer.step.accumulate import real_rows
+from trainer.step.losses import assert_shapes
+from trainer.step.plan import StepPlan
+from trainer.step.replica import my_share
+
+
+def predict_batch(
+    plan: StepPlan,
+    method: Callable[[Any], Any],
+    draws: tf.Variable,
+    compiles: bool,
+    batch: Any,
+) -> Any:
+    """Returns the outputs for a global batch, in the order of its examples.
+
+    Call it in a `tf.function`.
+
+    Args:
+        plan: the plan of the training step, whose model `method` calls; none of its variables is
+            written.
+        method: `Task.predict_batch`.
+        draws: the counter of `next_source`.
+        compiles: whether XLA compiles the pass.
+        batch: the global batch.
+    """
+    arguments = (batch, plan, method, compiles, next_source(draws))
+    shares = plan.strategy.run(replica_predict, args=arguments)
+    return tf.nest.map_structure(functools.partial(gathered, plan.strategy), shares)
+
+
+def gathered(strategy: tf.distribute.Strategy, shares: Any) -> Any:
+    """Returns the rows of all replicas' outputs, in order. Call it in cross-replica context."""
+    parts = strategy.experimental_local_results(shares)
+    composite = isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor)
+    if composite and len(parts) == strategy.num_replicas_in_sync:
+        return concatenated(parts)  # `gather` takes dense tensors only
+    if strategies.has_workers(strategy) and strategy.num_replicas_in_sync > 1:
+        return gathered_from_workers(strategy, shares, parts[0])
+    with tf.control_dependencies([] if composite else check_inner_shapes(parts)):
+        return strategy.gather(shares, axis=0)
+
+
+# The dtypes that workers exchange, and those in which they send others.
+SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+SENT_AS = {tf.bfloat16: tf.float32, tf.uint32: tf.int64} | dict.fromkeys(
+    (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
+)
+
+
+def gathered_from_workers(strategy: tf.distribute.Strategy, shares: Any, part: Any) -> tf.Tensor:
+    """Returns the rows of all workers' outputs, in order.
+
+    Args:
+        strategy: a strategy with several workers.
+        shares: the outputs of this worker's replicas.
+        part: one of them.
+
+    Raises:
+        TypeError: if workers cannot exchange such outputs.
+    """
+    sent = SENT_AS.get(part.dtype, part.dtype)
+    if not isinstance(part, tf.Tensor) or sent not in SENT:
+        kind = part.dtype.name if isinstance(part, tf.Tensor) else type(part).__name__
+        raise TypeError(
+            "`predict_batch` must return dense tensors of numbers or bools with several workers; "
+            f"got {kind}. Workers cannot exchange others. Return padded tensors or numbers, or "
+            "predict in a single process."
+        )
+    if sent != part.dtype:
+        shares = strategy.run(tf.cast, args=(shares, sent))
+    return tf.cast(strategy.gather(shares, axis=0), part.dtype)
+
+
+def check_inner_shapes(parts: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Returns what checks that replicas of this process return rows of one shape."""
+    if len(parts) == 1 or parts[0].shape[1:].is_fully_defined():
+        return []
+    inner = [tf.shape(part)[1:] for part in parts]
+    same = tf.reduce_all([tf.reduce_all(each == inner[0]) for each in inner[1:]])
+    message = (
+        "`predict_batch` must return rows of one shape on all replicas, because they are joined "
+        "into one array. Pad to one length, as with output_sequence_length= of TextVectorization, "
+        "or return a tf.RaggedTensor. The rows have the shapes"
+    )
+    return [tf.debugging.Assert(same, [message, *inner])]
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Returns the rows of ragged or of sparse tensors in one."""
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(axis=0, sp_inputs=list(parts))
+    return tf.concat(parts, axis=0)
+
+
+def joined(*parts: Any) -> Any:
+    """Returns the rows of the outputs for all batches: an array, or a ragged or sparse tensor.
+
+    Raises:
+        ValueError: if the rows of different batches have different shapes.
+    """
+    if isinstance(parts[0], tf.RaggedTensor | tf.SparseTensor):
+        return concatenated(parts)
+    other = next((part for part in parts if part.shape[1:] != parts[0].shape[1:]), None)
+    if other is not None:
+        raise ValueError(
+            "`predict_batch` must return rows of one shape for all batches; got shapes "
+            f"{tuple(parts[0].shape)} and {tuple(other.shape)}. They are joined into one array. "
+            "Pad the batches to one length, return a tf.RaggedTensor, or call predict for each "
+            "batch."
+        )
+    return np.concatenate(parts)
+
+
+def replica_predict(
+    batch: Any, plan: StepPlan, method: Callable[[Any], Any], compiles: bool, source: tf.Tensor
+) -> Any:
+    """Returns the outputs for one replica's share of a batch. Call it in replica context."""
+    share = my_share(batch, tf.ones([count_examples(batch)]))
+    keys = keys_of(plan, source)
+
+    def run() -> Any:
+        with without_writes(plan, keys):
+            return call_user(method, share.batch)
+
+    outputs = compiled_pass(run, plan.strategy) if compiles else run()
+    with tf.control_dependencies(check_rows(outputs, share)):
+        return real_rows(outputs, share)
+
+
+WRONG_ROWS = "`predict_batch` must return tensors with one row per example; got"
+OF_ROWS = (
+    "`predict` joins the rows of all replicas and batches. Return what belongs to each example."
+)
+
+
+def check_rows(outputs: Any, share: strategies.Share) -> list[tf.Operation]:
+    """Raises ValueError unless outputs have one row for each example.
+
+    Returns:
+        What checks the numbers of rows that are known only when the graph runs.
+    """
+    examples, checks = known_examples(share.batch), []
+    held, real = tf.shape(share.weights)[0], share.examples
+    for leaf in tf.nest.flatten(outputs):
+        rows = known_examples(leaf) if hasattr(leaf, "shape") else None
+        if not hasattr(leaf, "shape"):
+            found = type(leaf).__name__
+        elif tf.TensorShape(leaf.shape).rank == 0 or (
+            None not in (rows, examples) and rows != examples
+        ):
+            found = f"one of shape {leaf.shape} for {examples} examples"
+        else:
+            if None in (rows, examples):
+                count = count_examples(leaf)
+                message = [WRONG_ROWS, count, "rows for", real, "examples.", OF_ROWS]
+                checks += assert_shapes((count == held) | (count == real), message)
+            continue
+        raise ValueError(f"{WRONG_ROWS} {found}. {OF_ROWS}")
+    return checks
