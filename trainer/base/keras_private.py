@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_globals
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from keras.src.utils.tracking import Tracker
@@ -509,7 +510,9 @@ def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManage
     Quantized layers stay quantized. A function that is traced inside the context keeps computing
     in float32 afterwards.
     """
-    half = [layer for layer in all_layers(model) if layer.compute_dtype in ("float16", "bfloat16")]
+    half = [
+        layer for layer in all_layers(model) if layer.compute_dtype in HALF or inputs_in_half(layer)
+    ]
     return layers_under_policy("float32", half)
 
 
@@ -518,14 +521,18 @@ def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[
     """Changes the dtype policy of layers, but not their variables, inside the `with` block.
 
     A quantized layer keeps its quantization: its weights are integers or float8 values with scales,
-    which mean nothing without it. `Normalization` gets its constants in the new dtype.
+    which mean nothing without it. `Normalization` gets its constants in the new dtype. Inputs that
+    a functional model casts to half precision are cast to the policy's compute dtype.
 
     `layer.dtype_policy` is public, but its setter is not used: it may quantize the layer, and
     writes into a `DTypePolicyMap` that several layers share.
     """
-    changed = []
+    changed: list[tuple[object, dict[str, Any], dict[str, Any]]] = []
+    for tensor in {id(each): each for layer in layers for each in half_declared(layer)}.values():
+        dtype = keras.DTypePolicy(policy).compute_dtype
+        changed.append((tensor, {"_dtype": dtype}, {"_dtype": tensor._dtype}))
     for layer in layers:
-        new = {"_dtype_policy": policy_with_dtype(layer._dtype_policy, policy)}
+        new: dict[str, Any] = {"_dtype_policy": policy_with_dtype(layer._dtype_policy, policy)}
         if isinstance(layer, keras.layers.Normalization) and layer.built:
             new |= normalization_constants(layer, policy)
         changed.append((layer, new, {name: getattr(layer, name) for name in new}))
@@ -536,6 +543,34 @@ def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[
     finally:
         for layer, _, before in changed:
             set_attributes(layer, before)
+
+
+HALF = ("float16", "bfloat16")
+CONVERSION = "_convert_inputs_to_tensors"  # the method of a functional model that casts its inputs
+
+
+def functional_part(layer: keras.Layer) -> Functional | None:
+    """Returns a functional model, or the one inside a built `Sequential`; None for other layers."""
+    found = layer._functional if isinstance(layer, keras.Sequential) else layer
+    return found if isinstance(found, Functional) else None
+
+
+def inputs_in_half(layer: keras.Layer) -> list[Any]:
+    """Returns the inputs that a functional model casts to half precision, as `KerasTensor`s.
+
+    Keras declares them in the compute dtype of the first layer for a `Sequential` that begins
+    without an `Input`, and in that of the layer before for a model that begins at a hidden layer.
+    Other layers have none.
+    """
+    model = functional_part(layer)
+    return [tensor for tensor in model.inputs if tensor.dtype in HALF] if model else []
+
+
+def half_declared(layer: keras.Layer) -> list[Any]:
+    """Returns what declares half inputs of a model: an `InputLayer` itself, or `KerasTensor`s."""
+    if isinstance(layer, keras.layers.InputLayer):
+        return [layer] if layer.dtype in HALF else []
+    return inputs_in_half(layer)
 
 
 def policy_with_dtype(policy: keras.DTypePolicy, name: str) -> keras.DTypePolicy:

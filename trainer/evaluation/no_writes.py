@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from trainer.step.held_back import HoldBack
+from trainer.step.ids import ids_unrounded
 from trainer.step.plan import StepPlan
 from trainer.step.randomness import make_keys
 from trainer.step.reach import reach
@@ -79,5 +80,6 @@ def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if isinstance(plan.model, keras.Model):
             stack.enter_context(functions_of_one_precision(plan.model))
+            stack.enter_context(ids_unrounded(plan.model))
         stack.enter_context(HoldBack([*plan.held_back, *plan.seeds], given))
         yield

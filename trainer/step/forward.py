@@ -11,6 +11,7 @@ from trainer.base.autograph import call_user
 from trainer.base.keras_private import layer_that_added, regularizers_in_float32
 from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
+from trainer.step.ids import ids_unrounded
 from trainer.step.losses import losses_and_aux, shared_with
 from trainer.step.microbatch import MicrobatchPlan
 from trainer.step.types import Aux, Batch, Values
@@ -54,6 +55,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         return ForwardPass(losses, aux, [], {}, [], reported)
     with (
         functions_of_one_precision(plan.model),
+        ids_unrounded(plan.model),
         regularizers_in_float32(plan.model),
         scope_of(values, keys, plan) as scope,
     ):

@@ -6,7 +6,7 @@ the first step, with an error of dozens of lines.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +28,7 @@ VARIABLE_OPERATION = re.compile(
     r"(Read|Assign(Add|Sub)?)VariableOp|Resource(Gather|Scatter|StridedSliceAssign)\w*"
 )
 DTYPES = ("dtype", "T")
+LOOP = re.compile(r"(?:gradient_tape/)?(.*?\bwhile(_\d+)?)/")  # what a loop's lists are named after
 SHOWN = 3  # how many operations a message names
 
 
@@ -42,7 +43,28 @@ def operations_without_xla(function: Any) -> list[str]:
         Names with the scopes of layers, such as "turn_1/ImageProjectiveTransformV3". Empty if XLA
         can compile what it is to compile, or if the function has not been traced.
     """
-    return compiled_operations(function, lambda node: not has_xla_kernel(node.op))
+    return compiled_operations(
+        function,
+        lambda node, others: not has_xla_kernel(node.op) or is_unbounded_list(node, others),
+    )
+
+
+def is_unbounded_list(node: Any, others: Mapping[str, Any]) -> bool:
+    """Returns whether an operation creates a list that may grow without end.
+
+    A loop that is differentiated keeps its values in such a list, unless TensorFlow knows how often
+    it runs at most. XLA has no memory to reserve for it.
+
+    Args:
+        node: the operation.
+        others: the operations of its function, by name.
+    """
+    if node.op != "EmptyTensorList":
+        return False
+    size = others.get(node.input[1].partition(":")[0])
+    return (
+        size is not None and size.op == "Const" and tf.make_ndarray(size.attr["value"].tensor) < 0
+    )
 
 
 def operations_sized_by_values(function: Any) -> list[str]:
@@ -51,7 +73,7 @@ def operations_sized_by_values(function: Any) -> list[str]:
     Args:
         function: as for `operations_without_xla`.
     """
-    return compiled_operations(function, lambda node: node.op in SIZED_BY_VALUES)
+    return compiled_operations(function, lambda node, _: node.op in SIZED_BY_VALUES)
 
 
 def operations_on_int32_variables(function: Any) -> list[str]:
@@ -65,28 +87,38 @@ def operations_on_int32_variables(function: Any) -> list[str]:
     """
     return compiled_operations(
         function,
-        lambda node: (
+        lambda node, _: (
             VARIABLE_OPERATION.fullmatch(node.op)
             and any(node.attr[name].type == tf.int32.as_datatype_enum for name in DTYPES)
         ),
     )
 
 
-def compiled_operations(function: Any, wanted: Callable[[Any], Any]) -> list[str]:
+def compiled_operations(
+    function: Any, wanted: Callable[[Any, Mapping[str, Any]], Any]
+) -> list[str]:
     """Returns the names of wanted operations that XLA is to compile.
 
     Args:
         function: as for `operations_without_xla`.
-        wanted: whether an operation, a `NodeDef`, is wanted.
+        wanted: whether an operation, a `NodeDef`, is wanted, given those of its function by name.
     """
     found: dict[str, None] = {}  # as an ordered set
     for definition, library in traced_functions(function):
         seen: set[str] = set()
         for name in compiled_functions(definition, library):
-            for node in used_nodes(library.get(name, definition), library, seen):
-                if node.op not in (*CONTROL_FLOW, *library) and wanted(node):
-                    found[node.name if node.op in node.name else f"{node.name} ({node.op})"] = None
+            for node, others in used_nodes(library.get(name, definition), library, seen):
+                if node.op not in (*CONTROL_FLOW, *library) and wanted(node, others):
+                    found[text_of(node)] = None
     return list(found)
+
+
+def text_of(node: Any) -> str:
+    """Returns an operation's name and type for a message."""
+    if node.op == "EmptyTensorList":
+        loop = LOOP.match(node.name)
+        return f"{loop[1] if loop else node.name} (a loop that needs maximum_iterations)"
+    return str(node.name) if node.op in node.name else f"{node.name} ({node.op})"
 
 
 def compiled_functions(definition: Any, library: dict[str, Any]) -> list[str]:
@@ -103,8 +135,12 @@ def compiled_functions(definition: Any, library: dict[str, Any]) -> list[str]:
     return [name for name in sorted(reached) if known[name].attr["_XlaMustCompile"].b]
 
 
-def used_nodes(definition: Any, library: dict[str, Any], seen: set[str]) -> Iterator[Any]:
+def used_nodes(
+    definition: Any, library: dict[str, Any], seen: set[str]
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yields the operations of a function on which its results or its effects depend.
+
+    With each comes a dict of all operations of its own function, by name.
 
     Args:
         definition: a `FunctionDef`.
@@ -124,7 +160,7 @@ def used_nodes(definition: Any, library: dict[str, Any], seen: set[str]) -> Iter
             waiting += by_name[name].input
     for name in sorted(used):
         node = by_name[name]
-        yield node
+        yield node, by_name
         for called in called_functions(node.attr):
             if called in library:
                 yield from used_nodes(library[called], library, seen)

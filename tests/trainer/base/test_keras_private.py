@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from trainer.base import keras_private
 from trainer.base.keras_private import (
     all_layers,
     arguments_of_loss,
@@ -466,3 +467,21 @@ def test_activity_regularizers_see_complex_numbers():
         layer.activity_regularizer(tf.constant(3.0 + 4.0j))
 
     assert seen[0].numpy() == 3.0 + 4.0j
+
+
+def test_inputs_that_keras_casts_to_half_precision_are_found():
+    """Those that no `keras.Input` declares; and the method that casts them has its name."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        inputs = keras.Input([3])
+        blind = keras.Sequential([keras.layers.Dense(2)])
+        model = keras.Model(inputs, blind(inputs))
+        declared = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+    assert [each.dtype for each in keras_private.inputs_in_half(blind)] == ["float16"]
+    for other in (model, declared, declared.layers[0], keras.Sequential([keras.layers.Dense(2)])):
+        assert keras_private.inputs_in_half(other) == []
+    part = keras_private.functional_part(blind)
+    assert getattr(part, keras_private.CONVERSION)([np.ones([1, 3])])[0].dtype == tf.float16

@@ -194,9 +194,9 @@ def test_a_whole_step_is_one_program():
     trainer = trained_small(precision="mixed_float16", jit_compile="step")
     [(definition, library)] = traced_functions(trainer._parts.run_steps)
     [program] = compiled_functions(definition, library)
-    inside = {node.op for node in used_nodes(library[program], library, set())}
+    inside = {node.op for node, _ in used_nodes(library[program], library, set())}
     others = {name: function for name, function in library.items() if name != program}
-    outside = {node.op for node in used_nodes(definition, others, set())}
+    outside = {node.op for node, _ in used_nodes(definition, others, set())}
     of_a_step = {"Conv2D", "Conv2DBackpropFilter", "MatMul", "IsFinite", "ResourceApplyAdam"}
 
     assert of_a_step <= inside

@@ -37,6 +37,32 @@ def test_an_operation_without_a_kernel_is_named_wherever_it_is_called():
     assert operations_without_xla(outer) == ["turn/ImageProjectiveTransformV3"]
 
 
+@pytest.mark.parametrize("most", [None, 3])
+def test_a_loop_of_unknown_length_is_named_if_it_is_differentiated(most):
+    """Its values wait for the backward pass in lists, for which XLA must know the largest size."""
+
+    @tf.function(autograph=False, jit_compile=True)
+    def gradient(x):
+        def looped(x):
+            turn = lambda i, y: (i + 1, tf.tanh(y @ x))  # noqa: E731
+            return tf.while_loop(lambda i, _: i < 3, turn, [0, x], maximum_iterations=most)[1]
+
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(looped(x))
+        return tape.gradient(loss, x)
+
+    gradient.get_concrete_function(tf.TensorSpec([2, 2]))
+    found = operations_without_xla(gradient)
+
+    assert found == ([] if most else ["while (a loop that needs maximum_iterations)"])
+    if most:
+        gradient(tf.eye(2))
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="fixed tensor list size"):
+            gradient(tf.eye(2))
+
+
 def test_an_operation_with_an_effect_counts():
     """`tf.print` has no result, but it runs."""
 
@@ -57,12 +83,14 @@ def test_what_xla_compiles_is_not_named():
     @tf.function(autograph=False, jit_compile=True)
     def compiled(x):
         weight.assign_add(x)
-        looped = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y @ weight), [0, x])[1]
+        turn = lambda i, y: (i + 1, y @ weight)  # noqa: E731
+        looped = tf.while_loop(lambda i, _: i < 3, turn, [0, x], maximum_iterations=3)[1]
         return tf.gradients(tf.linalg.norm(looped), x)[0]
 
     compiled.get_concrete_function(tf.TensorSpec([2, 2]))
 
     assert operations_without_xla(compiled) == []
+    compiled(tf.eye(2))
 
 
 def test_an_operation_whose_size_depends_on_values_is_named():

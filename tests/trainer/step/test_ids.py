@@ -1,0 +1,126 @@
+"""Integers that Keras would round to half precision are refused in every pass."""
+
+import keras
+import numpy as np
+import pytest
+
+from trainer import Trainer
+
+IDS = np.arange(300, 308, dtype=np.int32)[:, None]
+DATA = (IDS, np.ones([8, 1], np.float32))
+BLIND = (
+    "`model` must declare its inputs; got int32 inputs of Sequential 'blind', for which Keras has "
+    "declared bfloat16. Integers above 256 would be rounded. Make keras.Input(shape, dtype='int32') "
+    "its first layer."
+)
+CAST = (
+    "`model` must pass integers to the Embedding 'table'; got bfloat16, which rounds ids above 256. A "
+    "layer or model around it has cast them. Pass integers as data; a Sequential or functional model "
+    'must begin with keras.Input(shape, dtype="int32").'
+)
+
+
+def tower():
+    """A lookup for each example."""
+    layers = [keras.layers.Embedding(400, 3, name="table"), keras.layers.Flatten()]
+    return keras.Sequential(layers, name="blind")
+
+
+def called():
+    """A `Sequential` without an input inside a functional model."""
+    inputs = keras.Input([1], dtype="int32")
+    return keras.Model(inputs, keras.layers.Dense(1)(tower()(inputs)))
+
+
+def built():
+    """A `Sequential` that was built by hand."""
+    model = tower()
+    model.add(keras.layers.Dense(1))
+    model.build([None, 1])
+    return model
+
+
+class Subclassed(keras.Model):
+    """Casts floats to its compute dtype, as every subclass does."""
+
+    def __init__(self):
+        """A lookup."""
+        super().__init__()
+        self.table = keras.layers.Embedding(400, 3, name="table")
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        """Looks up."""
+        return self.dense(self.table(x)[:, 0])
+
+
+def trainer_of(make, **arguments):
+    """A trainer in bfloat16."""
+    return Trainer(
+        model=make,
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        loss_fn="mse",
+        precision="mixed_bfloat16",
+        verbose=False,
+        seed=0,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("make", [called, built])
+def test_integers_that_a_functional_model_would_round_are_refused(make):
+    """In training and in evaluations of the same precision; one in float32 rounds nothing."""
+    with pytest.raises(ValueError, match="declare") as error:
+        trainer_of(make).train(DATA, steps=1, global_batch=8)
+    assert str(error.value) == BLIND
+    with pytest.raises(ValueError, match="declare") as error:
+        trainer_of(make).predict(IDS, global_batch=8, precision="train")
+    assert str(error.value) == BLIND
+
+    trainer = trainer_of(make)
+    rows = trainer.model.get_weights()[0][IDS[:, 0]]
+    kernel, bias = trainer.model.get_weights()[1:]
+    found = trainer.predict(IDS, global_batch=8)
+    np.testing.assert_allclose(found, rows @ kernel + bias, rtol=1e-5)
+
+
+def test_ids_that_arrive_as_half_floats_are_refused():
+    """Integers pass a subclassed model as they are; it rounds ids that a file holds as floats."""
+    trainer = trainer_of(Subclassed)
+    floats = (IDS.astype(np.float32), DATA[1])
+    with pytest.raises(ValueError, match="Embedding") as error:
+        trainer.train(floats, steps=1, global_batch=8)
+    assert str(error.value) == CAST
+
+    trainer = trainer_of(Subclassed)
+    before = trainer.model(IDS) is None or trainer.model.get_weights()[0]
+    trainer.train(DATA, steps=1, global_batch=8)
+    moved = np.flatnonzero((trainer.model.get_weights()[0] != before).any(1))
+    np.testing.assert_array_equal(moved, IDS[:, 0])
+
+
+def test_a_small_embedding_takes_half_floats():
+    """All ids up to 256 are exact in bfloat16."""
+
+    class Small(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = keras.layers.Embedding(257, 1)
+
+        def call(self, x):
+            return self.table(x)[:, 0]
+
+    data = (IDS.astype(np.float32) - 100, DATA[1])
+    assert trainer_of(Small).train(data, steps=1, global_batch=8).totals.applied == 1
+
+
+def test_a_reversed_embedding_takes_hidden_states():
+    """Its floats are no ids."""
+
+    def make():
+        inputs = keras.Input([1], dtype="int32")
+        table = keras.layers.ReversibleEmbedding(400, 3)
+        hidden = keras.layers.Dense(3)(table(inputs))
+        return keras.Model(inputs, keras.layers.Flatten()(table(hidden, reverse=True))[:, :1])
+
+    assert trainer_of(make).train(DATA, steps=1, global_batch=8).totals.applied == 1
