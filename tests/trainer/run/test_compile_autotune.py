@@ -524,6 +524,7 @@ class OfUnknownLength(SmallImages):
             lambda turn, _: turn < length,
             lambda turn, value: (turn + 1, value * one * tf.sigmoid(value * 0) * 2),
             (0, losses),
+            maximum_iterations=length,
         )[1]
 
 
