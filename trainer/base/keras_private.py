@@ -4,6 +4,7 @@ The tests of this file fail if one changes. Everything else in this project uses
 """
 
 import contextlib
+import copy
 import functools
 import random
 import threading
@@ -54,7 +55,7 @@ def average_overwrites_on_replicas(
     nothing changes.
     """
     frequency = optimizer.ema_overwrite_frequency
-    if not (optimizer.use_ema and frequency):
+    if not (optimizer.use_ema and frequency and optimizer.built):
         yield
         return
     known = {id(variable) for variable in trained}
@@ -163,16 +164,38 @@ def learning_rate_setting(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._learning_rate
 
 
+def weight_decay_exclusions(optimizer: keras.optimizers.Optimizer) -> tuple[list[str], str]:
+    """Returns the variables to which `exclude_from_weight_decay` was applied, and the pattern.
+
+    No public attribute and no configuration tells them.
+    """
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    listed = getattr(optimizer, "_exclude_from_weight_decay", ())
+    return sorted(map(str, listed)), "|".join(sorted(pattern.pattern.split("|"))) if pattern else ""
+
+
 def built_for(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Returns the variables that an optimizer has slots for, in the order of the slots."""
     return list(optimizer._trainable_variables) if optimizer.built else []
+
+
+class Rebuilt(NamedTuple):
+    """What came of building an optimizer again.
+
+    Each new slot gets the value of the variable that is paired with it. This is the slot that it
+    replaces, or, for the moving average of a weight that had none, the weight.
+    """
+
+    pairs: list[tuple[Any, Any]]  # (variable, new slot)
+    left: list[Any]  # the old variables of the optimizer that no new one replaces
+    undo: Callable[[], object]  # makes the optimizer what it was
 
 
 def build_again(
     optimizer: keras.optimizers.Optimizer,
     inner: Sequence[keras.optimizers.Optimizer],
     variables: Sequence[Any],
-) -> tuple[list[tuple[Any, Any]], list[Any]]:
+) -> Rebuilt:
     """Builds an optimizer for other variables, with new slots. Call it in the strategy's scope.
 
     Keras builds an optimizer once. An optimizer keeps its slots in attributes: lists with one entry
@@ -182,14 +205,10 @@ def build_again(
         optimizer: the optimizer.
         inner: those that it holds.
         variables: what it is built for.
-
-    Returns:
-        Pairs (variable, slot): each new slot gets the value of that variable, which is the slot it
-        replaces, or, for the moving average of a weight that had none, the weight. And the old
-        variables of the optimizer that no new one replaces.
     """
     every = [optimizer, *(one for one in inner if one.built)]
     before = [(built_for(one), dict(vars(one))) for one in every]
+    undo = [attributes_kept(one) for one in (optimizer, *inner)]
     for one in every:
         forget_slots(one)
     optimizer.build(list(variables))
@@ -201,7 +220,27 @@ def build_again(
                 pairs.append((weight, average))
     kept = {id(old) for old, _ in pairs} | {id(one) for own in every for one in own._variables}
     left = [old for _, each in before for old in each["_variables"] if id(old) not in kept]
-    return pairs, left
+    return Rebuilt(pairs, left, lambda: [each() for each in undo])
+
+
+def attributes_kept(optimizer: keras.optimizers.Optimizer) -> Callable[[], None]:
+    """Returns a function that gives an optimizer its present attributes and variables again.
+
+    Lists and dicts among them get their items again, too: TensorFlow adds to its own.
+    """
+    before, variables = dict(vars(optimizer)), list(optimizer._variables)
+    items = [(each, copy.copy(each)) for each in before.values() if type(each) in (list, dict)]
+
+    def put_back() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        for each, content in items:
+            each.clear()
+            (each.update if isinstance(each, dict) else each.extend)(content)
+        if len(optimizer._variables) > len(variables):  # one that had not been built before
+            track_anew(optimizer, variables)
+
+    return put_back
 
 
 AVERAGES = "_model_variables_moving_average"

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from trainer.base.keras_private import learning_rate_setting
-from trainer.step.objective import single_optimizers
+from trainer.step.objective import optimizers_in, single_optimizers
 
 
 def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
@@ -16,7 +16,7 @@ def optimizers_of(trainer: Any) -> list[keras.optimizers.Optimizer]:
 
 
 def check_rates_are_numbers(trainer: Any, user: str, why: str, remedy: str) -> None:
-    """Raises ValueError if a schedule decides the learning rate of an optimizer.
+    """Raises ValueError if a schedule or an inner optimizer decides an optimizer's learning rate.
 
     Args:
         trainer: the trainer.
@@ -25,6 +25,13 @@ def check_rates_are_numbers(trainer: Any, user: str, why: str, remedy: str) -> N
         remedy: what to do if the schedule is to stay, for the error.
     """
     for optimizer in optimizers_of(trainer):
+        if held := optimizers_in(optimizer)[1:]:
+            raise ValueError(
+                f"`optimizer` must not hold another optimizer with {user}; got "
+                f"{type(optimizer).__name__} with {type(held[0]).__name__} in it. Which of their "
+                "learning rates counts is not known. Set it in a hook instead, "
+                "as with self.optimizer.inner.learning_rate.assign(0.001)."
+            )
         setting = learning_rate_setting(optimizer)
         if not isinstance(setting, keras.Variable):
             raise ValueError(

@@ -16,9 +16,14 @@ from trainer.base.describe import (
     describe,
     describe_function,
     describe_object,
+    is_function,
     plain_attributes,
 )
-from trainer.base.keras_private import all_layers
+from trainer.base.keras_private import (
+    all_layers,
+    learning_rate_setting,
+    weight_decay_exclusions,
+)
 from trainer.checkpoint.folder import Facts
 from trainer.step.types import Model
 
@@ -149,7 +154,31 @@ def optimizer_facts(optimizers: Mapping[str, keras.optimizers.Optimizer]) -> Fac
         >>> optimizer_facts({"optimizer": keras.optimizers.SGD(0.1)})["optimizer"]["learning_rate"]
         0.1
     """
-    return {name: shortest(described(one, "update_step")) for name, one in optimizers.items()}
+    return {name: facts_of_optimizer(one) for name, one in optimizers.items()}
+
+
+def facts_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Facts:
+    """Returns the class and the constants of an optimizer and of its learning rate."""
+    facts: Facts = shortest(described(optimizer, "update_step"))
+    rate = learning_rate_setting(optimizer)
+    if callable(rate) and not is_function(rate) and not is_of_keras(rate):
+        facts = facts | {"learning_rate": shortest(described(rate, "__call__") | held_by(rate))}
+    if any(excluded := weight_decay_exclusions(optimizer)):
+        listed, pattern = excluded
+        facts = facts | {"not decayed": [len(listed), pattern]}
+    return facts
+
+
+def held_by(owner: object) -> Facts:
+    """Returns the descriptions of an object's public arrays, sequences, and objects of Keras."""
+    held = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+    kinds = (np.ndarray, list, tuple, keras.optimizers.schedules.LearningRateSchedule)
+    return {name: describe(value) for name, value in held.items() if isinstance(value, kinds)}
+
+
+def is_of_keras(value: object) -> bool:
+    """Returns whether Keras defines an object's class."""
+    return type(value).__module__.partition(".")[0] == "keras"
 
 
 def shortest(value: Plain) -> Plain:

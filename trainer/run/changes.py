@@ -8,17 +8,15 @@ that are frozen or unfrozen.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from trainer.base.argument_checks import as_python
 from trainer.base.keras_private import (
     all_layers,
     keep_rate_tracked,
-    learning_rate_setting,
     recompute_constants,
 )
 from trainer.checkpoint.run_facts import differences, model_facts
@@ -34,12 +32,10 @@ from trainer.run.build import (
     plan_evaluation,
 )
 from trainer.run.learning_rates import learning_rates
-from trainer.run.names_read import names_read
 from trainer.run.plain_attributes import (
     OUTSIDE,
     attributes_of_layer,
     attributes_of_trainer,
-    plain_attributes,
     read_outside,
 )
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -51,21 +47,20 @@ from trainer.run.slots import (
     slots_now,
     trained_places,
 )
+from trainer.run.update_settings import functions_of_update, penalties_of, settings_of, updating
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
 from trainer.step.held_back import name_of_variable
 from trainer.step.types import Batch, Variable
-
-OF_OPTIMIZER = float, bool, int, type(None)  # the types of its settings
 
 
 class Setup(NamedTuple):
     """What a step was planned for. Objects are held, so that no other can have their id."""
 
     trained: tuple[Variable, ...]  # `model.trainable_variables`
-    layers: tuple[tuple[Any, ...], ...]  # for each layer, and the trainer: itself, its settings
-    # For each optimizer: its learning rate, and its settings.
-    optimizers: tuple[tuple[Any, ...], ...]
+    # For each layer, each variable and the trainer: itself, and its settings.
+    layers: tuple[tuple[Any, ...], ...]
+    optimizers: tuple[tuple[Any, ...], ...]  # results of `settings_of`
 
     def same_variables(self, other: "Setup") -> bool:
         """Returns whether both train the same variables, in the same order."""
@@ -84,36 +79,16 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
     """Returns what a step is set to now. Reads nothing from a device by itself."""
     model = plan.model
     parts = all_layers(model) if isinstance(model, keras.Model) else [model, *model.submodules]
-    optimizers = [one for objective in plan.objectives for one in objective.updating]
+    outside = read_outside(parts, trainer, functions_of_update(plan))
     return Setup(
         tuple(model.trainable_variables),
         (
             *((part, *policy_of(part), attributes_of_layer(part)) for part in parts),
-            (trainer, attributes_of_trainer(trainer) | read_outside(parts, trainer)),
+            *map(penalties_of, model.trainable_variables),
+            (trainer, attributes_of_trainer(trainer) | outside),
         ),
-        tuple(
-            (learning_rate_setting(one), rate_of(one), plain_attributes(one, OF_OPTIMIZER))
-            for one in optimizers
-        ),
+        tuple(map(settings_of, updating(plan))),
     )
-
-
-def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the numbers of a learning rate that a traced update holds, as text.
-
-    Left out are numbers that a schedule counts itself, and those of a function that returns another
-    one in each call.
-    """
-    setting, schedule = learning_rate_setting(optimizer), keras.optimizers.schedules
-    if isinstance(setting, schedule.LearningRateSchedule):
-        kind = cast("Any", type(setting))  # mypy takes its __hash__ for that of its objects
-        names = names_read(kind, schedule.LearningRateSchedule, ("__call__",))
-        return {name: repr(value) for name, value in vars(setting).items() if name in names}
-    if not callable(setting):
-        return None
-    found, again = setting(), setting()
-    number = isinstance(as_python(found), OF_OPTIMIZER)
-    return repr(as_python(found)) if number and found == again else None
 
 
 def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:
@@ -123,8 +98,9 @@ def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:
 
 def keep_rates_tracked(before: Setup, plan: StepPlan) -> None:
     """Lets optimizers be saved in which a schedule or a function has replaced a number."""
-    optimizers = [one for objective in plan.objectives for one in objective.updating]
-    for (rate, *_), optimizer in zip(before.optimizers, optimizers, strict=True):
+    rates = {id(one): rate.value for one, rate, *_ in before.optimizers}
+    for optimizer in updating(plan):
+        rate = rates.get(id(optimizer))
         keep_rate_tracked(optimizer, rate if isinstance(rate, keras.Variable) else None)
 
 
@@ -317,6 +293,8 @@ def changed_settings(before: Setup, now: Setup) -> str:
             first = [*names, *both][0] if both else ""
             if first.startswith(OUTSIDE):
                 return f"{first.rpartition(':')[2]!r}, which the step has read"
+            if isinstance(new[0], keras.Variable):
+                return f"the {first} of {new[0].path!r}"
             if new is not now.layers[-1]:
                 return f"layer {new[0].name!r}"
             return "loss_fn" if first.startswith("loss_fn ") else f"trainer.{first}"

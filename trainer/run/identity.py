@@ -12,7 +12,7 @@ from trainer.data.fingerprint import of_arrays
 from trainer.data.structures import as_arrays
 from trainer.evaluation.eval_data import is_named
 from trainer.run.protocol import RunnableTrainer
-from trainer.step.objective import single_optimizers
+from trainer.step.objective import optimizers_in
 from trainer.step.types import MetricsByName
 
 # Raised by one when descriptions change, so that older ones are not compared with newer ones.
@@ -61,12 +61,17 @@ def identity_of(
 def all_optimizers(
     optimizers: dict[str, keras.optimizers.Optimizer],
 ) -> dict[str, keras.optimizers.Optimizer]:
-    """Returns the optimizers, with those inside a `MultiOptimizer` in place of it."""
-    return {
-        (f"{name}.{place}" if one is not optimizer else name): one
-        for name, optimizer in optimizers.items()
-        for place, one in enumerate(single_optimizers(optimizer))
-    }
+    """Returns the optimizers with those that they hold; in place of a `MultiOptimizer`, only these.
+
+    An optimizer that holds others, as Lookahead does, comes before them.
+    """
+    found = {}
+    for name, optimizer in optimizers.items():
+        held = optimizers_in(optimizer)[1:]
+        if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            found[name] = optimizer
+        found |= {f"{name}.{place}": one for place, one in enumerate(held)}
+    return found
 
 
 def loss_of(trainer: RunnableTrainer) -> Facts:

@@ -9,8 +9,8 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 from trainer.base.describe import cells_of
 
@@ -69,6 +69,27 @@ def reads_of(cls: type, base: type, methods: tuple[str, ...]) -> Reads:
     hidden = "_" if cls.__module__.startswith("keras.") else " "  # Keras's own state
     names = frozenset(name for name in read - changed if not name.startswith(hidden))
     return Reads(names, tuple(functions))
+
+
+def functions_added(
+    owners: Iterable[object], base: type, methods: tuple[str, ...]
+) -> list[types.FunctionType]:
+    """Returns the methods of the user's that objects run, each once; an object may be a function.
+
+    Args:
+        owners: the objects.
+        base: see `reads_of`.
+        methods: see `reads_of`.
+    """
+    found: dict[types.FunctionType, None] = {}  # as an ordered set
+    for owner in owners:
+        function = plain_function(owner)
+        if isinstance(function, types.FunctionType):
+            found |= {} if is_of_framework(function) else {function: None}
+        else:
+            kind = cast("Any", type(owner))  # mypy takes its __hash__ for that of its objects
+            found |= dict.fromkeys(reads_of(kind, base, methods).functions)
+    return list(found)
 
 
 def plain_function(method: Any) -> Any:

@@ -13,7 +13,7 @@ import types
 import zlib
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from trainer.base.describe import describe
 from trainer.config.attributes import TRACED_METHODS
-from trainer.run.names_read import is_of_framework, plain_function, reads_of, values_outside
+from trainer.run.names_read import functions_added, reads_of, values_outside
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
 OUTSIDE = "outside: "  # before a function and the name of a value that it reads, as in "f:FACTOR"
@@ -29,6 +29,8 @@ LONG = 1000  # of a container with more items, about so many are compared
 LARGE = 10**6  # the same for the elements of an array
 # The methods that are traced; they may call others.
 OF_LAYERS = ("call", "compute_mask")
+
+Part: TypeAlias = tuple[type, tuple[str, ...]]  # see `read_by`
 
 
 class Object:
@@ -118,23 +120,23 @@ def losses_of(trainer: object) -> list[Any]:
     return losses
 
 
-def read_outside(layers: Sequence[object], trainer: object) -> dict[str, Any]:
+def read_outside(
+    layers: Sequence[object], trainer: object, others: Sequence[types.FunctionType]
+) -> dict[str, Any]:
     """Returns the values that traced functions read of their modules and closures.
 
     Args:
         layers: the layers, of which the functions are methods.
         trainer: the trainer, whose methods and losses are others.
+        others: more functions.
     """
-    functions = {
-        function: None  # a dict keeps the order
-        for cls in dict.fromkeys(map(type, layers))
-        for function in reads_of(cls, keras.Layer, OF_LAYERS).functions
-    }
-    kind = cast("Any", type(trainer))
-    functions |= dict.fromkeys(reads_of(kind, base_of(trainer), TRACED_METHODS).functions)
-    losses = [plain_function(loss) for loss in losses_of(trainer)]
-    own = [each for each in losses if isinstance(each, types.FunctionType)]
-    functions |= dict.fromkeys(each for each in own if not is_of_framework(each))
+    losses = [loss for loss in losses_of(trainer) if not isinstance(loss, keras.losses.Loss)]
+    functions = [
+        *functions_added(layers, keras.Layer, OF_LAYERS),
+        *functions_added([trainer], base_of(trainer), TRACED_METHODS),
+        *functions_added(losses, object, ()),
+        *others,
+    ]
     return known(
         {
             f"{OUTSIDE}{function.__module__}.{function.__qualname__}:{name}": snapshot(value)

@@ -6,7 +6,7 @@ unfrozen for the first time gets new slots. Rules such as Adam's correct for slo
 so for each variable the updates are counted that it has missed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -134,7 +134,7 @@ def make_slots(trainer: RunnableTrainer, wanted: Slots | None = None) -> bool:
     Raises:
         ValueError: if an optimizer keeps its slots where they are not found.
     """
-    changed = False
+    undo: list[Callable[[], object]] = []
     for name, optimizer in optimizers_of(trainer).items():
         held = built_for(optimizer)
         ids = {id(variable) for variable in held}
@@ -145,9 +145,13 @@ def make_slots(trainer: RunnableTrainer, wanted: Slots | None = None) -> bool:
             order = [slot.variable for slot in wanted.get(name, ())]
         more = len(order) > len(held) and ids <= {id(variable) for variable in order}
         if optimizer.built and more:
-            add_slots(optimizer, order, trainer)
-            changed = True
-    return changed
+            try:
+                undo.append(add_slots(optimizer, order, trainer))
+            except ValueError:
+                for put_back in undo:
+                    put_back()
+                raise
+    return bool(undo)
 
 
 def trained_by(name: str, trainer: RunnableTrainer) -> list[Variable]:
@@ -161,14 +165,18 @@ def trained_by(name: str, trainer: RunnableTrainer) -> list[Variable]:
 
 def add_slots(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable], trainer: RunnableTrainer
-) -> None:
+) -> Callable[[], object]:
     """Builds an optimizer for more variables; the slots that it had keep their values.
 
+    Returns:
+        A function that makes the optimizer what it was.
+
     Raises:
-        ValueError: if an optimizer keeps its slots where they are not found.
+        ValueError: if an optimizer keeps its slots where they are not found. It stays as it was.
     """
-    pairs, left = build_again(optimizer, optimizers_in(optimizer)[1:], variables)
+    pairs, left, undo = build_again(optimizer, optimizers_in(optimizer)[1:], variables)
     if left:
+        undo()
         raise ValueError(
             "`optimizer` must keep its slots in lists, one entry for each variable, to train more "
             f"variables than it was built for; got {type(optimizer).__name__}, whose variable "
@@ -178,6 +186,7 @@ def add_slots(
         )
     values = read_copies([before for before, _ in pairs], trainer.strategy)
     write_copies([after for _, after in pairs], values, trainer.strategy)
+    return undo
 
 
 def optimizers_of(trainer: RunnableTrainer) -> dict[str, keras.optimizers.Optimizer]:

@@ -51,6 +51,13 @@ def test_reduced_gradients_are_not_summed_again(mirrored):
     assert float(weight.numpy()) == -4.0
 
 
+def test_an_optimizer_that_is_not_built_has_no_averages():
+    """Part of a `MultiOptimizer` that no variable belongs to yet is left alone."""
+    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_overwrite_frequency=2)
+    with average_overwrites_on_replicas(optimizer, [], tf.distribute.get_strategy()):
+        assert optimizer.ema_overwrite_frequency == 2
+
+
 @pytest.mark.parametrize("kind", [keras.Variable, tf.Variable])
 def test_averages_overwrite_weights_on_replicas(mirrored, kind):
     """Every second update overwrites the weights on every replica by their average, in a graph, where

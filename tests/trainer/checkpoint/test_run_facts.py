@@ -4,6 +4,7 @@ import json
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from trainer.checkpoint.run_facts import (
@@ -151,6 +152,67 @@ def test_optimizers():
     }
     [change] = differences(optimizer_facts({"o": adam}), optimizer_facts({"o": adam_w}))
     assert tuple(change) == ("o", "Adam", "AdamW")
+
+
+class Around(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule without a configuration that holds another, or an array."""
+
+    def __init__(self, inner):
+        """Holds it."""
+        self.inner = inner
+
+    def __call__(self, step):
+        """The rate of the other."""
+        return self.inner(step)
+
+
+def cosine(rate):
+    """A schedule of Keras."""
+    return keras.optimizers.schedules.CosineDecay(rate, 9)
+
+
+class Rate:
+    """A learning rate that is called."""
+
+    def __init__(self, rate):
+        """Holds a number."""
+        self.rate = rate
+
+    def __call__(self):
+        """The number."""
+        return self.rate
+
+
+def decayed(*names):
+    """AdamW that leaves out some variables in its weight decay."""
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=names)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "place"),
+    [
+        (Around(cosine(0.5)), Around(cosine(0.25)), ".inner"),
+        (Around(np.full(99, 0.5)), Around(np.full(99, 0.25)), ".inner"),
+        (Rate(0.5), Rate(0.25), ".rate"),
+    ],
+)
+def test_learning_rates_without_a_configuration(was, now, place):
+    """What a schedule or a callable object of the user's holds counts."""
+    one, other = (optimizer_facts({"o": keras.optimizers.SGD(rate)}) for rate in (was, now))
+    [change] = differences(one, other)
+    assert place in change.place
+    assert differences(one, optimizer_facts({"o": keras.optimizers.SGD(was)})) == []
+
+
+def test_weight_decay_exclusions():
+    """Keras's configuration does not have them."""
+    one, other = (optimizer_facts({"o": decayed(*names)}) for names in (["a", "b"], ["a"]))
+    assert [change.place for change in differences(one, other)] == ["o (AdamW).not decayed[1]"]
+    assert differences(one, optimizer_facts({"o": decayed("b", "a")})) == []
+    plain = optimizer_facts({"o": keras.optimizers.AdamW(0.1, weight_decay=0.5)})
+    assert "not decayed" not in plain["o"]
 
 
 def test_losses():

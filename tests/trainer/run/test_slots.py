@@ -106,3 +106,61 @@ def test_slots_that_are_not_found_are_refused():
         "value would be lost. Continue with a new trainer and a new optimizer: "
         "Trainer(model=lambda: trainer.model, strategy=trainer.strategy, optimizer=..., ...)."
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", [lambda: keras.optimizers.SGD(0.125, momentum=0.5), multi])
+def test_a_refused_optimizer_stays_as_it_was(first):
+    """The same call is refused again; with the layers frozen again, nothing is lost. That includes
+    optimizers that were built again before the one that is refused.
+    """
+
+    class Both(Trainer):
+        def compute_loss(self, batch, training):
+            loss = (self.model(batch[0], training=training) - batch[1])[:, 0] ** 2
+            return {"one": loss, "two": loss}
+
+    def trainer_of_two():
+        return Both(
+            model=Pair,
+            optimizer=lambda: {"one": first(), "two": Dictionary(0.125, momentum=0.5)},
+            verbose=False,
+            jit_compile=False,
+            seed=1,
+        )
+
+    def continued(*, tried):
+        trainer = trainer_of_two()
+        trainer.model(X)
+        for part in (trainer.model.one, trainer.model.two):
+            part.layers[0].trainable = False
+        trainer.train((X, 3 * X), steps=2, global_batch=2)
+        before = [
+            id(variable) for each in trainer.optimizer.values() for variable in each.variables
+        ]
+        for _ in range(2 if tried else 0):
+            for part in (trainer.model.one, trainer.model.two):
+                part.layers[0].trainable = True
+            with pytest.raises(ValueError, match="slots in lists"):
+                trainer.train((X, 3 * X), steps=4, global_batch=2)
+            for part in (trainer.model.one, trainer.model.two):
+                part.layers[0].trainable = False
+        trainer.train((X, 3 * X), steps=4, global_batch=2)
+        after = [id(variable) for each in trainer.optimizer.values() for variable in each.variables]
+        assert after == before
+        return [variable.numpy().tobytes() for variable in trainer.model.variables]
+
+    assert continued(tried=True) == continued(tried=False)
+
+
+class Pair(keras.Model):
+    """Two stacks of two layers."""
+
+    def __init__(self):
+        """Makes them."""
+        super().__init__()
+        self.one, self.two = three(), three()
+
+    def call(self, x):
+        """Adds them."""
+        return self.one(x) + self.two(x)
