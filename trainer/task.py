@@ -336,12 +336,12 @@ class Task:
                 )
                 update_by_output(self.metrics, entries, loss_fn, y, aux, sample_weight)
                 return
-            if tf.is_tensor(aux):  # the outputs, without the Keras mask that they had
-                mask = mask_of_outputs(self.model, x)
-                aux, sample_weight = masked(aux, sample_weight, mask)
+            mask = mask_of_outputs(self.model, x) if tf.is_tensor(aux) else None
+            if mask is not None:  # the outputs no longer have it
+                aux, sample_weight, mask = masked(aux, sample_weight, mask)
             for metric in self.metrics.values():
                 check_metric_shapes(metric, y, aux)
-                weights = weights_for(metric, y, sample_weight)
+                weights = weights_for(metric, y, sample_weight, mask)
                 update_share(metric, y, aux, sample_weight=weights)
 
     def checkpoint_items(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ from trainer.evaluation.eval_data import (
     read_eval_data,
     result_names,
 )
-from trainer.evaluation.export import check_export, export
+from trainer.evaluation.export import check_export, export, warn_of_kept_models
 from trainer.log.console import resolve_style
 from trainer.log.history import History
 from trainer.log.run_log import RunLog
@@ -844,6 +844,8 @@ class Trainer(Task):
     def _introduce(self, loop: OuterLoop) -> None:
         """Logs the model and the settings, once, and calls what has waited for that."""
         loop.introduce()
+        if self.checkpoint_config.keep_best:
+            warn_of_kept_models(self.model)
         while self.when_training_begins:
             self.when_training_begins.pop(0)()
         self._introduced = True

@@ -12,6 +12,7 @@ import tensorflow as tf
 from trainer.base.argument_checks import check_choice, check_path
 from trainer.base.keras_private import all_layers, layers_under_policy
 from trainer.base.warn_once import warn_once
+from trainer.step.types import Model
 
 PRECISIONS = ("train", "float32", "float16", "bfloat16")
 # The distance from 1 to the next larger number in each dtype.
@@ -96,6 +97,22 @@ def copy_of(model: keras.Model, precision: str) -> keras.Model:
 def quantized_layers(model: keras.Model) -> list[str]:
     """Returns the names of a model's quantized layers."""
     return sorted(layer.name for layer in all_layers(model) if layer.quantization_mode is not None)
+
+
+def warn_of_kept_models(model: Model) -> None:
+    """Warns if a quantized model would not come back from the file in which it is kept."""
+    if not isinstance(model, keras.Model) or not quantized_layers(model):
+        return
+    warn_of_merged_adapters(model)
+    try:
+        copy_of(model, "train")
+    except ValueError:
+        warn_once(
+            "Keras cannot load the quantized layers "
+            f"{', '.join(map(repr, quantized_layers(model)))} from the models that keep_best "
+            "keeps. Their weights are in the files: read them with init_from=, into a trainer of "
+            "the same model."
+        )
 
 
 def warn_of_merged_adapters(model: keras.Model) -> None:

@@ -59,20 +59,62 @@ def check_outputs(aux: Any, metrics: Iterable[str]) -> None:
 
 
 def weights_for(
-    metric: keras.metrics.Metric, y: Any, sample_weight: tf.Tensor | None
+    metric: keras.metrics.Metric,
+    y: Any,
+    sample_weight: tf.Tensor | None,
+    mask: tf.Tensor | None = None,
 ) -> tf.Tensor | None:
-    """Returns the weights that a metric takes: the IoU metrics of Keras want one for each label.
+    """Returns the weights that a metric takes.
+
+    Keras's metrics that are means multiply them by the Keras mask of the outputs themselves, all
+    others ignore it. Keras's IoU metrics want a weight for each label, and those of `FBetaScore`
+    must have one dimension.
 
     Args:
         metric: the metric.
         y: the labels.
         sample_weight: shape (examples, ...), or None.
+        mask: the mask of the outputs: shape (examples, ...), bool; or None.
+
+    Raises:
+        ValueError: if the metric would change the weights.
     """
-    if sample_weight is None or not isinstance(metric, keras.metrics.IoU):
-        return sample_weight
-    labels = y if metric.sparse_y_true else tf.argmax(y, axis=metric.axis)
-    weights = without_last_ones(tf.cast(sample_weight, tf.float32))
-    return product(weights, tf.ones_like(labels, tf.float32))
+    if sample_weight is not None and sample_weight.dtype.is_floating:
+        check_not_truncated(metric)
+    if mask is not None and not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        counted = tf.cast(mask, tf.int32 if sample_weight is None else sample_weight.dtype)
+        sample_weight = product(sample_weight, counted)
+    if sample_weight is None:
+        return None
+    if isinstance(metric, keras.metrics.IoU):
+        labels = y if metric.sparse_y_true else tf.argmax(y, axis=metric.axis)
+        ones = tf.ones_like(labels, sample_weight.dtype)
+        return product(without_last_ones(sample_weight), ones)
+    if isinstance(metric, keras.metrics.FBetaScore):
+        return weights_of_examples(metric, without_last_ones(sample_weight))
+    return sample_weight
+
+
+def check_not_truncated(metric: keras.metrics.Metric) -> None:
+    """Raises ValueError if a metric makes integers of its weights, as Keras's IoU metrics do."""
+    if isinstance(metric, keras.metrics.IoU) and tf.as_dtype(metric.dtype).is_integer:
+        kind = type(metric).__name__
+        raise ValueError(
+            f"`metrics` must keep the weights of the examples; got {kind} {metric.name!r}, which "
+            "counts in integers and makes 0 of a weight of 0.9. Pass "
+            f'keras.metrics.{kind}(..., dtype="float32").'
+        )
+
+
+def weights_of_examples(metric: keras.metrics.Metric, weights: tf.Tensor) -> tf.Tensor:
+    """Returns weights of shape (examples,); raises ValueError if they have other dimensions."""
+    if weights.shape.rank not in (1, None):
+        raise ValueError(
+            f"`metrics` must take the weights that the data have; got weights {described(weights)} "
+            f"for {type(metric).__name__}, which takes one for each example. Leave the metric out, "
+            "or override update_metrics(batch, outputs)."
+        )
+    return weights
 
 
 def check_metric_shapes(metric: keras.metrics.Metric, y: Any, outputs: Any) -> None:

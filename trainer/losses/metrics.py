@@ -1,5 +1,6 @@
 """What `metrics` means: a function of a dict, or names and metrics as in Keras's `compile`."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from scaling.base.argument_checks import did_you_mean, shown
 from trainer.base.autograph import call_user
 from trainer.base.describe import describe, describe_function, is_function
+from trainer.losses.loss_fn import ignore_class_of, product
 from trainer.losses.loss_shapes import LABELS_OF_LOSS, name_of
 from trainer.losses.metric_shares import replicas_in_sync
 from trainer.losses.output_losses import OutputLosses
@@ -138,7 +140,62 @@ def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metr
             arguments["threshold"] = 0.0  # a logit of 0 is a probability of one half
         elif make in CROSSENTROPY.values():
             arguments["from_logits"] = from_logits
+        ignored = ignore_class_of(loss_fn)
+        if ignored is not None:
+            return OF_CLASSES[make](ignored, **arguments)
+    elif LABELS_OF_LOSS.get(name_of(loss_fn)) == "binary" and is_from_logits(loss_fn):
+        arguments |= settings_for_logits(make)
     return make(**arguments)
+
+
+def settings_for_logits(make: Callable[..., keras.metrics.Metric]) -> dict[str, Any]:
+    """Returns the arguments with which a metric of probabilities takes binary logits instead."""
+    known = inspect.signature(make).parameters
+    if "from_logits" in known:
+        return {"from_logits": True}
+    # A logit of 0 is a probability of one half.
+    return dict.fromkeys({"threshold", "thresholds"} & known.keys(), 0.0)
+
+
+class Ignoring(keras.metrics.MeanMetricWrapper):
+    """A metric of class numbers that leaves out a class, as the loss does.
+
+    Args:
+        ignored: the number of the class.
+        **arguments: those of the metric.
+    """
+
+    def __init__(self, ignored: int, **arguments: Any) -> None:
+        """Stores the number."""
+        super().__init__(**arguments)
+        self.ignored = ignored
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Updates the metric with the labels that count."""
+        labels = tf.convert_to_tensor(y_true)
+        counted = labels != tf.cast(self.ignored, labels.dtype)
+        weights = product(sample_weight, tf.cast(counted, tf.float32))
+        known = tf.where(counted, labels, tf.zeros_like(labels))  # an ignored one may be no class
+        return super().update_state(known, y_pred, sample_weight=weights)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        config: dict[str, Any] = super().get_config()
+        return config | {"ignored": self.ignored}
+
+
+class AccuracyIgnoring(Ignoring, keras.metrics.SparseCategoricalAccuracy):
+    """The accuracy without a class."""
+
+
+class CrossentropyIgnoring(Ignoring, keras.metrics.SparseCategoricalCrossentropy):
+    """The cross entropy without a class."""
+
+
+OF_CLASSES: dict[Any, Callable[..., keras.metrics.Metric]] = {
+    keras.metrics.SparseCategoricalAccuracy: AccuracyIgnoring,
+    keras.metrics.SparseCategoricalCrossentropy: CrossentropyIgnoring,
+}
 
 
 class MeanOf(keras.metrics.MeanMetricWrapper):

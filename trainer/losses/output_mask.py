@@ -114,8 +114,8 @@ def traced_mask(model: Model, x: Any, *, training: bool) -> Any:
 
 def masked(
     outputs: tf.Tensor, sample_weight: tf.Tensor | None, mask: tf.Tensor | None
-) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Returns outputs with their Keras mask, and weights, as a metric of Keras takes the two.
+) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+    """Returns outputs with their Keras mask, weights, and the mask, as metrics of Keras take them.
 
     It multiplies weights and mask, and NumPy's rules would take weights of shape (examples,) for
     those of the elements. So these have the mask's shape here.
@@ -126,12 +126,12 @@ def masked(
         mask: shape (examples, ...), or None.
     """
     if mask is None or not mask.shape.is_compatible_with(outputs.shape[: mask.shape.rank]):
-        return outputs, sample_weight
+        return outputs, sample_weight, None
     if sample_weight is not None:
         weights = without_last_ones(tf.cast(sample_weight, tf.float32))
         if weights.shape.rank < mask.shape.rank:
             sample_weight = product(weights, tf.ones_like(mask, tf.float32))
-    return with_keras_mask(outputs, mask), sample_weight
+    return with_keras_mask(outputs, mask), sample_weight, mask
 
 
 def arguments_of(traced: Any) -> list[tf.Tensor]:

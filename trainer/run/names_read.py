@@ -30,11 +30,6 @@ class Reads(NamedTuple):
     functions: tuple[types.FunctionType, ...]  # the methods, but those of frameworks
 
 
-def names_read(cls: type, base: type, methods: tuple[str, ...]) -> frozenset[str]:
-    """Returns the names of the attributes that methods read and do not assign; see `reads_of`."""
-    return reads_of(cls, base, methods).names
-
-
 @functools.cache
 def reads_of(cls: type, base: type, methods: tuple[str, ...]) -> Reads:
     """Returns what the methods of a class read.

@@ -92,7 +92,7 @@ def test_a_metric_of_the_users_may_broadcast():
 
 def test_weights_of_intersections_may_have_a_last_dimension_of_one():
     """As Keras takes them where labels have one dimension."""
-    metric, weights = keras.metrics.MeanIoU(3), tf.constant([[1.0], [0.0]])
+    metric, weights = keras.metrics.MeanIoU(3, dtype="float32"), tf.constant([[1.0], [0.0]])
     assert weights_for(metric, tf.constant([0, 2]), weights).numpy().tolist() == [1.0, 0.0]
     found = weights_for(metric, tf.zeros([2, 3]), weights).numpy().tolist()
     assert found == [[1.0] * 3, [0.0] * 3]
@@ -150,3 +150,88 @@ def test_weights_of_examples_weight_intersections(metric, one_hot):
 
     found = result(x, y, keep.astype(np.float32))
     assert found == pytest.approx(result(x[keep], y[keep]), rel=1e-5)
+
+
+@pytest.mark.parametrize("average", [None, "micro", "macro"])
+def test_weights_of_f_scores_may_have_a_last_dimension_of_one(average):
+    """Keras would compare each example with the weights of all others."""
+    labels, outputs = tf.eye(3)[:2], tf.constant([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]])
+    weights = tf.constant([[0.25], [1.0]])
+    metric, expected = keras.metrics.F1Score(average), keras.metrics.F1Score(average)
+    metric.update_state(labels, outputs, sample_weight=weights_for(metric, labels, weights))
+    expected.update_state(labels, outputs, sample_weight=weights[:, 0])
+    np.testing.assert_array_equal(metric.result(), expected.result())
+    if average == "micro":
+        assert float(metric.result()) == pytest.approx(0.2)  # one fifth of the weight is right
+
+
+def test_weights_of_f_scores_belong_to_examples():
+    """Two dimensions would be summed with those of the outputs."""
+    metric = keras.metrics.F1Score()
+    with pytest.raises(ValueError, match="one for each example") as error:
+        weights_for(metric, tf.ones([2, 3]), tf.ones([2, 3]))
+    assert str(error.value) == (
+        "`metrics` must take the weights that the data have; got weights float32 (2, 3) for "
+        "F1Score, which takes one for each example. Leave the metric out, or override "
+        "update_metrics(batch, outputs)."
+    )
+
+
+def test_weights_of_intersections_are_not_truncated():
+    """Keras makes integers of them by default."""
+    metric = keras.metrics.BinaryIoU(name="iou")
+    with pytest.raises(ValueError, match="integers") as error:
+        weights_for(metric, tf.constant([0, 1]), tf.constant([0.9, 0.9]))
+    assert str(error.value) == (
+        "`metrics` must keep the weights of the examples; got BinaryIoU 'iou', which counts in "
+        "integers and makes 0 of a weight of 0.9. Pass keras.metrics.BinaryIoU(..., "
+        'dtype="float32").'
+    )
+    assert weights_for(metric, tf.constant([0, 1]), tf.constant([2, 0])).dtype == tf.int32
+
+
+PADDED = {
+    "precision": keras.metrics.Precision,
+    "recall": keras.metrics.Recall,
+    "auc": keras.metrics.AUC,
+    "missed": keras.metrics.FalseNegatives,
+    "iou": keras.metrics.BinaryIoU,
+    "accuracy": keras.metrics.BinaryAccuracy,
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_padding_that_keras_masks_counts_in_no_metric(mirrored, replicas, weighted):
+    """Keras's own metrics that are no means leave the mask out, and count padding."""
+    random = np.random.default_rng(0)
+    x = random.integers(1, 9, [10, 6])
+    x[:, 3:] = 0
+    y = random.integers(0, 2, [10, 6, 1])
+    weights = random.integers(1, 3, 10) if weighted else np.ones(10, int)
+
+    def model():
+        return keras.Sequential(
+            [
+                keras.Input([6], dtype="int32"),
+                keras.layers.Embedding(9, 4, mask_zero=True),
+                keras.layers.Dense(1, "sigmoid"),
+            ]
+        )
+
+    dtype = {"iou": {"dtype": "float32"}} if weighted else {}
+    trainer = Trainer(
+        model=model,
+        loss_fn="binary_crossentropy",
+        metrics=lambda: {name: kind(**dtype.get(name, {})) for name, kind in PADDED.items()},
+        strategy=mirrored(replicas) if replicas > 1 else "default",
+        seed=0,
+        verbose=False,
+    )
+    found = trainer.evaluate((x, y, weights) if weighted else (x, y), global_batch=4)
+    outputs = trainer.predict(x, global_batch=4)[:, :3]
+    for name, kind in PADDED.items():
+        metric = kind(dtype="float32")
+        of_each = np.repeat(weights[:, None], 3, axis=1)
+        metric.update_state(y[:, :3].ravel(), outputs.ravel(), sample_weight=of_each.ravel())
+        assert found[name] == pytest.approx(float(metric.result()), rel=1e-5), name

@@ -9,6 +9,7 @@ import tensorflow as tf
 from helpers import linear_model
 
 from trainer import Action, Trainer
+from trainer.base.describe import describe
 from trainer.losses.metrics import copy_of, numbers_of
 
 RANDOM = np.random.default_rng(0)
@@ -373,3 +374,46 @@ def test_a_metric_returns_one_number(result, found):
         "`best_metric` compare numbers. Choose an average, such as average='macro' of F1Score, or "
         "write one metric for each number."
     )
+
+
+@pytest.mark.parametrize("ignored", [0, 255])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_names_leave_out_the_class_that_the_loss_ignores(ignored, weighted):
+    """As the loss does: an ignored label may be the number of no class."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=[12, 4, 3]).astype(np.float32)
+    y = random.integers(1, 4, [12, 4])
+    y[:, :2] = ignored
+    weights = random.uniform(0.5, 2, 12).astype(np.float32)
+    trainer = Trainer(
+        model=lambda: keras.Sequential([keras.Input([4, 3]), keras.layers.Dense(4)]),
+        loss_fn=LOSSES.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored),
+        metrics=["accuracy", "crossentropy"],
+        seed=0,
+        verbose=False,
+    )
+    found = trainer.evaluate((x, y, weights) if weighted else (x, y), global_batch=5)
+    logits = trainer.predict(x, global_batch=5)[:, 2:].astype(np.float64)
+    each = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, y[:, 2:, None], -1)[..., 0]
+    of_each = np.repeat((weights if weighted else np.ones(12))[:, None], 2, axis=1)
+    hits = np.average(logits.argmax(-1) == y[:, 2:], weights=of_each)
+
+    assert found["accuracy"] == pytest.approx(hits, rel=1e-5)
+    assert found["crossentropy"] == pytest.approx(np.average(each, weights=of_each), rel=1e-5)
+    assert describe(trainer.metrics["accuracy"])["ignored"] == ignored
+
+
+@pytest.mark.parametrize("name", ["AUC", "Precision", "Recall", "BinaryAccuracy"])
+def test_names_of_binary_metrics_take_logits_if_the_loss_does(name):
+    """A threshold of one half would be one of 0.62 in probability."""
+    random = np.random.default_rng(1)
+    x = random.normal(size=[40, 3]).astype(np.float32)
+    y = (x.sum(1, keepdims=True) + random.normal(size=[40, 1]) > 0).astype(np.float32)
+
+    def trainer(activation, loss):
+        return trainer_of(activation, 1, loss, [name])
+
+    logits = trainer(None, LOSSES.BinaryCrossentropy(from_logits=True))
+    chances = trainer("sigmoid", LOSSES.BinaryCrossentropy())
+    found, expected = (each.evaluate((x, y), global_batch=8)[name] for each in (logits, chances))
+    assert found == pytest.approx(expected, rel=1e-5)

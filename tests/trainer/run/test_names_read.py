@@ -1,6 +1,6 @@
 """What the code of methods reads: attributes of their object, and values outside of it."""
 
-from trainer.run.names_read import names_read, reads_of, values_outside
+from trainer.run.names_read import reads_of, values_outside
 
 NUMBER, COUNTS, NOTES = 1.0, {}, []
 
@@ -36,7 +36,7 @@ class Reader(Base):
 
 def test_what_methods_read_and_do_not_change():
     """Through other methods and inner functions; items that are changed count as changes."""
-    names = names_read(Reader, Base, ("run",))
+    names = reads_of(Reader, Base, ("run",)).names
     assert names & {*"abcdefg"} == frozenset()
     assert {"read", "key", "through", "inner"} <= names
     assert not names & {"assigned", "appended", "counted", "replaced", "unread"}
