@@ -324,3 +324,40 @@ def test_adapters_that_keras_merges_are_warned_of(tmp_path, caplog):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     found, expected = loaded(x), trainer.model(x)
     assert 1e-4 < np.max(np.abs(found - expected)) / np.max(np.abs(expected)) < 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@QUANTIZING
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (keras.layers.Dense, "adds the adapters of the quantized layers 'adapted'"),
+        (keras.layers.MultiHeadAttention, "Keras cannot load the quantized layers"),
+    ],
+)
+def test_kept_models_that_do_not_come_back_are_warned_of(make, text, tmp_path, caplog):
+    """Before the first step; their weights can be read with init_from."""
+
+    def model():
+        x = keras.Input([3, 4])
+        if make is keras.layers.Dense:
+            made = keras.Model(x, keras.layers.Dense(4, name="adapted")(x))
+        else:
+            attended = make(1, 4)(x, x)
+            made = keras.Model(x, keras.layers.Dense(4, name="adapted")(attended))
+        made.quantize("int8")
+        made.get_layer("adapted").enable_lora(2)
+        return made
+
+    x = np.random.default_rng(0).normal(size=[16, 3, 4]).astype(np.float32)
+
+    def trainer(**arguments):
+        return Trainer(model=model, optimizer="sgd", loss_fn="mse", verbose=False, **arguments)
+
+    first = trainer(model_dir=tmp_path, keep_best=1)
+    first.train((x, x), steps=2, global_batch=16, eval_data=(x, x), eval_interval=2)
+    assert text in caplog.text
+    second = trainer(init_from=tmp_path / "best" / "step-2" / "model.keras")
+    found, expected = (each.evaluate((x, x), global_batch=16)["loss"] for each in (second, first))
+    assert found == pytest.approx(expected, rel=1e-2)
