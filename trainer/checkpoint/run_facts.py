@@ -27,6 +27,8 @@ from trainer.base.keras_private import (
 from trainer.checkpoint.folder import Facts
 from trainer.step.types import Model
 
+READ = "read"  # an entry that older records do not have: see `run/recorded_reads.py`
+
 
 class Difference(NamedTuple):
     """A place at which two descriptions differ; None means that there is nothing."""
@@ -229,6 +231,8 @@ def differences(
         if kind == was.get("class"):
             named = f"{place} ({kind})" if kind and place else place
             keys = [key for key in {**now, **was} if key not in ignored]
+            if READ not in was:
+                keys = [key for key in keys if key != READ]
             return [
                 each
                 for key in keys

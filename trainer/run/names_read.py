@@ -27,6 +27,7 @@ class Reads(NamedTuple):
     """What the methods of a class read and do not change."""
 
     names: frozenset[str]  # attributes of their object
+    loaded: frozenset[str]  # attributes of any object
     functions: tuple[types.FunctionType, ...]  # the methods, but those of frameworks
 
 
@@ -49,6 +50,7 @@ def reads_of(cls: type, base: type, methods: tuple[str, ...]) -> Reads:
                 own[name].append(function)  # a method may call the one that it overrides
     read: set[str] = set()
     changed: set[str] = set()
+    loaded: set[str] = set()
     functions: list[types.FunctionType] = []
     todo, seen = [*methods], set()
     while todo:
@@ -60,10 +62,11 @@ def reads_of(cls: type, base: type, methods: tuple[str, ...]) -> Reads:
         for used in (names_used(each.__code__) for each in own[name]):
             read |= used.of_self
             changed |= used.changed
+            loaded |= used.loaded
             todo += used.loaded
     hidden = "_" if cls.__module__.startswith("keras.") else " "  # Keras's own state
     names = frozenset(name for name in read - changed if not name.startswith(hidden))
-    return Reads(names, tuple(functions))
+    return Reads(names, frozenset(loaded - changed), tuple(functions))
 
 
 def functions_added(
@@ -94,9 +97,9 @@ def plain_function(method: Any) -> Any:
     return inspect.unwrap(method) if callable(method) else method
 
 
-def is_of_framework(function: types.FunctionType) -> bool:
-    """Returns whether Keras, TensorFlow or NumPy defines a function."""
-    return str(function.__module__).partition(".")[0] in FRAMEWORKS
+def is_of_framework(item: Any) -> bool:
+    """Returns whether Keras, TensorFlow or NumPy defines a function or a class."""
+    return str(item.__module__).partition(".")[0] in FRAMEWORKS
 
 
 class NamesUsed(NamedTuple):
@@ -107,6 +110,7 @@ class NamesUsed(NamedTuple):
     changed: set[str]  # those that are assigned, to any object, or whose items are
 
 
+@functools.cache
 def names_used(code: types.CodeType) -> NamesUsed:
     """Returns the names of the attributes that a method's code uses."""
     used = NamesUsed(set(), set(), set())
@@ -135,6 +139,12 @@ def is_changed(following: list[dis.Instruction]) -> bool:
         return following[0].opname in ("LOAD_ATTR", "LOAD_METHOD")
     loads = bool(following) and following[0].opname.startswith("LOAD_")
     return loads and len(following) > 1 and following[1].opname in CHANGES_ITEM
+
+
+def names_loaded(function: types.FunctionType) -> frozenset[str]:
+    """Returns the names of the attributes, of any object, that a function reads and not changes."""
+    used = names_used(function.__code__)
+    return frozenset(used.loaded - used.changed)
 
 
 def values_outside(function: types.FunctionType) -> dict[str, Any]:

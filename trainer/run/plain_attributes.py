@@ -8,7 +8,9 @@ such as its calls.
 
 import argparse
 import dataclasses
+import functools
 import math
+import sys
 import types
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,15 +20,30 @@ from typing import Any, TypeAlias, cast
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import flags
 
-from trainer.base.describe import describe
+from trainer.base.describe import HALFSTEP, describe, described_entries
 from trainer.config.attributes import TRACED_METHODS
-from trainer.run.names_read import functions_added, reads_of, values_outside
+from trainer.run.names_read import (
+    FRAMEWORKS,
+    functions_added,
+    names_loaded,
+    reads_of,
+    values_outside,
+)
 
 PACKAGE = f"{__name__.partition('.')[0]}."  # our own classes assign what they read themselves
 OUTSIDE = "outside: "  # before a function and the name of a value that it reads, as in "f:FACTOR"
 LONG = 1000  # of a container with more items, about so many are compared
 LARGE = 10**6  # the same for the elements of an array
+# Modules, classes and objects of these packages are not looked into.
+LIBRARIES = {*FRAMEWORKS, *sys.stdlib_module_names, *HALFSTEP, "absl"} - {"__main__"}
+# Objects of Keras that are looked into by their configurations.
+DESCRIBED = (
+    keras.losses.Loss,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+)
 # The methods that are traced; they may call others.
 OF_LAYERS = ("call", "compute_mask")
 
@@ -100,12 +117,21 @@ def attributes_of_layer(layer: object) -> dict[str, Any]:
 
 def attributes_of_trainer(trainer: object) -> dict[str, Any]:
     """Returns what the traced methods of a trainer's subclass read, and the losses' settings."""
-    settings = {
-        f"loss_fn {place}": snapshot(describe(loss))
-        for place, loss in enumerate(losses_of(trainer))
-        if isinstance(loss, keras.losses.Loss)
-    }
+    settings = {}
+    for place, loss in enumerate(losses_of(trainer)):
+        numbers = snapshot(describe(loss)) if isinstance(loss, keras.losses.Loss) else None
+        settings[f"loss_fn {place}"] = numbers, read_by(*owner_of_loss(loss))
+    settings = {name: each for name, each in settings.items() if each != (None, {})}
     return read_by(trainer, base_of(trainer), TRACED_METHODS) | settings
+
+
+def owner_of_loss(loss: Any) -> tuple[Any, type, tuple[str, ...]]:
+    """Returns the object whose methods compute a loss, its base class, and their names."""
+    if isinstance(loss, types.MethodType):
+        return loss.__self__, object, (loss.__name__,)
+    if isinstance(loss, keras.losses.Loss):
+        return loss, keras.losses.Loss, ("call", "__call__")
+    return loss, object, ("__call__",)
 
 
 def base_of(trainer: object) -> type:
@@ -120,6 +146,12 @@ def losses_of(trainer: object) -> list[Any]:
     return losses
 
 
+def functions_of_loss(loss: Any) -> list[types.FunctionType]:
+    """Returns the functions of the user's that compute a loss."""
+    owner, base, methods = owner_of_loss(loss)
+    return functions_added([owner], base, methods)
+
+
 def read_outside(
     layers: Sequence[object], trainer: object, others: Sequence[types.FunctionType]
 ) -> dict[str, Any]:
@@ -130,16 +162,18 @@ def read_outside(
         trainer: the trainer, whose methods and losses are others.
         others: more functions.
     """
-    losses = [loss for loss in losses_of(trainer) if not isinstance(loss, keras.losses.Loss)]
+    losses = [each for loss in losses_of(trainer) for each in functions_of_loss(loss)]
     functions = [
         *functions_added(layers, keras.Layer, OF_LAYERS),
         *functions_added([trainer], base_of(trainer), TRACED_METHODS),
-        *functions_added(losses, object, ()),
+        *losses,
         *others,
     ]
     return known(
         {
-            f"{OUTSIDE}{function.__module__}.{function.__qualname__}:{name}": snapshot(value)
+            f"{OUTSIDE}{function.__module__}.{function.__qualname__}:{name}": snapshot(
+                value, names=names_loaded(function)
+            )
             for function in functions
             for name, value in values_outside(function).items()
         }
@@ -158,7 +192,8 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     """
     cls = type(owner)
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
-    names = reads_of(cast("Any", cls), base, methods).names
+    reads = reads_of(cast("Any", cls), base, methods)
+    names, loaded = reads.names, reads.loaded
     found: dict[str, Any] = {}
     if not names:
         return found
@@ -166,7 +201,7 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
         values = {name: vars(part)[name] for name in names & vars(part).keys()}
         if part is not owner:  # whose functions are methods
             values = {k: v for k, v in values.items() if type(v) is not types.FunctionType}
-        found |= known({name: snapshot(value) for name, value in values.items()})
+        found |= known({name: snapshot(value, names=loaded) for name, value in values.items()})
     return found
 
 
@@ -175,12 +210,14 @@ def known(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not OTHER}
 
 
-def snapshot(value: Any, depth: int = 4) -> Any:
+def snapshot(value: Any, depth: int = 4, names: frozenset[str] = frozenset()) -> Any:
     """Returns what is compared of a value: itself, or the numbers, flags and texts in it.
 
     Args:
         value: any value.
         depth: how many containers inside each other are looked into.
+        names: the attributes that are looked at in modules, in classes of the user's own, and in
+            their objects.
 
     Returns:
         A value that does not change with the given one; `OTHER` for an object that tells nothing.
@@ -199,14 +236,14 @@ def snapshot(value: Any, depth: int = 4) -> Any:
         return "array", value.dtype.str, value.shape, hash_of(value)
     if type(value) is types.FunctionType or is_eager(value):
         return Object(value)
-    return content_of(value, depth - 1) if depth else OTHER
+    return content_of(value, depth - 1, names) if depth else OTHER
 
 
-def content_of(value: Any, depth: int) -> Any:
+def content_of(value: Any, depth: int, names: frozenset[str]) -> Any:
     """Returns what is compared of a container; `OTHER` for any other object; see `snapshot`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        pairs: list[tuple[Any, Any]] = [(name, getattr(value, name, None)) for name in names]
+        fields = [field.name for field in dataclasses.fields(value)]
+        pairs: list[tuple[Any, Any]] = [(name, getattr(value, name, None)) for name in fields]
     elif isinstance(value, types.SimpleNamespace | argparse.Namespace):
         pairs = list(vars(value).items())
     elif isinstance(value, Mapping):
@@ -215,10 +252,37 @@ def content_of(value: Any, depth: int) -> Any:
         pairs = list(enumerate(value))
     elif isinstance(value, AbstractSet):
         pairs = list(enumerate(sorted(map(repr, value))))
+    elif isinstance(value, functools.partial):
+        pairs = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, DESCRIBED):
+        pairs = list(described_entries({"": value}).items())
     else:
-        return OTHER
+        pairs = attributes_named(value, names)
+        if not pairs:
+            return OTHER
     some = pairs[:: 1 + len(pairs) // LONG]
-    return len(pairs), tuple((key, snapshot(item, depth)) for key, item in some)
+    return len(pairs), tuple((key, snapshot(item, depth, names)) for key, item in some)
+
+
+def attributes_named(value: Any, names: frozenset[str]) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object of the user's, of a class or of a module, by name.
+
+    Those of a class are among those of its objects. Absl's flags are attributes, too.
+    """
+    if isinstance(value, flags.FlagValues):
+        return [(name, value[name].value) for name in sorted(names) if name in value]
+    if isinstance(value, types.ModuleType):
+        held = {} if package_of(value.__name__) in LIBRARIES else dict(vars(value))
+    else:
+        cls = value if isinstance(value, type) else type(value)
+        bases = cls.__mro__[:-1]
+        of_framework = {package_of(each.__module__) for each in bases} & {*FRAMEWORKS, *HALFSTEP}
+        if of_framework or package_of(cls.__module__) in LIBRARIES:
+            return []
+        held = {k: item for each in reversed(bases) for k, item in vars(each).items()}
+        held = {name: item for name, item in held.items() if not hasattr(item, "__get__")}
+        held |= {} if value is cls else getattr(value, "__dict__", {})
+    return [(name, held[name]) for name in sorted(names & held.keys())]
 
 
 def is_eager(value: Any) -> bool:
@@ -230,3 +294,8 @@ def hash_of(array: np.ndarray) -> int:
     """Returns a checksum of an array's elements, or of some of them if there are very many."""
     rows = array.reshape(-1)[:: 1 + array.size // LARGE]
     return zlib.crc32(np.ascontiguousarray(rows).tobytes()) if array.dtype.kind != "O" else 0
+
+
+def package_of(module: str) -> str:
+    """Returns the package to which a module of some name belongs."""
+    return module.partition(".")[0]

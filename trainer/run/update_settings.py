@@ -1,5 +1,6 @@
 """What a traced update has read: of optimizers, schedules, regularizers and constraints."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -66,10 +67,10 @@ def numbers_of(schedule: Any) -> list[dict[str, Any]]:
     return [read_by(each, *SCHEDULE) for each in schedules_in(schedule)]
 
 
-def schedules_in(schedule: Any) -> list[Any]:
-    """Returns a schedule and those that it holds, at any depth."""
+def schedules_in(setting: Any) -> list[Any]:
+    """Returns a schedule and those that it holds, at any depth; none for another learning rate."""
     found: dict[int, Any] = {}
-    waiting = [schedule]
+    waiting = [setting] if isinstance(setting, Schedule) else []
     while waiting:
         one = waiting.pop()
         if id(one) not in found:
@@ -97,15 +98,18 @@ def functions_of_update(plan: StepPlan) -> list[Any]:
     """Returns the functions of the user's that an update and the weights' penalties call."""
     optimizers = updating(plan)
     settings = [learning_rate_setting(one) for one in optimizers]
-    schedules = [
-        each for one in settings if isinstance(one, Schedule) for each in schedules_in(one)
-    ]
-    parts = [pair for each in plan.model.trainable_variables for pair in penalties(each)]
+    schedules = [each for one in settings for each in schedules_in(one)]
     return [
         *functions_added(optimizers, *OPTIMIZER),
         *functions_added(schedules, *SCHEDULE),
-        *(each for name, part in parts for each in functions_added([part], *PENALTIES[name])),
+        *functions_of_penalties(plan.model.trainable_variables),
     ]
+
+
+def functions_of_penalties(variables: Iterable[Variable]) -> list[Any]:
+    """Returns the user's functions that are regularizers or constraints, and methods of such."""
+    parts = [pair for each in variables for pair in penalties(each)]
+    return [each for name, part in parts for each in functions_added([part], *PENALTIES[name])]
 
 
 # A class of Keras, and its methods that are traced.

@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import functools
+import types
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import flags
 
 from trainer import Action, Trainer
 from trainer.run.plain_attributes import (
@@ -216,6 +218,28 @@ class Settings:
 FACTOR = 1.0
 
 
+class Hyper:
+    """An object of a class of one's own."""
+
+    def __init__(self, factor):
+        """Holds a factor, and another object."""
+        self.factor = factor
+        self.inner = None
+
+
+class Config:
+    """A class that is used for settings."""
+
+    factor = 1.0
+
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_float("factor", 1.0, "A factor.", flag_values=FLAGS)
+FLAGS.mark_as_parsed()
+MODULE = types.ModuleType("settings")
+MODULE.factor = 1.0
+
+
 class Containers(Trainer):
     """A loss with factors in all kinds of places."""
 
@@ -226,12 +250,16 @@ class Containers(Trainer):
         self.array, self.tensor = np.ones([3], np.float32), tf.constant(1.0)
         self.settings, self.seen = Settings(), []
         self.args = argparse.Namespace(factor=1.0)
+        self.hyper, self.partial = Hyper(1.0), functools.partial(tf.multiply, 1.0)
+        self.hyper.inner = Hyper(1.0)
 
     def compute_loss(self, batch, training):
         """The output times all factors; it notes how often it was traced."""
         self.seen.append(1)
         outputs = tf.cast(self.model(batch[0], training=training), tf.float32)[:, 0]
         outputs *= self.weights["a"]["b"] * self.pair[0] * self.numbers[0] * self.array[0]
+        outputs *= self.hyper.factor * self.hyper.inner.factor * Config.factor * FLAGS.factor
+        outputs = self.partial(outputs) * MODULE.factor
         return outputs * self.tensor * self.settings.factor * self.args.factor * FACTOR
 
 
@@ -254,20 +282,41 @@ IN_CONTAINERS = {
     "tensor": assign("tensor", tf.constant(3.0)),
     "settings": lambda trainer: setattr(trainer.settings, "factor", 3.0),
     "args": lambda trainer: setattr(trainer.args, "factor", 3.0),
+    "hyper": lambda trainer: setattr(trainer, "hyper", with_inner(3.0, 1.0)),
+    "hyper ": lambda trainer: setattr(trainer.hyper.inner, "factor", 3.0),
+    "partial": assign("partial", functools.partial(tf.multiply, 3.0)),
     "'FACTOR', which the step has read": change_global,
+    "'Config', which the step has read": lambda _: setattr(Config, "factor", 3.0),
+    "'FLAGS', which the step has read": lambda _: setattr(FLAGS, "factor", 3.0),
+    "'MODULE', which the step has read": lambda _: setattr(MODULE, "factor", 3.0),
 }
 
 
+def with_inner(factor, inner):
+    """An object with a factor that holds another."""
+    found = Hyper(factor)
+    found.inner = Hyper(inner)
+    return found
+
+
+def put_back():
+    """Makes all factors outside of trainers 1."""
+    globals()["FACTOR"] = Config.factor = FLAGS.factor = MODULE.factor = 1.0
+
+
 @pytest.fixture
-def module_put_back(monkeypatch):
-    """Puts the module's factor back."""
-    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+def module_put_back():
+    """Puts the factors of the module and of its objects back."""
+    yield
+    put_back()
 
 
 @pytest.mark.usefixtures("module_put_back")
 @pytest.mark.parametrize("name", IN_CONTAINERS)
 def test_a_number_in_a_container_is_read_again(name):
-    """L19: in a dict, a tuple, a list, an array, a tensor, a dataclass, or the module."""
+    """L19: in a dict, a tuple, a list, an array, a tensor, a dataclass, an object, or the module, and
+    in its classes, flags and modules.
+    """
     settings = {"optimizer": lambda: keras.optimizers.SGD(0.0), "log_interval": 1, "verbose": False}
 
     def model():
@@ -283,13 +332,13 @@ def test_a_number_in_a_container_is_read_again(name):
     assert trainer.train((ONES, ONES), 4, global_batch=4).history["loss"][-1] == 3.0
     assert trainer.evaluate((ONES, ONES), global_batch=4)["loss"] == 3.0
 
-    globals()["FACTOR"] = 1.0
+    put_back()
     hooked = Containers(
         model=model, actions=[Action(IN_CONTAINERS[name], every_steps=1)], **settings
     )
     with pytest.raises(ValueError, match="in a hook") as refused:
         hooked.train((ONES, ONES), 3, global_batch=4)
-    where = name if "FACTOR" in name else f"trainer.{name}"
+    where = name if "read" in name else f"trainer.{name.strip()}"
     assert f"; got a change of {where}, in a hook or an action." in str(refused.value)
 
 
@@ -311,6 +360,69 @@ def test_a_loss_is_read_again():
             loss_fn._fn_kwargs["delta"] = 5.0
         factor[0] = 5.0
         assert trainer.evaluate(data, global_batch=4)["loss"] > 1.5 * before
+
+
+class WithoutConfig(keras.losses.Loss):
+    """A loss as in Keras's guides."""
+
+    def __init__(self, factor):
+        """Holds the factor."""
+        super().__init__()
+        self._factor = factor
+
+    def call(self, y_true, y_pred):
+        """The squares times the factor."""
+        return self._factor * tf.reduce_mean((y_true - y_pred) ** 2, axis=1)
+
+
+class Callable:
+    """An object that computes a loss."""
+
+    def __init__(self, factor):
+        """Holds the factor."""
+        self._factor = factor
+
+    def __call__(self, y_true, y_pred):
+        """The squares times the factor."""
+        return self._factor * tf.reduce_mean((y_true - y_pred) ** 2, axis=1)
+
+    def method(self, y_true, y_pred):
+        """The same."""
+        return self(y_true, y_pred) + 0.0 * self._factor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        WithoutConfig,
+        Callable,
+        lambda factor: Callable(factor).method,
+        lambda factor: {"a": WithoutConfig(factor)},
+    ],
+)
+def test_a_loss_of_ones_own_is_read_again(make):
+    """An object, or a method of one, whose number changes between two calls."""
+    loss = make(1.0)
+    named = isinstance(loss, dict)
+
+    def model():
+        inputs = keras.Input([1])
+        outputs = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)(inputs)
+        return keras.Model(inputs, {"a": outputs} if named else outputs)
+
+    trainer = Trainer(
+        model=model,
+        optimizer=lambda: keras.optimizers.SGD(0.0),
+        loss_fn=loss,
+        log_interval=1,
+        verbose=False,
+    )
+    data = ONES, {"a": 3 * ONES} if named else 3 * ONES
+    assert trainer.train(data, 1, global_batch=4).history["loss"][-1] == 4.0
+    owner = loss["a"] if named else getattr(loss, "__self__", loss)
+    owner._factor = 0.5
+    assert trainer.train(data, 2, global_batch=4).history["loss"][-1] == 2.0
+    assert trainer.evaluate(data, global_batch=4)["loss"] == 2.0
 
 
 @pytest.mark.parametrize(
