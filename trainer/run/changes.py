@@ -79,15 +79,16 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
     """Returns what a step is set to now. Reads nothing from a device by itself."""
     model = plan.model
     parts = all_layers(model) if isinstance(model, keras.Model) else [model, *model.submodules]
-    outside = read_outside(parts, trainer, functions_of_update(plan))
+    trained, optimizers = model.trainable_variables, updating(plan)
+    outside = read_outside(parts, trainer, functions_of_update(optimizers, trained))
     return Setup(
-        tuple(model.trainable_variables),
+        tuple(trained),
         (
             *((part, *policy_of(part), attributes_of_layer(part)) for part in parts),
-            *map(penalties_of, model.trainable_variables),
+            *map(penalties_of, trained),
             (trainer, attributes_of_trainer(trainer) | outside),
         ),
-        tuple(map(settings_of, updating(plan))),
+        tuple(map(settings_of, optimizers)),
     )
 
 

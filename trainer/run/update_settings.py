@@ -1,6 +1,6 @@
 """What a traced update has read: of optimizers, schedules, regularizers and constraints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import as_python
 from trainer.base.keras_private import learning_rate_setting, weight_decay_exclusions
-from trainer.run.names_read import functions_added
+from trainer.run.names_read import functions_added, is_of_framework
 from trainer.run.plain_attributes import Object, Part, plain_attributes, read_by
 from trainer.step.held_back import leaves
 from trainer.step.objective import optimizers_in
@@ -84,7 +84,8 @@ def penalties_of(variable: Variable) -> tuple[Any, ...]:
     settings: dict[str, Any] = {}
     for name, part in penalties(variable):
         numbers = plain_attributes(part, NUMBERS) if hasattr(part, "__dict__") else {}
-        settings[name] = Object(part), numbers | read_by(part, *PENALTIES[name])
+        read = {} if is_of_framework(type(part)) else read_by(part, *PENALTIES[name])
+        settings[name] = Object(part), numbers | read
     return variable, settings
 
 
@@ -94,15 +95,21 @@ def penalties(variable: Variable) -> list[tuple[str, Any]]:
     return [pair for pair in pairs if pair[1] is not None]
 
 
-def functions_of_update(plan: StepPlan) -> list[Any]:
-    """Returns the functions of the user's that an update and the weights' penalties call."""
-    optimizers = updating(plan)
+def functions_of_update(
+    optimizers: Sequence[keras.optimizers.Optimizer], variables: Iterable[Variable]
+) -> list[Any]:
+    """Returns the user's functions that an update and the penalties of the weights call.
+
+    Args:
+        optimizers: the result of `updating`.
+        variables: the trained variables.
+    """
     settings = [learning_rate_setting(one) for one in optimizers]
     schedules = [each for one in settings for each in schedules_in(one)]
     return [
         *functions_added(optimizers, *OPTIMIZER),
         *functions_added(schedules, *SCHEDULE),
-        *functions_of_penalties(plan.model.trainable_variables),
+        *functions_of_penalties(variables),
     ]
 
 
