@@ -416,12 +416,16 @@ def newest_intact(
         ValueError: if there are checkpoints, but all of them are damaged.
     """
     damaged = []
-    for path in reversed(found.values()):
+    for step, path in reversed(found.items()):
         try:
-            return path, read_while_written(path)
+            facts = read_while_written(path)
+            if argument == "model_dir":
+                check_name(step, path, facts)
         except folder.DamagedError as error:
             logging.error("Skipping damaged checkpoint %s: %s.", path.name, error)
             damaged.append(str(error))
+        else:
+            return path, facts
     if not damaged:
         return None
     if argument == "model_dir":
@@ -432,6 +436,13 @@ def newest_intact(
         f"All checkpoints in `{argument}` are damaged ({len(damaged)} found): "
         f"{'; '.join(damaged)}. {why} Repair the files, or use another {argument}."
     )
+
+
+def check_name(step: int, path: pathlib.Path, facts: Facts) -> None:
+    """Raises DamagedError if a checkpoint's folder is named after another step than it holds."""
+    held = facts.get("step", step)
+    if held != step:
+        raise folder.DamagedError(f"{path} holds step {held}: the folder was renamed")
 
 
 def read_while_written(path: pathlib.Path) -> Facts:

@@ -391,6 +391,19 @@ def test_damaged_checkpoints_do_not_displace_good_ones(tmp_path, caplog):
     assert folder.read_manifest(tmp_path / "ckpt-6")["step"] == 6
 
 
+def test_a_renamed_checkpoint_is_skipped(tmp_path, caplog):
+    """Its name would pass for a later step of the run."""
+    Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False).train(
+        slopes(1.0), steps=4, global_batch=1
+    )
+    (tmp_path / "ckpt-4").rename(tmp_path / "ckpt-9")
+    resumed = Linear(model_dir=tmp_path, checkpoint_interval=2, verbose=False)
+    resumed.train(slopes(1.0), steps=4, global_batch=1)
+    assert resumed.totals.attempted == 4
+    path = tmp_path / "ckpt-9"
+    assert f"Skipping damaged checkpoint ckpt-9: {path} holds step 4: the folder" in caplog.text
+
+
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tmp_path):
     """Starting over would overwrite files that may still be recoverable."""
     trainer = Linear(model_dir=tmp_path, checkpoint_interval=1, verbose=False)
