@@ -82,8 +82,10 @@ def weights_for(
     if sample_weight is not None and sample_weight.dtype.is_floating:
         check_not_truncated(metric)
     if mask is not None and not isinstance(metric, keras.metrics.MeanMetricWrapper):
-        counted = tf.cast(mask, tf.int32 if sample_weight is None else sample_weight.dtype)
-        sample_weight = product(sample_weight, counted)
+        if sample_weight is None:
+            sample_weight = tf.cast(mask, tf.int32 if counts_integers(metric) else tf.float32)
+        else:
+            sample_weight = product(sample_weight, tf.cast(mask, sample_weight.dtype))
     if sample_weight is None:
         return None
     if isinstance(metric, keras.metrics.IoU):
@@ -95,9 +97,14 @@ def weights_for(
     return sample_weight
 
 
+def counts_integers(metric: keras.metrics.Metric) -> bool:
+    """Returns whether a metric is one of Keras's IoU metrics without a floating-point dtype."""
+    return isinstance(metric, keras.metrics.IoU) and tf.as_dtype(metric.dtype).is_integer
+
+
 def check_not_truncated(metric: keras.metrics.Metric) -> None:
     """Raises ValueError if a metric makes integers of its weights, as Keras's IoU metrics do."""
-    if isinstance(metric, keras.metrics.IoU) and tf.as_dtype(metric.dtype).is_integer:
+    if counts_integers(metric):
         kind = type(metric).__name__
         raise ValueError(
             f"`metrics` must keep the weights of the examples; got {kind} {metric.name!r}, which "
