@@ -13,6 +13,7 @@ import tensorflow as tf
 from trainer.losses.default_batch import described
 from trainer.losses.loss_fn import product, without_last_ones
 from trainer.losses.loss_shapes import would_repeat
+from trainer.losses.metric_shares import is_of_keras
 
 # Metrics that compare a label with the output at the same place.
 ELEMENTWISE = (
@@ -66,9 +67,9 @@ def weights_for(
 ) -> tf.Tensor | None:
     """Returns the weights that a metric takes.
 
-    Keras's metrics that are means multiply them by the Keras mask of the outputs themselves, all
-    others ignore it. Keras's IoU metrics want a weight for each label, and those of `FBetaScore`
-    must have one dimension.
+    Keras's metrics that are means multiply them by the Keras mask of the outputs themselves, and
+    all others of Keras ignore it. Keras's IoU metrics want a weight for each label, and those of
+    `FBetaScore` must have one dimension.
 
     Args:
         metric: the metric.
@@ -81,7 +82,10 @@ def weights_for(
     """
     if sample_weight is not None and sample_weight.dtype.is_floating:
         check_not_truncated(metric)
-    if mask is not None and not isinstance(metric, keras.metrics.MeanMetricWrapper):
+    ignores_mask = is_of_keras(type(metric)) and not isinstance(
+        metric, keras.metrics.MeanMetricWrapper
+    )
+    if mask is not None and ignores_mask:
         if sample_weight is None:
             sample_weight = tf.cast(mask, tf.int32 if counts_integers(metric) else tf.float32)
         else:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -151,6 +151,8 @@ def made(metric: Any, name: str, loss_fn: Any, shape: Any) -> keras.metrics.Metr
 def settings_for_logits(make: Callable[..., keras.metrics.Metric]) -> dict[str, Any]:
     """Returns the arguments with which a metric of probabilities takes binary logits instead."""
     known = inspect.signature(make).parameters
+    if issubclass(cast("type", make), keras.metrics.FBetaScore):
+        return {}  # it compares outputs with each other
     if "from_logits" in known:
         return {"from_logits": True}
     # A logit of 0 is a probability of one half.

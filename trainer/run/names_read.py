@@ -5,6 +5,7 @@ looked at.
 """
 
 import collections
+import contextlib
 import dis
 import functools
 import inspect
@@ -93,7 +94,8 @@ def functions_added(
 def plain_function(method: Any) -> Any:
     """Returns the function in a property, a class method, a `tf.function` or a decorated method."""
     for wrapper in ("fget", "__func__", "python_function"):
-        method = getattr(method, wrapper, method)
+        with contextlib.suppress(Exception):  # an object of the user's may raise anything here
+            method = getattr(method, wrapper)
     return inspect.unwrap(method) if callable(method) else method
 
 
@@ -108,16 +110,19 @@ class NamesUsed(NamedTuple):
     loaded: set[str]  # of any object; they may be methods
     of_self: set[str]  # those of the method's own object
     changed: set[str]  # those that are assigned, to any object, or whose items are
+    # (owner, name): names of attributes and constant keys that are read directly of another name.
+    chains: set[tuple[str, str]]
 
 
 @functools.cache
 def names_used(code: types.CodeType) -> NamesUsed:
     """Returns the names of the attributes that a method's code uses."""
-    used = NamesUsed(set(), set(), set())
+    used = NamesUsed(set(), set(), set(), set())
     owner = code.co_varnames[0] if code.co_argcount else None
     for part in parts_of(code):
         before = None  # the local variable that the instruction before has loaded
         instructions = list(dis.get_instructions(part))
+        used.chains.update(chains_in(instructions))
         for at, instruction in enumerate(instructions):
             if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 used.loaded.add(instruction.argval)
@@ -131,6 +136,36 @@ def names_used(code: types.CodeType) -> NamesUsed:
             before = instruction.argval if loads else None
             before = before[-1] if isinstance(before, tuple) else before  # loads several at once
     return used
+
+
+def chains_of(functions: Iterable[types.FunctionType]) -> set[tuple[str, str]]:
+    """Returns the chains in the code of functions; see `NamesUsed`."""
+    return {pair for function in functions for pair in names_used(function.__code__).chains}
+
+
+def chains_in(instructions: list[dis.Instruction]) -> Iterator[tuple[str, str]]:
+    """Yields (owner, name) for each attribute and each constant key that is read of a name.
+
+    `self.args.scale` and `args["scale"]` give ("args", "scale") and ("args", "'scale'").
+    """
+    owner: Any = None
+    key: Any = None
+    for each in instructions:
+        if each.opname in ("CACHE", "PRECALL", "NOP"):
+            continue
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if owner is not None:
+                yield owner, each.argval
+            owner, key = each.argval, None
+        elif each.opname in ("LOAD_GLOBAL", "LOAD_DEREF") or each.opname.startswith("LOAD_FAST"):
+            owner, key = each.argval if isinstance(each.argval, str) else None, None
+        elif each.opname == "LOAD_CONST":
+            key = each.argval
+        elif each.opname == "BINARY_SUBSCR" and owner is not None and key is not None:
+            yield owner, repr(key)
+            key = None
+        else:
+            owner = key = None
 
 
 def is_changed(following: list[dis.Instruction]) -> bool:

@@ -130,6 +130,7 @@ class OnlineLoop(OuterLoop):
             error.add_note(f"raised after step {before}.")
             self.failure = error
             raise
+        self._adopt_traces(parts.run_batch)
         self._step = before + 1
         if self._profile and self._profile.after(self._step):
             folder = f"{self._trainer.model_dir}/plugins/profile"

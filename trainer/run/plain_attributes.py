@@ -8,6 +8,7 @@ such as its calls.
 
 import argparse
 import dataclasses
+import enum
 import functools
 import math
 import sys
@@ -71,6 +72,12 @@ class Object:
 
 
 OTHER = Object()
+
+
+class Field(str):
+    """The name of an attribute in a snapshot, as opposed to a key."""
+
+    __slots__ = ()
 
 
 def plain(value: Any) -> Any:
@@ -230,6 +237,8 @@ def snapshot(value: Any, depth: int = 4, names: frozenset[str] = frozenset()) ->
         False
     """
     value = plain(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
     if value is None or type(value) in (float, bool, int, str, bytes):
         return value
     if isinstance(value, np.ndarray):
@@ -243,9 +252,11 @@ def content_of(value: Any, depth: int, names: frozenset[str]) -> Any:
     """Returns what is compared of a container; `OTHER` for any other object; see `snapshot`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
-        pairs: list[tuple[Any, Any]] = [(name, getattr(value, name, None)) for name in fields]
+        pairs: list[tuple[Any, Any]] = [
+            (Field(name), getattr(value, name, None)) for name in fields
+        ]
     elif isinstance(value, types.SimpleNamespace | argparse.Namespace):
-        pairs = list(vars(value).items())
+        pairs = [(Field(name), item) for name, item in vars(value).items()]
     elif isinstance(value, Mapping):
         pairs = [(repr(plain(key)), item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
@@ -270,7 +281,7 @@ def attributes_named(value: Any, names: frozenset[str]) -> list[tuple[str, Any]]
     Those of a class are among those of its objects. Absl's flags are attributes, too.
     """
     if isinstance(value, flags.FlagValues):
-        return [(name, value[name].value) for name in sorted(names) if name in value]
+        return [(Field(name), value[name].value) for name in sorted(names) if name in value]
     if isinstance(value, types.ModuleType):
         held = {} if package_of(value.__name__) in LIBRARIES else dict(vars(value))
     else:
@@ -282,7 +293,7 @@ def attributes_named(value: Any, names: frozenset[str]) -> list[tuple[str, Any]]
         held = {k: item for each in reversed(bases) for k, item in vars(each).items()}
         held = {name: item for name, item in held.items() if not hasattr(item, "__get__")}
         held |= {} if value is cls else getattr(value, "__dict__", {})
-    return [(name, held[name]) for name in sorted(names & held.keys())]
+    return [(Field(name), held[name]) for name in sorted(names & held.keys())]
 
 
 def is_eager(value: Any) -> bool:

@@ -48,10 +48,11 @@ def ids_unrounded(model: keras.Model) -> Iterator[None]:
     def looking_up(layer: keras.layers.Embedding) -> Callable[..., Any]:
         call = layer.call
 
-        def looked_up(inputs: Any, *others: Any, **named: Any) -> Any:
-            if not (any(others) or named.get("reverse")):  # `ReversibleEmbedding` has both ways
-                faults.extend(rounded_ids(layer, inputs))
-            return call(inputs, *others, **named)
+        def looked_up(*arguments: Any, **named: Any) -> Any:  # a subclass may take others
+            ids = next(iter((*arguments, *named.values())), None)
+            if not (named.get("reverse") is True or True in map(is_true, arguments)):
+                faults.extend(rounded_ids(layer, ids))
+            return call(*arguments, **named)
 
         return looked_up
 
@@ -61,6 +62,11 @@ def ids_unrounded(model: keras.Model) -> Iterator[None]:
         yield
     if faults:
         raise ValueError(faults[0])
+
+
+def is_true(value: object) -> bool:
+    """Returns whether a value is True itself, which sends a `ReversibleEmbedding` backwards."""
+    return value is True
 
 
 def rounded_inputs(owner: keras.Layer, inputs: Any, declared: Any) -> Iterator[str]:

@@ -461,3 +461,45 @@ def test_what_differs_is_not_equal(value, other):
 def test_an_object_tells_nothing():
     """One without plain values is left out."""
     assert snapshot(keras.layers.Dense(1)) is OTHER
+
+
+class Caching(Weighted):
+    """Fills caches while it is traced."""
+
+    def __init__(self, **arguments):
+        """None is filled yet."""
+        super().__init__(**arguments)
+        self.cache = {}
+
+    @functools.cached_property
+    def table(self):
+        """Numbers that are computed once."""
+        return np.ones([1], np.float32)
+
+    def weigh(self, losses):
+        """Multiplies by what the caches hold."""
+        cache = self.cache
+        cache[losses.shape.rank] = 1.0
+        return losses * self.table[0] * self.cache[losses.shape.rank]
+
+
+def test_what_a_trace_changes_itself_is_no_change_of_a_hook():
+    """A cache that is filled in the first trace."""
+    trainer = Caching(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        steps_per_loop=1,
+        actions=[Action(lambda _: None, every_steps=1)],
+        verbose=False,
+    )
+    trainer.train((ONES, ONES), 3, global_batch=4)
+    assert trainer.totals.applied == 3
+    other = Caching(
+        model=lambda: keras.Sequential([keras.Input([1]), keras.layers.Dense(1)]),
+        optimizer="sgd",
+        actions=[Action(lambda _: None, every_steps=1)],
+        verbose=False,
+    )
+    for _ in range(3):
+        other.train_on_batch((ONES, ONES))
+    assert other.totals.applied == 3

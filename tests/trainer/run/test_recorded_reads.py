@@ -1,6 +1,7 @@
 """What a run's traced code reads is the same when it is resumed, or the run is refused."""
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -188,6 +189,37 @@ def test_another_number_in_an_object_is_refused(name, tmp_path):
         Trainer(**make(0.5), **settings).train(DATA, steps=steps, global_batch=4)
     with pytest.raises(ValueError, match=f"`{argument}` must be the same"):
         Trainer(**make(0.25), **settings).train(DATA, steps=3, global_batch=4)
+
+
+@dataclasses.dataclass
+class Run:
+    """Settings, and what belongs to one run alone."""
+
+    factor: float
+    name: str
+
+
+def of_run(name, **arguments):
+    """A trainer whose loss reads one of several attributes, and one key of a dict."""
+
+    class Reading(Linear):
+        def weigh(self, losses):
+            return losses * self.run.factor * self.options.factor * self.table["factor"]
+
+    trainer = Reading(**arguments)
+    trainer.run = Run(1.0, name)
+    trainer.options = argparse.Namespace(factor=1.0, folder=name, key=name)
+    trainer.table["name"] = name
+    return trainer
+
+
+def test_what_no_code_reads_may_differ(tmp_path):
+    """Names, folders and keys of a run are neither compared nor written."""
+    of_run("alpha-run", model_dir=tmp_path).train(DATA, steps=1, global_batch=4)
+    of_run("beta-run", model_dir=tmp_path).train(DATA, steps=2, global_batch=4)
+    texts = [path.read_text() for path in tmp_path.rglob("*.json*")]
+    assert texts
+    assert not any("alpha-run" in text or "beta-run" in text for text in texts)
 
 
 def recorded():

@@ -124,3 +124,25 @@ def test_a_reversed_embedding_takes_hidden_states():
         return keras.Model(inputs, keras.layers.Flatten()(table(hidden, reverse=True))[:, :1])
 
     assert trainer_of(make).train(DATA, steps=1, global_batch=8).totals.applied == 1
+
+
+def test_a_subclass_of_embedding_may_take_other_arguments():
+    """Positional tensors, or the ids by another name."""
+
+    class Shifted(keras.layers.Embedding):
+        def call(self, ids, offset):
+            return super().call(ids + offset)
+
+    class Named(keras.layers.Embedding):
+        def call(self, ids):
+            return super().call(ids)
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.shifted, self.named = Shifted(400, 1), Named(400, 1)
+
+        def call(self, x):
+            return self.shifted(x, keras.ops.ones_like(x))[:, 0] + self.named(ids=x)[:, 0]
+
+    assert trainer_of(Model).train(DATA, steps=1, global_batch=8).totals.applied == 1
