@@ -332,7 +332,7 @@ def test_adapters_that_keras_merges_are_warned_of(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (keras.layers.Dense, "adds the adapters of the quantized layers 'adapted'"),
+        (keras.layers.Dense, "adds the adapters of the quantized layers 'kept'"),
         (keras.layers.MultiHeadAttention, "Keras cannot load the quantized layers"),
     ],
 )
@@ -342,12 +342,12 @@ def test_kept_models_that_do_not_come_back_are_warned_of(make, text, tmp_path, c
     def model():
         x = keras.Input([3, 4])
         if make is keras.layers.Dense:
-            made = keras.Model(x, keras.layers.Dense(4, name="adapted")(x))
+            made = keras.Model(x, keras.layers.Dense(4, name="kept")(x))
         else:
             attended = make(1, 4)(x, x)
-            made = keras.Model(x, keras.layers.Dense(4, name="adapted")(attended))
+            made = keras.Model(x, keras.layers.Dense(4, name="kept")(attended))
         made.quantize("int8")
-        made.get_layer("adapted").enable_lora(2)
+        made.get_layer("kept").enable_lora(2)
         return made
 
     x = np.random.default_rng(0).normal(size=[16, 3, 4]).astype(np.float32)

@@ -311,6 +311,7 @@ def module_put_back():
     put_back()
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("module_put_back")
 @pytest.mark.parametrize("name", IN_CONTAINERS)
 def test_a_number_in_a_container_is_read_again(name):
@@ -391,6 +392,7 @@ class Callable:
         return self(y_true, y_pred) + 0.0 * self._factor
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "make",
     [

@@ -17,6 +17,8 @@ import tensorflow as tf
 from trainer import Trainer
 from trainer.run.identity import identity_of
 
+pytestmark = pytest.mark.sampled
+
 X = np.ones([4, 3], np.float32)
 DATA = (X, X[:, :1])
 MODULE = {"factor": 1.0}

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 from trainer import Action, Trainer
 
+pytestmark = pytest.mark.sampled
+
 optimizers, schedules = keras.optimizers, keras.optimizers.schedules
 X = np.random.default_rng(0).normal(size=[8, 4, 3]).astype(np.float32)
 Y = 3 * X[..., :1] - X[..., 1:2] + 1
