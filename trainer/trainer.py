@@ -662,7 +662,7 @@ class Trainer(Task):
                 self._introduce(loop)
             if choice:
                 log.say(str(choice))
-            self.adopt_setup()
+            loop.note_setup()
             self._take_steps(loop, leaving)
             summary = loop.conclude(began)
             self._call_hook(leaving, "on_train_end", summary)
@@ -784,7 +784,7 @@ class Trainer(Task):
             if not self._introduced:
                 self._introduce(loop)
             loop.start_recording()
-            self.adopt_setup()
+            loop.note_setup()
             self.call_hook("on_train_begin")
         except BaseException:
             loop.release()
@@ -1476,8 +1476,8 @@ class Trainer(Task):
         if self.actions or any(self.overrides(hook) for hook in HOOKS):
             check_unchanged(self, self._parts, self._setup)
 
-    def adopt_setup(self) -> None:
-        """Notes settings as they are after a trace, which may have filled a cache, for example."""
+    def note_setup(self) -> None:
+        """Notes what the step was traced with; see `OuterLoop.note_setup`."""
         self._setup = setup_of(self._parts.plan, self)
 
     def overrides(self, hook: str) -> bool:

@@ -203,8 +203,13 @@ def describe_function(function: Any, *, owner: bool = True) -> dict[str, Plain] 
 
 def is_of_library(function: types.FunctionType) -> bool:
     """Returns whether a function belongs to an installed package or to halfstep."""
-    package = str(function.__module__).partition(".")[0]
-    return package in LIBRARIES or "site-packages" in function.__code__.co_filename
+    return package_of(function) in LIBRARIES or "site-packages" in function.__code__.co_filename
+
+
+def package_of(item: Any) -> str:
+    """Returns the package that defines a function or a class, or to which a module belongs."""
+    module = item.__name__ if isinstance(item, types.ModuleType) else item.__module__
+    return str(module).partition(".")[0]
 
 
 def cells_of(function: types.FunctionType) -> list[Any]:

@@ -17,6 +17,7 @@ from trainer.base.describe import (
     describe_function,
     describe_object,
     is_function,
+    package_of,
     plain_attributes,
 )
 from trainer.base.keras_private import (
@@ -163,7 +164,7 @@ def facts_of_optimizer(optimizer: keras.optimizers.Optimizer) -> Facts:
     """Returns the class and the constants of an optimizer and of its learning rate."""
     facts: Facts = shortest(described(optimizer, "update_step"))
     rate = learning_rate_setting(optimizer)
-    if callable(rate) and not is_function(rate) and not is_of_keras(rate):
+    if callable(rate) and not is_function(rate) and package_of(type(rate)) != "keras":
         facts = facts | {"learning_rate": shortest(described(rate, "__call__") | held_by(rate))}
     if any(excluded := weight_decay_exclusions(optimizer)):
         listed, pattern = excluded
@@ -176,11 +177,6 @@ def held_by(owner: object) -> Facts:
     held = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
     kinds = (np.ndarray, list, tuple, keras.optimizers.schedules.LearningRateSchedule)
     return {name: describe(value) for name, value in held.items() if isinstance(value, kinds)}
-
-
-def is_of_keras(value: object) -> bool:
-    """Returns whether Keras defines an object's class."""
-    return type(value).__module__.partition(".")[0] == "keras"
 
 
 def shortest(value: Plain) -> Plain:

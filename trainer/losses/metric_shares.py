@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from strategies.division import count_examples
 from trainer.base.autograph import call_user
+from trainer.base.describe import package_of
 from trainer.base.warn_once import warn_once
 
 
@@ -37,7 +38,7 @@ def update_share(metric: keras.metrics.Metric, *arguments: Any, **weights: Any) 
 
 def is_of_keras(item: Any) -> bool:
     """Returns whether Keras defines a class or a function."""
-    return str(item.__module__).partition(".")[0] == "keras"
+    return package_of(item) == "keras"
 
 
 def replicas_in_sync() -> int:

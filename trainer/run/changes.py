@@ -32,10 +32,13 @@ from trainer.run.build import (
     plan_evaluation,
 )
 from trainer.run.learning_rates import learning_rates
+from trainer.run.names_read import functions_added
 from trainer.run.plain_attributes import (
+    OF_LAYERS,
     OUTSIDE,
     attributes_of_layer,
     attributes_of_trainer,
+    functions_of_trainer,
     read_outside,
 )
 from trainer.run.protocol import Parts, RunnableTrainer
@@ -80,7 +83,13 @@ def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
     model = plan.model
     parts = all_layers(model) if isinstance(model, keras.Model) else [model, *model.submodules]
     trained, optimizers = model.trainable_variables, updating(plan)
-    outside = read_outside(parts, trainer, functions_of_update(optimizers, trained))
+    outside = read_outside(
+        [
+            *functions_added(parts, keras.Layer, OF_LAYERS),
+            *functions_of_trainer(trainer),
+            *functions_of_update(optimizers, trained),
+        ]
+    )
     return Setup(
         tuple(trained),
         (

@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
-from trainer.base.describe import cells_of
+from trainer.base.describe import cells_of, package_of
 
 # The methods by which a list, a dict or a set is changed.
 MUTATORS = frozenset({
@@ -101,7 +101,7 @@ def plain_function(method: Any) -> Any:
 
 def is_of_framework(item: Any) -> bool:
     """Returns whether Keras, TensorFlow or NumPy defines a function or a class."""
-    return str(item.__module__).partition(".")[0] in FRAMEWORKS
+    return package_of(item) in FRAMEWORKS
 
 
 class NamesUsed(NamedTuple):
@@ -177,7 +177,7 @@ def is_changed(following: list[dis.Instruction]) -> bool:
 
 
 def names_loaded(function: types.FunctionType) -> frozenset[str]:
-    """Returns the names of the attributes, of any object, that a function reads and not changes."""
+    """Returns the names of attributes, of any object, that a function reads but does not change."""
     used = names_used(function.__code__)
     return frozenset(used.loaded - used.changed)
 

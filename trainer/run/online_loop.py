@@ -4,6 +4,7 @@ import contextlib
 import math
 import sys
 import time
+from typing import Any
 
 import tensorflow as tf
 
@@ -88,6 +89,11 @@ class OnlineLoop(OuterLoop):
         """Returns the target: no call is the last one, so the run is never stopped before it."""
         return ENDLESS
 
+    @property
+    def _step_function(self) -> Any:
+        """The function that takes steps."""
+        return self._parts.run_batch
+
     def _check_graph(self) -> None:
         """Traces the step, and refuses operations that a resumed run could not repeat exactly."""
         self._check_graph_for(self._position.data.first)
@@ -130,7 +136,8 @@ class OnlineLoop(OuterLoop):
             error.add_note(f"raised after step {before}.")
             self.failure = error
             raise
-        self._adopt_traces(parts.run_batch)
+        if self._count_traces() != self._traces:
+            self.note_setup()
         self._step = before + 1
         if self._profile and self._profile.after(self._step):
             folder = f"{self._trainer.model_dir}/plugins/profile"

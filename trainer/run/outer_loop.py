@@ -116,7 +116,7 @@ class OuterLoop:
         self._epoch = position.data.steps_per_epoch if trainer.overrides("on_epoch_end") else None
         self._log_interval: int | None = trainer.log_interval
         self._eval_interval = request.eval_interval
-        self._traces = 0  # of the step, at the time when the setup was adopted
+        self._traces = 0  # of the step, when the trainer's setup was last noted
         self.failure: tf.errors.OpError | None = None  # what ended a step in its middle
         self._counted_by_epochs = False  # whether both intervals begin where epochs begin
         per_epoch = [callback for callback in trainer.callbacks if callback.per_epoch]
@@ -306,16 +306,23 @@ class OuterLoop:
         folder = f"{self._trainer.model_dir}/plugins/profile"
         self._log.say(f"profiled, for TensorBoard: {folder}")
 
-    def _adopt_traces(self, traced: Any) -> None:
-        """Lets changes that a trace has made itself, as of a cache, be none of a hook's.
+    def note_setup(self) -> None:
+        """Notes the settings as they are after a trace, which may have changed some itself.
 
-        Args:
-            traced: the traced function; that of parameter servers does not tell its traces.
+        For example, it may have filled a cache. Otherwise this would pass for a change by a hook.
         """
-        count = getattr(traced, "experimental_get_tracing_count", lambda: 1)()
-        if count != self._traces:
-            self._traces = count
-            self._trainer.adopt_setup()
+        self._traces = self._count_traces()
+        self._trainer.note_setup()
+
+    def _count_traces(self) -> int:
+        """Returns how often the step was traced; 0 for parameter servers, which do not tell."""
+        count = getattr(self._step_function, "experimental_get_tracing_count", None)
+        return count() if count else 0
+
+    @property
+    def _step_function(self) -> Any:
+        """The function that takes steps."""
+        return self._parts.run_steps
 
     def _begin_inner_loop(self) -> None:
         """Calls `on_loop_begin`, and checks that the step is still the one that was traced."""
@@ -385,7 +392,8 @@ class OuterLoop:
             self._explain(error)
             self.failure = error
             raise
-        self._adopt_traces(self._parts.run_steps)
+        if self._count_traces() != self._traces:
+            self.note_setup()
         self._account_for(report)
         if self._profile and self._profile.after(self._step):
             self._say_profiled()

@@ -1,9 +1,8 @@
 """The values that a step may have read while it was traced: numbers, flags, names, functions.
 
-They may be in lists, dicts, arrays, dataclasses and namespaces, and in the module or the closure of
-a function.
-What a call of a layer or of a trainer's method assigns itself is left out: it counts something,
-such as its calls.
+They may be in lists, dicts, arrays, dataclasses, namespaces and objects of the user's own classes,
+and in the module or the closure of a function. What a call of a layer or of a trainer's method
+assigns itself is left out: it counts something, such as its calls.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import math
 import sys
 import types
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias, cast
 
@@ -23,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
-from trainer.base.describe import HALFSTEP, describe, described_entries
+from trainer.base.describe import HALFSTEP, describe, describe_object, package_of
 from trainer.config.attributes import TRACED_METHODS
 from trainer.run.names_read import (
     FRAMEWORKS,
@@ -52,7 +51,7 @@ Part: TypeAlias = tuple[type, tuple[str, ...]]  # see `read_by`
 
 
 class Object:
-    """Stands for an object in comparisons, which it is equal to itself alone in.
+    """Stands for an object in comparisons: two are equal if they hold the same object.
 
     Args:
         value: a function or a tensor, whose content does not change; None for any other object.
@@ -153,29 +152,16 @@ def losses_of(trainer: object) -> list[Any]:
     return losses
 
 
-def functions_of_loss(loss: Any) -> list[types.FunctionType]:
-    """Returns the functions of the user's that compute a loss."""
-    owner, base, methods = owner_of_loss(loss)
-    return functions_added([owner], base, methods)
+def functions_of_trainer(trainer: object) -> list[types.FunctionType]:
+    """Returns the user's functions that a trainer's traced methods and its losses run."""
+    found = functions_added([trainer], base_of(trainer), TRACED_METHODS)
+    for owner, base, methods in map(owner_of_loss, losses_of(trainer)):
+        found += functions_added([owner], base, methods)
+    return found
 
 
-def read_outside(
-    layers: Sequence[object], trainer: object, others: Sequence[types.FunctionType]
-) -> dict[str, Any]:
-    """Returns the values that traced functions read of their modules and closures.
-
-    Args:
-        layers: the layers, of which the functions are methods.
-        trainer: the trainer, whose methods and losses are others.
-        others: more functions.
-    """
-    losses = [each for loss in losses_of(trainer) for each in functions_of_loss(loss)]
-    functions = [
-        *functions_added(layers, keras.Layer, OF_LAYERS),
-        *functions_added([trainer], base_of(trainer), TRACED_METHODS),
-        *losses,
-        *others,
-    ]
+def read_outside(functions: Iterable[types.FunctionType]) -> dict[str, Any]:
+    """Returns the values that traced functions read of their modules and closures, by name."""
     return known(
         {
             f"{OUTSIDE}{function.__module__}.{function.__qualname__}:{name}": snapshot(
@@ -199,8 +185,7 @@ def read_by(owner: object, base: type, methods: tuple[str, ...]) -> dict[str, An
     """
     cls = type(owner)
     # Classes can be hashed, and mypy takes the method that hashes their objects for that.
-    reads = reads_of(cast("Any", cls), base, methods)
-    names, loaded = reads.names, reads.loaded
+    names, loaded, _ = reads_of(cast("Any", cls), base, methods)
     found: dict[str, Any] = {}
     if not names:
         return found
@@ -266,7 +251,7 @@ def content_of(value: Any, depth: int, names: frozenset[str]) -> Any:
     elif isinstance(value, functools.partial):
         pairs = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     elif isinstance(value, DESCRIBED):
-        pairs = list(described_entries({"": value}).items())
+        pairs = list(describe_object(value).items())
     else:
         pairs = attributes_named(value, names)
         if not pairs:
@@ -283,12 +268,12 @@ def attributes_named(value: Any, names: frozenset[str]) -> list[tuple[str, Any]]
     if isinstance(value, flags.FlagValues):
         return [(Field(name), value[name].value) for name in sorted(names) if name in value]
     if isinstance(value, types.ModuleType):
-        held = {} if package_of(value.__name__) in LIBRARIES else dict(vars(value))
+        held = {} if package_of(value) in LIBRARIES else dict(vars(value))
     else:
         cls = value if isinstance(value, type) else type(value)
         bases = cls.__mro__[:-1]
-        of_framework = {package_of(each.__module__) for each in bases} & {*FRAMEWORKS, *HALFSTEP}
-        if of_framework or package_of(cls.__module__) in LIBRARIES:
+        of_framework = set(map(package_of, bases)) & {*FRAMEWORKS, *HALFSTEP}
+        if of_framework or package_of(cls) in LIBRARIES:
             return []
         held = {k: item for each in reversed(bases) for k, item in vars(each).items()}
         held = {name: item for name, item in held.items() if not hasattr(item, "__get__")}
@@ -305,8 +290,3 @@ def hash_of(array: np.ndarray) -> int:
     """Returns a checksum of an array's elements, or of some of them if there are very many."""
     rows = array.reshape(-1)[:: 1 + array.size // LARGE]
     return zlib.crc32(np.ascontiguousarray(rows).tobytes()) if array.dtype.kind != "O" else 0
-
-
-def package_of(module: str) -> str:
-    """Returns the package to which a module of some name belongs."""
-    return module.partition(".")[0]

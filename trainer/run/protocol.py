@@ -178,7 +178,7 @@ class RunnableTrainer(Protocol):
     def check_unchanged(self) -> None:
         """Raises ValueError if a hook has changed what the step was traced with."""
 
-    def adopt_setup(self) -> None:
+    def note_setup(self) -> None:
         """Notes what the step was traced with, as it is after the trace."""
 
     def label_ranges(self, batch: Batch) -> Sequence[LabelRange]:

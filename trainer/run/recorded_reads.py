@@ -17,11 +17,10 @@ from trainer.config.attributes import TRACED_METHODS
 from trainer.run.names_read import chains_of, functions_added, is_of_framework
 from trainer.run.plain_attributes import (
     OTHER,
-    OUTSIDE,
     Field,
     Object,
     base_of,
-    functions_of_loss,
+    functions_of_trainer,
     losses_of,
     owner_of_loss,
     read_by,
@@ -42,7 +41,6 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # in the text of an object, another o
 LONGEST_TEXT = 40  # characters of a text; a longer one is replaced by a hash
 LONGEST = 500  # characters of a description; a longer one is replaced by a hash
 
-
 Chains = Collection[tuple[str, str]]  # see `names_read.NamesUsed`
 
 
@@ -53,19 +51,17 @@ def reads_of_trainer(trainer: RunnableTrainer, known: Collection[str]) -> dict[s
         trainer: the trainer, whose model is built.
         known: the names that are described elsewhere.
     """
-    variables, base = trainer.model.trainable_variables, base_of(trainer)
-    functions = [*functions_added([trainer], base, TRACED_METHODS)]
-    found = read_by(trainer, base, TRACED_METHODS)
+    variables = trainer.model.trainable_variables
+    found = read_by(trainer, base_of(trainer), TRACED_METHODS)
     for place, loss in enumerate(losses_of(trainer)):
         found |= named(f"loss_fn {place}", read_by(*owner_of_loss(loss)))
-        functions += functions_of_loss(loss)
     for place, variable in enumerate(variables):
         for name, part in penalties(variable):
             if not is_of_framework(type(part)):
                 found |= named(f"{name} {place}", read_by(part, *PENALTIES[name]))
-    functions += functions_of_penalties(variables)
-    outside = read_outside([], trainer, functions_of_penalties(variables))
-    found |= {name.removeprefix(OUTSIDE).rpartition(":")[2]: each for name, each in outside.items()}
+    functions = [*functions_of_trainer(trainer), *functions_of_penalties(variables)]
+    outside = read_outside(functions)
+    found |= {name.rpartition(":")[2]: each for name, each in outside.items()}
     return described(found, known, chains_of(functions))
 
 
@@ -99,13 +95,13 @@ def described(
     values: Mapping[str, Any], known: Collection[str], chains: Chains
 ) -> dict[str, Plain]:
     """Returns descriptions of snapshots that are the same in every process."""
-    last = {name: name.rpartition(".")[2] for name in sorted(values)}
-    plain = {
-        name: description(values[name], owner, chains)
-        for name, owner in last.items()
-        if owner not in known
-    }
-    return {name: each for name, each in plain.items() if each is not None}
+    found = {}
+    for name in sorted(values):
+        owner = name.rpartition(".")[2]
+        text = None if owner in known else description(values[name], owner, chains)
+        if text is not None:
+            found[name] = text
+    return found
 
 
 def description(value: Any, owner: str, chains: Chains) -> Plain:
@@ -142,9 +138,9 @@ def description_of_container(
         if is_read(key, item, read)
     }
     kept = {key: item for key, item in items.items() if item is not None}
-    text = repr(kept)
     if not kept:
         return None
+    text = repr(kept)
     return kept if len(text) <= LONGEST else {"items": size, "hash": digest(text)}
 
 

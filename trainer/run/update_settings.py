@@ -10,7 +10,7 @@ from trainer.base.argument_checks import as_python
 from trainer.base.keras_private import learning_rate_setting, weight_decay_exclusions
 from trainer.run.names_read import functions_added, is_of_framework
 from trainer.run.plain_attributes import Object, Part, plain_attributes, read_by
-from trainer.step.held_back import leaves
+from trainer.step.held_back import leaves, with_held
 from trainer.step.objective import optimizers_in
 from trainer.step.plan import StepPlan
 from trainer.step.types import Variable
@@ -53,8 +53,8 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     one in each call.
     """
     setting = learning_rate_setting(optimizer)
-    if isinstance(setting, Schedule):
-        return numbers_of(setting)
+    if schedules := schedules_in(setting):
+        return [read_by(each, *SCHEDULE) for each in schedules]
     if not callable(setting):
         return None
     found, again = setting(), setting()
@@ -62,21 +62,9 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return repr(as_python(found)) if number and found == again else None
 
 
-def numbers_of(schedule: Any) -> list[dict[str, Any]]:
-    """Returns the values that a schedule reads, and those that schedules in it read."""
-    return [read_by(each, *SCHEDULE) for each in schedules_in(schedule)]
-
-
 def schedules_in(setting: Any) -> list[Any]:
     """Returns a schedule and those that it holds, at any depth; none for another learning rate."""
-    found: dict[int, Any] = {}
-    waiting = [setting] if isinstance(setting, Schedule) else []
-    while waiting:
-        one = waiting.pop()
-        if id(one) not in found:
-            found[id(one)] = one
-            waiting += [item for item in leaves(vars(one)) if isinstance(item, Schedule)]
-    return list(found.values())
+    return with_held(setting, Schedule) if isinstance(setting, Schedule) else []
 
 
 def penalties_of(variable: Variable) -> tuple[Any, ...]:

@@ -175,3 +175,15 @@ def leaves(root: Any) -> list[Any]:
     if isinstance(root, (list, tuple, set)):
         return [leaf for item in root for leaf in leaves(item)]
     return [root]
+
+
+def with_held(root: Any, kind: type) -> list[Any]:
+    """Returns an object and the objects of a kind that it holds in attributes, at any depth."""
+    found: dict[int, Any] = {}
+    waiting = [root]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) not in found:
+            found[id(one)] = one
+            waiting += [item for item in leaves(vars(one)) if isinstance(item, kind)]
+    return list(found.values())

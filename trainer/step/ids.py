@@ -50,7 +50,9 @@ def ids_unrounded(model: keras.Model) -> Iterator[None]:
 
         def looked_up(*arguments: Any, **named: Any) -> Any:  # a subclass may take others
             ids = next(iter((*arguments, *named.values())), None)
-            if not (named.get("reverse") is True or True in map(is_true, arguments)):
+            # True sends a `ReversibleEmbedding` backwards. A tensor cannot be compared with it.
+            flags = [*arguments, named.get("reverse")]
+            if not any(flag is True for flag in flags):
                 faults.extend(rounded_ids(layer, ids))
             return call(*arguments, **named)
 
@@ -62,11 +64,6 @@ def ids_unrounded(model: keras.Model) -> Iterator[None]:
         yield
     if faults:
         raise ValueError(faults[0])
-
-
-def is_true(value: object) -> bool:
-    """Returns whether a value is True itself, which sends a `ReversibleEmbedding` backwards."""
-    return value is True
 
 
 def rounded_inputs(owner: keras.Layer, inputs: Any, declared: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import keras
 
 from scaling.base.argument_checks import did_you_mean, is_integer, shown
-from trainer.step.held_back import leaves
+from trainer.step.held_back import name_of_variable, with_held
 from trainer.step.types import Model, Variable
 
 # The objective's name if there is only one optimizer. No model attribute can have this name.
@@ -47,15 +47,7 @@ def optimizers_in(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizer
     A wrapper, such as Lookahead, calls the `apply` of an optimizer that it keeps in an attribute. A
     `MultiOptimizer` has a list of them.
     """
-    found: dict[int, keras.optimizers.Optimizer] = {}
-    waiting = [optimizer]
-    while waiting:
-        one = waiting.pop(0)
-        if id(one) not in found:
-            found[id(one)] = one
-            held = leaves(vars(one))
-            waiting += [item for item in held if isinstance(item, keras.optimizers.Optimizer)]
-    return list(found.values())
+    return with_held(optimizer, keras.optimizers.Optimizer)
 
 
 def objectives_of(
@@ -134,7 +126,7 @@ def check_each_variable_has_one_optimizer(
             effect = "be updated twice" if owners else "never be updated"
             raise ValueError(
                 "`model` must have each trainable variable in exactly one optimizer's part; got "
-                f"{getattr(variable, 'path', variable.name)!r} {found}. The variable would "
+                f"{name_of_variable(variable)!r} {found}. The variable would "
                 f"{effect}. Make the parts disjoint, and name an optimizer for each of them."
             )
 
