@@ -146,19 +146,24 @@ def chains_of(functions: Iterable[types.FunctionType]) -> set[tuple[str, str]]:
 def chains_in(instructions: list[dis.Instruction]) -> Iterator[tuple[str, str]]:
     """Yields (owner, name) for each attribute and each constant key that is read of a name.
 
-    `self.args.scale` and `args["scale"]` give ("args", "scale") and ("args", "'scale'").
+    `self.args.scale` and `args["scale"]` give ("args", "scale") and ("args", "'scale'"), and so do
+    `a = self.args` and `a.scale`.
     """
+    aliases: dict[str, Any] = {}  # what local variables stand for
     owner: Any = None
     key: Any = None
     for each in instructions:
         if each.opname in ("CACHE", "PRECALL", "NOP"):
             continue
+        local = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             if owner is not None:
                 yield owner, each.argval
             owner, key = each.argval, None
-        elif each.opname in ("LOAD_GLOBAL", "LOAD_DEREF") or each.opname.startswith("LOAD_FAST"):
-            owner, key = each.argval if isinstance(each.argval, str) else None, None
+        elif each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")):
+            owner, key = aliases.get(local, local), None
+        elif each.opname in ("STORE_FAST", "STORE_DEREF"):
+            aliases[local], owner, key = owner or local, None, None
         elif each.opname == "LOAD_CONST":
             key = each.argval
         elif each.opname == "BINARY_SUBSCR" and owner is not None and key is not None:

@@ -1,6 +1,6 @@
 """What the code of methods reads: attributes of their object, and values outside of it."""
 
-from trainer.run.names_read import reads_of, values_outside
+from trainer.run.names_read import chains_of, reads_of, values_outside
 
 NUMBER, COUNTS, NOTES = 1.0, {}, []
 
@@ -55,3 +55,21 @@ def test_what_a_function_reads_outside():
 
     assert values_outside(function) == {"factor": 2.0, "NUMBER": 1.0}
     assert values_outside(Reader.run).keys() & {"NUMBER", "NOTES", "COUNTS"} == {"NUMBER"}
+
+
+def test_chains_say_what_is_read_of_what():
+    """Attributes and constant keys, also by another name; a name that is assigned again is new."""
+
+    def reading(self, other):
+        table = self.args.table
+        found = table["a"] + self.args.scale
+        table = other
+        return found * table.size
+
+    assert chains_of([reading]) == {
+        ("self", "args"),
+        ("args", "table"),
+        ("table", "'a'"),
+        ("args", "scale"),
+        ("other", "size"),
+    }
