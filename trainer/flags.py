@@ -519,6 +519,7 @@ def check_in_use(flag_values: flags.FlagValues) -> None:
         "overflow": ("--mode=replay", flag_values.mode == "replay"),
         "timeout_secs": ("--continuous", flag_values.continuous),
         "max_recoveries": ("--loss_above", flag_values.loss_above is not None),
+        "logical_cpus": ("--strategy=mirrored", flag_values.strategy == "mirrored"),
     }
     for name, (other, given) in needs.items():
         flag = flag_values[name]
@@ -567,24 +568,29 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
     """Returns the value of the trainer's argument `loss_scale`.
 
     Raises:
-        ValueError: if the flag is neither a known name nor a power of two.
+        ValueError: if the flag is neither a known name nor a power of two, or if --initial_scale is
+            given and there is no rule that it belongs to.
     """
-    text = flag_values.loss_scale
-    needs_scale = scaling.Precision(flag_values.precision).needs_loss_scale
-    if text == "auto" and not needs_scale:
-        return None
-    if text in ("auto", "dynamic"):
+    text, precision = flag_values.loss_scale, flag_values.precision
+    unscaled = text == "auto" and not scaling.Precision(precision).needs_loss_scale
+    if text in ("auto", "dynamic") and not unscaled:
         scale = flag_values.initial_scale
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
         return scaling.DynamicLossScale(initial_scale=scale, max_scale=ceiling)
     initial = flag_values["initial_scale"]
     if initial.value != initial.default:  # flags.cfg also holds default values
+        refused = f"`--initial_scale` must be left out unless {{}}; got {initial.value:g} with "
+        if unscaled:
+            raise ValueError(
+                refused.format("there is a loss scale") + f"--precision={precision}. Only float16 "
+                "has one by default. Pass --precision=mixed_float16 or --loss_scale=dynamic."
+            )
         raise ValueError(
-            "`--initial_scale` must be left out unless --loss_scale is auto or dynamic; got "
-            f"{initial.value:g} with --loss_scale={text}. Other rules do not use it. Give the "
-            "initial scale as a field of the rule, as in dynamic:initial_scale=2^20."
+            refused.format("--loss_scale is auto or dynamic") + f"--loss_scale={text}. Other rules "
+            "do not use it. Give the initial scale as a field of the rule, as in "
+            "dynamic:initial_scale=2^20."
         )
-    return scaling.parse_rule(text)
+    return None if unscaled else scaling.parse_rule(text)
 
 
 def text_of(flag_values: flags.FlagValues) -> str:
