@@ -1,9 +1,14 @@
 """Starts a new run from the weights of an old run, without its other state (`init_from`)."""
 
+import io
+import json
 import pathlib
+import tempfile
 import zipfile
 from collections.abc import Sequence
+from typing import Any
 
+import h5py
 import keras
 import tensorflow as tf
 
@@ -80,7 +85,51 @@ def read_file(path: pathlib.Path, model: keras.Model) -> pathlib.Path:
             f"{str(error).rstrip('. ')}. Every weight needs a saved value of the same shape. "
             "Use another file, or None to start from newly initialized weights."
         ) from error
+    if left := left_in(path, model):
+        raise ValueError(
+            f"`init_from` must be a file of weights that fit this model; got {str(path)!r}, which "
+            f"has {', '.join(left[:3])}{' and others' * (len(left) > 3)} besides. Keras leaves out "
+            "what the model has no variables for. If these layers are to go, call "
+            "model.load_weights(path) in build_model instead."
+        )
     return path
+
+
+def left_in(path: pathlib.Path, model: keras.Model) -> list[str]:
+    """Returns the names of a file's weights that the model does not have.
+
+    `load_weights` reads what the model has, and says nothing of what else a `.keras` or
+    `.weights.h5` file holds; it refuses such files of the older format itself.
+    """
+    saved = names_in(path)
+    if len(saved) <= len(model.weights):
+        return []
+    with tempfile.TemporaryDirectory() as own:
+        model.save_weights(f"{own}/model.weights.h5")
+        ours = names_in(pathlib.Path(own, "model.weights.h5"))
+    return sorted(saved - ours)
+
+
+def names_in(path: pathlib.Path) -> set[str]:
+    """Returns the names of the arrays in a file of Keras weights, but for those of optimizers."""
+    names: list[str] = []
+    for source in parts_of(path):
+        with h5py.File(source, "r") as part:
+            part.visititems(
+                lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None
+            )
+    return {name for name in names if not name.startswith("optimizer")}
+
+
+def parts_of(path: pathlib.Path) -> list[Any]:
+    """Returns what h5py can open of a file of Keras weights, which may be an index of several."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return [io.BytesIO(archive.read("model.weights.h5"))]
+    if path.suffix == ".json":
+        index = json.loads(path.read_text())["weight_map"]  # to a name or a list of names
+        return [path.parent / name for name in set(tf.nest.flatten(index))]
+    return [path]
 
 
 def checkpoints_in(model_dir: pathlib.Path) -> dict[int, pathlib.Path]:

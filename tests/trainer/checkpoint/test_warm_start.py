@@ -73,6 +73,7 @@ def old(tmp_path_factory):
     trainer.train(DATA, steps=4, global_batch=4, eval_data=DATA)
     trainer.export(path / "plain.keras", averaged=False)
     trainer.model.save_weights(path / "some.weights.h5")
+    trainer.model.save_weights(path / "parts.weights.json", max_shard_size=1e-7)
     return path, trainer
 
 
@@ -96,7 +97,7 @@ def assert_only_weights(trainer, weights):
         pytest.param("run/ckpt-4", marks=pytest.mark.thorough),
         *(
             pytest.param(what, marks=pytest.mark.slow)
-            for what in ("some.weights.h5", "run/best/step-4/model.keras")
+            for what in ("some.weights.h5", "parts.weights.json", "run/best/step-4/model.keras")
         ),
     ],
 )
@@ -312,6 +313,41 @@ def test_a_file_of_another_model_is_refused(old, what):
         f"{str(keras_says.value).rstrip('. ')}. Every weight needs a saved value of the same shape. Use "
         "another file, or None to start from newly initialized weights.",
     )
+
+
+class Headless(Deep):
+    """The old model without its last layer."""
+
+    def build_model(self):
+        """All layers but one."""
+        return keras.Sequential([*super().build_model().layers[:-1]])
+
+
+@pytest.mark.parametrize("what", ["plain.keras", "some.weights.h5", "parts.weights.json"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_file_of_a_larger_model_is_refused(old, mirrored, what, replicas):
+    """Keras would load a part of it and say nothing."""
+    path, _ = old
+    message = refused(Headless(init_from=path / what, strategy=mirrored(replicas)))
+
+    assert message == (
+        f"`init_from` must be a file of weights that fit this model; got {str(path / what)!r}, "
+        "which has layers/dense_1/vars/0, layers/dense_1/vars/1 besides. Keras leaves out what the "
+        "model has no variables for. If these layers are to go, call model.load_weights(path) in "
+        "build_model instead."
+    )
+
+
+def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):
+    """Those of the optimizer that Keras trained the model with."""
+    _, trainer = old
+    whole = keras.models.clone_model(trainer.model)
+    whole.compile("adam", "mse", metrics=["mae"])
+    whole.fit(ROWS, ROWS[:, :1], verbose=0)
+    whole.save(tmp_path / "whole.keras")
+
+    new = Deep(init_from=tmp_path / "whole.keras").started()
+    assert_only_weights(new, [variable.numpy() for variable in whole.weights])
 
 
 @pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "a.txt"])
