@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from strategies.checks import check_count, shown
 from strategies.cluster import addresses_of, find_cluster
-from strategies.gather import gather
+from strategies.rendezvous import wait_for_all
 from strategies.serving import serve
 from strategies.tpu import tpu
 
@@ -90,7 +90,7 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
             "python -m strategies.launch --workers=2 SCRIPT, or use the strategy "
             '"mirrored" in a single process.'
         )
-    gather(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
+    wait_for_all(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
     return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=cluster)
 
 
@@ -117,7 +117,7 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
         )
     if cluster.task_type != "chief":
         serve(cluster)
-    gather(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
+    wait_for_all(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
     # Without this, the chief would wait for a lost worker instead of giving its step to another.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     return tf.distribute.ParameterServerStrategy(cluster)

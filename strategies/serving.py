@@ -11,8 +11,8 @@ import tensorflow as tf
 from absl import logging
 
 from strategies.cluster import Resolver
-from strategies.gather import WAIT_SECS, WARN_INTERVAL_SECS
 from strategies.liveness import GONE, SILENT_SECS, Answer, ask
+from strategies.rendezvous import WAIT_SECS, WARN_INTERVAL_SECS
 
 # EX_TEMPFAIL of sysexits.h: run the command again.
 EXIT_CODE = 75

@@ -84,7 +84,7 @@ NOT_QUICK = (
     "strategies/test_cluster.py",
     "strategies/test_collectives.py",
     "strategies/test_factories.py",
-    "strategies/test_gather.py",
+    "strategies/test_rendezvous.py",
     "strategies/test_launch.py",
     "strategies/test_tpu.py",
     "strategies/test_workers.py",

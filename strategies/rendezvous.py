@@ -17,7 +17,7 @@ POLL_SECS = 0.2
 CONNECT_TIMEOUT_SECS = 2.0
 
 
-def gather(addresses: dict[str, str], task: str) -> None:
+def wait_for_all(addresses: dict[str, str], task: str) -> None:
     """Returns once every process of a job has answered.
 
     Args:

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from strategies import gather
+from strategies import rendezvous
 from strategies.launch import free_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -35,10 +35,10 @@ def test_all_continue_once_the_last_has_started(host):
     def start(task, delay):
         time.sleep(delay)
         started.append(task)
-        gather.gather(addresses, task)
+        rendezvous.wait_for_all(addresses, task)
         # TensorFlow's server then listens on the port.
         port = int(addresses[task].rpartition(":")[2])
-        servers.enter_context(gather.listening(port))
+        servers.enter_context(rendezvous.listening(port))
         return len(started)
 
     with servers, concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -48,13 +48,13 @@ def test_all_continue_once_the_last_has_started(host):
 
 def test_missing_processes_are_named(monkeypatch, caplog):
     """Only the processes that are missing are named, first in a warning and then in the error."""
-    monkeypatch.setattr(gather, "WAIT_SECS", 1.5)
-    monkeypatch.setattr(gather, "WARN_INTERVAL_SECS", 0.5)
+    monkeypatch.setattr(rendezvous, "WAIT_SECS", 1.5)
+    monkeypatch.setattr(rendezvous, "WARN_INTERVAL_SECS", 0.5)
     addresses = job(3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(gather.gather, addresses, "worker 1")
+        other = pool.submit(rendezvous.wait_for_all, addresses, "worker 1")
         with pytest.raises(TimeoutError) as error:
-            gather.gather(addresses, "worker 0")
+            rendezvous.wait_for_all(addresses, "worker 0")
     absent = f"worker 2 at {addresses['worker 2']}"
 
     assert str(error.value) == (
@@ -81,7 +81,7 @@ def test_a_waiting_process_can_be_stopped():
     try:
         waiting.stdout.readline()
         for _ in range(200):
-            if gather.answers(workers[1]):
+            if rendezvous.answers(workers[1]):
                 break
             time.sleep(0.1)
         assert waiting.poll() is None
