@@ -162,8 +162,6 @@ class RunLog:
             compiling: whether the loop also traced and compiled. If so, it is not timed, because
                 its duration says nothing about the speed of a step.
         """
-        if self._reports and shapes(self._reports[-1]) != shapes(report):
-            self._reports, self._unread = [], 0  # a resumed run records gradients now, or no longer
         self._reports.append(report)
         self.console.advance(step)
         if compiling:
@@ -177,6 +175,9 @@ class RunLog:
         """
         new = [StepReport(*(field.numpy() for field in r)) for r in self._reports[self._unread :]]
         self._reports[self._unread :] = new
+        if new and self._unread and shapes(self._reports[self._unread - 1]) != shapes(new[0]):
+            del self._reports[: self._unread]  # a resumed run records gradients now, or no longer
+            self._untimed = max(0, self._untimed - self._unread)
         self._unread = len(self._reports)
         if not any(report.step.size for report in new):
             return None
@@ -361,6 +362,8 @@ def shapes(report: StepReport) -> list[tuple[int, ...]]:
 
 def concatenate(reports: Sequence[StepReport]) -> StepReport:
     """Returns the reports of several loops as one, each field a NumPy array of shape (steps,)."""
+    if len(reports) == 1:
+        return reports[0]
     return StepReport(*(np.concatenate(field) for field in zip(*reports, strict=True)))
 
 

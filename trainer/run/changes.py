@@ -106,10 +106,10 @@ def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:
     return (part.dtype_policy.name, part.trainable) if isinstance(part, keras.Layer) else ()
 
 
-def keep_rates_tracked(before: Setup, plan: StepPlan) -> None:
+def keep_rates_tracked(before: Setup, now: Setup) -> None:
     """Lets optimizers be saved in which a schedule or a function has replaced a number."""
     rates = {id(one): rate.value for one, rate, *_ in before.optimizers}
-    for optimizer in updating(plan):
+    for optimizer, *_ in now.optimizers:
         rate = rates.get(id(optimizer))
         keep_rate_tracked(optimizer, rate if isinstance(rate, keras.Variable) else None)
 
@@ -143,8 +143,8 @@ def adapted(
     Raises:
         ValueError: if an optimizer cannot train the variables that the model has now.
     """
-    keep_rates_tracked(before, parts.plan)
     now = setup_of(parts.plan, trainer)
+    keep_rates_tracked(before, now)
     same = before.same_variables(now)
     if same and now.same_settings(before):
         return parts, before
@@ -203,7 +203,7 @@ def restored_again(trainer: RunnableTrainer, parts: Parts, before_setup: Setup) 
     The checkpoint is from a later step than the program has repeated, and holds what the program
     had done by then.
     """
-    keep_rates_tracked(before_setup, parts.plan)
+    keep_rates_tracked(before_setup, setup_of(parts.plan, trainer))
     before = learning_rates(parts.plan)
     parts.checkpoints.latest, parts.checkpoints.facts = None, {}
     parts = followed(trainer, parts, clean_up=True)
@@ -279,8 +279,8 @@ def check_trained_as_saved(trainer: RunnableTrainer, parts: Parts) -> None:
 
 def check_unchanged(trainer: RunnableTrainer, parts: Parts, before: Setup) -> None:
     """Raises ValueError if a hook or an action has changed what the step was traced with."""
-    keep_rates_tracked(before, parts.plan)
     now = setup_of(parts.plan, trainer)
+    keep_rates_tracked(before, now)
     if not before.same_variables(now):
         found = difference(before.trained, now.trained)
     elif not now.same_settings(before):

@@ -82,7 +82,8 @@ def functions_added(
     """
     found: dict[types.FunctionType, None] = {}  # as an ordered set
     for owner in owners:
-        function = plain_function(owner)
+        known = base is not object and isinstance(owner, base)  # and so it is no function
+        function = None if known else plain_function(owner)
         if isinstance(function, types.FunctionType):
             found |= {} if is_of_framework(function) else {function: None}
         else:

@@ -38,12 +38,8 @@ LONG = 1000  # of a container with more items, about so many are compared
 LARGE = 10**6  # the same for the elements of an array
 # Modules, classes and objects of these packages are not looked into.
 LIBRARIES = {*FRAMEWORKS, *sys.stdlib_module_names, *HALFSTEP, "absl"} - {"__main__"}
-# Objects of Keras that are looked into by their configurations.
-DESCRIBED = (
-    keras.losses.Loss,
-    keras.regularizers.Regularizer,
-    keras.constraints.Constraint,
-)
+PENALTIES = keras.regularizers.Regularizer, keras.constraints.Constraint
+DESCRIBED = keras.losses.Loss, *PENALTIES  # objects that are looked into by their configurations
 # The methods that are traced; they may call others.
 OF_LAYERS = ("call", "compute_mask")
 
@@ -95,14 +91,14 @@ def plain_attributes(owner: object, kinds: tuple[type, ...]) -> dict[str, Any]:
         owner: a layer, a module or an optimizer.
         kinds: the types.
     """
-    values = {name: plain(value) for name, value in vars(owner).items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if type(value) in kinds
+    found = {
+        name: plain(value)
+        for name, value in vars(owner).items()
+        if (type(value) in kinds or isinstance(value, np.generic))
         and not name.startswith("_")
         and name not in ("built", "trainable", "stop_training")
     }
+    return {name: value for name, value in found.items() if type(value) in kinds}
 
 
 def attributes_of_layer(layer: object) -> dict[str, Any]:
@@ -114,7 +110,7 @@ def attributes_of_layer(layer: object) -> dict[str, Any]:
     parts = {
         f"{name}.{field}": value
         for name, part in vars(layer).items()
-        if isinstance(part, keras.regularizers.Regularizer | keras.constraints.Constraint)
+        if isinstance(part, PENALTIES)
         for field, value in plain_attributes(part, (float, int, bool)).items()
     }
     own = plain_attributes(layer, (float, bool))
@@ -271,14 +267,19 @@ def attributes_named(value: Any, names: frozenset[str]) -> list[tuple[str, Any]]
         held = {} if package_of(value) in LIBRARIES else dict(vars(value))
     else:
         cls = value if isinstance(value, type) else type(value)
-        bases = cls.__mro__[:-1]
-        of_framework = set(map(package_of, bases)) & {*FRAMEWORKS, *HALFSTEP}
-        if of_framework or package_of(cls) in LIBRARIES:
+        if is_of_library(cast("Any", cls)):
             return []
-        held = {k: item for each in reversed(bases) for k, item in vars(each).items()}
+        held = {k: item for each in reversed(cls.__mro__[:-1]) for k, item in vars(each).items()}
         held = {name: item for name, item in held.items() if not hasattr(item, "__get__")}
         held |= {} if value is cls else getattr(value, "__dict__", {})
     return [(Field(name), held[name]) for name in sorted(names & held.keys())]
+
+
+@functools.cache
+def is_of_library(cls: type) -> bool:
+    """Returns whether a class is not the user's own, or is derived from one of a framework."""
+    of_framework = set(map(package_of, cls.__mro__[:-1])) & {*FRAMEWORKS, *HALFSTEP}
+    return bool(of_framework) or package_of(cls) in LIBRARIES
 
 
 def is_eager(value: Any) -> bool:

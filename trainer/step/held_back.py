@@ -1,5 +1,6 @@
 """Holds back what a Keras model assigns in its forward pass until the verdict is known."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -170,11 +171,24 @@ def is_seed_state(variable: keras.Variable) -> bool:
 
 def leaves(root: Any) -> list[Any]:
     """Returns the objects in nested containers; anything that is not a container is a leaf."""
-    if isinstance(root, Mapping):
-        root = list(root.values())
-    if isinstance(root, (list, tuple, set)):
-        return [leaf for item in root for leaf in leaves(item)]
-    return [root]
+    found: list[Any] = []
+    waiting = [root]
+    while waiting:
+        one = waiting.pop()
+        kind = container_kind(one.__class__)
+        if kind is None:
+            found.append(one)
+        else:
+            waiting += reversed([*(one.values() if kind is Mapping else one)])
+    return found
+
+
+@functools.cache
+def container_kind(cls: type) -> type | None:
+    """Returns `Mapping` or `Sequence` for a class of containers; asking objects takes longer."""
+    if issubclass(cls, Mapping):
+        return Mapping
+    return Sequence if issubclass(cls, (list, tuple, set)) else None
 
 
 def with_held(root: Any, kind: type) -> list[Any]:
