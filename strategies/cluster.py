@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from absl import logging
 
+from strategies import slurm
+
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 
 KUBERNETES_SELECTOR = "HALFSTEP_WORKER_PODS"  # environment variable with a label selector
-# The first task on each Slurm node listens on this port, the second on the next one, and so on.
-SLURM_PORT = 8888
 KUBERNETES_PORT = 8470
 
 
@@ -47,7 +47,7 @@ def find_cluster() -> Resolver | None:
     found = None
     if os.environ.get("TF_CONFIG"):
         found = from_tf_config(os.environ["TF_CONFIG"])
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS") or "1") > 1:
+    elif slurm.in_step():
         found = from_slurm()
     elif os.environ.get(KUBERNETES_SELECTOR):
         found = from_kubernetes(os.environ[KUBERNETES_SELECTOR])
@@ -123,7 +123,7 @@ def find_problem(text: str) -> str | None:
     try:
         cluster, task = config["cluster"], config["task"]
         addresses = [address for job in cluster.values() for address in job]
-        if not re.fullmatch(r"\d+", str(task["index"])):
+        if not re.fullmatch(r"[0-9]+", str(task["index"])):
             return f"the index is {task['index']!r}, and not a number from 0"
         own_address = cluster[task["type"]][int(task["index"])]
     except KeyError as error:
@@ -140,7 +140,7 @@ def find_problem(text: str) -> str | None:
 def find_bad_address(addresses: Sequence[Any]) -> str | None:
     """Returns what is wrong with the addresses of a job, or None if they are valid."""
     for address in addresses:
-        if not (isinstance(address, str) and re.fullmatch(r".+:\d+", address)):
+        if not (isinstance(address, str) and re.fullmatch(r"[^\s/]+:[0-9]+", address)):
             return f"{address!r} is not HOST:PORT"
         if not 0 < int(address.rpartition(":")[2]) < 2**16:
             return f"{address!r} has a port that is not from 1 to 65535"
@@ -153,29 +153,10 @@ def from_slurm() -> Resolver:
     """Returns the job whose workers are the tasks of this process's Slurm step.
 
     Raises:
-        ValueError: if variables that Slurm sets for a step are missing.
+        ValueError: if variables that Slurm sets for a step are missing or contradict each other.
     """
-    gpus = tf.config.list_physical_devices("GPU")
-    assigned = "SLURM_GPUS_PER_TASK" in os.environ  # Slurm shows each task only its own GPUs
-    try:
-        if gpus and not assigned:
-            resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(port_base=SLURM_PORT)
-            spec = resolver.cluster_spec()  # also restricts this process to its own GPUs
-            index = resolver.task_id
-            return fixed_resolver(spec.as_dict(), index, resolver.num_accelerators())
-        # The resolver would divide the GPUs that this task sees by the tasks of the node, and fails
-        # without GPUs. Claim more than there are tasks: it then places the tasks as Slurm did.
-        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
-            port_base=SLURM_PORT, gpus_per_node=2**20, gpus_per_task=1, auto_set_gpu=False
-        )
-        spec = resolver.cluster_spec()
-    except (RuntimeError, ValueError) as error:
-        found = {name: value for name, value in os.environ.items() if name.startswith("SLURM_STEP")}
-        raise ValueError(
-            f"Cannot find the other tasks of this Slurm step: {error} The environment has {found}. "
-            "Start the tasks with srun, or set TF_CONFIG."
-        ) from error
-    return fixed_resolver(spec.as_dict(), resolver.task_id, {"GPU": len(gpus)} if gpus else {})
+    workers, index, gpus = slurm.tasks_of_step()
+    return fixed_resolver({"worker": workers}, index, {"GPU": len(gpus)} if gpus else {})
 
 
 def from_kubernetes(selector: str) -> Resolver:
@@ -183,7 +164,8 @@ def from_kubernetes(selector: str) -> Resolver:
 
     Raises:
         ImportError: if the Kubernetes client is not installed.
-        ValueError: if this pod is not one of those pods, or two of them share a node.
+        ValueError: if this pod is not one of those pods, if two of them share a node, or if there
+            is no Kubernetes.
     """
     try:
         from kubernetes import client, config  # noqa: PLC0415  # an extra
@@ -193,10 +175,17 @@ def from_kubernetes(selector: str) -> Resolver:
             "client is not installed. Run pip install 'halfstep[kubernetes]', or set TF_CONFIG, "
             "which is used instead."
         ) from error
-    if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod
-        config.load_incluster_config()
-    else:
-        config.load_kube_config()
+    try:
+        if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod
+            config.load_incluster_config()
+        else:
+            config.load_kube_config()
+    except config.ConfigException as error:
+        raise ValueError(
+            f"Cannot look up the workers of {KUBERNETES_SELECTOR}={selector!r}: "
+            f"{str(error).rstrip('.')}. Run this in a pod, or with a kubeconfig file; or unset "
+            f"{KUBERNETES_SELECTOR} to run a single process."
+        ) from error
     resolver = tf.distribute.cluster_resolver.KubernetesClusterResolver(
         {"worker": [selector]}, tf_server_port=KUBERNETES_PORT, override_client=client.CoreV1Api()
     )
@@ -217,7 +206,7 @@ def from_kubernetes(selector: str) -> Resolver:
 def fixed_resolver(cluster: dict[str, Sequence[str]], index: int, accelerators: Any) -> Resolver:
     """Returns a resolver that always returns these addresses.
 
-    TensorFlow's resolvers for Slurm and Kubernetes would look up the addresses again at each call.
+    TensorFlow's resolver for Kubernetes would look up the addresses again at each call.
     """
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster),

@@ -2,14 +2,12 @@
 
 import http.server
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
 
 import pytest
-import tensorflow as tf
 
 import strategies
 from strategies import cluster
@@ -70,6 +68,9 @@ def test_tf_config_comes_first(monkeypatch):
         (config({"worker": ["a:1"]}, index=1), "there is no worker 1"),
         (config({"worker": ["a:1", "a:1"]}), "a:1 is listed twice"),
         (config({"worker": ["a:1", "b"]}), "'b' is not HOST:PORT"),
+        (config({"worker": ["a:1", "grpc://b:1"]}), "'grpc://b:1' is not HOST:PORT"),
+        (config({"worker": ["a:1", "b :1"]}), "'b :1' is not HOST:PORT"),
+        (config({"worker": ["a:1", "b:\u0663"]}), "'b:\u0663' is not HOST:PORT"),
     ],
 )
 def test_a_bad_tf_config_is_refused(monkeypatch, text, reason):
@@ -91,75 +92,6 @@ def test_the_example_in_the_error_is_a_job():
     text = config({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]})
 
     assert cluster.find_problem(text) is None
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_the_tasks_of_a_slurm_step_are_workers(monkeypatch, rank):
-    """The tasks of all nodes are workers, in order, also on nodes without GPUs."""
-    for name, value in {
-        "SLURM_PROCID": rank,
-        "SLURM_STEP_NUM_TASKS": 3,
-        "SLURM_STEP_NODELIST": "n[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    found = strategies.find_cluster()
-
-    assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889", "n2:8888"]}
-    assert (found.task_type, found.task_id, found.rpc_layer) == ("worker", rank, "grpc")
-    assert found.num_accelerators() == {}
-
-
-def in_a_step_of_two(monkeypatch, rank, **more):
-    """Sets what Slurm sets for one of two tasks on one node, and further variables."""
-    step = {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "n1",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-    }
-    for name, value in (step | more).items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_tasks_of_a_slurm_node_share_its_gpus(monkeypatch, rank):
-    """On a node with four GPUs, each of two tasks gets two of its own."""
-    in_a_step_of_two(monkeypatch, rank, CUDA_VISIBLE_DEVICES="0,1,2,3")
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] * 4)
-    found = strategies.find_cluster()
-
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1", "2,3")[rank]
-    assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889"]}
-    assert (found.task_type, found.task_id) == ("worker", rank)
-    assert found.num_accelerators() == {"GPU": 2}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_slurm_task_keeps_the_gpus_that_it_was_assigned(monkeypatch, rank):
-    """With --gpus-per-task=2, each of two tasks sees two GPUs, which are its own: not one of them."""
-    in_a_step_of_two(monkeypatch, rank, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind] * 2)
-    found = strategies.find_cluster()
-
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889"]}
-    assert (found.task_type, found.task_id) == ("worker", rank)
-    assert found.num_accelerators() == {"GPU": 2}
-
-
-def test_an_incomplete_slurm_step_is_an_error(monkeypatch):
-    """The error shows the variables that Slurm has set."""
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    with pytest.raises(ValueError, match="SLURM") as error:
-        strategies.find_cluster()
-
-    assert str(error.value) == (
-        "Cannot find the other tasks of this Slurm step: SLURM_STEP_NODELIST not found in "
-        "environment. Not running inside a SLURM step? The environment has "
-        "{'SLURM_STEP_NUM_TASKS': '3'}. Start the tasks with srun, or set TF_CONFIG."
-    )
 
 
 @pytest.fixture
@@ -243,6 +175,20 @@ def test_without_the_client_the_error_names_the_extra(monkeypatch):
         "Cannot look up the workers of HALFSTEP_WORKER_PODS='job-name=digits': the Kubernetes client "
         "is not installed. Run pip install 'halfstep[kubernetes]', or set TF_CONFIG, which is used "
         "instead."
+    )
+
+
+def test_a_selector_of_pods_outside_of_kubernetes(kubernetes, tmp_path):
+    """The client's own error names no variable."""
+    del kubernetes
+    (tmp_path / "config").unlink()
+    with pytest.raises(ValueError, match="HALFSTEP_WORKER_PODS") as error:
+        strategies.find_cluster()
+
+    assert str(error.value) == (
+        "Cannot look up the workers of HALFSTEP_WORKER_PODS='job-name=digits': Invalid kube-config "
+        "file. No configuration found. Run this in a pod, or with a kubeconfig file; or unset "
+        "HALFSTEP_WORKER_PODS to run a single process."
     )
 
 

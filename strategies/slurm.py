@@ -1,0 +1,167 @@
+"""The job of a Slurm step, from the variables that srun sets for each of its tasks.
+
+TensorFlow's own resolver sorts the nodes by name, which puts n10 before n9, while Slurm numbers
+tasks in the order of its list of nodes.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# The first task on each node listens on this port, the second on the next one, and so on.
+PORT = 8888
+STEP = "SLURM_STEP_"
+
+
+def in_step() -> bool:
+    """Returns whether this process is one of several tasks of a Slurm step."""
+    tasks = os.environ.get(f"{STEP}NUM_TASKS") or "1"
+    return tasks != "1"
+
+
+def tasks_of_step() -> tuple[list[str], int, list[Any]]:
+    """Returns the addresses of all tasks of this process's step, its index, and its GPUs.
+
+    The tasks on a node divide its GPUs among themselves, unless Slurm has assigned them.
+
+    Raises:
+        ValueError: if variables that Slurm sets for a step are missing or contradict each other, or
+            if the GPUs cannot be divided.
+    """
+    try:
+        places = places_of_tasks(variable("STEP_NODELIST"), variable("STEP_TASKS_PER_NODE"))
+        index = number("PROCID")
+        check_place(places, index)
+        gpus = own_gpus(places, index)
+    except (ValueError, RuntimeError) as error:
+        found = {name: value for name, value in os.environ.items() if name.startswith(STEP)}
+        raise ValueError(
+            f"Cannot find the other tasks of this Slurm step: {str(error).rstrip('.')}. The "
+            f"environment has {found}. Start the tasks with srun, or set TF_CONFIG."
+        ) from error
+    return [f"{node}:{PORT + offset}" for node, offset in places], index, gpus
+
+
+def variable(name: str) -> str:
+    """Returns an environment variable of Slurm's, or raises ValueError."""
+    value = os.environ.get(f"SLURM_{name}")
+    if not value:
+        raise ValueError(f"SLURM_{name} is not set")
+    return value
+
+
+def number(name: str) -> int:
+    """Returns the number in an environment variable of Slurm's, or raises ValueError."""
+    value = variable(name)
+    if not re.fullmatch("[0-9]+", value):
+        raise ValueError(f"SLURM_{name} is {value!r}, and not a number")
+    return int(value)
+
+
+def places_of_tasks(nodes: str, tasks_per_node: str) -> list[tuple[str, int]]:
+    """Returns the node of each task, and its number among the tasks of that node.
+
+    Args:
+        nodes: the list of nodes in Slurm's form.
+        tasks_per_node: how many tasks run on each, in Slurm's form.
+
+    Raises:
+        ValueError: if the texts are not of that form, or are about other numbers of nodes.
+
+    Example:
+        >>> places_of_tasks("n[9-10],login", "2,1(x2)")
+        [('n9', 0), ('n9', 1), ('n10', 0), ('login', 0)]
+    """
+    names = [name for part in split_outside_brackets(nodes) for name in expanded(part)]
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if not found:
+            raise ValueError(f"{part!r} is not a number of tasks, such as 2(x3)")
+        counts += [int(found[1])] * int(found[2] or 1)
+    if len(names) != len(counts):
+        raise ValueError(f"{nodes} are {len(names)} nodes, and {tasks_per_node} is for others")
+    return [
+        (name, offset) for name, count in zip(names, counts, strict=True) for offset in range(count)
+    ]
+
+
+def split_outside_brackets(nodes: str) -> list[str]:
+    """Returns the parts of a list of nodes; the commas of ranges do not separate them.
+
+    Example:
+        >>> split_outside_brackets("a[1,3-4],b")
+        ['a[1,3-4]', 'b']
+    """
+    return re.split(r",(?![^\[]*\])", nodes)
+
+
+def expanded(part: str) -> Iterator[str]:
+    """Yields the nodes that a part of a list of nodes names, in its order.
+
+    Raises:
+        ValueError: if the part is not in Slurm's form.
+
+    Example:
+        >>> list(expanded("r[0-1]n[08-09]"))
+        ['r0n08', 'r0n09', 'r1n08', 'r1n09']
+    """
+    before, bracket, rest = part.partition("[")
+    inside, closed, after = rest.partition("]")
+    if not bracket:
+        if not part or "]" in part:
+            raise ValueError(f"{part!r} is not the name of a node")
+        yield part
+        return
+    for numbers in inside.split(","):
+        ends = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", numbers)
+        if not ends or not closed:
+            raise ValueError(f"{part!r} is not a list of nodes, such as n[1-3,7]")
+        for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
+            name = f"{before}{number:0{len(ends[1])}}"
+            yield from expanded(name + after) if after else [name]
+
+
+def check_place(places: Sequence[tuple[str, int]], index: int) -> None:
+    """Raises ValueError unless a task is where it is expected to be.
+
+    This is so with --distribution=block, Slurm's default. With others no process knows where all
+    tasks are.
+    """
+    if len(places) != (tasks := number("STEP_NUM_TASKS")):
+        raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks}, and the nodes have {len(places)} tasks")
+    if index >= len(places):
+        raise ValueError(f"SLURM_PROCID is {index}, and there are {len(places)} tasks")
+    node, offset = places[index]
+    here, local = os.environ.get("SLURMD_NODENAME", node), os.environ.get("SLURM_LOCALID", offset)
+    if (here, str(local)) != (node, str(offset)):
+        raise ValueError(
+            f"task {index} is number {local} on {here}, and should be number {offset} on {node}. "
+            "Tasks must fill one node after the other: use srun --distribution=block"
+        )
+
+
+def own_gpus(places: Sequence[tuple[str, int]], index: int) -> list[Any]:
+    """Returns the GPUs of a task, and makes TensorFlow see no others.
+
+    Raises:
+        ValueError: if there are fewer GPUs than tasks on a node.
+        RuntimeError: if TensorFlow has used a device already.
+    """
+    gpus: list[Any] = tf.config.list_physical_devices("GPU")
+    if not gpus or "SLURM_GPUS_PER_TASK" in os.environ:  # then each task sees only its own
+        return gpus
+    offset = places[index][1]
+    largest = 1 + max(other for _, other in places)
+    share = len(gpus) // largest
+    if not share:
+        raise ValueError(
+            f"{largest} tasks on a node see {len(gpus)} GPUs. If Slurm has bound a GPU to each "
+            "task, say so with --gpus-per-task=1"
+        )
+    own = gpus[offset * share : (offset + 1) * share]
+    tf.config.set_visible_devices(own, "GPU")
+    return own

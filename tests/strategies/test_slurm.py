@@ -1,0 +1,194 @@
+"""The tasks of a Slurm step find each other, and divide the GPUs of their node."""
+
+import re
+
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+import strategies
+from strategies import slurm
+
+NAMES = ("PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch):
+    """Removes the variables of any job from the environment, before and after each test."""
+    others = ("TF_CONFIG", "HALFSTEP_WORKER_PODS", "SLURMD_NODENAME", "SLURM_GPUS_PER_TASK")
+    for name in (*others, *(f"SLURM_{each}" for each in NAMES)):
+        monkeypatch.delenv(name, raising=False)
+
+
+def in_step(monkeypatch, nodes, per_node, rank=0, tasks=None, **more):
+    """Sets what Slurm sets for a task, and further variables."""
+    if tasks is None:
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
+        tasks = sum(int(count) * int(times or 1) for count, times in counts)
+    values = {
+        "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": tasks,
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+    }
+    for name, value in (values | more).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "workers"),
+    [
+        ("n[1-2]", "2,1", ["n1:8888", "n1:8889", "n2:8888"]),
+        ("n[9-10]", "1(x2)", ["n9:8888", "n10:8888"]),  # sorted by name, n10 would be first
+        ("n[8-10]", "2,1,1", ["n8:8888", "n8:8889", "n9:8888", "n10:8888"]),
+        ("n[99-100],m1", "1(x3)", ["n99:8888", "n100:8888", "m1:8888"]),
+        ("n[08-10]", "1(x3)", ["n08:8888", "n09:8888", "n10:8888"]),
+        ("gpu9,gpu10", "1(x2)", ["gpu9:8888", "gpu10:8888"]),
+        ("b[3,1],a", "1,1,1", ["b3:8888", "b1:8888", "a:8888"]),
+        ("r[0-1]n[1-2]x", "1(x4)", ["r0n1x:8888", "r0n2x:8888", "r1n1x:8888", "r1n2x:8888"]),
+        ("node-1.cluster.org", "2", ["node-1.cluster.org:8888", "node-1.cluster.org:8889"]),
+    ],
+)
+def test_the_tasks_of_a_step_are_workers(monkeypatch, nodes, per_node, workers):
+    """They are in the order in which Slurm numbers them, also on nodes without GPUs."""
+    for rank in (0, len(workers) - 1):
+        in_step(monkeypatch, nodes, per_node, rank)
+        found = strategies.find_cluster()
+
+        assert found.cluster_spec().as_dict() == {"worker": workers}
+        assert (found.task_type, found.task_id, found.rpc_layer) == ("worker", rank, "grpc")
+        assert found.num_accelerators() == {}
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=9), st.integers(0, 200))
+def test_each_task_has_its_own_place(counts, first):
+    """Node after node, as many on each as Slurm says."""
+    nodes = f"n[{first}-{first + len(counts) - 1}]"
+    places = slurm.places_of_tasks(nodes, ",".join(map(str, counts)))
+
+    expected = [(f"n{first + node}", k) for node, count in enumerate(counts) for k in range(count)]
+    assert places == expected
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """Imitates four GPUs; returns a list of those that TensorFlow was told to use."""
+    chosen = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda _kind: ["0", "1", "2", "3"])
+    monkeypatch.setattr(
+        tf.config, "set_visible_devices", lambda devices, _kind: chosen.append(devices)
+    )
+    return chosen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_tasks_of_a_node_share_its_gpus(monkeypatch, four_gpus, rank):
+    """On a node with four GPUs, each of two tasks gets two of its own."""
+    in_step(monkeypatch, "n1", "2", rank, SLURM_LOCALID=rank, SLURMD_NODENAME="n1")
+    found = strategies.find_cluster()
+
+    assert four_gpus == [[["0", "1"], ["2", "3"]][rank]]
+    assert found.cluster_spec().as_dict() == {"worker": ["n1:8888", "n1:8889"]}
+    assert (found.task_type, found.task_id) == ("worker", rank)
+    assert found.num_accelerators() == {"GPU": 2}
+
+
+def test_a_task_keeps_the_gpus_that_it_was_assigned(monkeypatch, four_gpus):
+    """With --gpus-per-task=4, each of two tasks sees four GPUs, which are its own."""
+    in_step(monkeypatch, "n1", "2", 1, SLURM_GPUS_PER_TASK="4")
+    found = strategies.find_cluster()
+
+    assert four_gpus == []
+    assert found.task_id == 1
+    assert found.num_accelerators() == {"GPU": 4}
+
+
+def refused(variables):
+    """Returns what is wrong with a step, as the error says it."""
+    with pytest.raises(ValueError, match="Slurm step") as error:
+        strategies.find_cluster()
+    before, after = (
+        "Cannot find the other tasks of this Slurm step: ",
+        f". The environment has {variables}. Start the tasks with srun, or set TF_CONFIG.",
+    )
+    message = str(error.value)
+    assert message.startswith(before)
+    assert message.endswith(after)
+    return message.removeprefix(before).removesuffix(after)
+
+
+def test_an_incomplete_step_is_an_error(monkeypatch):
+    """The error shows the variables that Slurm has set."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+
+    assert refused({"SLURM_STEP_NUM_TASKS": "3"}) == "SLURM_STEP_NODELIST is not set"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"SLURM_PROCID": "4"}, "SLURM_PROCID is 4, and there are 2 tasks"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', and not a number"),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-3]"},
+            "n[1-3] are 3 nodes, and 1(x2) is for others",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-"},
+            "'n[1-' is not a list of nodes, such as n[1-3,7]",
+        ),
+        ({"SLURM_STEP_NODELIST": "n1,"}, "'' is not the name of a node"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is not a number of tasks, such as 2(x3)"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x', and not a number"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "5"},
+            "SLURM_STEP_NUM_TASKS is 5, and the nodes have 2 tasks",
+        ),
+        (
+            {"SLURMD_NODENAME": "n10", "SLURM_LOCALID": "0"},
+            "task 0 is number 0 on n10, and should be number 0 on n9. Tasks must fill one node after "
+            "the other: use srun --distribution=block",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_is_an_error(monkeypatch, changed, reason):
+    """Contradictions are refused at once; the processes would wait for each other."""
+    in_step(monkeypatch, "n[9-10]", "1(x2)", 0, **changed)
+    step = {f"SLURM_{name}" for name in NAMES if name.startswith("STEP")}
+    expected = {
+        name: changed.get(name, value)
+        for name, value in (
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_STEP_NODELIST", "n[9-10]"),
+            ("SLURM_STEP_TASKS_PER_NODE", "1(x2)"),
+        )
+        if name in step
+    }
+
+    assert refused(expected) == reason
+
+
+def test_tasks_that_are_not_placed_in_blocks_are_refused(monkeypatch):
+    """With --distribution=cyclic, task 1 of 4 is the first one on the second node."""
+    in_step(monkeypatch, "n[1-2]", "2(x2)", 1, SLURM_LOCALID=0, SLURMD_NODENAME="n2")
+    with pytest.raises(ValueError, match="--distribution=block"):
+        strategies.find_cluster()
+
+
+def test_fewer_gpus_than_tasks_are_refused(monkeypatch, four_gpus):
+    """TensorFlow would give all of them to each task."""
+    in_step(monkeypatch, "n1", "5")
+    with pytest.raises(ValueError, match="5 tasks on a node see 4 GPUs") as error:
+        strategies.find_cluster()
+
+    assert four_gpus == []
+    assert "say so with --gpus-per-task=1" in str(error.value)
+
+
+def test_one_task_is_no_job(monkeypatch):
+    """A step of one task trains on its own."""
+    in_step(monkeypatch, "n1", "1")
+
+    assert strategies.find_cluster() is None
