@@ -1,8 +1,8 @@
 """The chief of a job with servers: a run that ends with an error, and a run after it.
 
 python server_errors.py OUT. Writes `OUT/result.json`: the error of a run whose data are wrong, the
-updates that another trainer then applies in the same process, and the step at which a third one ends
-whose second loss is NaN.
+updates that another trainer then applies in the same process, the step at which a third one ends
+whose second loss is NaN, and the step at which a fourth one ends that skips two steps and no others.
 """
 
 import json
@@ -25,7 +25,7 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 def main():
-    """Runs the three."""
+    """Runs the four."""
     strategy = strategies.create("parameter_server")
 
     def made(**settings):
@@ -34,9 +34,8 @@ def main():
             optimizer=lambda: keras.optimizers.SGD(0.1),
             loss_fn="mse",
             strategy=strategy,
-            steps_per_loop=2,
             verbose=False,
-            **settings,
+            **{"steps_per_loop": 2} | settings,
         )
 
     wrong = X.copy()
@@ -54,6 +53,20 @@ def main():
     except TrainingStuckError as error:
         found["stuck"] = str(error)
     found["attempted"] = stuck.totals.attempted
+    wrong = X.copy()
+    wrong[10:30] = np.nan
+    skipping = made(max_consecutive_skips=2, steps_per_loop=60)
+    data = (
+        tf.data.Dataset.from_tensor_slices((wrong, Y))
+        .batch(10)
+        .concatenate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(10).repeat(20))
+    )
+    try:
+        skipping.train(data, steps=60)
+    except TrainingStuckError as error:
+        found["skips"] = str(error)
+    found["skipped"] = skipping.totals.skipped
+    found["taken"] = skipping.totals.attempted
     (pathlib.Path(sys.argv[1]) / "result.json").write_text(json.dumps(found))
 
 

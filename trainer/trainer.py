@@ -133,6 +133,7 @@ from trainer.run.protocol import Parts
 from trainer.run.same_on_workers import check_same_data, check_same_run
 from trainer.step import StepReport, attempt_step
 from trainer.step.checks import check_reduction
+from trainer.step.objective import check_may_alternate
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 
@@ -458,6 +459,9 @@ class Trainer(Task):
         self.clip = config.clip
         self.ema_momentum = config.ema_momentum
         self.alternate_optimizers = config.alternate_optimizers
+        check_may_alternate(
+            self.strategy, alternate=self.alternate_optimizers, switch="alternate_optimizers"
+        )
         self.updates_per_step: Mapping[str, int] = types.MappingProxyType(
             dict(config.updates_per_step or {})
         )

@@ -10,8 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+import scaling
 from trainer.loop.pending import HELD
+from trainer.step.plan import StepPlan
 from trainer.step.report import StepReport, report_spec
+from trainer.step.state import TrainState
 
 # Batches queued per worker, so that a worker has the next one as soon as it finishes a step.
 QUEUED_PER_WORKER = 2
@@ -36,25 +39,23 @@ class RemoteSteps:
 
     Args:
         train_step: takes a global batch, attempts an update, and returns a report.
-        strategy: a `tf.distribute.ParameterServerStrategy`.
-        halted: shape (), bool: whether the run must stop.
+        plan: the constants of the step.
+        run: the run's step counts.
         stop: shape (), bool: whether the run was asked to stop.
-        outcomes: integer counts of steps by outcome; their sum is the number of attempted steps.
     """
 
     def __init__(
         self,
         train_step: Callable[[Any], StepReport],
-        strategy: tf.distribute.Strategy,
-        halted: tf.Variable,
+        plan: StepPlan,
+        run: TrainState,
         stop: tf.Variable,
-        outcomes: tf.Variable,
     ) -> None:
         """Connects to the workers. The first call waits until they are ready."""
-        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(plan.strategy)
         names = [device.name for device in tf.config.list_logical_devices("CPU")]
         self._max_queued = QUEUED_PER_WORKER * sum("/job:worker/" in name for name in names)
-        self._halted, self._stop, self._outcomes = halted, stop, outcomes
+        self._plan, self._run, self._stop = plan, run, stop
         self._step = tf.function(train_step)
         self._lock = threading.Lock()  # of the two flags
         self._waiting = self._held = False
@@ -62,13 +63,18 @@ class RemoteSteps:
         self._before = 0  # steps attempted before this call
         self._reports: list[StepReport] = []  # of this call's steps, in the order of the batches
         self._waits: list[float] = []  # seconds spent waiting for each batch
+        # Skips in a row, in the order of the batches. Workers count them in the order in which they
+        # finish, and may overwrite each other's counts.
+        self._skips = 0
+        self._halted = False
 
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor
     ) -> tuple[StepReport, tuple[()]]:
         """Takes one step on each of the next batches.
 
-        The call ends early if the run is halted or asked to stop.
+        The call ends early if the run is asked to stop, or if it must not continue. The steps that
+        are scheduled by then are taken.
 
         Args:
             iterator: an iterator over a `tf.data.Dataset` of global batches.
@@ -78,7 +84,8 @@ class RemoteSteps:
             The reports in the order of the batches, each field with shape (steps, ...); and () in
             place of a skipped batch, because none is kept.
         """
-        self._before = int(tf.reduce_sum(self._outcomes))
+        self._before, self._skips = int(self._run.step), int(self._run.consecutive_skips)
+        self._halted = False
         self._scheduled.clear()
         self._reports.clear()
         self._waits.clear()
@@ -94,15 +101,23 @@ class RemoteSteps:
     def _take(self, iterator: tf.data.Iterator, num_steps: int) -> None:
         """Schedules the steps, and waits for them."""
         for _ in range(num_steps):
-            if self._stop.numpy() or (self._reports and self._halted.numpy()):
+            if self._stop.numpy() or self._halted:
                 break
             start = time.perf_counter()
             batch = self._next(iterator)
             self._waits.append(time.perf_counter() - start)
             self._scheduled.append(self._coordinator.schedule(self._step, args=(batch,)))
             while len(self._scheduled) > self._max_queued:
-                self._reports.append(self._scheduled.popleft().fetch())
+                self._fetch()
         self._finish()
+
+    def _fetch(self) -> None:
+        """Waits for the first step that is scheduled, and judges whether the run may go on."""
+        report = self._scheduled.popleft().fetch()
+        self._skips = 0 if report.grads_finite else self._skips + 1
+        self._halted |= self._skips >= self._plan.max_skips
+        self._halted |= scaling.Cause(int(report.cause)) in self._plan.halting_causes
+        self._reports.append(report._replace(consecutive_skips=np.int64(self._skips)))
 
     def _forget(self) -> None:
         """Waits for what is scheduled and drops its errors, which the next call would raise."""
@@ -125,7 +140,8 @@ class RemoteSteps:
     def _finish(self) -> None:
         """Waits for the steps that are scheduled."""
         while self._scheduled:
-            self._reports.append(self._scheduled.popleft().fetch())
+            self._fetch()
+        self._run.consecutive_skips.assign(self._skips)
 
     def hold(self) -> bool:
         """Keeps the call from its next step if it waits for data, and returns whether it does.

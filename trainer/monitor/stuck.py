@@ -52,15 +52,18 @@ def check_not_stuck(
         record: the folder of the latest recorded overflow, or None.
         facts: what the advice depends on.
     """
-    skipped = np.flatnonzero(~steps.grads_finite)
-    if not skipped.size:
+    if steps.grads_finite.all():
         return
-    last = step_of(steps, skipped[-1])
-    cause = scaling.Cause(int(last.cause))
-    too_many = last.consecutive_skips >= skip_policy.max_skips
-    if not too_many and cause not in skip_policy.halting_causes:
+    halting = np.isin(steps.cause, [int(cause) for cause in skip_policy.halting_causes])
+    too_many_yet = steps.consecutive_skips >= skip_policy.max_skips
+    ends = np.flatnonzero(halting | too_many_yet)
+    if not ends.size:
         warn_of_skips(steps, skip_policy, facts)
         return
+    # Parameter servers have taken further steps by then.
+    steps = StepReport(*(field[: ends[0] + 1] for field in steps))
+    last, too_many = step_of(steps, ends[0]), too_many_yet[ends[0]]
+    cause = scaling.Cause(int(last.cause))
     if cause is scaling.Cause.WEIGHTS:
         problem = f"Training cannot continue: the weights were not finite at step {last.step}."
     elif too_many:

@@ -237,7 +237,7 @@ def make_loop(
     strategy = trainer.strategy
     found = strategies.capabilities(strategy)
     if found.asynchronous:
-        remote = RemoteSteps(step, strategy, state.halted, stop, state.outcomes)
+        remote = RemoteSteps(step, plan, state, stop)
         return remote, remote  # type: ignore[return-value]  # lacks the tracing methods of RunSteps
     device = state.halted.device if found.on_gpu else HOST  # where steps compute their reports
     pending = Pending(plan.recorded, len(plan.float8), device=device)

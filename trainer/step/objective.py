@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import keras
+import tensorflow as tf
 
+import strategies
 from scaling.base.argument_checks import did_you_mean, is_integer, shown
 from trainer.step.held_back import name_of_variable, with_held
 from trainer.step.types import Model, Variable
@@ -157,6 +159,25 @@ def check_updates_per_step(
                 f"and {found if names else 'there is one optimizer, without a name'}. Each count "
                 f"belongs to one of several optimizers. {remedy}"
             )
+
+
+def check_may_alternate(
+    strategy: tf.distribute.Strategy, *, alternate: bool, switch: str = "alternate"
+) -> None:
+    """Raises ValueError if optimizers take turns in steps that others cannot be kept out of.
+
+    Args:
+        strategy: where the step runs.
+        alternate: whether the optimizers take turns.
+        switch: the name of the argument that makes them take turns, for the error.
+    """
+    if alternate and strategies.capabilities(strategy).asynchronous:
+        raise ValueError(
+            f"`{switch}` must be False with parameter servers; got True. If the second optimizer's "
+            "update is skipped, the first one's is undone, and with it what other workers have "
+            "written in the meantime. Leave it out: one backward pass then gives all gradients, "
+            "under one verdict."
+        )
 
 
 def check_update_counts(

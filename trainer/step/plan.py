@@ -36,6 +36,7 @@ from trainer.step.microbatch import (
 )
 from trainer.step.objective import (
     Objective,
+    check_may_alternate,
     check_updates_per_step,
     objectives_of,
     optimizers_in,
@@ -276,6 +277,7 @@ def plan_step(
     check_model_compiles(model, jit_compile)
     checks.check_optimizers(optimizer, clip, ema_momentum, strategy)
     check_updates_per_step(updates_per_step, optimizer, alternate=alternate)
+    check_may_alternate(strategy, alternate=alternate)
     objectives = objectives_of(model, optimizer, updates_per_step)
     build_optimizers(model, objectives, ema_momentum)
     partition = [[objective] for objective in objectives] if alternate else [objectives]

@@ -199,7 +199,8 @@ def test_a_blocked_chief_is_left(launched, tmp_path, where):
 @pytest.mark.slow
 def test_an_error_is_not_raised_again(launched, tmp_path):
     """The coordinator keeps the errors of steps that were scheduled; the next run has none of them. A
-    loss that is NaN ends the run with the inner loop that holds it.
+    loss that is NaN ends the run with the inner loop that holds it, and so do two skips in a row,
+    though good steps follow in the same loop.
     """
     job, thread, codes = launched(TESTS / "server_errors.py", tmp_path)
     thread.join(200)
@@ -210,3 +211,6 @@ def test_an_error_is_not_raised_again(launched, tmp_path):
     assert found["after"] == 4
     assert "the loss was not finite at step 2" in found["stuck"]
     assert found["attempted"] == 2
+    assert "2 steps in a row were skipped by step 3" in found["skips"]
+    assert found["skipped"] == 2
+    assert 3 <= found["taken"] <= 3 + 1 + 2 * 2  # two per worker are scheduled ahead

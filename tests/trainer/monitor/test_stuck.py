@@ -115,12 +115,23 @@ def test_an_overflow_of_the_forward_pass_moves_no_scale(mirrored, replicas, num_
 
 
 def test_applied_steps_and_few_skips_do_not_end_a_run():
-    """The last skip decides; one that is below the limit and has a harmless cause is accepted."""
+    """Skips below the limit that have a harmless cause are accepted."""
     policy = SkipPolicy(max_consecutive_skips=3)
     check_not_stuck(reports(Cause.NONE, Cause.NONE), policy, [])
     check_not_stuck(reports(Cause.BACKWARD, Cause.BACKWARD, Cause.NONE), policy, [])
     with pytest.raises(TrainingStuckError, match="3 steps in a row were skipped by step 3"):
         check_not_stuck(reports(*[Cause.BACKWARD] * 3), policy, [])
+
+
+def test_good_steps_after_the_last_one_do_not_save_a_run():
+    """Parameter servers may take some before the chief has read the reports."""
+    policy = SkipPolicy(max_consecutive_skips=2, on_nonfinite_loss="raise")
+    stuck = [Cause.NONE, Cause.BACKWARD, Cause.BACKWARD, Cause.NONE, Cause.BACKWARD]
+    with pytest.raises(TrainingStuckError, match="2 steps in a row were skipped by step 3"):
+        check_not_stuck(reports(*stuck), policy, [])
+    bad_loss = [Cause.FORWARD, Cause.NONE, Cause.BACKWARD]
+    with pytest.raises(TrainingStuckError, match="the loss was not finite at step 1"):
+        check_not_stuck(reports(*bad_loss), policy, [])
 
 
 def test_the_error_names_the_record_of_a_skipped_batch():

@@ -1,5 +1,6 @@
 """Several optimizers: each updates its own part of the model, in one step with one verdict."""
 
+import dataclasses
 import re
 
 import keras
@@ -9,9 +10,10 @@ import tensorflow as tf
 from helpers import attempt, copies, reset_step_count
 
 import scaling
+import strategies
 from scaling import Cause
 from trainer import Trainer
-from trainer.step.objective import ONLY, objectives_of
+from trainer.step.objective import ONLY, check_may_alternate, objectives_of
 from trainer.step.rollback import read_copies, write_copies
 
 pytestmark = [pytest.mark.sampled, pytest.mark.replicas(1)]
@@ -675,3 +677,25 @@ def test_a_part_that_was_trained_and_is_frozen_has_no_objective():
     [single] = objectives_of(model, optimizers["discriminator"])
     assert single.name == ONLY
     assert single.positions == tuple(range(len(model.trainable_variables)))
+
+
+def test_optimizers_do_not_take_turns_on_parameter_servers(monkeypatch):
+    """The undoing of the first update would undo those of other workers."""
+    capabilities = strategies.capabilities
+    monkeypatch.setattr(
+        strategies,
+        "capabilities",
+        lambda strategy: dataclasses.replace(capabilities(strategy), asynchronous=True),
+    )
+    with pytest.raises(ValueError, match="parameter servers") as error:
+        Trainer(alternate_optimizers=True)
+    message = (
+        "`{}` must be False with parameter servers; got True. If the second optimizer's update is "
+        "skipped, the first one's is undone, and with it what other workers have written in the "
+        "meantime. Leave it out: one backward pass then gives all gradients, under one verdict."
+    )
+    assert str(error.value) == message.format("alternate_optimizers")
+    with pytest.raises(ValueError, match="parameter servers") as error:
+        check_may_alternate(tf.distribute.get_strategy(), alternate=True)
+    assert str(error.value) == message.format("alternate")
+    check_may_alternate(tf.distribute.get_strategy(), alternate=False)
