@@ -30,7 +30,7 @@ from scaling.telemetry.float8_table import draw_float8, float8_table
 from scaling.telemetry.output import new_figure, printable, save_figure
 from scaling.telemetry.record import Record, read_record
 from scaling.telemetry.simulate_float8 import compare_float8
-from scaling.telemetry.simulate_rules import Outcome, best_fixed_scale, compare
+from scaling.telemetry.simulate_rules import Outcome, best_fixed_scale, compare, unexplained
 
 RULES = flags.DEFINE_list(
     "rules",
@@ -63,13 +63,21 @@ def table(record: Record, outcomes: list[Outcome]) -> str:
     is_float16 = record.precision == "mixed_float16"
     for index, outcome in enumerate(outcomes):
         last = f"2^{math.log2(outcome.loss_scale[-1]):.0f}"
-        lost = "-" if is_float16 and index == 0 else f"{outcome.lost:.3%}"
+        unknown = (is_float16 and index == 0) or math.isnan(outcome.lost)
+        lost = "-" if unknown else f"{outcome.lost:.3%}"
         lines.append(
             f"{outcome.name:<{width}}  {int(outcome.skipped.sum()):>7}  {outcome.below_best:>11}"
             f"  {lost:>17}  {last:>10}"
         )
     if is_float16:
         lines.append("Lost to underflow: not counting what float16 flushed before it was recorded.")
+    overflowed, hidden = unexplained(record)
+    if hidden:
+        lines.append(
+            f"{hidden} of {overflowed} overflows came at scales at which the gradients of the "
+            "weights fit, so those of activations were larger, or the batches were unusual: rules "
+            "may skip more steps in reality."
+        )
     if record.shares > 1:
         lines.append(
             f"Magnitudes were measured on sums over {record.shares} parts of a batch, but float16 "

@@ -11,13 +11,15 @@ from scaling.telemetry.float8_record import read_float8_record
 from scaling.telemetry.record import read_record, record_line
 
 
-def step_reports(steps, gradients=(), first=1):
+def step_reports(steps, gradients=(), first=1, retries=0, in_float32=False):
     """Returns reports of steps, as a run passes them to its log.
 
     Args:
         steps: (loss scale, cause, largest magnitude) of each step.
         gradients: the elements of each step; by default only its largest magnitude.
         first: the first step's number.
+        retries: the number of retries of each step, or of all.
+        in_float32: whether each step was computed in float32, or all.
     """
     scales, causes, magnitudes = zip(*steps, strict=True)
     elements = gradients or [[magnitude] for magnitude in magnitudes]
@@ -30,6 +32,8 @@ def step_reports(steps, gradients=(), first=1):
         loss_scale=np.array(scales, np.float32),
         cause=np.array(causes, np.int32),
         max_magnitude=np.array(magnitudes, np.float32),
+        retries=np.broadcast_to(np.int32(retries), len(steps)),
+        in_float32=np.broadcast_to(in_float32, len(steps)),
         magnitude_counts=np.array(counts, np.float32),
     )
 

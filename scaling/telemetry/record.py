@@ -1,9 +1,10 @@
 """Writes the lines that record a run's gradients, and reads them back.
 
 Each line of `metrics.jsonl` with `"split": "gradients"` covers the steps up to `"step"`. For each
-step it has the loss scale, the cause, and the largest unscaled gradient magnitude. The line also
-has one histogram over all of its steps: the number of elements of the applied gradients
-with each binary exponent.
+step it has the loss scale, the cause, and the largest unscaled gradient magnitude. If a step was
+retried or computed in float32, it also says of each step how often and whether. The line has one
+histogram over all of its steps: the number of elements of the applied gradients with each binary
+exponent.
 """
 
 import dataclasses
@@ -36,6 +37,9 @@ class Record:
     loss_scale: np.ndarray  # float32: the scale that the step used
     cause: np.ndarray  # int32: a `Cause`
     max_magnitude: np.ndarray  # float32: largest unscaled magnitude; NaN in skipped steps
+    # int32: number of attempts at larger scales that overflowed before the one at `loss_scale`
+    retries: np.ndarray
+    in_float32: np.ndarray  # bool: whether the step was computed in float32, whatever `precision`
     interval: np.ndarray  # int64: the row of `counts` to which the step belongs
     # shape=(intervals, COUNTS), float32: a histogram per line, as in `GradientStats.counts`
     counts: np.ndarray
@@ -66,6 +70,14 @@ class StepReports(Protocol):
         """The largest unscaled gradient magnitudes: shape (steps,), float32."""
 
     @property
+    def retries(self) -> np.ndarray:
+        """Numbers of attempts before the last one: shape (steps,), int32."""
+
+    @property
+    def in_float32(self) -> np.ndarray:
+        """Whether each step was computed in float32: shape (steps,), bool."""
+
+    @property
     def magnitude_counts(self) -> np.ndarray:
         """Histograms as in `GradientStats.counts`: shape (steps, COUNTS), float32."""
 
@@ -85,6 +97,7 @@ def record_line(steps: StepReports, precision: str, shares: int) -> dict[str, An
         str(index + LOWEST_EXPONENT): int(total[index])
         for index in np.flatnonzero(total[:EXPONENTS])
     }
+    rare = {"retries": steps.retries, "in_float32": steps.in_float32}
     return {
         "step": int(steps.step[-1]),
         "split": SPLIT,
@@ -98,6 +111,7 @@ def record_line(steps: StepReports, precision: str, shares: int) -> dict[str, An
         ],
         "zeros": int(total[ZERO]),
         "exponents": exponents,
+        **{name: values.tolist() for name, values in rare.items() if values.any()},
     }
 
 
@@ -146,6 +160,8 @@ class _Row(NamedTuple):
     loss_scale: float
     cause: Cause
     max_magnitude: float
+    retries: int
+    in_float32: bool
     interval: int
 
 
@@ -192,7 +208,7 @@ def parse_record(
             "at every step, so it is off by default. Train with record_gradients=True, or "
             "--record_gradients."
         )
-    step, loss_scale, cause, magnitude, interval = zip(*rows, strict=True)
+    step, loss_scale, cause, magnitude, retries, in_float32, interval = zip(*rows, strict=True)
     return Record(
         precision=precision,
         shares=shares,
@@ -200,6 +216,8 @@ def parse_record(
         loss_scale=np.array(loss_scale, np.float32),
         cause=np.array(cause, np.int32),
         max_magnitude=np.array(magnitude, np.float32),
+        retries=np.array(retries, np.int32),
+        in_float32=np.array(in_float32),
         interval=np.array(interval),
         counts=np.stack(counts),
     )
@@ -225,6 +243,7 @@ def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:
     first = whole("step", line["step"]) - steps + 1
     if not steps or first < 0:
         raise DamagedLineError(f"{steps} steps up to step {line['step']}")
+    retries, in_float32 = (line.get(name, [0] * steps) for name in ("retries", "in_float32"))
     rows = []
     for offset in range(steps):
         cause = Cause[line["cause"][offset].upper()]
@@ -236,7 +255,8 @@ def _parse_rows(line: dict[str, Any], interval: int) -> list[_Row]:
             raise DamagedLineError("max_magnitude is too short")
         scale = line["loss_scale"][offset]
         scale = between("loss_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
-        rows.append(_Row(first + offset, scale, cause, magnitude, interval))
+        repeated, wide = whole("retries", retries[offset]), bool(in_float32[offset])
+        rows.append(_Row(first + offset, scale, cause, magnitude, repeated, wide, interval))
     return rows
 
 

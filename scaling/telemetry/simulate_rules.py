@@ -5,8 +5,12 @@ The simulation makes these assumptions:
 - A step that the run skipped has no recorded magnitude. It is given the magnitude of the next
   applied step or, at the end of the run, of the last applied one. An overflow is assumed to occur
   at the recorded scale and at every larger one.
-- Overflows of a run in float32 or bfloat16 cannot be cured by any scale, because these formats
-  have far more range than float16.
+- A step that was retried has overflowed at twice the scale of its last attempt.
+- Overflows of a run or a step in float32 or bfloat16 cannot be cured by any scale, because these
+  formats have far more range than float16.
+- At scales that the run did not try in a step, the step overflows if the largest gradient of a
+  weight would. Gradients of activations, which are not recorded, may overflow at smaller scales:
+  see `unexplained`.
 - The weights are always those of the recorded run, even where a rule would have skipped other
   steps.
 """
@@ -52,9 +56,10 @@ class Outcome:
 
 def gather_evidence(record: Record) -> StepEvidence:
     """Returns what the record implies for its steps at scales other than the recorded ones."""
-    is_float16 = record.precision == "mixed_float16"
+    in_float16 = (record.precision == "mixed_float16") & ~record.in_float32
     out_of_range = np.isin(record.cause, [Cause.BACKWARD, Cause.REDUCTION])
-    overflowed = out_of_range & is_float16
+    overflowed = out_of_range & in_float16
+    retried = ~record.skipped & in_float16 & (record.retries > 0)
     applied = np.flatnonzero(~record.skipped)
     magnitude = np.zeros_like(record.max_magnitude)
     if applied.size:
@@ -62,14 +67,31 @@ def gather_evidence(record: Record) -> StepEvidence:
         magnitude = record.max_magnitude[applied[np.minimum(following, applied.size - 1)]]
     return StepEvidence(
         magnitude=magnitude,
-        fits_at=np.where(record.skipped | (not is_float16), np.float32(0), record.loss_scale),
-        overflows_at=np.where(overflowed, record.loss_scale, np.float32(np.inf)),
+        fits_at=np.where(record.skipped | ~in_float16, np.float32(0), record.loss_scale),
+        overflows_at=np.select(
+            [overflowed, retried],
+            [record.loss_scale, 2 * record.loss_scale],
+            np.float32(np.inf),
+        ),
         incurable=np.select(
             [overflowed, out_of_range],
             [np.int32(Cause.NONE), np.int32(Cause.MODEL)],
             record.cause,
         ),
     )
+
+
+def unexplained(record: Record) -> tuple[int, int]:
+    """Returns how many steps overflowed, and how many of them though the weights' gradients fit.
+
+    Those have overflowed at less than half of the scale that the weights' gradients would have
+    allowed: a gradient of an activation was larger, or the batch was unusual. What a rule would
+    have done at other steps is then less certain.
+    """
+    evidence = gather_evidence(record)
+    overflowed = np.isfinite(evidence.overflows_at)
+    fits = 2.0 * evidence.overflows_at[overflowed] * evidence.magnitude[overflowed] <= HALF_MAX
+    return int(overflowed.sum()), int(fits.sum())
 
 
 def simulate_rule(rule: LossScaleRule, record: Record) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +165,16 @@ def compare(record: Record, rules: Iterable[str]) -> list[Outcome]:
     Args:
         record: the recorded run.
         rules: rules as text, as `parse_rule` accepts them.
+
+    Raises:
+        ValueError: if a rule is none, or if the run has not applied a step.
     """
+    if record.skipped.all():
+        raise ValueError(
+            f"All {len(record.step)} recorded steps were skipped, so no gradient is known and "
+            "nothing can be simulated. The report and the console say why steps were skipped. Use "
+            "the record of a run that has applied steps."
+        )
     recorded = summarize("as recorded", record.loss_scale, record.skipped, record)
     simulated = [
         summarize(text, *simulate_rule(parse_rule(text), record), record) for text in rules

@@ -168,7 +168,7 @@ class RunLog:
             self.restart_clock()
 
     def read(self) -> StepReport | None:
-        """Reads the new reports from the device, and logs each skip and each new loss scale.
+        """Reads the new reports from the device; logs each skip, retry and new loss scale.
 
         Returns:
             The new reports, each field a NumPy array of shape (steps,), or None if there are none.
@@ -185,7 +185,7 @@ class RunLog:
         previous = np.concatenate([[self._loss_scale], steps.loss_scale[:-1]])
         self._loss_scale = steps.loss_scale[-1]
         scale_changed = steps.loss_scale != previous
-        for index in np.flatnonzero(~steps.grads_finite | scale_changed):
+        for index in np.flatnonzero(~steps.grads_finite | scale_changed | (steps.retries > 0)):
             self._log_step(step_of(steps, int(index)), scale_changed=scale_changed[index])
         return steps
 
@@ -239,10 +239,14 @@ class RunLog:
         return interval
 
     def _log_step(self, report: StepReport, *, scale_changed: bool) -> None:
-        """Logs a step that was skipped or has a different loss scale than the previous step."""
+        """Logs a step that was skipped or retried, or has another loss scale than the last one."""
         step, loss_scale = int(report.step), float(report.loss_scale)
         if scale_changed:
             self.writers.write_line({"step": step, "split": "scale", "loss_scale": loss_scale})
+        if report.retries:
+            self.writers.write_line(
+                {"step": step, "split": "retry", "retries": int(report.retries)}
+            )
         if report.grads_finite:
             return
         variable, replica = int(report.bad_variable), int(report.bad_replica)

@@ -57,20 +57,39 @@ class Tile(NamedTuple):
 def tiles(run: Run) -> list[Tile]:
     """Returns the values of the header."""
     applied, skipped = (last(run.train.get(name)) for name in ("applied", "skipped"))
-    causes = collections.Counter(causes_of(run))
-    by_cause = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common())
     speed = median(run.train.get("examples_per_second"))
     wait = mean(run.train.get("data_wait"))
     return [
         Tile("step reached", f"{run.last_step:,}", describe_end(run)),
         Tile("updates applied", format_count(applied), describe_attempted(applied, skipped)),
-        Tile("steps skipped", format_count(skipped), by_cause),
+        Tile("steps skipped", format_count(skipped), describe_skips(run, skipped)),
         scale_tile(run),
         best_tile(run),
         Tile("examples per second", format_count(speed), "median of the log lines"),
         Tile("waiting for data", format_share(wait), "of the time, on average"),
         start_tile(run),
     ]
+
+
+def describe_skips(run: Run, skipped: float) -> str:
+    """Returns the causes of the skipped steps, and the number of retries, as text.
+
+    Args:
+        run: the run.
+        skipped: the number of skipped steps up to the last log line; NaN if it is unknown.
+    """
+    causes = collections.Counter(causes_of(run))
+    parts = [f"{count:,} {cause}" for cause, count in causes.most_common()]
+    if lines_lost(run):
+        parts.append(f"{skipped - len(run.skips):,.0f} of unknown cause")
+    if repeated := sum(retry.retries for retry in run.retries):
+        parts.append(f"{repeated:,} {'retry' if repeated == 1 else 'retries'}")
+    return ", ".join(parts)
+
+
+def lines_lost(run: Run) -> bool:
+    """Returns whether lines about skipped steps are missing, as if the file had been shortened."""
+    return last(run.train.get("skipped")) > len(run.skips)
 
 
 def causes_of(run: Run) -> list[str]:
@@ -246,15 +265,17 @@ def scale_path(run: Run) -> tuple[Curve, bool]:
     """Returns the loss scale over the steps, and whether it is known at every step.
 
     It is known at every step if the run logged each change of the scale or recorded its gradients.
-    Runs of older versions have only the values in their log lines and skipped steps.
+    Runs of older versions, and of those whose file has lost lines, have only the values in their
+    log lines and skipped steps.
     """
-    if run.scale.step.size:
+    if run.scale.step.size and not lines_lost(run):
         return run.scale, True
     if run.record is not None:
         scale = run.record.loss_scale.astype(np.float64)
         changed = np.flatnonzero(np.diff(scale, prepend=np.nan) != 0)
         return Curve(run.record.step[changed], scale[changed]), True
-    known = {skip.step: skip.loss_scale for skip in run.skips}
+    known = dict(zip(run.scale.step.tolist(), run.scale.value.tolist(), strict=True))
+    known |= {skip.step: skip.loss_scale for skip in run.skips}
     if "loss_scale" in run.train:
         lines = run.train["loss_scale"]
         known |= dict(zip(lines.step.tolist(), lines.value.tolist(), strict=True))

@@ -68,6 +68,13 @@ class Skip(NamedTuple):
     nan_count: int
 
 
+class Retry(NamedTuple):
+    """A step whose batch was attempted more than once."""
+
+    step: int
+    retries: int  # number of attempts after the first one
+
+
 class VariableFields(TypedDict):
     """The fields of one variable of the model that the report uses."""
 
@@ -154,6 +161,7 @@ class Run:
     validation: dict[str, Curve]
     scale: Curve  # changes of the loss scale: each value holds until the next step in the curve
     skips: list[Skip]
+    retries: list[Retry]
     underflow: list[Underflow]
     float8: list[Float8Tensors]
     record: Record | None  # magnitudes of the gradients
@@ -196,6 +204,7 @@ def read_run(run_dir: str | pathlib.Path) -> Run:
         validation=to_curves(lines.by_split["validation"]) | read_followed(path.parent),
         scale=to_curve({change.step: change.loss_scale for change in scales}),
         skips=by_step(lines.read("skip", parse_skip)),
+        retries=by_step(lines.read("retry", parse_retry)),
         underflow=by_step(lines.read("underflow", parse_underflow)),
         float8=by_step(lines.read("float8", parse_float8)),
         record=lines.read_record(path),
@@ -426,6 +435,11 @@ def parse_skip(
         check_count(inf_count),
         check_count(nan_count),
     )
+
+
+def parse_retry(step: int, retries: object) -> Retry:
+    """Makes a `Retry` from the fields of a line."""
+    return Retry(step, check_count(retries))
 
 
 def parse_underflow(step: int, share: Mapping[str, object]) -> Underflow:

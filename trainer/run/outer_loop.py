@@ -216,7 +216,8 @@ class OuterLoop:
         made_of = {name: identity["identity"][name] for name in RECORDED}
         if [*made_of["optimizer"]] == ["optimizer"]:  # a single one
             made_of["optimizer"] = made_of["optimizer"]["optimizer"]
-        settings = self._saver.facts() | best | made_of
+        policy = {"on_overflow": self._trainer.skip_policy.on_overflow}
+        settings = self._saver.facts() | best | policy | made_of
         if "content" in identity:
             # In words, because people read this; what is compared stands in run.json.
             entries = enumerate(identity["content"])

@@ -13,9 +13,11 @@ from scaling import Cause
 from scaling.base.number_formats import HALF_MAX
 from scaling.telemetry.simulate_rules import (
     best_fixed_scale,
+    compare,
     gather_evidence,
     simulate_rule,
     summarize,
+    unexplained,
 )
 
 OVERFLOWED = (Cause.BACKWARD, Cause.REDUCTION)
@@ -51,6 +53,58 @@ def test_evidence_about_other_scales(path):
         0.0,
         0.0,
     ]
+
+
+def test_evidence_of_retries_and_of_steps_in_float32(path):
+    """A retried step fits at its last scale and overflowed at twice that. A step in float32 says
+    nothing about scales.
+    """
+    steps = [
+        (4.0, Cause.NONE, 3.0),
+        (4.0, Cause.NONE, 3.0),
+        (4.0, Cause.BACKWARD, np.inf),
+        (2.0, Cause.NONE, 3.0),
+        (2.0, Cause.BACKWARD, np.inf),
+    ]
+    wide = [False, False, False, True, True]
+    reports = step_reports(steps, retries=[2, 0, 3, 0, 0], in_float32=wide)
+    record = write_record(path, reports)
+    evidence = gather_evidence(record)
+
+    assert record.retries.tolist() == [2, 0, 3, 0, 0]
+    assert record.in_float32.tolist() == wide
+    assert evidence.fits_at.tolist() == [4.0, 4.0, 0.0, 0.0, 0.0]
+    assert evidence.overflows_at.tolist() == [8.0, np.inf, 4.0, np.inf, np.inf]
+    assert evidence.incurable.tolist() == [*[Cause.NONE] * 4, Cause.MODEL]
+    assert best_fixed_scale(record) == 2.0
+    retried = write_record(path, step_reports(steps[:2], retries=[2, 0]))
+    assert best_fixed_scale(retried) == 4.0
+    assert best_fixed_scale(write_record(path, step_reports(steps[:2]))) == 2.0**14
+
+
+def test_overflows_that_the_weights_do_not_explain(path):
+    """The next step's gradients of weights fit in float16 at twice the scale that overflowed."""
+    steps = [
+        (2.0**14, Cause.BACKWARD, np.inf),  # 3 * 2^15 is too large for float16
+        (2.0**13, Cause.BACKWARD, np.inf),  # 3 * 2^14 is not
+        (2.0**12, Cause.NONE, 3.0),
+    ]
+    assert unexplained(write_record(path, step_reports(steps))) == (2, 1)
+    assert unexplained(write_record(path, step_reports(steps), precision="float32")) == (0, 0)
+    assert unexplained(write_record(path, step_reports(steps[2:], retries=1))) == (1, 1)
+
+
+def test_a_run_without_an_applied_step_is_refused(path):
+    """No gradient of it is known."""
+    record = write_record(path, step_reports([(4.0, Cause.BACKWARD, np.inf)] * 2))
+    with pytest.raises(ValueError, match="2 recorded steps were skipped") as error:
+        compare(record, ["dynamic"])
+
+    assert str(error.value) == (
+        "All 2 recorded steps were skipped, so no gradient is known and nothing can be simulated. The "
+        "report and the console say why steps were skipped. Use the record of a run that has applied "
+        "steps."
+    )
 
 
 def recorded_steps():

@@ -11,6 +11,8 @@ import tensorflow as tf
 from helpers import STEEP, Linear, overflowing, slopes
 
 import scaling
+from scaling.telemetry.record import read_record
+from scaling.telemetry.simulate_rules import best_fixed_scale
 from trainer import StepReport, Totals
 from trainer.log.run_log import RunLog
 
@@ -101,6 +103,30 @@ def test_every_step_can_have_a_log_line(tmp_path):
 
     skipped = [line["skipped"] for line in split_lines(tmp_path / "a" / "b", "train")]
     assert skipped == [1, 2, 3, 3, 3, 3]
+
+
+def test_retried_steps_leave_a_line(tmp_path):
+    """And the record of the gradients knows what overflowed before the last attempt."""
+    trainer = Linear(
+        precision="mixed_float16",
+        loss_scale=scaling.DynamicLossScale(initial_scale=2.0**17, max_scale=2.0**17),
+        on_overflow="retry",
+        record_gradients=True,
+        jit_compile=False,
+        model_dir=tmp_path,
+        verbose=False,
+    )
+    arrays = {"x": np.ones([4, 1], np.float32), "slope": np.full(4, 3.0, np.float32)}
+    totals = trainer.train(arrays, steps=3, global_batch=4).totals
+
+    assert (totals.applied, totals.retries) == (3, 3)
+    assert split_lines(tmp_path, "retry") == [{"step": 1, "split": "retry", "retries": 3}]
+    record = read_record(tmp_path / "metrics.jsonl")
+    assert record.retries.tolist() == [3, 0, 0]
+    assert record.loss_scale.tolist() == [2.0**14] * 3
+    assert best_fixed_scale(record) == 2.0**14
+    [start] = split_lines(tmp_path, "run")
+    assert start["settings"]["on_overflow"] == "retry"
 
 
 @pytest.mark.parametrize("online", [False, True])

@@ -55,6 +55,21 @@ def test_the_header(tmp_path):
     ]
 
 
+def test_retries_and_lost_lines_are_told(tmp_path):
+    """Retries are beside the causes of skips, and skips whose lines are missing are not hidden."""
+
+    def note(*lines):
+        run = read_run(write_lines(tmp_path, *lines))
+        [tile] = [each for each in facts.tiles(run) if each.label == "steps skipped"]
+        return tile.note
+
+    retry = {"split": "retry", "step": 4, "retries": 2}
+    line = TRAIN | {"skipped": 1}
+    assert note(line, SKIP, retry, retry | {"step": 7}) == "1 backward, 4 retries"
+    assert note(line | {"skipped": 0}, retry | {"retries": 1}) == "1 retry"
+    assert note(line | {"skipped": 3}, SKIP) == "1 backward, 2 of unknown cause"
+
+
 def test_the_end_of_a_run_is_described(tmp_path):
     """A run without a recorded end is still running or was killed; an older run says nothing."""
     failure = {"split": "failure", "step": 10, "error": "a.b.DataError: the data: bad"}
@@ -89,10 +104,13 @@ def test_the_settings_of_the_run_define_the_best_result(tmp_path):
 
 
 def test_the_loss_scale_comes_from_the_best_source(tmp_path):
-    """Logged changes come first, then recorded gradients, then log lines and skipped steps."""
+    """Logged changes come first, then recorded gradients, then log lines and skipped steps. Changes
+    have been lost if lines about skipped steps have.
+    """
     scale = {"split": "scale", "step": 1, "loss_scale": 8.0}
     for lines, steps, scales, known in (
-        ([scale, GRADIENTS, TRAIN], [1], [8.0], True),
+        ([scale, GRADIENTS, TRAIN, SKIP], [1], [8.0], True),
+        ([scale, TRAIN], [1, 10], [8.0, 2.0**15], False),
         ([GRADIENTS, TRAIN], [1, 2], [2.0**16, 2.0**15], True),
         ([TRAIN, SKIP], [1, 10], [2.0**16, 2.0**15], False),
         ([{"split": "train", "step": 1, "loss": 1.0}], [], [], False),
