@@ -22,21 +22,22 @@ class Probes:
         self.forward: list[tuple[str, tf.Tensor]] = []
         self.backward: list[tuple[str, tf.Tensor]] = []
 
-    def watch(self, tree: Any, place: str, *, forward: bool) -> Any:
+    def watch(self, tree: Any, place: str, *, backward: bool = True) -> Any:
         """Returns tensors unchanged, and records whether they and their gradients are finite.
 
         Args:
             tree: a structure of tensors; anything that is not a float tensor is passed through.
             place: the name under which the tensors are reported.
-            forward: whether to check the tensors too; their gradients are always checked.
+            backward: whether to check their gradients, too.
         """
 
         def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
-            if forward:
-                self.forward.append((place, scaling.all_finite(tensor)))
+            self.forward.append((place, scaling.all_finite(tensor)))
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                self.backward.append((f"the gradient of {place}", scaling.all_finite(upstream)))
+                if backward:
+                    name = f"the gradient of {place}"
+                    self.backward.append((name, scaling.all_finite(upstream)))
                 return upstream
 
             return tf.identity(tensor), gradient
@@ -52,38 +53,42 @@ class Probes:
 
 @contextlib.contextmanager
 def probing(model: keras.Model) -> Iterator[Probes]:
-    """Context manager: probes every innermost layer that is called inside the `with` block.
+    """Context manager: probes every layer that is called inside the `with` block.
 
     Enter the context while a function is traced, and use the probes in the same trace.
     """
     probes = Probes()
-    with replaced_calls(innermost_layers(model), lambda layer: probed_call(layer, probes)):
+    with replaced_calls(probed_layers(model), lambda layer: probed_call(layer, probes)):
         yield probes
 
 
 def probed_call(layer: keras.Layer, probes: Probes) -> Callable[..., Any]:
-    """Returns the `call` of a layer with probes on its inputs and outputs."""
-    call = layer.call
+    """Returns the `call` of a layer with probes on its inputs and outputs.
+
+    A layer that contains others may compute something itself, so its outputs are checked after
+    theirs. Gradients are checked at the layers inside, which say more.
+    """
+    call, backward = layer.call, is_innermost(layer)
 
     @functools.wraps(call)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        args = probes.watch(args, f"the input of layer {layer.name!r}", forward=False)
+        args = probes.watch(args, f"the input of layer {layer.name!r}", backward=backward)
         outputs = call(*args, **kwargs)
-        return probes.watch(outputs, f"the output of layer {layer.name!r}", forward=True)
+        return probes.watch(outputs, f"the output of layer {layer.name!r}", backward=backward)
 
     return watched
 
 
-def innermost_layers(model: keras.Model) -> list[keras.Layer]:
-    """Returns the layers that contain no other layers.
+def probed_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers of a model, and itself, but for the cells of recurrent layers.
 
-    A recurrent layer counts as innermost, because its cell runs inside a loop, where tensors cannot
-    be probed.
+    A cell runs inside a loop, where tensors cannot be probed.
     """
     recurrent = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.RNN)]
     cells = {id(inner) for outer in recurrent for inner in all_layers(outer)[1:]}
-    return [
-        layer
-        for layer in all_layers(model)
-        if id(layer) not in cells and (layer in recurrent or len(all_layers(layer)) == 1)
-    ]
+    return [layer for layer in all_layers(model) if id(layer) not in cells]
+
+
+def is_innermost(layer: keras.Layer) -> bool:
+    """Returns whether a layer is recurrent or contains no other layers."""
+    return isinstance(layer, keras.layers.RNN) or len(all_layers(layer)) == 1

@@ -82,10 +82,13 @@ def rerun_step(
     numbers = dict.fromkeys(StepReport._fields, 0) | dataclasses.asdict(record)
     recorded = StepReport(**{name: numbers[name] for name in StepReport._fields})
     names = plan.variable_names
+    place = first_nonfinite_place(record, dataset, at_scale, plan)
+    if place is None and replayed.cause == int(scaling.Cause.BACKWARD) and record.bad_variable >= 0:
+        place = f"the gradient of {names[record.bad_variable]} (those of all layers are finite)"
     return Replay(
         recorded=describe_skip(recorded, names),
         replayed="applied" if replayed.grads_finite else describe_skip(replayed, names),
-        place=first_nonfinite_place(record, dataset, at_scale, plan),
+        place=place,
     )
 
 

@@ -5,18 +5,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.replay.layer_probes import Probes, innermost_layers, probing
+from trainer.replay.layer_probes import Probes, is_innermost, probed_layers, probing
 
 
-def test_innermost_layers_contain_no_others():
-    """A nested model is replaced by its layers, and a recurrent layer is not entered."""
+def test_all_layers_but_cells_are_probed():
+    """A nested model is probed beside its layers, and a recurrent layer is not entered."""
     inner = keras.Sequential([keras.Input([3, 2]), keras.layers.LSTM(2, name="recurrent")])
     model = keras.Sequential(
         [keras.Input([3, 2]), inner, keras.layers.Dense(1, name="last")], name="outer"
     )
-    names = [layer.name for layer in innermost_layers(model)]
+    probed = {each.name: is_innermost(each) for each in probed_layers(model)}
 
-    assert [name for name in names if not name.startswith("input")] == ["recurrent", "last"]
+    expected = {"outer": False, inner.name: False, "recurrent": True, "last": True}
+    assert {k: v for k, v in probed.items() if not k.startswith("input")} == expected
 
 
 def checks(values):
@@ -27,10 +28,9 @@ def checks(values):
         probes = Probes()
         with tf.GradientTape() as tape:
             tape.watch(x)
-            root = tf.sqrt(probes.watch(x, "the input", forward=False))
-            output = probes.watch(
-                {"root": root, "count": tf.constant(1)}, "the output", forward=True
-            )
+            root = tf.sqrt(probes.watch(x, "the input"))
+            root = probes.watch(root, "the middle", backward=False)
+            output = probes.watch({"root": root, "count": tf.constant(1)}, "the output")
             loss = tf.reduce_sum(output["root"])
         tape.gradient(loss, x)
         return dict(probes.forward), dict(probes.backward)
@@ -46,7 +46,8 @@ def test_a_probe_sees_values_and_gradients(values, output, gradient):
     """Values are checked going forward, gradients going back; an integer tensor is passed through."""
     forward, backward = checks(values)
 
-    assert forward == {"the output": output}
+    finite = all(np.isfinite(values))
+    assert forward == {"the input": finite, "the middle": output, "the output": output}
     assert backward == {
         "the gradient of the output": True,
         "the gradient of the input": gradient,
@@ -68,6 +69,9 @@ def test_probed_layers_compute_what_they_computed_before():
     outputs, finite = probed(x)
 
     np.testing.assert_allclose(outputs.numpy(), expected, rtol=1e-6)
-    assert list(finite) == ["the output of layer 'first'", "the output of layer 'second'"]
+    names = ["first", "second"]
+    around = [f"the {end} of layer {model.name!r}" for end in ("input", "output")]
+    between = [f"the {end} of layer {name!r}" for name in names for end in ("input", "output")]
+    assert list(finite) == [around[0], *between, around[1]]
     assert all(bool(each.numpy()) for each in finite.values())
     assert [layer.call for layer in layers] == calls

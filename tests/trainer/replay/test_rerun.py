@@ -1,6 +1,7 @@
 """L18: a recorded step gives the same verdict when it is replayed."""
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ from helpers import Linear, slopes
 
 import scaling
 from scaling import Cause
+from trainer import Trainer
 from trainer.data.batches import untuned
 from trainer.replay.recorder import read_record
 
@@ -221,3 +223,68 @@ def test_another_loss_or_model_with_the_same_variables_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`loss_scale` must be the same as in the recorded run"):
         Layered(verbose=False, loss_scale=4.0).replay(path)
     assert Layered(verbose=False).replay(path).same
+
+
+@keras.saving.register_keras_serializable()
+class Block(keras.layers.Layer):
+    """A layer that contains another one, and overflows float16 by itself after it."""
+
+    def __init__(self, **arguments):
+        """With a dense layer."""
+        super().__init__(**arguments)
+        self.inner = keras.layers.Dense(4, name="inner")
+
+    def call(self, inputs):
+        """More than 65504, for any output of the dense layer that is not tiny."""
+        return self.inner(inputs) * 6e4 * 6e4
+
+
+def between_layers():
+    """A functional model that overflows between two layers."""
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(4, name="inner")(inputs) * 6e4 * 6e4
+    return keras.Model(inputs, keras.layers.Dense(1, name="innocent")(hidden))
+
+
+def within_a_block():
+    """A model whose block overflows outside of the layer in it."""
+    return keras.Sequential(
+        [keras.Input([4]), Block(name="block"), keras.layers.Dense(1, name="innocent")]
+    )
+
+
+def in_a_weight():
+    """A model without biases, whose weight alone has a large gradient if the inputs are large."""
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(1, use_bias=False, name="dense")])
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "place"),
+    [
+        (between_layers, 1.0, "the input of layer 'innocent'"),
+        (within_a_block, 1.0, "the output of layer 'block'"),
+        (
+            in_a_weight,
+            3e4,
+            "the gradient of sequential/dense/kernel (those of all layers are finite)",
+        ),
+    ],
+)
+def test_no_innocent_layer_is_named(tmp_path, model, size, place):
+    """What overflows between layers, or in a layer around others, or in the product for a weight."""
+    settings = {
+        "model": model,
+        "optimizer": "sgd",
+        "loss_fn": lambda labels, outputs: outputs[:, 0] * labels,
+        "precision": "mixed_float16",
+        "loss_scale": 2.0**4,
+        "jit_compile": False,
+        "verbose": False,
+    }
+    data = np.full([8, 4], size, np.float32), np.ones([8], np.float32)
+    trainer = Trainer(model_dir=tmp_path, max_overflow_records=1, **settings)
+    trainer.train(data, steps=1, global_batch=8)
+    replay = Trainer(**settings).replay(tmp_path / "overflows" / "step-00000001")
+
+    assert replay.same, str(replay)
+    assert re.sub(r"_\d+/", "/", replay.place) == place
