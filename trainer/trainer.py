@@ -632,8 +632,8 @@ class Trainer(Task):
             CheckpointError: if a checkpoint cannot be written. Earlier checkpoints are unaffected.
             DivergedError: if the run has diverged and cannot be rolled back; see `Divergence`.
             WorkerLostError: if another worker's process has ended or no longer responds.
-            RuntimeError: if another process is training in `model_dir`, or if `train` is called in
-                a hook or an action.
+            RuntimeError: if another process is training in `model_dir`, if another trainer has
+                trained there since this one has, or if `train` is called in a hook or an action.
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT, once the run is
                 saved.
         """
@@ -651,6 +651,7 @@ class Trainer(Task):
             check_schedule(eval_data, eval_interval, eval_steps, evaluate_at_start)
             evaluated = self._read_eval_data(eval_data, data, eval_steps)
             self._start(data.first)
+            self._parts.checkpoints.check_only_writer()
             evaluations = self._evaluations(evaluated, eval_interval, at_start=evaluate_at_start)
             log = self._new_log()
             position = known or self._new_position(train_data, global_batch, data)
@@ -769,6 +770,7 @@ class Trainer(Task):
         check_online(self)
         check_writable(self.model_dir)
         self._end_online()
+        self._parts.checkpoints.check_only_writer()
         self._withdraw_stop()
         position = OnlinePosition(batch, self._trained_on[2] if self._trained_on else None)
         auto = self.compile_mode_open

@@ -80,6 +80,8 @@ class Checkpoints:
         self.bytes: dict[str, int] = {}
         self.resumed = False  # whether training has continued from the restored checkpoint
         self.deferred = False  # whether a call of `train` has left that to a later call
+        # The steps of the checkpoints in the folder when the last one was saved or restored.
+        self.seen: set[int] = set()
 
     def restore(self, *, before: int | None = None, clean_up: bool = True) -> pathlib.Path | None:
         """Restores the newest intact checkpoint, if any. Call it in the strategy's scope.
@@ -116,6 +118,7 @@ class Checkpoints:
             for late in later:
                 remove_folder(late)
         self._read(path, facts)
+        self.seen = {*found}
         return path
 
     def restore_live(self, path: pathlib.Path) -> bool:
@@ -243,6 +246,25 @@ class Checkpoints:
             return {}
         return folder.read_unchecked(self._model_dir / f"{PREFIX}-{step}")
 
+    def check_only_writer(self) -> None:
+        """Raises RuntimeError if another trainer has saved the run since this one last did.
+
+        With several workers, every worker must call this method, and the chief's answer counts.
+        """
+        if self._model_dir is None:
+            return
+        self.wait()
+        others = folder.committed(self._model_dir, PREFIX).keys() - self.seen
+        newest = strategies.from_chief(max(others, default=-1), self._strategy)
+        if newest >= 0:
+            path = self._model_dir / f"{PREFIX}-{newest}"
+            raise RuntimeError(
+                f"`model_dir` must have one writer; got {path}, which another trainer has written "
+                "since this one has trained there. Two lines of steps would be logged as one run. "
+                "Make a new trainer, which goes on from the newest checkpoint, or use another "
+                "model_dir."
+            )
+
     def holds_other_variables(self) -> bool:
         """Returns whether the newest checkpoint holds other variables than the next one will."""
         saved = self.facts.get("variables", {})
@@ -273,7 +295,7 @@ class Checkpoints:
         before.wait()
         self.latest, self.facts, self.resumed = before.latest, before.facts, before.resumed
         self.deferred, self.files = before.deferred, before.files
-        self.bytes = before.bytes
+        self.bytes, self.seen = before.bytes, before.seen
 
     def kept_steps(self) -> set[int]:
         """Returns the steps of the checkpoints, with the one that may still be written."""
@@ -316,6 +338,7 @@ class Checkpoints:
         if self._max_to_keep is not None:
             for old in kept[: -self._max_to_keep]:
                 remove_folder(old)
+        self.seen = {*folder.committed(path.parent, PREFIX)}
 
     def _discard(self, path: pathlib.Path) -> None:
         """Removes the files of a checkpoint that could not be completed."""

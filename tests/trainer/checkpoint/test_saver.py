@@ -352,6 +352,34 @@ def test_a_checkpoint_of_another_run_at_the_same_step_is_read(tmp_path):
     assert evaluated(reader) == (-7.0, -7.0)
 
 
+@pytest.mark.parametrize("online", [False, True])
+def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
+    """A cell of a notebook that is run again, with the trainer from before."""
+
+    def made():
+        return Linear(model_dir=tmp_path, verbose=False, max_to_keep=2)
+
+    data = slopes(*range(4))
+    first, second = made(), made()
+    first.train(data, steps=2, global_batch=2)
+    second.train(data, steps=4, global_batch=2)
+    before = sorted(path.name for path in tmp_path.iterdir()), first.totals
+    with pytest.raises(RuntimeError, match="one writer") as error:
+        if online:
+            first.train_on_batch(data)
+        else:
+            first.train(data, steps=6, global_batch=2)
+
+    assert str(error.value) == (
+        f"`model_dir` must have one writer; got {tmp_path / 'ckpt-4'}, which another trainer has "
+        "written since this one has trained there. Two lines of steps would be logged as one run. "
+        "Make a new trainer, which goes on from the newest checkpoint, or use another model_dir."
+    )
+    assert (sorted(path.name for path in tmp_path.iterdir()), first.totals) == before
+    assert second.train(data, steps=6, global_batch=2).steps_run == 2
+    assert made().train(data, steps=8, global_batch=2).steps_run == 2
+
+
 def test_without_an_interval_one_is_written_at_the_end(tmp_path):
     """Without a `model_dir`, none is written at all."""
     Linear(model_dir=tmp_path, verbose=False).train(slopes(1.0), steps=30, global_batch=1)
