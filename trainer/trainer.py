@@ -24,7 +24,7 @@ from trainer.base.argument_checks import (
 )
 from trainer.base.autograph import without_autograph
 from trainer.base.folder_lock import only_writer
-from trainer.base.scoped_seed import ScopedSeed
+from trainer.base.scoped_seed import ScopedSeed, random_numbers_kept
 from trainer.checkpoint.best import export_model
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
@@ -127,7 +127,7 @@ from trainer.run.dry_run import DryRun, Overfit, check_overfit_steps, dry_run, o
 from trainer.run.follow import calls_of
 from trainer.run.identity import evaluated_of
 from trainer.run.leaving import Leaving
-from trainer.run.online_loop import OnlineLoop, check_online
+from trainer.run.online_loop import OnlineLoop, check_no_place_is_lost, check_online
 from trainer.run.outer_loop import OuterLoop, Results, TrainRequest
 from trainer.run.protocol import Parts
 from trainer.run.same_on_workers import check_same_data, check_same_run
@@ -654,7 +654,7 @@ class Trainer(Task):
             self._parts.checkpoints.check_only_writer()
             evaluations = self._evaluations(evaluated, eval_interval, at_start=evaluate_at_start)
             log = self._new_log()
-            position = known or self._new_position(train_data, global_batch, data)
+            position = known or self._new_position(train_data, data)
             target = self._target(steps, epochs, position)
             due = self._loop.evaluation_due if self._loop else None
             request = evaluations._replace(target=target, due=due)
@@ -663,6 +663,11 @@ class Trainer(Task):
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
             loop.begin(first=not self._introduced)
+            # A call that is refused, or has no steps to take, leaves the place in other data as it
+            # is. One that a restarted program repeats may be the call that had read it.
+            idle = self._trained_on and target <= self.totals.attempted
+            if not known and (not idle or self._parts.checkpoints.deferred):
+                self._begin_to_read(train_data, global_batch, position)
             if not self._introduced:
                 self._introduce(loop)
             if choice:
@@ -768,6 +773,8 @@ class Trainer(Task):
     def _begin_online(self, batch: Batch) -> OnlineLoop:
         """Does what comes before the first step of `train_on_batch`."""
         check_online(self)
+        if not self._trained_on:
+            check_no_place_is_lost(self._parts.checkpoints, self.checkpoint_config.data_resume)
         check_writable(self.model_dir)
         self._end_online()
         self._parts.checkpoints.check_only_writer()
@@ -942,15 +949,11 @@ class Trainer(Task):
 
     def _known_position(self, train_data: Any, global_batch: int | None) -> DataPosition | None:
         """Returns the position at which the last call of `train` ended, if the data is the same."""
-        before, self._trained_on = self._trained_on, None
-        if (
-            before
-            and before[1] == global_batch
-            and same_data(before[0], train_data, before[2].data)
-        ):
-            self._trained_on = before
-            return before[2]
-        return None
+        if self._trained_on is None:
+            return None
+        data, batch_size, position = self._trained_on
+        same = batch_size == global_batch and same_data(data, train_data, position.data)
+        return position if same else None
 
     def _batches(self, train_data: Any, global_batch: int | None) -> Batches:
         step = self.totals.attempted if self._introduced else 0
@@ -969,9 +972,7 @@ class Trainer(Task):
         one_shape = strategies.capabilities(self.strategy).one_shape
         return self.loss_reduction == "global" and one_shape
 
-    def _new_position(
-        self, train_data: Any, global_batch: int | None, data: Batches
-    ) -> DataPosition:
+    def _new_position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns a position at the beginning of the data."""
         position = position_in(data, self.checkpoint_config.data_resume)
         ended = self._position.epochs_ended if self._position else 0
@@ -979,9 +980,12 @@ class Trainer(Task):
         self._check_savable(train_data, position)
         if self.model_dir and are_arrays(train_data) and position.resume_mode != "restart":
             position.content = of_arrays(as_arrays(train_data, "train_data"))
-        self._trained_on = train_data, global_batch, position
-        self._position = position
         return position
+
+    def _begin_to_read(self, data: Any, global_batch: int | None, position: DataPosition) -> None:
+        """Notes what the run reads from here on."""
+        self._trained_on = data, global_batch, position
+        self._position = position
 
     def _check_savable(self, train_data: Any, position: DataPosition) -> None:
         """Raises ValueError if the position in the data will be saved and cannot be."""
@@ -1163,8 +1167,9 @@ class Trainer(Task):
         A dry run takes two steps on real batches, evaluates one batch, saves and restores a
         checkpoint in a temporary folder, compares the replicas, and estimates the memory. Restored
         are all variables, metrics and generators that the trainer reaches, through any Python
-        object. What Python itself counts, a generator of data that has been read, and a lookup
-        table that `update_metrics` writes are not restored.
+        object. What Python itself counts, a generator of data that has been read, the passes that
+        TensorFlow counts over a dataset that shuffles, and a lookup table that `update_metrics`
+        writes are not restored.
 
         Args:
             train_data: as for `train`.
@@ -1251,7 +1256,7 @@ class Trainer(Task):
         """
         self._check_started("export")
         check_export(self.model, path, precision)
-        with self._lending(self._weights(averaged)):
+        with self._lending(self._weights(averaged)), random_numbers_kept():
             return export(self.model, local_path(path), precision, compare_on, self._inputs)
 
     def replay(self, overflow: str | pathlib.Path) -> Replay:

@@ -45,6 +45,17 @@ def set_random_state(state: RandomState) -> None:
 ONE_AT_A_TIME = threading.RLock()  # the global generators belong to the whole process
 
 
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Context manager: the global generators are afterwards as they were found."""
+    with ONE_AT_A_TIME:
+        before = random_state()
+        try:
+            yield
+        finally:
+            set_random_state(before)
+
+
 class ScopedSeed:
     """The random numbers that one trainer draws from global generators.
 
@@ -85,8 +96,7 @@ class ScopedSeed:
         if self._seed is None or self._in_use:
             yield
             return
-        with ONE_AT_A_TIME:
-            before = random_state()
+        with random_numbers_kept():
             if from_start or self._state is None:
                 keras.utils.set_random_seed(self._seed)
             else:
@@ -97,4 +107,3 @@ class ScopedSeed:
                 self._state = random_state()
             finally:
                 self._in_use = False
-                set_random_state(before)

@@ -28,6 +28,8 @@ from trainer.data.reader import untuned
 
 RESUME_MODES = ("exact", "skip", "restart")
 OF_A_PASS = "global_batch", "data"  # the entries of `run.json` that say how long a pass is
+# The entry of `run.json` that says that no call of `train` was reading its data.
+BETWEEN_CALLS = "between_calls"
 POLL_SECS = 0.05
 COUNTED = "data.counted"  # a file instead of the iterator's state; see `given_up`
 
@@ -110,6 +112,22 @@ class DataPosition:
         self.began, self.epochs_before = step, epochs_before
         self.since = step
 
+    def begin_late(self, saved: Mapping[str, Any]) -> None:
+        """Notes that a resumed run begins to read data, and has read none or other data before.
+
+        Args:
+            saved: contents of the checkpoint's `run.json`.
+        """
+        self.begin(saved["step"], saved.get("epochs_ended", 0))
+        self._order_from(self.began)
+
+    def _order_from(self, step: int) -> None:
+        """Reads the data in the order that it has if the run begins to read it at a step."""
+        again = self.data.beginning_with(step)
+        if again is not self.data:
+            self.data, self._dataset = again, again.endless()
+            self.iterator = iter(self._dataset)
+
     def begin_instead(self, saved: Mapping[str, Any]) -> None:
         """Notes that a resumed run begins to read this data instead of what a checkpoint was in.
 
@@ -143,10 +161,7 @@ class DataPosition:
         """
         taken = saved["batches_taken"]
         self.began = self.since = saved.get("data_began", self.began)
-        again = self.data.beginning_with(self.began)
-        if again is not self.data:
-            self.data, self._dataset = again, again.endless()
-            self.iterator = iter(self._dataset)
+        self._order_from(self.began)
         self.read(folder, taken)
         self.left_out = saved.get("batches_left_out", taken - saved["step"])
         self.epochs_before = saved.get("epochs_before", 0)

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.data.batches import Batches
-from trainer.data.iterator_state import DataPosition
+from trainer.data.iterator_state import BETWEEN_CALLS, DataPosition
 from trainer.data.structures import as_batch
 from trainer.step.types import Batch
 
@@ -79,8 +79,10 @@ class OnlinePosition(DataPosition):
         return {"pipeline": self.pipeline, "data_resume": self.resume_mode}
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of the position in the data of `train`."""
-        return self._before.counts() if self._before else super().counts()
+        """Returns the numbers of the position in the data of `train`; see `DataPosition`."""
+        if self._before:  # `train` has read it to the end of its call
+            return {**self._before.counts(), BETWEEN_CALLS: True}
+        return super().counts()
 
     def go_to(self, folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
         """Moves to the position in the data of `train`, if there is one."""
@@ -91,6 +93,11 @@ class OnlinePosition(DataPosition):
         """Moves to the position of a checkpoint of the same process, if there is one."""
         if self._before:
             self._before.go_back(folder, saved)
+
+    def begin_late(self, saved: Mapping[str, Any]) -> None:
+        """Notes that the data of `train` is read from here on, if there is any."""
+        if self._before:
+            self._before.begin_late(saved)
 
     def begin_instead(self, saved: Mapping[str, Any]) -> None:
         """Notes that the position in the data of `train` begins anew, if there is one."""

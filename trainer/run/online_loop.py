@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.base.folder_lock import only_writer
+from trainer.checkpoint import Checkpoints
 from trainer.config.resolve import check_one_process
 from trainer.data.errors import wrong_values
 from trainer.data.iterator_state import DataPosition
@@ -34,6 +35,25 @@ def check_online(trainer: RunnableTrainer) -> None:
             f"{waiting[0] if waiting else 'a hook on_epoch_end'}. Batches that are passed one by "
             "one have no epochs. Use on_log(step, values) or an Action(call, every_steps=n) "
             "instead."
+        )
+
+
+def check_no_place_is_lost(checkpoints: Checkpoints, data_resume: str | None) -> None:
+    """Raises ValueError if a run is resumed whose place in the data of `train` nobody would keep.
+
+    Args:
+        checkpoints: the run's checkpoints.
+        data_resume: the trainer's setting.
+    """
+    saved = checkpoints.facts
+    if checkpoints.resumed or "restart" in (data_resume, saved.get("data_resume", "restart")):
+        return
+    if "data" in saved:
+        raise ValueError(
+            "`train_on_batch` must come after train() when it resumes a run that train() has "
+            f"begun; got it first, with {checkpoints.latest}. The place in the data would be lost. "
+            f"Call train(data, steps={saved['step']}) before, with that data: it takes no step and "
+            'finds the place. Or pass data_resume="restart", to begin the data anew.'
         )
 
 

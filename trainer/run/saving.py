@@ -12,7 +12,7 @@ from trainer.base.describe import text_of_rule
 from trainer.checkpoint.arrays import joined, read_arrays, split, write_arrays
 from trainer.checkpoint.compatibility import check_same, versions
 from trainer.checkpoint.folder import Facts
-from trainer.data.iterator_state import OF_A_PASS, DataPosition
+from trainer.data.iterator_state import BETWEEN_CALLS, OF_A_PASS, DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
 from trainer.monitor.callback import keys_of
@@ -87,13 +87,18 @@ class RunSaver:
         if checkpoints.deferred:
             log.rewind(step, trainer.model_dir)
             return
+        begins = "data" not in saved  # a run of `train_on_batch` alone has no place in data
+        if self._has_ended(saved):
+            begins, saved = True, saved | self._position.facts() | self._content()
+            log.say("the data of this call is another than before, and is read from its beginning")
         changed = self._changes(saved, checkpoints.latest)
         self._take_changes(saved, changed)
-        # A run of `train_on_batch` alone has no position in data.
-        if "data" in saved and not {"seed", "global_batch", "data"} & {*changed}:
-            self._position.go_to(checkpoints.latest, saved)
-        elif "data" in saved:
+        if begins:
+            self._position.begin_late(saved)
+        elif {"seed", "global_batch", "data"} & {*changed}:
             self._position.begin_instead(saved)
+        else:
+            self._position.go_to(checkpoints.latest, saved)
         if self._watch and saved["divergence"]:
             self._watch.set_state(saved["divergence"])
         unknown = self.restore_listeners()
@@ -102,6 +107,16 @@ class RunSaver:
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
+
+    def _has_ended(self, saved: Facts) -> bool:
+        """Returns whether this call of `train` comes after another one that had read other data.
+
+        The checkpoint is then of calls of `train_on_batch` between the two.
+        """
+        if not saved.get(BETWEEN_CALLS) or BETWEEN_CALLS in self._position.counts():
+            return False
+        ours = self._position.facts() | self._content()
+        return any(saved.get(name) != value for name, value in ours.items())
 
     def saved_interval(self) -> Mapping[str, np.ndarray] | None:
         """Returns what `RunLog.unfinished` returned when the newest checkpoint was written.
@@ -228,9 +243,12 @@ class RunSaver:
 
     def identity(self) -> dict[str, Any]:
         """Returns the longer entries of `run.json`, which say what makes the run the same."""
+        return {"identity": self._parts.identity, **self._content()}
+
+    def _content(self) -> Facts:
+        """Returns the entry of `run.json` about the values in the data, as far as it is known."""
         content = self._position.content
-        known = {} if content is None else {"content": content}
-        return {"identity": self._parts.identity, **known}
+        return {} if content is None else {"content": content}
 
     def facts(self) -> dict[str, Any]:
         """Returns the short entries of `run.json` that do not change during training."""

@@ -104,8 +104,11 @@ def test_a_block_that_raises_puts_everything_back():
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("program")
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept:DeprecationWarning"  # of Keras, in `save`
+)
 def test_a_trainer_leaves_the_global_generators_as_it_found_them(tmp_path):
-    """To build, train, evaluate, predict and save moves none of them, so that a program draws
+    """To build, train, evaluate, predict, save and export moves none of them, so that a program draws
     between trainers what it draws without trainers; and a trainer draws the same in any program.
     """
     keras.utils.set_random_seed(8)
@@ -118,6 +121,7 @@ def test_a_trainer_leaves_the_global_generators_as_it_found_them(tmp_path):
         trainer.train((X, 3 * X), steps=2, global_batch=8, eval_data=(X, 3 * X))
         trainer.predict(X, global_batch=8)
         losses.append(trainer.evaluate((X, 3 * X), global_batch=8)["loss"])
+        trainer.export(tmp_path / folder / "float32.keras", precision="float32")
         assert same(before, random_state())
         found.append(draws())
     assert found == expected

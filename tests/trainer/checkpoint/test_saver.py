@@ -364,11 +364,9 @@ def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
     first.train(data, steps=2, global_batch=2)
     second.train(data, steps=4, global_batch=2)
     before = sorted(path.name for path in tmp_path.iterdir()), first.totals
+    again = first.train_on_batch if online else lambda data: first.train(data, 6, global_batch=2)
     with pytest.raises(RuntimeError, match="one writer") as error:
-        if online:
-            first.train_on_batch(data)
-        else:
-            first.train(data, steps=6, global_batch=2)
+        again(data)
 
     assert str(error.value) == (
         f"`model_dir` must have one writer; got {tmp_path / 'ckpt-4'}, which another trainer has "

@@ -1,5 +1,6 @@
 """`train_on_batch`: the laws of `train`, for batches that are made during training."""
 
+import contextlib
 import gc
 import json
 
@@ -152,6 +153,124 @@ def test_a_run_without_data_resumes(tmp_path):
     taken_over = Linear(model_dir=tmp_path, verbose=False)
     taken_over.train(slopes(1.0, 1.0), 5, global_batch=2)
     assert taken_over.weight == 1 - 2 - 10 - 2
+
+
+def line(folder, **arguments):
+    """A trainer whose bits tell the order of the rows of its data."""
+    return Trainer(
+        model=lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]),
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        loss_fn="mse",
+        seed=1,
+        verbose=False,
+        check_gradients=False,
+        jit_compile=False,
+        model_dir=folder,
+        **arguments,
+    )
+
+
+ROWS = X, X[:, :1]  # arrays are shuffled by the seed and the step at which they begin
+
+
+def test_data_begins_at_the_same_step_after_a_restart(tmp_path):
+    """`train` after batches alone shuffles arrays as it does without a restart in between."""
+
+    def program(folder, *, stop=False):
+        trainer = line(folder)
+        for _ in range(trainer.restore(BATCHES[0]), 3):
+            trainer.train_on_batch(BATCHES[0])
+        trainer.save_checkpoint()
+        if not stop:
+            trainer.train(ROWS, 8, global_batch=4)
+        return trainer
+
+    whole = program(tmp_path / "whole")
+    program(tmp_path / "cut", stop=True)
+    assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
+    """A call of `train` that had ended before the batches does not bind the next one, which may have
+    other values or another size of a batch; and the same data goes on in its place.
+    """
+    first, second = (ROWS, tuple(2 * part for part in ROWS)) if arrays else (dataset(), None)
+    settings = {"global_batch": 4} if arrays else {}
+    for following in (first, dataset().take(3) if second is None else second):
+
+        def program(folder, *, stop=False):
+            trainer = line(folder)
+            trainer.train(first, 4, **settings)
+            for _ in range(trainer.totals.attempted, 6):
+                trainer.train_on_batch(BATCHES[0])
+            trainer.save_checkpoint()
+            if not stop:
+                trainer.train(following, 10, **settings)  # noqa: B023  # called in this round
+            return trainer
+
+        name = f"cut-{following is first}"
+        whole = program(tmp_path / f"whole-{following is first}")
+        program(tmp_path / name, stop=True)
+        assert_same_bits(all_copies(whole), all_copies(program(tmp_path / name)))
+
+
+def test_the_place_in_data_is_not_lost_without_a_word(tmp_path):
+    """A program that takes a batch before `train` has opened the data is told what to do."""
+
+    def begun(folder, **arguments):
+        trainer = line(folder, **arguments)
+        if trainer.restore(BATCHES[0]) < 4:
+            trainer.train(ROWS, 4, global_batch=4)
+        return trainer
+
+    def ended(trainer):
+        trainer.train_on_batch(BATCHES[0])
+        trainer.train(ROWS, 10, global_batch=4)
+        return trainer
+
+    whole = ended(begun(tmp_path / "whole"))
+    begun(tmp_path / "cut")
+    resumed = begun(tmp_path / "cut")
+    with pytest.raises(ValueError, match="train_on_batch") as error:
+        resumed.train_on_batch(BATCHES[0])
+    assert str(error.value) == (
+        "`train_on_batch` must come after train() when it resumes a run that train() has begun; got "
+        f"it first, with {tmp_path / 'cut' / 'ckpt-4'}. The place in the data would be lost. Call "
+        "train(data, steps=4) before, with that data: it takes no step and finds the place. Or pass "
+        'data_resume="restart", to begin the data anew.'
+    )
+    resumed.train(ROWS, 4, global_batch=4)
+    assert_same_bits(all_copies(whole), all_copies(ended(resumed)))
+
+    begun(tmp_path / "anew")
+    anew = ended(begun(tmp_path / "anew", data_resume="restart"))
+    assert anew.totals.attempted == 10
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"train_data": ROWS, "steps": 12},
+        {"train_data": ROWS, "steps": 12, "global_batch": 4, "eval_interval": 3},
+        {"train_data": (X[:, :1], X[:, :1]), "steps": 12, "global_batch": 4},
+        {"train_data": (X[:3], X[:, :1]), "steps": 12, "global_batch": 4},
+        {"train_data": None, "steps": 12},
+        {"train_data": tuple(2 * part for part in ROWS), "steps": 4, "global_batch": 4},
+        {"train_data": ROWS, "steps": 4, "global_batch": 8},
+    ],
+    ids=["no size", "evaluation", "shape", "lengths", "none", "other reached", "size reached"],
+)
+def test_a_call_without_steps_leaves_the_place_in_the_data(arguments):
+    """A call that is refused, or whose steps have been taken, changes nothing."""
+    plain, called = line(None), line(None)
+    for trainer in (plain, called):
+        trainer.train(ROWS, 4, global_batch=4)
+        if trainer is called:
+            with contextlib.suppress(TypeError, ValueError):
+                assert trainer.train(**arguments).steps_run == 0
+        trainer.train(ROWS, 8, global_batch=4)
+    assert_same_bits(all_copies(plain), all_copies(called))
 
 
 class Broken(Callback):
