@@ -84,12 +84,15 @@ def main(_):
     tuner = trainer_of(lambda: classifier(weights), FLAGS.model_dir)
     data = few(images[new], labels[new] - HALF)
     tuner.train(data, phase, global_batch=FLAGS.global_batch)
-    frozen = tuner.evaluate(test, global_batch=FLAGS.global_batch)
+    before = ""
+    if tuner.totals.attempted == phase:  # a resumed run may be in its second phase
+        frozen = tuner.evaluate(test, global_batch=FLAGS.global_batch)
+        before = f"{frozen['accuracy']:.1%} frozen, "
     tuner.model.get_layer("base").trainable = True
     tuner.optimizer.learning_rate = 3e-4
     tuner.train(data, FLAGS.steps, global_batch=FLAGS.global_batch)
     tuned = tuner.evaluate(test, global_batch=FLAGS.global_batch)
-    print(f"held out: {frozen['accuracy']:.1%} frozen, {tuned['accuracy']:.1%} fine-tuned")
+    print(f"held out: {before}{tuned['accuracy']:.1%} fine-tuned")
 
 
 if __name__ == "__main__":

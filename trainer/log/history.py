@@ -135,9 +135,17 @@ class History:
             begun: the first step of the interval in which `step` is, if the run goes on with that
                 interval. A line about a part of it is forgotten, too.
         """
-        ends = {"train": step if begun is None else begun - 1, "validation": step}
+        ends = last_steps(step, begun)
         self._rows = {
             split: [row for row in rows if row.step <= ends[split]]
+            for split, rows in self._rows.items()
+        }
+
+    def counts(self, step: int, begun: int | None = None) -> dict[str, int]:
+        """Returns for each split how many steps have numbers that `rewind` would keep."""
+        ends = last_steps(step, begun)
+        return {
+            split: len({row.step for row in rows if row.step <= ends[split]})
             for split, rows in self._rows.items()
         }
 
@@ -158,6 +166,11 @@ class History:
     def snapshot(self) -> Snapshot:
         """Returns the history as it is now."""
         return Snapshot(self._rows, {split: len(rows) for split, rows in self._rows.items()})
+
+
+def last_steps(step: int, begun: int | None) -> dict[str, int]:
+    """Returns the last step whose numbers stay, for each split; see `History.rewind`."""
+    return {"train": step if begun is None else begun - 1, "validation": step}
 
 
 def read_history(model_dir: pathlib.Path | None, step: int) -> list[dict[str, Any]]:

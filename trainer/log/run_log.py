@@ -203,6 +203,11 @@ class RunLog:
         steps = concatenate(self._reports) if self.pending else None
         return None if steps is None else steps._asdict()
 
+    def lines_up_to(self, step: int) -> dict[str, int]:
+        """Returns how many log lines and evaluations a run has that goes on from a step."""
+        interval = self.unfinished()
+        return self.history.counts(step, int(interval["step"][0]) if interval else None)
+
     @property
     def any_applied(self) -> bool:
         """Whether a step since the last log line was applied. Call `read` first."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 import strategies
 from trainer.base.describe import text_of_rule
@@ -104,6 +105,7 @@ class RunSaver:
         unknown = self.restore_listeners()
         checkpoints.resumed = True
         log.rewind(step, trainer.model_dir, self.saved_interval())
+        warn_of_lost_lines(saved.get("lines"), log.lines_up_to(step))
         log.say(f"going on from step {step} ({checkpoints.latest})")
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
@@ -184,6 +186,7 @@ class RunSaver:
                 "evaluation_due": self.evaluation_due,
                 "callbacks": states,
                 "interval": split(self._log.unfinished(), arrays) if self._log else None,
+                "lines": self._log.lines_up_to(step) if self._log else None,
                 **facts_of(self._parts.slots, self._trainer),
             }
         )
@@ -264,3 +267,25 @@ class RunSaver:
             "jit_compile": trainer.jit_compile,
             **self._position.facts(),
         }
+
+
+def warn_of_lost_lines(saved: Mapping[str, int] | None, found: Mapping[str, int]) -> None:
+    """Warns if lines of `metrics.jsonl` are gone from which a resumed run takes its history.
+
+    Args:
+        saved: what `RunLog.lines_up_to` returned when the checkpoint was written; None if it is of
+            an older version.
+        found: what it returns now.
+    """
+    if saved is None:
+        return
+    lost = {split: count - found[split] for split, count in saved.items()}
+    if any(count > 0 for count in lost.values()):
+        logging.warning(
+            "metrics.jsonl lacks %d of the run's %d log lines, and %d of its %d evaluations. The "
+            "summary's history and best result, and the report, do not cover them.",
+            lost["train"],
+            saved["train"],
+            lost["validation"],
+            saved["validation"],
+        )

@@ -712,6 +712,7 @@ def test_a_manifest_describes_the_run(tmp_path):
         "actions": [],
         "callbacks": {},
         "interval": None,  # the step ended one
+        "lines": {"train": 1, "validation": 0},
         "divergence": None,
         "evaluation_due": False,
         "slots": {"optimizer": [[0, 0]]},
