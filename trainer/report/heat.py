@@ -20,6 +20,7 @@ MIN_COLOR_RANGE = 0.01  # the color scale always reaches at least this share
 # In inches.
 CHARACTER_WIDTH = 0.076
 ROW_HEIGHT = 0.24
+MIN_HEIGHT = 0.72  # below it, the labels of the color scale would overlap
 TOP, BOTTOM = 0.2, 0.55
 COLOR_BAR_SPACE = 1.3  # the margin on the right
 
@@ -54,7 +55,7 @@ def draw_shares(lines: Sequence[Underflow], last_step: int, name: str, what: str
         ]
     )
     labels = [shorten(name.replace("\n", " ")) for name in names]
-    height = ROW_HEIGHT * len(names)
+    height = max(ROW_HEIGHT * len(names), MIN_HEIGHT)
     total = height + TOP + BOTTOM
     figure = Figure(figsize=(WIDTH, total), dpi=DPI, facecolor="white")
     left = 0.2 + CHARACTER_WIDTH * max(map(len, labels))

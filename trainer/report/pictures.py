@@ -126,7 +126,8 @@ def draw_curves(run: Run) -> Picture | None:
     ends = []
     for axes, (name, results) in zip(panels, metrics.items(), strict=True):
         draw_metric(axes, run, name, results)
-        curves = [("training", name, run.train[name])] if name in run.train else []
+        trained = training_curve(run, name)
+        curves = [("training", name, trained)] if trained else []
         curves += [("validation", result, run.validation[result]) for result in results]
         ends += [f"{split} {result} ends at {last(curve):.4g}" for split, result, curve in curves]
     style_panels(panels, run)
@@ -138,11 +139,18 @@ def all_metrics(run: Run) -> dict[str, list[str]]:
 
     Those of which no value is known are left out: no step has been applied.
     """
-    known = {name for name, curve in run.train.items() if not math.isnan(last(curve))}
-    metrics: dict[str, list[str]] = {n: [] for n in run.train if is_metric(n) and n in known}
+    metrics: dict[str, list[str]] = {
+        name: [] for name in run.train if is_metric(name) and training_curve(run, name)
+    }
     for result in run.validation:
         metrics.setdefault(metric_of(result, run), []).append(result)
     return metrics
+
+
+def training_curve(run: Run, name: str) -> Curve | None:
+    """Returns the values of a metric or of the loss in training; None if none is known."""
+    curve = run.train.get(name)
+    return None if math.isnan(last(curve)) else curve
 
 
 def shown_metrics(run: Run) -> dict[str, list[str]]:
@@ -155,7 +163,9 @@ def curves_left_out(run: Run) -> int:
     """Returns the number of curves for which there is no room."""
 
     def count(metrics: Mapping[str, Sequence[str]]) -> int:
-        return sum((name in run.train) + len(results) for name, results in metrics.items())
+        return sum(
+            bool(training_curve(run, name)) + len(results) for name, results in metrics.items()
+        )
 
     return count(all_metrics(run)) - count(shown_metrics(run))
 
@@ -177,9 +187,9 @@ def draw_metric(axes: Axes, run: Run, name: str, results: Sequence[str]) -> None
         results: the names of the results of evaluations to draw with it.
     """
     shown = []
-    if name in run.train:
-        shown.append(run.train[name])
-        plot(axes, run.train[name], BLUE, label="training")
+    if trained := training_curve(run, name):
+        shown.append(trained)
+        plot(axes, trained, BLUE, label="training")
     for place, result in enumerate(results):
         shown.append(run.validation[result])
         color, marker = VALIDATION[place % len(VALIDATION)]

@@ -105,13 +105,22 @@ def test_the_page_of_a_run_that_never_applied_a_step(tmp_path):
     assert "ended by TrainingStuckError" in page
     assert "Ended by an error after step 3: TrainingStuckError: Training is stuck: 3 steps" in page
     for sentence in (
-        "No step was applied, so there is no loss.",
+        "No step was applied, so there is no training loss.",
         "No step was applied, so no gradient is known.",
         "No step was applied, so no gradient norm is known.",
     ):
         assert sentence in page
     assert page.count("<img ") == 2  # the scale and the learning rate
     assert "record_gradients</code>" not in page
+
+
+def test_a_run_that_was_evaluated_but_never_applied_a_step(tmp_path):
+    """Its curves are those of the evaluations, and no curve of training is named."""
+    line = {"split": "train", "step": 4, "loss": None, "applied": 0, "skipped": 4}
+    page = page_of(write_lines(tmp_path, line, {"split": "validation", "step": 4, "loss": 2.5}))
+
+    assert "Curves over 4 steps: validation loss ends at 2.5." in page
+    assert "No step was applied, so there is no training loss." in page
 
 
 def test_only_the_first_skips_are_listed(tmp_path):
