@@ -224,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ps", type=int, default=0, help="number of parameter servers; 0 for none")
     parser.add_argument("script", help="the Python script that each process runs")
-    flags = parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
-    flags.required = False  # in the error about a missing script
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the script")
     chosen = parser.parse_args(arguments)
     if chosen.workers < 1:
         parser.error(f"--workers must be at least 1; got {chosen.workers}")

@@ -215,7 +215,6 @@ def test_nobody_reads_the_output_and_a_real_time_signal_ends_a_worker(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: script"),
         (["--workers=0", "script.py"], "--workers must be at least 1; got 0"),
         (["--ps=-1", "script.py"], "--ps must be at least 0; got -1"),
         (["nowhere.py"], "SCRIPT must be an existing file; got 'nowhere.py'"),
