@@ -1462,9 +1462,8 @@ class Trainer(Task):
             self._parts = followed(self, self._parts, clean_up=training)
         elif self._started and training and self._parts.checkpoints.deferred:
             self._parts = restored_again(self, self._parts, self._setup)
-        if (
-            self._running == threading.get_ident()
-        ):  # in a hook or an action, which may have changed something
+        # In a hook or an action, which may have changed something.
+        if self._running == threading.get_ident():
             check_unchanged(self, self._parts, self._setup)
         if self._started and training and not self.compile_mode_open:
             leave_out_xla_or_refuse(self, batch)

@@ -289,9 +289,8 @@ def plan_step(
     undo = variables_in_reach([model, *used], held_back=[*held_back, *seeds, *slots])
     if not held_back:  # a `tf.Module`, whose generators are assigned in each pass
         undo += seeds
-    if (
-        sum(group[0].updates for group in partition) > 1
-    ):  # earlier updates are applied if a later one is skipped
+    # Earlier updates of a step are applied before a later one is skipped.
+    if sum(group[0].updates for group in partition) > 1:
         undo += [*held_back, *slots]
     plan = StepPlan(
         strategy=strategy,

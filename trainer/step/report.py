@@ -45,9 +45,7 @@ class StepReport(NamedTuple):
     loss_scale: tf.Tensor  # shape=(), float32: the scale of this step's last attempt
     retries: tf.Tensor  # shape=(), int32: number of further attempts with the same batch
     consecutive_skips: tf.Tensor  # shape=(), int64: skips in a row, up to this step; 0 if applied
-    in_float32: (
-        tf.Tensor
-    )  # shape=(), bool: whether this step was computed in float32, after many skips
+    in_float32: tf.Tensor  # shape=(), bool: whether float32 was used for it, after many skips
     examples: tf.Tensor  # shape=(), int64: number of examples in the global batch
     weight: tf.Tensor  # shape=(), float32: sum of their weights, over which `loss` is a mean
     data_wait_secs: tf.Tensor  # shape=(), float32: how long the host waited for the batch; 0

@@ -222,9 +222,8 @@ def test_an_example_that_never_fits_is_an_error():
     class Starving(Linear):
         def compute_loss(self, batch, training):
             losses = super().compute_loss(batch, training)
-            wanted = 2**44 * tf.size(
-                losses, tf.int64
-            )  # not a constant, which TensorFlow would fold
+            # Not a constant, which TensorFlow would fold.
+            wanted = 2**44 * tf.size(losses, tf.int64)
             return losses + tf.fill([wanted], 1.0)[0]
 
     with pytest.raises(
