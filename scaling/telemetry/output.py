@@ -32,8 +32,14 @@ def save_figure(figure: Any, path: str | pathlib.Path) -> None:
         ValueError: if matplotlib does not have that format.
     """
     path = pathlib.Path(path)
+    kind, known = path.suffix.removeprefix(".") or "png", figure.canvas.get_supported_filetypes()
+    if kind.lower() not in known:
+        raise ValueError(
+            f"`--plot` must name a file in a format of matplotlib; got {str(path)!r}. Its ending "
+            f"says which: {', '.join(sorted(known))}. Pass --plot=scales.png, for example."
+        )
     file = io.BytesIO()
-    figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=100)
+    figure.savefig(file, format=kind, dpi=100)
     replace_file(path, file.getvalue())
 
 

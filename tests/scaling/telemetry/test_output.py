@@ -6,15 +6,21 @@ from scaling.telemetry.output import new_figure, printable, replace_file, save_f
 
 
 def test_a_figure_is_written_in_the_format_of_its_name(tmp_path):
-    """PNG without a suffix; another format that matplotlib does not have is an error of its own."""
+    """PNG without a suffix; a format that matplotlib does not have is an error that names the flag."""
     figure = new_figure((1, 1))
     save_figure(figure, tmp_path / "a")
     save_figure(figure, tmp_path / "a.svg")
     assert (tmp_path / "a").read_bytes()[:4] == b"\x89PNG"
     assert "<svg" in (tmp_path / "a.svg").read_text()
     assert figure.get_size_inches().tolist() == [1, 1]
-    with pytest.raises(ValueError, match="not supported"):
+    with pytest.raises(ValueError, match="--plot") as error:
         save_figure(figure, tmp_path / "a.doc")
+    message = str(error.value)
+    begun = (
+        f"`--plot` must name a file in a format of matplotlib; got {str(tmp_path / 'a.doc')!r}. "
+    )
+    assert message.startswith(f"{begun}Its ending says which: eps, ")
+    assert message.endswith("Pass --plot=scales.png, for example.")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.svg"]
 
 
