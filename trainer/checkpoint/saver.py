@@ -118,7 +118,6 @@ class Checkpoints:
             for late in later:
                 remove_folder(late)
         self._read(path, facts)
-        self.seen = {*found}
         return path
 
     def restore_live(self, path: pathlib.Path) -> bool:
@@ -164,6 +163,7 @@ class Checkpoints:
             scale=facts["loss_scale"] == text_of_rule(self._rule),
         )
         self.latest, self.facts, self.files = path, facts, facts.get("files")
+        self.seen = {*folder.committed(path.parent, PREFIX)}
 
     def save(
         self, step: int, facts: Facts, write_more: Callable[[str], None] | None = None

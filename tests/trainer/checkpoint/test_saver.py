@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import threading
 import time
+from unittest import mock
 
 import everything
 import keras
@@ -375,7 +376,12 @@ def test_a_trainer_does_not_go_on_behind_the_back_of_another(tmp_path, online):
     )
     assert (sorted(path.name for path in tmp_path.iterdir()), first.totals) == before
     assert second.train(data, steps=6, global_batch=2).steps_run == 2
-    assert made().train(data, steps=8, global_batch=2).steps_run == 2
+    last = made()
+    assert list(last.evaluate_continuously(data, global_batch=2, timeout_secs=0.01)) == [4, 6]
+    last.on_loop_begin = mock.Mock(side_effect=[OSError("a fault"), None, None])
+    with pytest.raises(OSError, match="a fault"):
+        last.train(data, steps=8, global_batch=2)
+    assert last.train(data, steps=8, global_batch=2).steps_run == 2
 
 
 def test_without_an_interval_one_is_written_at_the_end(tmp_path):
