@@ -662,11 +662,13 @@ class Trainer(Task):
             choice = self._settle_compile_mode(data, target, log, position)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
-            loop.begin(first=not self._introduced)
             # A call that is refused, or has no steps to take, leaves the place in other data as it
             # is. One that a restarted program repeats may be the call that had read it.
-            idle = self._trained_on and target <= self.totals.attempted
-            if not known and (not idle or self._parts.checkpoints.deferred):
+            checkpoints = self._parts.checkpoints
+            repeated = checkpoints.latest is not None and not checkpoints.resumed
+            loop.begin(first=not self._introduced)
+            idle = self._trained_on and target <= self.totals.attempted and not repeated
+            if not (known or idle):
                 self._begin_to_read(train_data, global_batch, position)
             if not self._introduced:
                 self._introduce(loop)

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import re
 import tempfile
 import zipfile
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from trainer.checkpoint.contents import describe, read_variables
 from trainer.checkpoint.partial_start import load_all_but
 from trainer.checkpoint.saver import PREFIX, check_variables, newest_intact
 from trainer.step.types import Model, Variable
+
+
+# An optimizer's numbers in a file: a model may hold several, as `d_optimizer`.
+OPTIMIZER = re.compile(r"(\w+_)?optimizer(_weights)?/")
 
 
 def warm_start(path: pathlib.Path, model: Model, skip: Sequence[str] = ()) -> pathlib.Path:
@@ -102,7 +107,8 @@ def left_in(path: pathlib.Path, model: keras.Model) -> list[str]:
     `.weights.h5` file holds; it refuses such files of the older format itself.
     """
     saved = names_in(path)
-    if len(saved) <= len(model.weights):
+    older = any(name.startswith("model_weights/") for name in saved)
+    if older or len(saved) <= len(model.weights):
         return []
     with tempfile.TemporaryDirectory() as own:
         model.save_weights(f"{own}/model.weights.h5")
@@ -118,7 +124,7 @@ def names_in(path: pathlib.Path) -> set[str]:
             part.visititems(
                 lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None
             )
-    return {name for name in names if not name.startswith("optimizer")}
+    return {name for name in names if not OPTIMIZER.match(name)}
 
 
 def parts_of(path: pathlib.Path) -> list[Any]:

@@ -32,12 +32,9 @@ class Probes:
         """
 
         def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
-            self.forward.append((place, scaling.all_finite(tensor)))
-
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                if backward:
-                    name = f"the gradient of {place}"
-                    self.backward.append((name, scaling.all_finite(upstream)))
+                name = f"the gradient of {place}"
+                self.backward.append((name, scaling.all_finite(upstream)))
                 return upstream
 
             return tf.identity(tensor), gradient
@@ -46,7 +43,11 @@ class Probes:
             floating = tf.is_tensor(leaf) and leaf.dtype.is_floating
             # A tensor in the graph of a loop inside the layer cannot be used outside that loop.
             same_graph = tf.compat.v1.get_default_graph() is self.graph
-            return tf.custom_gradient(identity)(leaf) if floating and same_graph else leaf
+            if not (floating and same_graph):
+                return leaf
+            self.forward.append((place, scaling.all_finite(leaf)))
+            # Another tensor would lack the Keras mask that a layer has put on this one.
+            return tf.custom_gradient(identity)(leaf) if backward else leaf
 
         return tf.nest.map_structure(check, tree)
 
