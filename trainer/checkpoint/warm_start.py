@@ -20,7 +20,6 @@ from trainer.checkpoint.partial_start import load_all_but
 from trainer.checkpoint.saver import PREFIX, check_variables, newest_intact
 from trainer.step.types import Model, Variable
 
-
 # An optimizer's numbers in a file: a model may hold several, as `d_optimizer`.
 OPTIMIZER = re.compile(r"(\w+_)?optimizer(_weights)?/")
 

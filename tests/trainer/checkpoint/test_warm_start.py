@@ -11,6 +11,7 @@ from helpers import Linear, copies, linear_model, slopes
 
 import scaling
 from trainer.checkpoint import folder
+from trainer.checkpoint.warm_start import read_file
 
 # Keras converts its variables in a way that NumPy 2 warns about.
 pytestmark = pytest.mark.filterwarnings(
@@ -336,6 +337,39 @@ def test_a_file_of_a_larger_model_is_refused(old, mirrored, what, replicas):
         "model has no variables for. If these layers are to go, call model.load_weights(path) in "
         "build_model instead."
     )
+
+
+def test_a_file_of_the_older_format_may_hold_a_layer_twice(tmp_path):
+    """It holds the arrays of a shared layer for each of its owners; Keras itself compares layers."""
+    shared = keras.layers.Dense(3)
+
+    def model():
+        inputs = keras.Input([3])
+        inner = keras.Sequential([keras.Input([3]), shared])
+        return keras.Model(inputs, keras.layers.Dense(1)(inner(shared(inputs))))
+
+    saved = model()
+    saved.save(tmp_path / "old.h5")
+    read_file(tmp_path / "old.h5", model())
+
+
+def test_optimizers_of_a_models_own_are_no_weights(tmp_path):
+    """A GAN that Keras has trained holds two."""
+
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self(np.zeros([1, 3], np.float32))
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    trained = Pair()
+    trained.d_optimizer = keras.optimizers.SGD(momentum=0.9)
+    trained.d_optimizer.build(trained.trainable_variables)
+    trained.save_weights(tmp_path / "pair.weights.h5")
+    read_file(tmp_path / "pair.weights.h5", Pair())
 
 
 def test_numbers_that_are_no_weights_may_be_in_a_file(old, tmp_path):

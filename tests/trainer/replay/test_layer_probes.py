@@ -75,3 +75,22 @@ def test_probed_layers_compute_what_they_computed_before():
     assert list(finite) == [around[0], *between, around[1]]
     assert all(bool(each.numpy()) for each in finite.values())
     assert [layer.call for layer in layers] == calls
+
+
+def test_probes_leave_the_mask_of_an_outer_layer():
+    """Keras finds a mask by the tensor that a model returns, so that must stay the same one."""
+    encoder = keras.Sequential(
+        [keras.layers.Embedding(5, 2, mask_zero=True), keras.layers.Dense(2)], name="encoder"
+    )
+    outer = keras.Sequential([keras.Input([3], dtype="int32"), encoder, keras.layers.Dense(1)])
+    ids = tf.constant([[1, 2, 0]])
+    masks = []
+
+    @tf.function(autograph=False)
+    def probed(ids):
+        with probing(outer):
+            masks.append(getattr(outer(ids), "_keras_mask", None) is not None)
+        return ids
+
+    probed(ids)
+    assert masks == [True]

@@ -215,6 +215,24 @@ def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
         assert_same_bits(all_copies(whole), all_copies(program(tmp_path / name)))
 
 
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_a_restart_between_two_calls_keeps_both_places(tmp_path, last):
+    """Two calls with different data repeat nothing, and a third one goes on as without a restart."""
+    doubled = tuple(2 * part for part in ROWS)
+
+    def program(folder, *, stop=False):
+        trainer = line(folder)
+        trainer.train(ROWS, 4, global_batch=4)
+        trainer.train(doubled, 7, global_batch=4)
+        if not stop:
+            trainer.train({"first": ROWS, "second": doubled}[last], 11, global_batch=4)
+        return trainer
+
+    whole = program(tmp_path / "whole")
+    program(tmp_path / "cut", stop=True)
+    assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
+
+
 def test_the_place_in_data_is_not_lost_without_a_word(tmp_path):
     """A program that takes a batch before `train` has opened the data is told what to do."""
 
