@@ -662,16 +662,7 @@ class Trainer(Task):
             choice = self._settle_compile_mode(data, target, log, position)
             loop = OuterLoop(self, self._parts, position, self._watch, log, request, leaving)
             self._loop = loop
-            # A call that is refused, or has no steps to take, leaves the place in other data as it
-            # is. One that a restarted program repeats may be the call that had read it.
-            checkpoints = self._parts.checkpoints
-            repeated = checkpoints.latest is not None and not checkpoints.resumed
-            loop.begin(first=not self._introduced)
-            idle = self._trained_on and target <= self.totals.attempted and not repeated
-            if not (known or idle):
-                self._begin_to_read(train_data, global_batch, position)
-            if not self._introduced:
-                self._introduce(loop)
+            self._begin(loop, target, None if known else (train_data, global_batch, position))
             if choice:
                 log.say(str(choice))
             loop.note_setup()
@@ -858,6 +849,28 @@ class Trainer(Task):
             self._begin_online(self._failed.batch)
         self._end_online(save=True)
 
+    def _begin(
+        self, loop: OuterLoop, target: int, read: tuple[Any, int | None, DataPosition] | None
+    ) -> None:
+        """Begins a loop, and notes what data the run reads from here on.
+
+        A call that is refused, or has no steps to take, leaves the place in other data as it is.
+        One that a restarted program repeats may be the call that had read it.
+
+        Args:
+            loop: the loop.
+            target: the step to reach.
+            read: the data, the batch size, and the position; None if the run goes on in its data.
+        """
+        checkpoints = self._parts.checkpoints
+        repeated = checkpoints.latest is not None and not checkpoints.resumed
+        loop.begin(first=not self._introduced)
+        idle = self._trained_on and target <= self.totals.attempted and not repeated
+        if read and not idle:
+            self._trained_on, self._position = read, read[2]
+        if not self._introduced:
+            self._introduce(loop)
+
     def _introduce(self, loop: OuterLoop) -> None:
         """Logs the model and the settings, once, and calls what has waited for that."""
         loop.introduce()
@@ -983,11 +996,6 @@ class Trainer(Task):
         if self.model_dir and are_arrays(train_data) and position.resume_mode != "restart":
             position.content = of_arrays(as_arrays(train_data, "train_data"))
         return position
-
-    def _begin_to_read(self, data: Any, global_batch: int | None, position: DataPosition) -> None:
-        """Notes what the run reads from here on."""
-        self._trained_on = data, global_batch, position
-        self._position = position
 
     def _check_savable(self, train_data: Any, position: DataPosition) -> None:
         """Raises ValueError if the position in the data will be saved and cannot be."""
