@@ -233,7 +233,9 @@ def test_each_law_names_a_test_that_carries_its_number():
 
 
 def lines_of_a_troubled_run(folder):
-    """Returns the lines of a run with a skip, recorded gradients, a rollback and an error."""
+    """Returns the lines of a run with a skip, retries, a step in float32, recorded gradients, a
+    rollback and an error.
+    """
     x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
 
     def batches():
@@ -247,7 +249,10 @@ def lines_of_a_troubled_run(folder):
         loss_fn="mse",
         metrics=["mae"],
         precision="mixed_float16",
-        loss_scale=16.0,
+        loss_scale="dynamic:initial_scale=2^24",
+        on_overflow="retry",
+        on_stuck="float32",
+        max_consecutive_skips=1,
         record_gradients=True,
         divergence=Divergence(loss_above=500.0, skip_data=True),
         model_dir=folder,

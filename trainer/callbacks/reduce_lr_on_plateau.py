@@ -3,7 +3,7 @@
 from typing import Any
 
 from scaling.base.argument_checks import is_number, shown
-from trainer.base.argument_checks import check_count, check_nonnegative
+from trainer.base.argument_checks import check_nonnegative
 from trainer.callbacks.monitored import Monitored, check_amount
 from trainer.callbacks.optimizers import check_rates_are_numbers, optimizers_of
 
@@ -17,7 +17,7 @@ class ReduceLROnPlateau(Monitored):
     Args:
         monitor: as for `EarlyStopping`.
         factor: what the learning rate is multiplied by, between 0 and 1.
-        patience: after how many values in a row without improvement.
+        patience: after how many values in a row without improvement; 0 is like 1, as in Keras.
         mode: as for `EarlyStopping`.
         min_delta: by how much a value must be better than the best one to count as better.
         cooldown: how many values the cooldown after a reduction takes. All but the last of them are
@@ -49,7 +49,7 @@ class ReduceLROnPlateau(Monitored):
                 f"`factor` must be between 0 and 1; got {shown(factor)}. The learning rate is "
                 "multiplied by it. Pass 0.1 for a tenth."
             )
-        check_count("patience", patience)
+        check_nonnegative("patience", patience)
         check_nonnegative("cooldown", cooldown)
         check_amount("min_lr", min_lr, "0 sets no bound")
         self.factor = factor

@@ -30,6 +30,16 @@ def test_the_rate_falls_as_with_keras(tmp_path):
     assert run(4, 12, folder=tmp_path) == whole
 
 
+@pytest.mark.parametrize("patience", [0, 1])
+def test_without_patience_each_value_that_is_no_better_counts(patience):
+    """As in Keras, where 0 and 1 are the same."""
+    plateau = ReduceLROnPlateau(factor=0.5, patience=patience)
+    line = Linear(callbacks=[plateau], log_interval=1, verbose=False)
+    summary = line.train(FLAT, 4, global_batch=1, eval_data=FLAT, eval_interval=1)
+
+    assert summary.history["learning_rate"].tolist() == [1.0, 1.0, 0.5, 0.25]
+
+
 def test_a_schedule_is_refused():
     """A schedule would overrule the reduction."""
     line = Linear(
