@@ -204,9 +204,9 @@ class RunLog:
         return None if steps is None else steps._asdict()
 
     def lines_up_to(self, step: int) -> dict[str, int]:
-        """Returns how many log lines and evaluations a run has that goes on from a step."""
-        interval = self.unfinished()
-        return self.history.counts(step, int(interval["step"][0]) if interval else None)
+        """Returns how many log lines and evaluations a resumed run finds at a step."""
+        begun = next((int(each.step[0]) for each in self._reports if each.step.shape[0]), None)
+        return self.history.counts(step, begun)
 
     @property
     def any_applied(self) -> bool:

@@ -169,17 +169,23 @@ def is_seed_state(variable: keras.Variable) -> bool:
     return str(variable.name) == "seed_generator_state"
 
 
-def leaves(root: Any) -> list[Any]:
-    """Returns the objects in nested containers; anything that is not a container is a leaf."""
+def leaves(root: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
+    """Returns the objects in nested containers; anything that is not a container is a leaf.
+
+    Args:
+        root: an object.
+        outer: the containers in which it is. One that holds itself is not entered again.
+    """
+    kind = container_kind(root.__class__)
+    if kind is None:
+        return [root]
+    if any(root is each for each in outer):
+        return []
     found: list[Any] = []
-    waiting = [root]
-    while waiting:
-        one = waiting.pop()
-        kind = container_kind(one.__class__)
-        if kind is None:
-            found.append(one)
-        else:
-            waiting += reversed([*(one.values() if kind is Mapping else one)])
+    for item in root.values() if kind is Mapping else root:
+        # Most items are leaves, and a call of this function for each takes most of the time.
+        is_leaf = container_kind(item.__class__) is None
+        found += [item] if is_leaf else leaves(item, (*outer, root))
     return found
 
 

@@ -1,16 +1,15 @@
 """Layers in float8: what is converted, and scales that are those of one device with the batch."""
 
-import dataclasses
 import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import imitate_servers
 from plans import plan_of
 
 import scaling
-import strategies
 from scaling.float8 import DelayedScaling
 from trainer import Trainer, convert_to_float8
 from trainer.evaluation.ema_weights import evaluated_weights
@@ -424,12 +423,7 @@ def test_errors(arguments, error, text):
 
 def test_a_parameter_server_is_refused(monkeypatch):
     """Its workers take no steps together, so that there is no maximum over them."""
-    capabilities = strategies.capabilities
-    monkeypatch.setattr(
-        strategies,
-        "capabilities",
-        lambda strategy: dataclasses.replace(capabilities(strategy), asynchronous=True),
-    )
+    imitate_servers(monkeypatch)
     with pytest.raises(ValueError, match="parameter server") as caught:
         ensure_float8(keras.Sequential(), tf.distribute.get_strategy())
     assert str(caught.value) == (

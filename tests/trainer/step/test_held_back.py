@@ -218,6 +218,14 @@ def test_leaves(root, expected):
     assert leaves(root) == expected
 
 
+def test_a_container_that_holds_itself_ends():
+    """It is entered once, and one that stands in two places is entered twice."""
+    around, twice = [1], [2]
+    around += [{"again": around}, twice, (twice,)]
+
+    assert leaves(around) == [1, 2, 2]
+
+
 def test_an_array_is_not_a_container():
     """A NumPy array is one item."""
     array = np.zeros(3)

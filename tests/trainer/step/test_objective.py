@@ -1,16 +1,14 @@
 """Several optimizers: each updates its own part of the model, in one step with one verdict."""
 
-import dataclasses
 import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import attempt, copies, reset_step_count
+from helpers import attempt, copies, imitate_servers, reset_step_count
 
 import scaling
-import strategies
 from scaling import Cause
 from trainer import Trainer
 from trainer.step.objective import ONLY, check_may_alternate, objectives_of
@@ -681,12 +679,7 @@ def test_a_part_that_was_trained_and_is_frozen_has_no_objective():
 
 def test_optimizers_do_not_take_turns_on_parameter_servers(monkeypatch):
     """The undoing of the first update would undo those of other workers."""
-    capabilities = strategies.capabilities
-    monkeypatch.setattr(
-        strategies,
-        "capabilities",
-        lambda strategy: dataclasses.replace(capabilities(strategy), asynchronous=True),
-    )
+    imitate_servers(monkeypatch)
     with pytest.raises(ValueError, match="parameter servers") as error:
         Trainer(alternate_optimizers=True)
     message = (
