@@ -120,8 +120,8 @@ def expanded(part: str) -> Iterator[str]:
         ends = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", numbers)
         if not ends or not closed:
             raise ValueError(f"{part!r} is not a list of nodes, such as n[1-3,7]")
-        for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
-            name = f"{before}{number:0{len(ends[1])}}"
+        for each in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
+            name = f"{before}{each:0{len(ends[1])}}"
             yield from expanded(name + after) if after else [name]
 
 

@@ -89,7 +89,7 @@ class RunSaver:
             log.rewind(step, trainer.model_dir)
             return
         begins = "data" not in saved  # a run of `train_on_batch` alone has no place in data
-        if self._has_ended(saved):
+        if self._follows_other_data(saved):
             begins, saved = True, saved | self._position.facts() | self._content()
             log.say("the data of this call is another than before, and is read from its beginning")
         changed = self._changes(saved, checkpoints.latest)
@@ -110,10 +110,10 @@ class RunSaver:
         if unknown:
             log.say(f"without a saved state, so from their beginning: {', '.join(unknown)}")
 
-    def _has_ended(self, saved: Facts) -> bool:
-        """Returns whether this call of `train` comes after another one that had read other data.
+    def _follows_other_data(self, saved: Facts) -> bool:
+        """Returns whether the call of `train` before this one had ended, and had read other data.
 
-        The checkpoint is then of calls of `train_on_batch` between the two.
+        A checkpoint says so if `train_on_batch` has written it.
         """
         if not saved.get(BETWEEN_CALLS) or BETWEEN_CALLS in self._position.counts():
             return False
