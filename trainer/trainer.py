@@ -854,9 +854,9 @@ class Trainer(Task):
     ) -> None:
         """Begins a loop, and notes what data the run reads from here on.
 
-        A call that is refused, or has no steps to take, leaves the place in other data as it is. But
-        a restarted program repeats calls without taking steps, and what they read is noted: the
-        checkpoint's place may be in their data.
+        A call that is refused, or has no steps to take, leaves the place in other data as it is.
+        But a restarted program repeats calls without taking steps, and what they read is noted:
+        the checkpoint's place may be in their data.
 
         Args:
             loop: the loop.
