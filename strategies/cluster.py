@@ -27,7 +27,7 @@ def find_cluster() -> Resolver | None:
       says which of them this one is;
     - the variables that Slurm sets for each task of a step (`srun --ntasks=4 python ...`): all
       tasks are workers, and the tasks on one node divide its GPUs among themselves, unless Slurm
-      has assigned them (`--gpus-per-task`);
+      has bound each to its own (`--gpus-per-task`, `--gpu-bind`);
     - `HALFSTEP_WORKER_PODS`, a Kubernetes label selector (`job-name=digits`) that finds the pods
       of all workers. Each pod must run on its own node and on that node's network, and `NODE_IP`
       must be the address of the node.

@@ -25,7 +25,7 @@ def in_step() -> bool:
 def tasks_of_step() -> tuple[list[str], int, list[Any]]:
     """Returns the addresses of all tasks of this process's step, its index, and its GPUs.
 
-    The tasks on a node divide its GPUs among themselves, unless Slurm has assigned them.
+    The tasks on a node divide its GPUs among themselves, unless Slurm has bound each to its own.
 
     Raises:
         ValueError: if variables that Slurm sets for a step are missing or contradict each other, or
@@ -152,16 +152,30 @@ def own_gpus(places: Sequence[tuple[str, int]], index: int) -> list[Any]:
         RuntimeError: if TensorFlow has used a device already.
     """
     gpus: list[Any] = tf.config.list_physical_devices("GPU")
-    if not gpus or "SLURM_GPUS_PER_TASK" in os.environ:  # then each task sees only its own
-        return gpus
+    asked = count_gpus("GPUS_PER_TASK")
+    if len(gpus) <= asked or len(gpus) < count_gpus("GPUS_ON_NODE"):
+        return gpus  # Slurm has bound each task to its own, unless --gpu-bind=none
     offset = places[index][1]
     largest = 1 + max(other for _, other in places)
-    share = len(gpus) // largest
-    if not share:
+    share = asked or len(gpus) // largest
+    own = gpus[offset * share : (offset + 1) * share]
+    if not own:
         raise ValueError(
             f"{largest} tasks on a node see {len(gpus)} GPUs. If Slurm has bound a GPU to each "
             "task, say so with --gpus-per-task=1"
         )
-    own = gpus[offset * share : (offset + 1) * share]
     tf.config.set_visible_devices(own, "GPU")
     return own
+
+
+def count_gpus(name: str) -> int:
+    """Returns the number of GPUs in a variable of Slurm's, such as "2" or "a100:2"; 0 if unset.
+
+    Raises:
+        ValueError: if the variable is not of that form.
+    """
+    value = os.environ.get(f"SLURM_{name}", "0")
+    counts = [part.rpartition(":")[2] for part in value.split(",")]
+    if not all(re.fullmatch("[0-9]+", count) for count in counts):
+        raise ValueError(f"SLURM_{name} is {value!r}, and not a number of GPUs")
+    return sum(map(int, counts))

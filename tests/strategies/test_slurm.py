@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 import strategies
 from strategies import slurm
 
-NAMES = ("PROCID", "LOCALID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
+STEP = ("STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
+NAMES = ("PROCID", "LOCALID", *STEP, "GPUS_PER_TASK", "GPUS_ON_NODE")
 
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch):
     """Removes the variables of any job from the environment, before and after each test."""
-    others = ("TF_CONFIG", "HALFSTEP_WORKER_PODS", "SLURMD_NODENAME", "SLURM_GPUS_PER_TASK")
+    others = ("TF_CONFIG", "HALFSTEP_WORKER_PODS", "SLURMD_NODENAME")
     for name in (*others, *(f"SLURM_{each}" for each in NAMES)):
         monkeypatch.delenv(name, raising=False)
 
@@ -94,14 +95,40 @@ def test_the_tasks_of_a_node_share_its_gpus(monkeypatch, four_gpus, rank):
     assert found.num_accelerators() == {"GPU": 2}
 
 
-def test_a_task_keeps_the_gpus_that_it_was_assigned(monkeypatch, four_gpus):
-    """With --gpus-per-task=4, each of two tasks sees four GPUs, which are its own."""
-    in_step(monkeypatch, "n1", "2", 1, SLURM_GPUS_PER_TASK="4")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_GPUS_PER_TASK": "4"},
+        {"SLURM_GPUS_PER_TASK": "a100:4", "SLURM_GPUS_ON_NODE": "8"},
+        {"SLURM_GPUS_PER_TASK": "a100:1,h100:3", "SLURM_GPUS_ON_NODE": "4"},
+        {"SLURM_GPUS_ON_NODE": "8"},  # --gpu-bind=per_task:4
+    ],
+)
+def test_a_task_keeps_the_gpus_that_it_was_bound_to(monkeypatch, four_gpus, variables):
+    """Each of two tasks sees four GPUs, which are its own."""
+    in_step(monkeypatch, "n1", "2", 1, **variables)
     found = strategies.find_cluster()
 
     assert four_gpus == []
     assert found.task_id == 1
     assert found.num_accelerators() == {"GPU": 4}
+
+
+@pytest.mark.parametrize(
+    ("per_node", "rank", "own"),
+    [("2", 0, ["0", "1"]), ("2", 1, ["2", "3"]), ("3,2", 3, ["0", "1"]), ("3,2", 4, ["2", "3"])],
+)
+def test_unbound_tasks_take_as_many_gpus_as_were_asked_for(
+    monkeypatch, four_gpus, per_node, rank, own
+):
+    """With --gpus-per-task=2 --gpu-bind=none, both tasks of a node see its four GPUs."""
+    nodes = "n[1-2]" if "," in per_node else "n1"
+    variables = {"SLURM_GPUS_PER_TASK": "2", "SLURM_GPUS_ON_NODE": "4"}
+    in_step(monkeypatch, nodes, per_node, rank, **variables)
+    found = strategies.find_cluster()
+
+    assert four_gpus == [own]
+    assert found.num_accelerators() == {"GPU": 2}
 
 
 def refused(variables):
@@ -131,6 +158,7 @@ def test_an_incomplete_step_is_an_error(monkeypatch):
     [
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID is 4, and there are 2 tasks"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', and not a number"),
+        ({"SLURM_GPUS_PER_TASK": "a100"}, "SLURM_GPUS_PER_TASK is 'a100', and not a number of GPUs"),
         (
             {"SLURM_STEP_NODELIST": "n[1-3]"},
             "n[1-3] are 3 nodes, and 1(x2) is for others",
