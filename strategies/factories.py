@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from strategies.checks import check_count, shown
-from strategies.cluster import addresses_of, find_cluster
-from strategies.rendezvous import wait_for_all
+from strategies.cluster import find_cluster
+from strategies.rendezvous import join_job
 from strategies.serving import serve
 from strategies.tpu import tpu
 
@@ -75,7 +75,7 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
     """Returns a strategy with replicas on the devices of several processes.
 
     Every process of the job must call this before anything else uses TensorFlow's devices. It
-    waits until all processes have started.
+    waits until all processes have started. Later calls return the same strategy.
     """
     if devices is not None:
         raise ValueError(
@@ -90,15 +90,15 @@ def multi_worker_mirrored(devices: Sequence[str] | None) -> tf.distribute.Strate
             "python -m strategies.launch --workers=2 SCRIPT, or use the strategy "
             '"mirrored" in a single process.'
         )
-    wait_for_all(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
-    return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=cluster)
+    return join_job(cluster, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     """Returns a strategy with parameter servers, whose workers do not wait for each other.
 
     The call returns only in the job's chief, which sends steps to the workers. In a worker or a
-    parameter server it never returns: the process serves the chief, and ends with it.
+    parameter server it never returns: the process serves the chief, and ends with it. Later calls
+    return the same strategy.
     """
     if devices is not None:
         raise ValueError(
@@ -117,10 +117,9 @@ def parameter_server(devices: Sequence[str] | None) -> tf.distribute.Strategy:
         )
     if cluster.task_type != "chief":
         serve(cluster)
-    wait_for_all(addresses_of(cluster), f"{cluster.task_type} {cluster.task_id}")
     # Without this, the chief would wait for a lost worker instead of giving its step to another.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    return tf.distribute.ParameterServerStrategy(cluster)
+    return join_job(cluster, tf.distribute.ParameterServerStrategy)
 
 
 def auto(devices: Sequence[str] | None) -> tf.distribute.Strategy:

@@ -1,4 +1,4 @@
-"""Waits until all processes of a job have started, and names the ones that are missing.
+"""Joins a job once all its processes have started, and names the ones that are missing.
 
 TensorFlow itself waits inside a constructor that holds Python's global lock: the process prints
 nothing and reacts to no signal but SIGKILL. Therefore the processes wait here first. Each process
@@ -8,13 +8,42 @@ TensorFlow's server, which answers the processes that are still waiting.
 
 import socket
 import time
+from collections.abc import Callable
 
+import tensorflow as tf
 from absl import logging
+
+from strategies.cluster import Resolver, addresses_of
 
 WAIT_SECS = 1800.0
 WARN_INTERVAL_SECS = 30.0
 POLL_SECS = 0.2
 CONNECT_TIMEOUT_SECS = 2.0
+
+# The strategies of the jobs that this process has joined. It cannot join a job again: TensorFlow's
+# server keeps its port until the process ends.
+_joined: dict[tuple[object, ...], tf.distribute.Strategy] = {}
+
+
+def join_job(
+    cluster: Resolver, create: Callable[[Resolver], tf.distribute.Strategy]
+) -> tf.distribute.Strategy:
+    """Returns the strategy of a job, the same one in every call, once all processes have started.
+
+    Args:
+        cluster: the addresses of all processes, and this process's task.
+        create: returns a strategy that connects this process to the others.
+
+    Raises:
+        TimeoutError: if a process has not answered within half an hour.
+    """
+    addresses = addresses_of(cluster)
+    task = f"{cluster.task_type} {cluster.task_id}"
+    job = (create, task, *addresses.items())
+    if job not in _joined:
+        wait_for_all(addresses, task)
+        _joined[job] = create(cluster)
+    return _joined[job]
 
 
 def wait_for_all(addresses: dict[str, str], task: str) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+import tensorflow as tf
 
 from strategies import rendezvous
 from strategies.launch import free_ports
@@ -44,6 +45,24 @@ def test_all_continue_once_the_last_has_started(host):
     with servers, concurrent.futures.ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(start, task, 0.3 * index) for index, task in enumerate(addresses)]
         assert [each.result(timeout=20) for each in waiting] == [4] * 4
+
+
+def test_a_process_joins_its_job_once(monkeypatch):
+    """Where a program asks for the job's strategy again, it gets the same one, whose server has the
+    port."""
+    monkeypatch.setattr(rendezvous, "_joined", {})
+    port = free_ports(1)[0]
+    cluster = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}"]}), task_type="worker", task_id=0
+    )
+    with contextlib.ExitStack() as servers:
+
+        def create(_):
+            servers.enter_context(rendezvous.listening(port))
+            return tf.distribute.get_strategy()
+
+        first = rendezvous.join_job(cluster, create)
+        assert rendezvous.join_job(cluster, create) is first
 
 
 def test_missing_processes_are_named(monkeypatch, caplog):

@@ -17,9 +17,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 WORKER = """
 import dataclasses, json, os
-import tensorflow as tf
 import strategies
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
+strategy = strategies.create("multi_worker_mirrored")
+assert strategies.create("multi_worker_mirrored") is strategy
 index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 cases = [[False, False], [False, True], [True, False], [True, True]]
 print([strategies.any_worker(flags[index], strategy) for flags in cases])
