@@ -1,8 +1,9 @@
 """The forward pass: the user's loss on one microbatch, with the model's own writes held back."""
 
+import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -61,7 +62,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     ):
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
-        added = added_losses(plan.model)
+        added = added_losses(plan.model, scope.losses)
     scope.check_no_unknown_variables()
     for variable in filter(scope.is_cast, plan.model.trainable_variables):
         check_not_assigned_in_half(plan.model, variable)
@@ -115,19 +116,29 @@ def recomputing(
             )
 
 
-def added_losses(model: keras.Model) -> list[tf.Tensor]:
+def added_losses(model: keras.Model, passed: Sequence[Any] = ()) -> list[tf.Tensor]:
     """Returns `model.losses` after a call of the model: see `added_losses.added_loss`.
 
     An entry that no layer has added is that of a weight's regularizer. If it is several numbers,
     none of them belongs to an example, and they are summed, as in Keras.
+
+    Args:
+        model: the model.
+        passed: what layers have passed to `add_loss` in a `keras.StatelessScope`. If two layers
+            pass the same tensor, Keras lists it twice for each of them.
     """
-    found = [(loss, tf.convert_to_tensor(loss)) for loss in model.losses]
-    return [
-        tf.reduce_sum(tf.cast(entry, tf.float32))
-        if entry.shape.rank != 0 and layer_that_added(model, loss) is None
-        else entry
-        for loss, entry in found
-    ]
+    left = collections.Counter(map(id, passed))
+    found = []
+    for loss in model.losses:
+        if id(loss) in left:
+            left[id(loss)] -= 1
+            if left[id(loss)] < 0:
+                continue
+        entry = tf.convert_to_tensor(loss)
+        if entry.shape.rank != 0 and layer_that_added(model, loss) is None:
+            entry = tf.reduce_sum(tf.cast(entry, tf.float32))
+        found.append(entry)
+    return found
 
 
 def written_by(before: Values, after: Values) -> Values:

@@ -211,6 +211,21 @@ def test_a_warning_says_what_a_scalar_is(kind, text):
         assert describe_added_loss(kind, None) == text.replace("Layer 'kl'", "The model")
 
 
+def check_one_step_is_as_in_keras(model, data):
+    """Trains for one step with `fit`'s step and with ours, and compares the weights."""
+    plain = model()
+    plain.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    plain.train_on_batch(*data)
+    trainer = Trainer(
+        model=model, optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False
+    )
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(len(data[0]), drop_remainder=True)
+    trainer.train(dataset, steps=1)
+
+    for ours, theirs in zip(trainer.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 @pytest.mark.parametrize("examples", [5, 4])
 def test_a_weight_regularizer_of_several_numbers_counts_as_in_keras(examples):
     """Its numbers are summed, also where there are as many as examples."""
@@ -223,14 +238,40 @@ def test_a_weight_regularizer_of_several_numbers_counts_as_in_keras(examples):
         return keras.Sequential([keras.Input([4]), dense])
 
     data = np.ones([examples, 4], np.float32), np.zeros([examples, 3], np.float32)
-    plain = model()
-    plain.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
-    plain.train_on_batch(*data)
-    trainer = Trainer(
-        model=model, optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False
-    )
-    dataset = tf.data.Dataset.from_tensor_slices(data).batch(examples, drop_remainder=True)
-    trainer.train(dataset, steps=1)
+    check_one_step_is_as_in_keras(model, data)
 
-    for ours, theirs in zip(trainer.model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+@pytest.mark.parametrize("adders", [(1,), (1, 1), (2, 1, 3)])
+def test_a_tensor_counts_as_often_as_layers_add_it(adders):
+    """In a scope, Keras lists a tensor for every layer that added it, as often as all of them did."""
+
+    class Times(keras.layers.Layer):
+        def __init__(self, times):
+            super().__init__()
+            self.times = times
+
+        def call(self, inputs, loss):
+            for _ in range(self.times):
+                self.add_loss(loss)
+            return inputs
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3, kernel_initializer="ones")
+            self.times = [Times(times) for times in adders]
+
+        def call(self, inputs):
+            outputs = self.dense(inputs)
+            loss = 0.1 * tf.reduce_mean(outputs**2)
+            for layer in self.times:
+                outputs = layer(outputs, loss)
+            return outputs
+
+    def model():
+        built = Model()
+        built(np.zeros([1, 4], np.float32))
+        return built
+
+    data = np.ones([5, 4], np.float32), np.zeros([5, 3], np.float32)
+    check_one_step_is_as_in_keras(model, data)
