@@ -1,5 +1,6 @@
 """Updates metrics with a replica's share of a batch."""
 
+import inspect
 from typing import Any
 
 import keras
@@ -21,7 +22,11 @@ def update_share(metric: keras.metrics.Metric, *arguments: Any, **weights: Any) 
         metric: the metric.
         *arguments: labels and outputs.
         **weights: `sample_weight`.
+
+    Raises:
+        TypeError: if the metric does not take `sample_weight`.
     """
+    check_takes_weights(metric)
     if replicas_in_sync() == 1 or is_of_keras(type(metric)):
         call_user(metric.update_state, *arguments, **weights)
         return
@@ -34,6 +39,18 @@ def update_share(metric: keras.metrics.Metric, *arguments: Any, **weights: Any) 
         return True
 
     tf.cond(count_examples(arguments[0]) > 0, update, lambda: False)
+
+
+def check_takes_weights(metric: keras.metrics.Metric) -> None:
+    """Raises TypeError unless a metric takes `sample_weight`, as all of Keras's own do."""
+    parameters = inspect.signature(metric.update_state).parameters.values()
+    if not any(each.name == "sample_weight" or each.kind is each.VAR_KEYWORD for each in parameters):
+        raise TypeError(
+            "`metrics` must hold metrics whose update_state takes sample_weight; got "
+            f"{type(metric).__name__}, whose update_state does not. Examples that pad a batch have "
+            "weight 0, and the metric would count them. Add a parameter sample_weight=None, and "
+            "weight the examples by it."
+        )
 
 
 def is_of_keras(item: Any) -> bool:

@@ -110,3 +110,37 @@ def test_added_states_are_warned_of(mirrored, caplog, replicas):
 
     warned = "The metric 'largest' (Largest) is updated by each replica with its share"
     assert (warned in caplog.text) == (replicas > 1)
+
+
+class Unweighted(Deviation):
+    """Takes no weights."""
+
+    def update_state(self, y, p):
+        """Adds the errors of a batch."""
+        super().update_state(y, p)
+
+
+class AnyWeighted(Deviation):
+    """Passes everything on."""
+
+    def update_state(self, *arguments, **weights):
+        """Adds the errors of a batch."""
+        super().update_state(*arguments, **weights)
+
+
+@pytest.mark.parametrize("when", ["train", "evaluate"])
+def test_a_metric_without_weights_is_refused(when):
+    """It would count examples that pad a batch."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    settings = {"model": model, "optimizer": "sgd", "loss_fn": "mse", "verbose": False}
+    trainer = Trainer(metrics=[Unweighted()], **settings)
+    with pytest.raises(TypeError) as error:
+        trainer.train(data, steps=1) if when == "train" else trainer.evaluate(data)
+
+    assert str(error.value) == (
+        "`metrics` must hold metrics whose update_state takes sample_weight; got Unweighted, whose "
+        "update_state does not. Examples that pad a batch have weight 0, and the metric would count "
+        "them. Add a parameter sample_weight=None, and weight the examples by it."
+    )
+    found = Trainer(metrics=[AnyWeighted(name="error")], **settings).evaluate(data)
+    assert found["error"] == pytest.approx(np.abs(Y[:, 0] - X.sum(axis=1)).mean(), rel=1e-5)
