@@ -18,8 +18,10 @@ of the rule of the loss scale. The names of TensorFlow's official models (`--tra
 
 import dataclasses
 import functools
+import itertools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -322,7 +324,8 @@ def make_trainer(
     If that file exists, it is replaced when training begins: a run that is refused, or that only
     evaluates, leaves it as it is. A `--mode` that does not train the run never writes it.
 
-    `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run. On a machine without a GPU,
+    `SCRIPT --flagfile=MODEL_DIR/flags.cfg` repeats the run, with the flags that follow it on the
+    command line in place of the file's. On a machine without a GPU,
     `--logical_cpus` divides the CPU for `--strategy=mirrored`, so call this function
     before anything uses a device.
 
@@ -332,9 +335,10 @@ def make_trainer(
         **arguments: further arguments; they take precedence over the flags.
 
     Raises:
-        TypeError, ValueError: for arguments that `Trainer` refuses, or flags that contradict
-            each other.
+        TypeError, ValueError: for arguments that `Trainer` refuses, flags that contradict each
+            other, or flags that a flag file after them has replaced.
     """
+    check_flag_file_first(sys.argv[1:], flag_values)
     if not callable(trainer_class):
         raise TypeError(
             f"`trainer_class` must be Trainer or a subclass; got {shown(trainer_class)}. The class "
@@ -528,6 +532,46 @@ def check_in_use(flag_values: flags.FlagValues) -> None:
                 f"`--{name}` must be left out without {other}; got {shown(flag.value)}. It would "
                 f"have no effect. Pass {other} as well."
             )
+
+
+def check_flag_file_first(arguments: Sequence[str], flag_values: flags.FlagValues) -> None:
+    """Raises ValueError if a flag file has replaced a flag that was given before it.
+
+    absl takes the last value of a flag, and `flags.cfg` has a value for every flag.
+
+    Args:
+        arguments: the command line, without the script's name.
+        flag_values: the parsed flags.
+    """
+    files = [place for place, text in enumerate(arguments) if re.match("--?flagfile(=|$)", text)]
+    if not files:
+        return
+    before = given_in(arguments[: files[-1]], flag_values)
+    after = given_in(arguments[files[-1] :], flag_values)
+    for name, text in before.items():
+        flag = flag_values[name]
+        replaced = name not in after and flag.parser.parse(text) != flag.value
+        if replaced and not isinstance(flag, flags.MultiFlag):
+            raise ValueError(
+                f"`--{name}={text}` must come after --flagfile; got it before, and the file sets "
+                f"{flag.serialize() or name}. The last value of a flag counts. Put --flagfile "
+                "first."
+            )
+
+
+def given_in(arguments: Sequence[str], flag_values: flags.FlagValues) -> dict[str, str]:
+    """Returns the texts of the flags on a part of a command line, keyed by name."""
+    given = {}
+    for text, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, separator, value = text.lstrip("-").partition("=")
+        if not text.startswith("-"):
+            continue
+        if name in flag_values:
+            alone = "true" if flag_values[name].boolean else following
+            given[name] = value if separator else alone
+        elif name.startswith("no") and name[2:] in flag_values:
+            given[name[2:]] = "false"
+    return given
 
 
 def parse_strategy(flag_values: flags.FlagValues) -> str | tf.distribute.Strategy:

@@ -425,10 +425,12 @@ class Trainer(Task):
         self._running: int | None = None  # the thread in which `train` takes steps
         self._lent: list[contextlib.ExitStack] = []  # what evaluations have to put back
         self.stop_asked = False
+        self._begun = False  # whether a run has begun or was resumed, even without steps to take
+        self._introduced = False  # whether the log has the model and the settings
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
         for callback in self.callbacks:
             callback.set_trainer(self)
-        self._started = self._evaluating = self._introduced = False  # from here on, see __setattr__
+        self._started = self._evaluating = False  # from here on, see __setattr__
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, unless what it stands for is fixed; see `config/attributes.py`."""
@@ -787,6 +789,7 @@ class Trainer(Task):
         self._loop = loop
         try:
             loop.begin(first=not self._introduced)
+            self._begun = True
             if not self._introduced:
                 self._introduce(loop)
             loop.start_recording()
@@ -866,14 +869,19 @@ class Trainer(Task):
         checkpoints = self._parts.checkpoints
         repeated = checkpoints.latest is not None and not checkpoints.resumed
         loop.begin(first=not self._introduced)
+        self._begun = True
         idle = self._trained_on and target <= self.totals.attempted and not repeated
         if read and not idle:
             self._trained_on, self._position = read, read[2]
-        if not self._introduced:
+        if not (self._introduced or checkpoints.deferred):
             self._introduce(loop)
 
     def _introduce(self, loop: OuterLoop) -> None:
-        """Logs the model and the settings, once, and calls what has waited for that."""
+        """Logs the model and the settings, once, and calls what has waited for that.
+
+        A call whose steps a restarted program has already taken does not log its settings. They
+        were not compared with those of the run.
+        """
         loop.introduce()
         if self.checkpoint_config.keep_best:
             warn_of_kept_models(self.model)
@@ -972,7 +980,7 @@ class Trainer(Task):
         return position if same else None
 
     def _batches(self, train_data: Any, global_batch: int | None) -> Batches:
-        step = self.totals.attempted if self._introduced else 0
+        step = self.totals.attempted if self._begun else 0
         return batches(
             train_data,
             "train_data",
@@ -992,7 +1000,7 @@ class Trainer(Task):
         """Returns a position at the beginning of the data."""
         position = position_in(data, self.checkpoint_config.data_resume)
         ended = self._position.epochs_ended if self._position else 0
-        position.begin(self.totals.attempted if self._introduced else 0, ended)
+        position.begin(self.totals.attempted if self._begun else 0, ended)
         self._check_savable(train_data, position)
         if self.model_dir and are_arrays(train_data) and position.resume_mode != "restart":
             position.content = of_arrays(as_arrays(train_data, "train_data"))
@@ -1104,7 +1112,7 @@ class Trainer(Task):
             SystemExit, KeyboardInterrupt: after SIGTERM (exit code 75) and SIGINT.
         """
         model_dir = check_follower(
-            self.model_dir, last_step, timeout_secs, self.strategy, trained=self._introduced
+            self.model_dir, last_step, timeout_secs, self.strategy, trained=self._begun
         )
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
@@ -1466,7 +1474,7 @@ class Trainer(Task):
         """
         if training:
             check_outside_scope()
-        if self._started and not self._introduced:
+        if self._started and not self._begun:
             if forward is None:
                 self._parts = with_metric_variables(self, self._parts, batch)
             # Another process may be training this run.

@@ -172,6 +172,40 @@ def test_flags_cfg_means_the_same_run_from_every_folder(tmp_path, monkeypatch):
     assert not [line for line in lines if "allow_changes" in line]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "replaced"),
+    [
+        (["--mode=eval"], [], ("mode=eval", "--mode=train_and_eval")),
+        (["--mode", "eval"], ["--steps=4"], ("mode=eval", "--mode=train_and_eval")),
+        (["--steps=9"], ["--seed=1"], ("steps=9", "--steps=3")),
+        (["--continuous"], [], ("continuous=true", "--nocontinuous")),
+        (["--nocontinuous", "--steps", "3"], ["--mode=eval"], None),
+        (["--steps=9"], ["--steps=4"], None),
+        (["--steps=3", "--mode=train_and_eval", "--allow_changes=seed"], [], None),
+        ([], ["--mode=eval", "--steps=9"], None),
+    ],
+    ids=str,
+)
+def test_a_flag_before_the_flag_file_is_not_lost(tmp_path, monkeypatch, before, after, replaced):
+    """The file has a value for each flag, and the last one counts: --mode=eval would train."""
+    monkeypatch.setattr("sys.argv", [__name__])
+    make_trainer(Linear, parse(f"--model_dir={tmp_path}", "--steps=3"))
+    command = [*before, f"--flagfile={tmp_path / 'flags.cfg'}", *after]
+    monkeypatch.setattr("sys.argv", [__name__, *command])
+    values = parse(*command)
+    if replaced is None:
+        make_trainer(Linear, values)
+        return
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        make_trainer(Linear, values)
+
+    given, taken = replaced
+    assert str(error.value) == (
+        f"`--{given}` must come after --flagfile; got it before, and the file sets {taken}. The "
+        "last value of a flag counts. Put --flagfile first."
+    )
+
+
 def test_no_checkpoint_is_no_evaluation(tmp_path, monkeypatch):
     """--mode=eval of a folder without checkpoints is an error, not the metrics of a random model."""
     monkeypatch.chdir(tmp_path)
@@ -188,17 +222,17 @@ def test_no_checkpoint_is_no_evaluation(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
     """`flags.cfg` is replaced when training begins: not by a run that is refused, nor by an
-    evaluation.
+    evaluation, nor by a call that takes no step, whose settings are compared with none.
     """
     monkeypatch.setattr("sys.argv", [__name__])
     written, data = tmp_path / "flags.cfg", slopes(2.0, 2.0, 2.0, 2.0)
 
     def run(*arguments):
         values = parse(
-            *arguments,
             f"--model_dir={tmp_path}",
             "--global_batch=4",
             "--verbose=quiet",
+            *arguments,
             train_steps=2,
         )
         return run_mode(make_trainer(Linear, values), data, data, values)
@@ -209,6 +243,10 @@ def test_a_refused_run_leaves_flags_cfg_alone(tmp_path, monkeypatch):
         run("--seed=2", "--steps=4")
     run("--mode=eval", "--log_interval=7")
     assert written.read_text() == first
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    run("--global_batch=2", "--seed=2")  # whose steps have all been taken
+    assert written.read_text() == first
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
     run("--seed=1", "--steps=4")
     assert "--steps=4" in written.read_text().split("\n")
 

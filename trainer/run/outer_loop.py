@@ -353,7 +353,10 @@ class OuterLoop:
             snapshot=snapshot,
         )
         with self._reporter.writing():
-            self._log.log_end(summary, self._request.target)
+            if checkpoints.deferred:
+                self._log.say(str(summary))
+            else:
+                self._log.log_end(summary, self._request.target)
         return summary
 
     def _progress(self) -> tuple[int, pathlib.Path | None]:
