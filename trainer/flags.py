@@ -297,7 +297,7 @@ def define_evaluation_flags(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_boolean(
         "evaluate_at_start",
         False,
-        "Whether to evaluate before the first step, too, if there are evaluations during training.",
+        "Whether to evaluate before the first step, and every --eval_interval steps or at the end.",
         **where,
     )
     flags.DEFINE_boolean(

@@ -452,9 +452,6 @@ class Trainer(Task):
     def _take_precision(self, config: PrecisionConfig) -> None:
         self.precision = config.resolved
         self.rule = config.rule
-        # Overflow records hold this argument if it is a plain value, and otherwise "auto".
-        plain = config.loss_scale is None or isinstance(config.loss_scale, (str, float, int))
-        self.loss_scale_argument = config.loss_scale if plain else "auto"
 
     def _take_update(self, config: UpdateConfig) -> None:
         self.num_microbatches = config.num_microbatches

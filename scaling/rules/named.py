@@ -80,6 +80,20 @@ def parse_rule(text: str) -> LossScaleRule:
     return RULES[name](**fields) if name in RULES else preset(name, **fields)
 
 
+def format_rule(rule: LossScaleRule) -> str | None:
+    """Returns a text from which `parse_rule` makes an equal rule; None for a class of one's own.
+
+    Example:
+        >>> format_rule(HeadroomLossScale(headroom_bits=2)).split(":")[:2]
+        ['headroom', 'headroom_bits=2']
+    """
+    for name, kind in RULES.items():
+        if type(rule) is kind:
+            fields = [f"{field}={getattr(rule, field)!r}" for field in rule_fields(name)]
+            return ":".join([name, *fields])
+    return None
+
+
 def parse_fields(name: str, assignments: list[str], text: str) -> dict[str, Any]:
     """Returns the fields that assignments such as "growth_interval=500" give to a rule.
 

@@ -49,7 +49,6 @@ CHANGEABLE = ("steps_per_loop", "log_interval", "check_gradients", "profile_step
 FIXED = {
     "precision": "precision",
     "rule": "loss_scale",
-    "loss_scale_argument": "loss_scale",
     "loss_reduction": "loss_reduction",
     "num_microbatches": "num_microbatches",
     "clip": "global_clipnorm",

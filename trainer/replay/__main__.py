@@ -46,10 +46,11 @@ def main(argv: Sequence[str]) -> None:
     for name in ("rule", "computation"):  # no arguments; `Trainer.replay` checks them
         arguments.pop(name, None)
     replicas = arguments.pop("num_replicas")
-    # The name is None if the strategy was passed as an object, which records do not store. The
-    # trainer must then create its own.
-    if arguments["strategy"] is None:
-        del arguments["strategy"]
+    # None if the trainer was given a strategy as an object, or a rule of a class of its own, which
+    # records do not store. The trainer must then create its own.
+    for name in ("strategy", "loss_scale"):
+        if arguments[name] is None:
+            del arguments[name]
     if replicas > 1 and not tf.config.list_physical_devices("GPU"):
         strategies.split_cpu(replicas)
     trainer = load(flags.FLAGS.trainer)(verbose=False, **arguments)

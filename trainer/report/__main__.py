@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
         )
     try:
         print(f"report in {clean(write_report(arguments[1], OUTPUT.value))}")
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
         sys.exit(str(error))
 
 

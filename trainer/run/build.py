@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import strategies
 from scaling.base.argument_checks import shown
+from scaling.rules.named import format_rule
 from strategies.division import cut_rows, tensors_in
 from trainer.base.argument_checks import local_path
 from trainer.base.describe import text_of_rule
@@ -552,7 +553,7 @@ def recorded_settings(trainer: RunnableTrainer) -> dict[str, Any]:
         "updates_per_step": dict(trainer.updates_per_step),
         "reduce_dtype": trainer.reduce_dtype,
         "reduce_bucket_bytes": trainer.reduce_bucket_bytes,
-        "loss_scale": trainer.loss_scale_argument,
+        "loss_scale": format_rule(trainer.rule),
         "rule": text_of_rule(trainer.rule),
         "num_replicas": trainer.strategy.num_replicas_in_sync,
         "strategy": trainer.strategy_name,

@@ -100,7 +100,6 @@ class RunnableTrainer(Protocol):
     strategy_name: str | None  # None if the strategy was passed as an object
     precision: scaling.Precision
     rule: scaling.LossScaleRule
-    loss_scale_argument: str | float | None
     loss_reduction: str
     num_microbatches: int
     clip: Clip

@@ -85,7 +85,8 @@ def test_both_programs_name_the_planted_layer(tmp_path):
     """
     (tmp_path / "scripted.py").write_text(textwrap.dedent(SCRIPT))
     run = tmp_path / "run"
-    program(tmp_path, "scripted.py", f"--model_dir={run}")
+    scale = "--precision=mixed_float16", "--initial_scale=1024"  # a rule that is made of two flags
+    program(tmp_path, "scripted.py", f"--model_dir={run}", *scale)
     [kept] = (run / "overflows").iterdir()
     flags = f"--flagfile={run / 'flags.cfg'}"
     by_script = program(tmp_path, "scripted.py", flags, "--mode=replay", f"--overflow={kept}")
@@ -93,8 +94,8 @@ def test_both_programs_name_the_planted_layer(tmp_path):
 
     assert by_script == by_module
     assert by_script.splitlines() == [
-        "recorded: backward, in sequential/below/kernel on replica 0: 0 inf, 4 NaN",
-        "now:      backward, in sequential/below/kernel on replica 0: 0 inf, 4 NaN",
+        "recorded: model, in sequential/below/kernel on replica 0: 0 inf, 4 NaN",
+        "now:      model, in sequential/below/kernel on replica 0: 0 inf, 4 NaN",
         "first:    the gradient of the input of layer 'planted'",
     ]
 

@@ -30,6 +30,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
             f"{flags.FLAGS.output!r}: File exists. The page and its pictures are written there. "
             "Pass another folder."
         )
+        flags.FLAGS.output = ""
+        with pytest.raises(SystemExit, match="`output` must be a"):
+            main(["report", str(tmp_path / "run")])
+        flags.FLAGS.output = None
         with pytest.raises(SystemExit, match="`run_dir` must be a folder"):
             main(["report", str(tmp_path)])
         with pytest.raises(app.UsageError) as usage:
