@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 # The first task on each node listens on this port, the second on the next one, and so on.
 PORT = 8888
@@ -163,6 +164,14 @@ def own_gpus(places: Sequence[tuple[str, int]], index: int) -> list[Any]:
         raise ValueError(
             f"{largest} tasks on a node see {len(gpus)} GPUs. If Slurm has bound a GPU to each "
             "task, say so with --gpus-per-task=1"
+        )
+    if left := len(gpus) - largest * share:
+        logging.warning(
+            "%d of the %d GPUs that a task sees are used by no task: %d tasks on a node share them "
+            "equally.",
+            left,
+            len(gpus),
+            largest,
         )
     tf.config.set_visible_devices(own, "GPU")
     return own

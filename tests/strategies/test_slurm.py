@@ -205,6 +205,18 @@ def test_tasks_that_are_not_placed_in_blocks_are_refused(monkeypatch):
         strategies.find_cluster()
 
 
+def test_gpus_that_no_task_uses_are_warned_of(monkeypatch, four_gpus, caplog):
+    """All replicas of a job do the same work, so each task has the same number."""
+    in_step(monkeypatch, "n1", "3", 2)
+    with caplog.at_level("WARNING"):
+        strategies.find_cluster()
+
+    assert four_gpus == [["2"]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of the 4 GPUs that a task sees are used by no task: 3 tasks on a node share them equally."
+    ]
+
+
 def test_fewer_gpus_than_tasks_are_refused(monkeypatch, four_gpus):
     """TensorFlow would give all of them to each task."""
     in_step(monkeypatch, "n1", "5")
