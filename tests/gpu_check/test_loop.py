@@ -80,6 +80,7 @@ def test_a_check_of_the_data_is_found():
     assert {*found} > {*ALWAYS}
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_one_program_runs_on_the_device_of_its_variables():
     """On a device that is not the default one, too: in `train`, and in `train_on_batch`."""
     settings = {"optimizer": adam, "seed": 1, "jit_compile": "step", "verbose": False}

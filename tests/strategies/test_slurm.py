@@ -158,7 +158,10 @@ def test_an_incomplete_step_is_an_error(monkeypatch):
     [
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID is 4, and there are 2 tasks"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', and not a number"),
-        ({"SLURM_GPUS_PER_TASK": "a100"}, "SLURM_GPUS_PER_TASK is 'a100', and not a number of GPUs"),
+        (
+            {"SLURM_GPUS_PER_TASK": "a100"},
+            "SLURM_GPUS_PER_TASK is 'a100', and not a number of GPUs",
+        ),
         (
             {"SLURM_STEP_NODELIST": "n[1-3]"},
             "n[1-3] are 3 nodes, and 1(x2) is for others",

@@ -44,7 +44,9 @@ def update_share(metric: keras.metrics.Metric, *arguments: Any, **weights: Any) 
 def check_takes_weights(metric: keras.metrics.Metric) -> None:
     """Raises TypeError unless a metric takes `sample_weight`, as all of Keras's own do."""
     parameters = inspect.signature(metric.update_state).parameters.values()
-    if not any(each.name == "sample_weight" or each.kind is each.VAR_KEYWORD for each in parameters):
+    if not any(
+        each.name == "sample_weight" or each.kind is each.VAR_KEYWORD for each in parameters
+    ):
         raise TypeError(
             "`metrics` must hold metrics whose update_state takes sample_weight; got "
             f"{type(metric).__name__}, whose update_state does not. Examples that pad a batch have "

@@ -440,7 +440,9 @@ def test_what_a_short_run_on_a_gpu_begins_with(monkeypatch, caplog, settings, ch
     assert [each for each in caplog.messages if "XLA" in each] == warnings[change]
 
 
-@pytest.mark.parametrize("method", ["dry_run", "overfit_one_batch"])
+@pytest.mark.parametrize(
+    "method", ["dry_run", pytest.param("overfit_one_batch", marks=pytest.mark.thorough)]
+)
 def test_what_comes_before_a_run_on_a_gpu_takes_its_mode(monkeypatch, method):
     """It tries the program that a run would begin with. What comes after it chooses for itself."""
     pretend(monkeypatch, on_cpu=False)

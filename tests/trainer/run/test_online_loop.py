@@ -190,7 +190,7 @@ def test_data_begins_at_the_same_step_after_a_restart(tmp_path):
     assert_same_bits(all_copies(whole), all_copies(program(tmp_path / "cut")))
 
 
-@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("arrays", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_other_data_may_follow_after_a_restart(tmp_path, arrays):
     """A call of `train` that had ended before the batches does not bind the next one, which may have
     other values or another size of a batch; and the same data goes on in its place.

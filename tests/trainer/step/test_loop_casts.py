@@ -193,6 +193,7 @@ def test_a_frozen_weight_is_cast_once(policy, casts_of_layers):
     assert new()[0].numpy() == passed(model, inputs)()[0].numpy()
 
 
+@pytest.mark.thorough
 def test_a_trainer_computes_the_same_bits(policy, casts_of_layers):
     """Microbatches, a dynamic scale and evaluation: weights and results have the same bits."""
 
