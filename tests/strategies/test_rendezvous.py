@@ -49,7 +49,8 @@ def test_all_continue_once_the_last_has_started(host):
 
 def test_a_process_joins_its_job_once(monkeypatch):
     """Where a program asks for the job's strategy again, it gets the same one, whose server has the
-    port."""
+    port.
+    """
     monkeypatch.setattr(rendezvous, "_joined", {})
     port = free_ports(1)[0]
     cluster = tf.distribute.cluster_resolver.SimpleClusterResolver(
