@@ -185,10 +185,10 @@ class Task:
         if takes_one_output(loss_fn):
             check_real("labels", y, self.data_argument)
         check_real("weights", sample_weight, self.data_argument)
+        if training:  # calls the model, which then forgets what layers have added in other calls
+            check_mask_in_training(self.model, x)
         outputs = self._call_model(x, training)
         check_mask_is_known(self.model, outputs)
-        if training:
-            check_mask_in_training(self.model, x)
         compared = self._compared(outputs)
         if self.loss_reduction == "global":
             parts = y, compared, sample_weight, mask_of(loss_fn, compared)
