@@ -26,9 +26,10 @@ from trainer.data.structures import as_arrays
 from trainer.step.types import Batch
 
 OTHER_SIZE = (
-    'Batches must have one size with loss_reduction="global" on several GPUs or workers, which '
-    "exchange tensors of one shape only. Use batch(..., drop_remainder=True). A batch must have as "
-    "many examples as the first"
+    'Batches must have one size with loss_reduction="global" on several GPUs or workers, and in a '
+    'MirroredStrategy of CPUs that is not the one of strategy="mirrored". These exchange tensors '
+    "of one shape only. Use batch(..., drop_remainder=True). A batch must have as many examples as "
+    "the first"
 )
 Arrays: TypeAlias = "np.ndarray | tf.Tensor | Mapping[str, Arrays] | tuple[Arrays, ...]"
 DatasetFunction: TypeAlias = Callable[[tf.distribute.InputContext], tf.data.Dataset]
