@@ -7,11 +7,20 @@ import keras
 import numpy as np
 
 UNITS = 4
-SHAPES = {"vector": [6], "image": [5, 5, 2], "signal": [4, 3], "ids": [4]}
+SHAPES = {
+    "vector": [6],
+    "image": [5, 5, 2],
+    "signal": [4, 3],
+    "ids": [4],
+    "padded signal": [4, 3],
+    "padded ids": [4],
+}
 
 
 class MeanSquareLoss(keras.layers.Layer):
     """Adds a tenth of its inputs' mean square to the losses, as one number."""
+
+    supports_masking = True
 
     def call(self, inputs):
         """Returns its inputs."""
@@ -159,6 +168,8 @@ KINDS = {
     "image": ANY | OF_IMAGES,
     "signal": ANY | OF_SEQUENCES,
     "ids": ANY | OF_SEQUENCES,
+    "padded signal": ANY | OF_SEQUENCES,
+    "padded ids": ANY | OF_SEQUENCES,
 }
 ALL_KINDS = ANY | OF_IMAGES | OF_SEQUENCES
 
@@ -192,10 +203,12 @@ class Recipe:
         keras.utils.set_random_seed(self.seed)
         inputs, branches = {}, []
         for index, (kind, names) in enumerate(zip(self.inputs, self.layers, strict=True)):
-            dtype = "int32" if kind == "ids" else "float32"
+            dtype = "int32" if kind.endswith("ids") else "float32"
             x = inputs[f"x{index}"] = keras.Input(SHAPES[kind], dtype=dtype, name=f"x{index}")
-            if kind == "ids":
-                x = keras.layers.Embedding(7, UNITS)(x)
+            if kind.endswith("ids"):
+                x = keras.layers.Embedding(7, UNITS, mask_zero=kind == "padded ids")(x)
+            if kind == "padded signal":
+                x = keras.layers.Masking()(x)
             for name in names:
                 x = KINDS[kind][name].apply(x)
             branches.append(keras.layers.Flatten()(x))
@@ -208,9 +221,7 @@ class Recipe:
         found = []
         for _ in range(count):
             batch = {
-                f"x{index}": random.integers(0, 7, [self.size, 4]).astype(np.int32)
-                if kind == "ids"
-                else random.standard_normal([self.size, *SHAPES[kind]]).astype(np.float32)
+                f"x{index}": inputs_of(kind, self.size, random)
                 for index, kind in enumerate(self.inputs)
             }
             weights = random.choice([0.5, 1.0, 2.0, 3.0], self.size).astype(np.float32)
@@ -218,6 +229,16 @@ class Recipe:
             target = random.standard_normal([self.size, 2]).astype(np.float32)
             found.append(batch | {"target": target, "weight": weights})
         return found
+
+
+def inputs_of(kind, size, random):
+    """A batch of inputs of a kind. Sequences that may be padded are of any length from 1."""
+    if kind.endswith("ids"):
+        return random.integers(0, 7, [size, 4]).astype(np.int32)
+    numbers = random.standard_normal([size, *SHAPES[kind]]).astype(np.float32)
+    if kind == "padded signal":
+        numbers[np.arange(4) >= random.integers(1, 5, [size, 1])] = 0.0
+    return numbers
 
 
 @st.composite
