@@ -17,6 +17,7 @@ import tensorflow as tf
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, keras_mask, with_keras_mask
+from trainer.base.trace_apart import apart
 from trainer.base.warn_once import warn_once
 from trainer.losses.loss_fn import product, without_last_ones
 from trainer.losses.output_losses import only_one
@@ -106,7 +107,8 @@ def traced_mask(model: Model, x: Any, *, training: bool) -> Any:
         found.append(mask)
         return tf.constant(value=True) if mask is None else mask
 
-    traced = tf.compat.v1.wrap_function(forward, tf.nest.flatten(specs))
+    with apart():
+        traced = tf.compat.v1.wrap_function(forward, tf.nest.flatten(specs))
     if found[0] is None:
         return None
     return traced.prune(arguments_of(traced), traced.outputs[0])

@@ -14,6 +14,7 @@ import strategies
 from scaling.base.argument_checks import shown
 from scaling.float8 import DelayedScaling, DelayedScalingState
 from trainer.base.keras_private import all_layers, replaced_calls
+from trainer.base.trace_apart import is_apart
 from trainer.step.inner_graphs import inner_graphs
 from trainer.step.types import Model, Values
 
@@ -270,7 +271,9 @@ def called_once(model: Model, product: Product) -> Iterator[None]:
     def counted(layer: keras.Layer) -> Callable[..., tf.Tensor]:
         call = getattr(layer, CALL)
 
-        def run(*args: Any, **kwargs: Any) -> tf.Tensor:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_apart():
+                return call(*args, **kwargs)
             # A call in the body of a loop counts twice.
             calls[id(layer), threading.get_ident()] += 1 + ("loop" in inner_graphs(outside))
             return product(layer, call)(*args, **kwargs)

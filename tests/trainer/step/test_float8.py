@@ -531,6 +531,31 @@ def test_a_rematerialized_layer_is_called_once():
     assert float(model.layers[0].inner.inputs_amax_history[0]) == np.abs(ROWS).max()
 
 
+def test_the_check_of_masks_is_no_call_of_a_layer():
+    """The model is traced to compare its masks. Where nothing is padded, all is as without a mask."""
+    ids = np.tile([[1, 2, 3]], [4, 1])
+
+    def weights(mask_zero):
+        def model():
+            keras.utils.set_random_seed(0)
+            embedding = keras.layers.Embedding(5, 16, mask_zero=mask_zero)
+            pooled, hidden = keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(16)
+            made = keras.Sequential(
+                [keras.Input([3], dtype="int32"), embedding, pooled, hidden, keras.layers.Dense(1)]
+            )
+            hidden.quantize("float8")
+            return made
+
+        trainer = Trainer(
+            model=model, optimizer=lambda: keras.optimizers.SGD(0.1), loss_fn="mse", verbose=False
+        )
+        trainer.train((ids, np.ones([4, 1], "float32")), 2, global_batch=4)
+        return trainer.model.get_weights()
+
+    for masked, plain in zip(weights(mask_zero=True), weights(mask_zero=False), strict=True):
+        np.testing.assert_array_equal(masked, plain)
+
+
 @pytest.mark.slow
 def test_a_retried_step_is_as_if_begun_at_its_last_scale():
     """L20: attempts that overflow leave no trace in float8 scales and histories."""
