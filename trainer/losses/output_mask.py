@@ -154,6 +154,8 @@ def check_mask_in_training(model: Model, x: Any) -> None:
     otherwise, in_training = (traced_mask(model, x, training=each) for each in (False, True))
     if otherwise is None and in_training is None:
         return
+    if in_training is not None:
+        check_not_random([in_training.outputs[0]])
     if None in (otherwise, in_training) or computation(otherwise) != computation(in_training):
         raise ValueError(
             "`model` must make its Keras masks in training as it does otherwise; got a mask on its "
@@ -212,20 +214,25 @@ def check_mask_is_known(model: Model, outputs: Any) -> None:
     """
     masks = [keras_mask(output) for output in tf.nest.flatten(outputs)]
     found = [mask for mask in masks if mask is not None]
-    if any(map(is_random, found)):
-        raise ValueError(
-            "`model` must make its Keras masks of numbers that are not random; got a mask on its "
-            "outputs that depends on random numbers, as of a Dropout or a GaussianNoise before a "
-            "Masking. The number of elements that are not masked must be known before the forward "
-            "pass. Put the layer that makes the mask first, or leave it out and yield (x, y, "
-            "weight) from train_data."
-        )
+    check_not_random(found)
     if found and not makes_masks(model):
         raise ValueError(
             "`model` must make its Keras masks in compute_mask of a layer; got a mask on its "
             "outputs that no layer announces. The number of elements that are not masked must be "
             "known before the forward pass. Override compute_mask in the layer that makes the "
             "mask, or leave the mask out and yield (x, y, weight) from train_data."
+        )
+
+
+def check_not_random(masks: Sequence[tf.Tensor]) -> None:
+    """Raises ValueError if a mask depends on random numbers."""
+    if any(map(is_random, masks)):
+        raise ValueError(
+            "`model` must make its Keras masks of numbers that are not random; got a mask on its "
+            "outputs that depends on random numbers, as of a Dropout or a GaussianNoise before a "
+            "Masking. The number of elements that are not masked must be known before the forward "
+            "pass. Put the layer that makes the mask first, or leave it out and yield (x, y, "
+            "weight) from train_data."
         )
 
 

@@ -8,16 +8,23 @@ from trainer.base.trace_apart import apart, is_apart
 
 
 def test_a_block_is_marked_until_it_ends():
-    """Also if it ends with an error, and inside another block; other threads are not concerned."""
+    """Also after another block inside it. Other threads are not concerned."""
     elsewhere = []
-    with pytest.raises(KeyError), apart():
+    with apart():
         with apart():
             pass
         assert is_apart()
         other = threading.Thread(target=lambda: elsewhere.append(is_apart()))
         other.start()
         other.join()
-        raise KeyError
 
     assert not is_apart()
     assert elsewhere == [False]
+
+
+def test_an_error_ends_a_block():
+    """What is called after a refusal belongs to a step again."""
+    with pytest.raises(KeyError), apart():
+        raise KeyError
+
+    assert not is_apart()
