@@ -213,7 +213,8 @@ def function_graph(graph: Any, call: str) -> Any:
             raise RuntimeError(
                 f"`{call}` must be called outside a branch; got a call inside tf.cond, or inside "
                 "an `if` on a tensor. Both branches are traced, but only one runs. Call it before "
-                "or after the branch; `update` takes the flag as its argument."
+                "or after the branch; `update` takes the flag as its argument. In a Keras model, "
+                "leave steps_per_execution at 1: otherwise Keras calls train_step in a branch."
             )
     return function
 

@@ -28,7 +28,8 @@ class LossScaler(tf.Module):
 
     Create the scaler inside the strategy's scope, so that every replica gets a copy. To save
     it, add it to the `tf.train.Checkpoint` of the model and the optimizer, or save
-    `state_dict()`.
+    `state_dict()`. Keras's own files (`save_weights`, `.keras`) do not hold it, even if it is an
+    attribute of the model.
 
     The optimizer must not scale losses itself, as Keras's `LossScaleOptimizer` does: it would
     divide the gradients once more.

@@ -61,7 +61,7 @@ def parse_rule(text: str) -> LossScaleRule:
             raise ValueError(
                 f"`loss_scale` must not have fields after a number; got {shown(text)}. A number "
                 f"means a fixed scale, which has no other fields. Use {name}, or "
-                f"dynamic:initial_scale={text}."
+                f"dynamic:initial_scale={text.strip().rstrip(':')}."
             )
         return fixed
     names = [*RULES, *PRESETS]

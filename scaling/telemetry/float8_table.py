@@ -43,8 +43,9 @@ def float8_table(record: Float8Record, outcomes: Sequence[Sequence[Float8Outcome
     distance = max(np.max(np.diff(tensor.step), initial=1) for tensor in record.tensors)
     if distance > 1:
         lines.append(
-            f"Lines are up to {distance} steps apart. What happened between them is not known, and "
-            "the rules take each line for one step: a history of 16 is one of 16 lines."
+            f"Lines are up to {distance} steps apart. Unless the steps between them were skipped, "
+            "what happened there is not known. The rules take each line for one step: a history of "
+            "16 is one of 16 lines."
         )
     if record.left_out:
         lines.append(f"{record.left_out} more tensors were left out.")

@@ -127,7 +127,8 @@ MISTAKES = [
         in_a_branch,
         "`update` must be called outside a branch; got a call inside tf.cond, or inside an `if` on "
         "a tensor. Both branches are traced, but only one runs. Call it before or after the "
-        "branch; `update` takes the flag as its argument.",
+        "branch; `update` takes the flag as its argument. In a Keras model, leave "
+        "steps_per_execution at 1: otherwise Keras calls train_step in a branch.",
     ),
 ]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import generators
 import hypothesis.strategies as st
+import keras
 import numpy as np
 import oracle
 import pytest
@@ -617,3 +618,21 @@ def test_a_rule_may_return_numbers_of_python():
     with pytest.raises(ValueError, match="int64"):
         scaler.assign(Counts(tf.constant(4.0), tf.constant(2**40, tf.int64)))
     assert scaler.state_dict() == {"loss_scale": 2.0, "steps": 3}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
+def test_a_checkpoint_of_a_keras_model_holds_its_scaler(tmp_path):
+    """Keras's own files hold only the weights."""
+
+    def model(initial_scale):
+        made = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        made.scaler = scaling.LossScaler(scaling.DynamicLossScale(initial_scale=initial_scale))
+        return made
+
+    trained, restored = model(8.0), model(4.0)
+    path = tf.train.Checkpoint(model=trained).save(tmp_path / "both")
+    trained.save_weights(tmp_path / "model.weights.h5")
+    restored.load_weights(tmp_path / "model.weights.h5")
+    assert float(restored.scaler.loss_scale) == 4.0
+    tf.train.Checkpoint(model=restored).restore(path)
+    assert float(restored.scaler.loss_scale) == 8.0

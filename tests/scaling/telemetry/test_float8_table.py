@@ -52,8 +52,8 @@ dense/gradients, float8_e5m2
   current              0         0.00            0
 Saturated counts the steps whose largest magnitude was beyond the format. In the others, the scale left \
 so many factors of two above it unused, on average: unused bits.
-Lines are up to 10 steps apart. What happened between them is not known, and the rules take each line \
-for one step: a history of 16 is one of 16 lines."""
+Lines are up to 10 steps apart. Unless the steps between them were skipped, what happened there is not \
+known. The rules take each line for one step: a history of 16 is one of 16 lines."""
 
 
 def test_the_table(path):
