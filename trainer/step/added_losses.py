@@ -113,6 +113,21 @@ def warn_of_losses_per_example(
             )
 
 
+def warn_of_forgotten_losses(model: keras.Model) -> None:
+    """Warns once if layers of the model have added losses in a call before their last one.
+
+    Losses of other models in the same pass do not count anyway.
+    """
+    adders = [layer_that_added(model, loss) for loss in model.losses]
+    if names := {name_of(layer) for layer in adders if layer}:
+        warn_once(
+            f"{min(names)} adds a loss (add_loss or an activity regularizer), and compute_loss calls "
+            "it several times. As in Keras, model.losses holds what the last call has added. Call "
+            "the model once, with all inputs in one batch, or add the losses of the other calls in "
+            "compute_loss."
+        )
+
+
 def kinds_of_added_losses(
     whole: Sequence[float],
     halves: tuple[Sequence[float], Sequence[float]],

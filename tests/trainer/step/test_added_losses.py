@@ -314,3 +314,37 @@ def test_what_layers_add_counts_in_a_model_with_masks(kind, loss_of):
     data = masking_parts(kind)[2]
     labels = np.ones([4, 1] if kind != "own" else [4, 3, 1], "float32")
     check_one_step_is_as_in_keras(model, (data, labels))
+
+
+class Twice(Trainer):
+    """Compares two passes of a model with dropout, as R-Drop does."""
+
+    calls = 2
+
+    def compute_loss(self, batch, training):
+        """The loss of the first pass, plus the distance between both."""
+        x, y = batch
+        passes = [self.model(x, training=training) for _ in range(self.calls)]
+        return tf.reduce_sum((passes[0] - y) ** 2 + (passes[0] - passes[-1]) ** 2, axis=1)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_losses_that_keras_forgets_are_warned_of(caplog, calls):
+    """Of two calls of the model, the second one's losses count, in a loop by hand, too."""
+    name = f"adds_in_{calls}_calls"
+
+    def model():
+        adding = keras.layers.Dense(2, activity_regularizer="l2", name=name)
+        return keras.Sequential([keras.Input([3]), adding, keras.layers.Dense(1)])
+
+    trainer = Twice(model=model, optimizer="sgd", verbose=False)
+    trainer.calls = calls
+    with caplog.at_level("WARNING"):
+        trainer.train((np.ones([4, 3], "float32"), np.ones([4, 1], "float32")), 1, global_batch=4)
+
+    expected = (
+        f"Layer '{name}' adds a loss (add_loss or an activity regularizer), and compute_loss calls it "
+        "several times. As in Keras, model.losses holds what the last call has added. Call the model "
+        "once, with all inputs in one batch, or add the losses of the other calls in compute_loss."
+    )
+    assert [record.getMessage() for record in caplog.records] == [expected] * (calls - 1)
