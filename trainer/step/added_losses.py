@@ -121,10 +121,10 @@ def warn_of_forgotten_losses(model: keras.Model) -> None:
     adders = [layer_that_added(model, loss) for loss in model.losses]
     if names := {name_of(layer) for layer in adders if layer}:
         warn_once(
-            f"{min(names)} adds a loss (add_loss or an activity regularizer), and compute_loss calls "
-            "it several times. As in Keras, model.losses holds what the last call has added. Call "
-            "the model once, with all inputs in one batch, or add the losses of the other calls in "
-            "compute_loss."
+            f"{min(names)} adds a loss (add_loss or an activity regularizer), and compute_loss "
+            "calls it several times. As in Keras, model.losses holds what the last call has added. "
+            "Call the model once, with all inputs in one batch, or add the losses of the other "
+            "calls in compute_loss."
         )
 
 
