@@ -165,13 +165,14 @@ def own_gpus(places: Sequence[tuple[str, int]], index: int) -> list[Any]:
             f"{largest} tasks on a node see {len(gpus)} GPUs. If Slurm has bound a GPU to each "
             "task, say so with --gpus-per-task=1"
         )
-    if left := len(gpus) - largest * share:
+    here = [node for node, _ in places].count(places[index][0])
+    if left := len(gpus) - here * share:
         logging.warning(
-            "%d of the %d GPUs that a task sees are used by no task: %d tasks on a node share them "
-            "equally.",
+            "%d of the %d GPUs of this node are used by no task. All tasks of a job have the same "
+            "number, here %d.",
             left,
             len(gpus),
-            largest,
+            share,
         )
     tf.config.set_visible_devices(own, "GPU")
     return own
@@ -183,7 +184,7 @@ def count_gpus(name: str) -> int:
     Raises:
         ValueError: if the variable is not of that form.
     """
-    value = os.environ.get(f"SLURM_{name}", "0")
+    value = os.environ.get(f"SLURM_{name}") or "0"
     counts = [part.rpartition(":")[2] for part in value.split(",")]
     if not all(re.fullmatch("[0-9]+", count) for count in counts):
         raise ValueError(f"SLURM_{name} is {value!r}, and not a number of GPUs")

@@ -543,24 +543,29 @@ def check_flag_file_first(arguments: Sequence[str], flag_values: flags.FlagValue
         arguments: the command line, without the script's name.
         flag_values: the parsed flags.
     """
-    files = [place for place, text in enumerate(arguments) if re.match("--?flagfile(=|$)", text)]
-    if not files:
-        return
-    before = given_in(arguments[: files[-1]], flag_values)
-    after = given_in(arguments[files[-1] :], flag_values)
-    for name, text in before.items():
-        flag = flag_values[name]
-        replaced = name not in after and flag.parser.parse(text) != flag.value
-        if replaced and not isinstance(flag, flags.MultiFlag):
+    arguments = [*itertools.takewhile(lambda text: text != "--", arguments)]
+    for place, text in enumerate(arguments):
+        if not re.match("--?flagfile(=|$)", text):
+            continue
+        behind = place + (1 if "=" in text else 2)
+        before = given_in(arguments[:place], flag_values)
+        read = flag_values.read_flags_from_files(arguments[place:behind])
+        in_file = given_in(read, flag_values)
+        after = given_in(arguments[behind:], flag_values)
+        for name in sorted((before.keys() & in_file.keys()) - after.keys()):
+            flag = flag_values[name]
+            same = flag.parser.parse(before[name]) == flag.parser.parse(in_file[name])
+            if same or isinstance(flag, flags.MultiFlag):
+                continue
             raise ValueError(
-                f"`--{name}={text}` must come after --flagfile; got it before, and the file sets "
-                f"{flag.serialize() or name}. The last value of a flag counts. Put --flagfile "
-                "first."
+                f"`--{name}={before[name]}` must come after --flagfile; got it before, and the "
+                f"file sets --{name}={in_file[name]}. The last value of a flag counts. Put "
+                "--flagfile first."
             )
 
 
 def given_in(arguments: Sequence[str], flag_values: flags.FlagValues) -> dict[str, str]:
-    """Returns the texts of the flags on a part of a command line, keyed by name."""
+    """Returns the texts of the flags on a part of a command line, keyed by name, not by alias."""
     given = {}
     for text, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         name, separator, value = text.lstrip("-").partition("=")
@@ -568,7 +573,7 @@ def given_in(arguments: Sequence[str], flag_values: flags.FlagValues) -> dict[st
             continue
         if name in flag_values:
             alone = "true" if flag_values[name].boolean else following
-            given[name] = value if separator else alone
+            given[ALIASES.get(name, name)] = value if separator else alone
         elif name.startswith("no") and name[2:] in flag_values:
             given[name[2:]] = "false"
     return given

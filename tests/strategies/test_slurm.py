@@ -208,15 +208,21 @@ def test_tasks_that_are_not_placed_in_blocks_are_refused(monkeypatch):
         strategies.find_cluster()
 
 
-def test_gpus_that_no_task_uses_are_warned_of(monkeypatch, four_gpus, caplog):
+@pytest.mark.parametrize(
+    ("per_node", "rank", "left", "share"), [("3", 2, 1, 1), ("4,2", 5, 2, 1), ("2,1", 2, 2, 2)]
+)
+def test_gpus_that_no_task_uses_are_warned_of(
+    monkeypatch, four_gpus, caplog, per_node, rank, left, share
+):
     """All replicas of a job do the same work, so each task has the same number."""
-    in_step(monkeypatch, "n1", "3", 2)
+    in_step(monkeypatch, "n[1-2]" if "," in per_node else "n1", per_node, rank)
     with caplog.at_level("WARNING"):
         strategies.find_cluster()
 
-    assert four_gpus == [["2"]]
+    assert len(four_gpus[0]) == share
     assert [record.getMessage() for record in caplog.records] == [
-        "1 of the 4 GPUs that a task sees are used by no task: 3 tasks on a node share them equally."
+        f"{left} of the 4 GPUs of this node are used by no task. All tasks of a job have the same "
+        f"number, here {share}."
     ]
 
 

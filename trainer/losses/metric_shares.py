@@ -43,9 +43,11 @@ def update_share(metric: keras.metrics.Metric, *arguments: Any, **weights: Any) 
 
 def check_takes_weights(metric: keras.metrics.Metric) -> None:
     """Raises TypeError unless a metric takes `sample_weight`, as all of Keras's own do."""
-    parameters = inspect.signature(metric.update_state).parameters.values()
+    signature = inspect.signature(metric.update_state, follow_wrapped=False)
     if not any(
-        each.name == "sample_weight" or each.kind is each.VAR_KEYWORD for each in parameters
+        each.kind is each.VAR_KEYWORD
+        or (each.name == "sample_weight" and each.kind is not each.POSITIONAL_ONLY)
+        for each in signature.parameters.values()
     ):
         raise TypeError(
             "`metrics` must hold metrics whose update_state takes sample_weight; got "

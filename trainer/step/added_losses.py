@@ -11,14 +11,18 @@ an entry of `model.losses` contributes depends on what it is:
   same in every share. A sum over the examples has no shape of its own: see `kinds_of_added_losses`.
 """
 
+import contextlib
 import enum
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 import strategies
-from trainer.base.keras_private import layer_that_added
+from trainer.base.keras_private import all_layers, layer_that_added, replaced_calls
+from trainer.base.trace_apart import is_apart
 from trainer.base.warn_once import warn_once
 from trainer.step.microbatch import GlobalBatchSize
 
@@ -113,18 +117,47 @@ def warn_of_losses_per_example(
             )
 
 
-def warn_of_forgotten_losses(model: keras.Model) -> None:
-    """Warns once if layers of the model have added losses in a call before their last one.
+@contextlib.contextmanager
+def recorded_losses(model: keras.Model) -> Iterator[list[tuple[keras.Layer, Any]]]:
+    """Context manager for a forward pass: records what layers add, also what Keras then forgets.
 
-    Losses of other models in the same pass do not count anyway.
+    A call of a model forgets what its layers have added in the call before.
+
+    Yields:
+        A layer and a loss for each loss that this thread's calls add.
     """
-    adders = [layer_that_added(model, loss) for loss in model.losses]
-    if names := {name_of(layer) for layer in adders if layer}:
+    recorded: list[tuple[keras.Layer, Any]] = []
+    thread = threading.get_ident()
+    # Replicas share the layers, and one of them may wait in its pass while another one runs.
+    layers = [layer for layer in all_layers(model) if "add_loss" not in vars(layer)]
+
+    def recording(layer: keras.Layer) -> Callable[..., None]:
+        add = layer.add_loss
+
+        def run(loss: Any, **others: Any) -> None:
+            if threading.get_ident() == thread and not is_apart():
+                recorded.extend((layer, each) for each in tf.nest.flatten(loss))
+            add(loss, **others)
+
+        return run
+
+    with replaced_calls(layers, recording, "add_loss"):
+        yield recorded
+
+
+def warn_of_forgotten_losses(
+    model: keras.Model, recorded: Sequence[tuple[keras.Layer, Any]]
+) -> None:
+    """Warns once of layers whose losses Keras has forgotten, as of a call before the last one."""
+    if not recorded:
+        return
+    known = {id(loss) for loss in model.losses}
+    if names := {name_of(layer) for layer, loss in recorded if id(loss) not in known}:
         warn_once(
-            f"{min(names)} adds a loss (add_loss or an activity regularizer), and compute_loss "
-            "calls it several times. As in Keras, model.losses holds what the last call has added. "
-            "Call the model once, with all inputs in one batch, or add the losses of the other "
-            "calls in compute_loss."
+            f"{min(names)} adds a loss (add_loss or an activity regularizer) in a call that is not "
+            "the model's last one in compute_loss. As in Keras, model.losses holds what the last "
+            "call has added. Call the model once, with all inputs in one batch, or add the losses "
+            "of the other calls in compute_loss."
         )
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import layer_that_added, regularizers_in_float32
-from trainer.step.added_losses import warn_of_forgotten_losses
+from trainer.step.added_losses import recorded_losses, warn_of_forgotten_losses
 from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
 from trainer.step.ids import ids_unrounded
@@ -59,13 +59,13 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         functions_of_one_precision(plan.model),
         ids_unrounded(plan.model),
         regularizers_in_float32(plan.model),
+        recorded_losses(plan.model) as recorded,
         scope_of(values, keys, plan) as scope,
     ):
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         added = added_losses(plan.model, scope.losses)
-        if scope.forgotten_losses:
-            warn_of_forgotten_losses(plan.model)
+        warn_of_forgotten_losses(plan.model, recorded)
     scope.check_no_unknown_variables()
     for variable in filter(scope.is_cast, plan.model.trainable_variables):
         check_not_assigned_in_half(plan.model, variable)

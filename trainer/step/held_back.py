@@ -36,7 +36,6 @@ class HoldBack(keras.StatelessScope):
         self._unknown: list[keras.Variable] = []
         self._cast: set[int] = set()  # assigned by a layer that reads in half precision
         self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
-        self._num_added = 0  # number of losses that layers have added
         self._graph = tf.compat.v1.get_default_graph()
         self._casts = LoopCasts(self._graph)
 
@@ -70,18 +69,6 @@ class HoldBack(keras.StatelessScope):
             source = self._sources.get(id(variable), tensorflow_variable(variable))
             value = in_place_of(value, source) if variable.trainable else tf.stop_gradient(value)
         super().add_update((variable, value))
-
-    def add_loss(self, loss: Any) -> None:
-        """Records what a layer adds to the losses. Keras calls this method."""
-        self._num_added += 1
-        super().add_loss(loss)
-
-    @property
-    def forgotten_losses(self) -> int:
-        """Number of added losses that Keras has forgotten: a call of a layer forgets those of its
-        call before, and of all layers in it.
-        """
-        return self._num_added - len(self.losses)
 
     def is_cast(self, variable: keras.Variable) -> bool:
         """Returns whether a variable was assigned by a layer that reads in half precision."""

@@ -316,35 +316,72 @@ def test_what_layers_add_counts_in_a_model_with_masks(kind, loss_of):
     check_one_step_is_as_in_keras(model, (data, labels))
 
 
-class Twice(Trainer):
-    """Compares two passes of a model with dropout, as R-Drop does."""
+class InTraining(keras.layers.Layer):
+    """Adds a loss in training only, as layers with experts do."""
 
-    calls = 2
-
-    def compute_loss(self, batch, training):
-        """The loss of the first pass, plus the distance between both."""
-        x, y = batch
-        passes = [self.model(x, training=training) for _ in range(self.calls)]
-        return tf.reduce_sum((passes[0] - y) ** 2 + (passes[0] - passes[-1]) ** 2, axis=1)
+    def call(self, inputs, training=False):
+        """Returns its inputs."""
+        if training:
+            self.add_loss(tf.reduce_mean(inputs**2))
+        return inputs
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_losses_that_keras_forgets_are_warned_of(caplog, calls):
+def once(*_):
+    """Only the default loss."""
+    return tf.zeros([4])
+
+
+def twice(trainer, x):
+    """The model's outputs for another view, before the default loss calls the model."""
+    return trainer.model(2.0 * x, training=True)[:, 0]
+
+
+def without_training(trainer, x):
+    """The same, after that call, which adds nothing."""
+    return tf.stop_gradient(trainer.model(x, training=False))[:, 0]
+
+
+def of_a_teacher(trainer, x):
+    """Two calls of another model, whose losses do not count."""
+    return (trainer.teacher(x, training=True) + trainer.teacher(2.0 * x, training=True))[:, 0]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("first", "other", "warns"),
+    [
+        (False, once, False),
+        (True, twice, True),
+        (False, without_training, True),
+        (True, of_a_teacher, False),
+    ],
+)
+def test_losses_that_keras_forgets_are_warned_of(caplog, first, other, warns, masked):
     """Of two calls of the model, the second one's losses count, in a loop by hand, too."""
-    name = f"adds_in_{calls}_calls"
+    name = f"{other.__name__}_{masked}"
 
-    def model():
-        adding = keras.layers.Dense(2, activity_regularizer="l2", name=name)
-        return keras.Sequential([keras.Input([3]), adding, keras.layers.Dense(1)])
+    def model(name=name):
+        masking = [keras.layers.Masking(), keras.layers.GlobalAveragePooling1D()]
+        layers = [*(masking if masked else [keras.layers.Flatten()]), InTraining(name=name)]
+        return keras.Sequential([keras.Input([2, 3]), *layers, keras.layers.Dense(1)])
 
-    trainer = Twice(model=model, optimizer="sgd", verbose=False)
-    trainer.calls = calls
+    class Calling(Trainer):
+        def compute_loss(self, batch, training):
+            before = other(self, batch[0]) if first else 0.0
+            losses, _ = super().compute_loss(batch, training)
+            return losses + before if first else losses + other(self, batch[0])
+
+    trainer = Calling(model=model, optimizer="sgd", loss_fn="mse", verbose=False)
+    trainer.teacher = model(name="of_the_teacher")
+    trainer.teacher.trainable = False
+    data = np.ones([4, 2, 3], "float32"), np.ones([4, 1], "float32")
     with caplog.at_level("WARNING"):
-        trainer.train((np.ones([4, 3], "float32"), np.ones([4, 1], "float32")), 1, global_batch=4)
+        trainer.train(data, 1, global_batch=4)
 
     expected = (
-        f"Layer '{name}' adds a loss (add_loss or an activity regularizer), and compute_loss calls it "
-        "several times. As in Keras, model.losses holds what the last call has added. Call the model "
-        "once, with all inputs in one batch, or add the losses of the other calls in compute_loss."
+        f"Layer '{name}' adds a loss (add_loss or an activity regularizer) in a call that is not the "
+        "model's last one in compute_loss. As in Keras, model.losses holds what the last call has "
+        "added. Call the model once, with all inputs in one batch, or add the losses of the other "
+        "calls in compute_loss."
     )
-    assert [record.getMessage() for record in caplog.records] == [expected] * (calls - 1)
+    assert [text for text in caplog.messages if "adds a loss" in text] == [expected] * warns
