@@ -167,14 +167,18 @@ def test_a_program_of_several_phases_is_resumed_in_each(program, stop_at, tmp_pa
 
 @pytest.mark.slow
 def test_a_phase_that_is_repeated_leaves_no_trace(tmp_path):
-    """A call whose steps have all been taken saves nothing and logs no step, and the interval that
-    the checkpoint is in is logged as a whole.
+    """A call whose steps have all been taken saves nothing and logs nothing, and the interval that
+    the checkpoint is in is logged as a whole. The next call logs the settings.
     """
     finish(other_arrays, tmp_path / "stopped", 13)
-    resumed = line(tmp_path / "stopped")
+    resumed, log = line(tmp_path / "stopped"), tmp_path / "stopped" / "metrics.jsonl"
+    before = log.read_text()
     assert resumed.train(FEW, 10, global_batch=16).steps_run == 0
+    assert log.read_text() == before
+    assert before.count('"split": "run"') == 1
     assert list(folder.committed(tmp_path / "stopped", "ckpt")) == [5, 10, 13]
     history = resumed.train(ALL, 20, global_batch=16).history
+    assert log.read_text().count('"split": "run"') == 2
     whole = finish(other_arrays, tmp_path / "whole").train(ALL, 20, global_batch=16).history
 
     assert list(history["step"]) == list(whole["step"])
