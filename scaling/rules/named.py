@@ -84,8 +84,8 @@ def format_rule(rule: LossScaleRule) -> str | None:
     """Returns a text from which `parse_rule` makes an equal rule; None for a class of one's own.
 
     Example:
-        >>> format_rule(HeadroomLossScale(headroom_bits=2)).split(":")[:2]
-        ['headroom', 'headroom_bits=2']
+        >>> format_rule(FixedLossScale(1024.0))
+        'fixed:loss_scale=1024.0'
     """
     for name, kind in RULES.items():
         if type(rule) is kind:
