@@ -110,7 +110,7 @@ def test_steps_are_recorded_only_if_asked(tmp_path, records):
 
 
 def test_the_settings_of_a_record_are_json_types():
-    """A rule that is an object is recorded by its text, and its argument as "auto"."""
+    """A rule is recorded by its description, and by a text from which it is made again."""
     trainer = Linear(loss_scale=1024, seed=1, num_microbatches=2, verbose=False)
 
     assert recorded_settings(trainer) == {
@@ -119,7 +119,7 @@ def test_the_settings_of_a_record_are_json_types():
         "num_microbatches": 2,
         "alternate_optimizers": False,
         "updates_per_step": {},
-        "loss_scale": 1024,
+        "loss_scale": "fixed:loss_scale=1024.0",
         "rule": "FixedLossScale(loss_scale=1024.0)",
         "num_replicas": 1,
         "strategy": "default",
