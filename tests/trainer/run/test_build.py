@@ -128,7 +128,7 @@ def test_the_settings_of_a_record_are_json_types():
     }
     trainer = Linear(loss_scale=trainer.rule, strategy=trainer.strategy, verbose=False)
     settings = recorded_settings(trainer)
-    assert (settings["loss_scale"], settings["strategy"]) == ("auto", None)
+    assert (settings["loss_scale"], settings["strategy"]) == ("fixed:loss_scale=1024.0", None)
 
 
 def test_several_optimizers_have_items_of_their_own():
