@@ -155,7 +155,7 @@ def own_gpus(places: Sequence[tuple[str, int]], index: int) -> list[Any]:
     gpus: list[Any] = tf.config.list_physical_devices("GPU")
     asked = count_gpus("GPUS_PER_TASK")
     if len(gpus) <= asked or len(gpus) < count_gpus("GPUS_ON_NODE"):
-        return gpus  # Slurm has bound each task to its own, unless --gpu-bind=none
+        return gpus  # this task sees only the GPUs that Slurm has bound it to
     offset = places[index][1]
     largest = 1 + max(other for _, other in places)
     share = asked or len(gpus) // largest

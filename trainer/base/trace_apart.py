@@ -1,6 +1,6 @@
-"""Marks calls of a model in a trace of their own, of which a step uses nothing.
+"""Marks calls of a model that are traced only to look at the result, and are no part of a step.
 
-Counting how often a pass calls a layer would count these calls, too.
+What counts the calls of a layer in a pass, or records what it adds, leaves them out.
 """
 
 import contextlib

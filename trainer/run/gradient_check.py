@@ -21,9 +21,8 @@ from strategies.division import cut_rows
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import all_layers, differentiable_moments
 from trainer.data.errors import reason_of
-from trainer.step.added_losses import added_loss
+from trainer.step.added_losses import added_entries, added_loss
 from trainer.step.checks import SIGNIFICANT_BITS
-from trainer.step.forward import added_losses
 from trainer.step.gradients import gradient_values
 from trainer.step.held_back import HoldBack, name_of_variable, read_values, tensorflow_variable
 from trainer.step.losses import losses_and_aux, weighted_mean
@@ -241,7 +240,8 @@ def plain_gradients(
         losses, _ = losses_and_aux(
             result, share.batch, group.objectives, global_loss=plan.global_loss
         )
-        entries = added_losses(plan.model) if isinstance(plan.model, keras.Model) else []
+        model = plan.model
+        entries = added_entries(model, model.losses) if isinstance(model, keras.Model) else []
         added = added_loss(entries, share, size)
         scaled = {
             name: scaling.scale_loss(

@@ -11,6 +11,7 @@ an entry of `model.losses` contributes depends on what it is:
   same in every share. A sum over the examples has no shape of its own: see `kinds_of_added_losses`.
 """
 
+import collections
 import contextlib
 import enum
 import threading
@@ -56,6 +57,33 @@ def added_loss(
         else:
             total += tf.reduce_sum(value) * fraction
     return total
+
+
+def added_entries(
+    model: keras.Model, listed: Sequence[Any], passed: Sequence[Any] = ()
+) -> list[tf.Tensor]:
+    """Returns the entries of `model.losses` after a call of the model, each as often as it counts.
+
+    An entry that no layer has added is that of a weight's regularizer. If it is several numbers,
+    none of them belongs to an example, and they are summed, as in Keras.
+
+    Args:
+        model: the model.
+        listed: `model.losses`.
+        passed: what layers have passed to `add_loss` in a `keras.StatelessScope`. If two layers
+            pass the same tensor, Keras lists it twice for each of them.
+    """
+    often, seen = collections.Counter(map(id, passed)), collections.Counter[int]()
+    found = []
+    for loss in listed:
+        seen[id(loss)] += 1
+        if 0 < often[id(loss)] < seen[id(loss)]:
+            continue
+        entry = tf.convert_to_tensor(loss)
+        if entry.shape.rank != 0 and layer_that_added(model, loss) is None:
+            entry = tf.reduce_sum(tf.cast(entry, tf.float32))
+        found.append(entry)
+    return found
 
 
 def may_be_per_example(entry: tf.Tensor, weights: tf.Tensor) -> bool:
@@ -146,12 +174,15 @@ def recorded_losses(model: keras.Model) -> Iterator[list[tuple[keras.Layer, Any]
 
 
 def warn_of_forgotten_losses(
-    model: keras.Model, recorded: Sequence[tuple[keras.Layer, Any]]
+    recorded: Sequence[tuple[keras.Layer, Any]], listed: Sequence[Any]
 ) -> None:
-    """Warns once of layers whose losses Keras has forgotten, as of a call before the last one."""
-    if not recorded:
-        return
-    known = {id(loss) for loss in model.losses}
+    """Warns once of layers whose losses Keras has forgotten, as of a call before the last one.
+
+    Args:
+        recorded: what the layers have added: see `recorded_losses`.
+        listed: `model.losses`.
+    """
+    known = {id(loss) for loss in listed}
     if names := {name_of(layer) for layer, loss in recorded if id(loss) not in known}:
         warn_once(
             f"{min(names)} adds a loss (add_loss or an activity regularizer) in a call that is not "

@@ -1,16 +1,15 @@
 """The forward pass: the user's loss on one microbatch, with the model's own writes held back."""
 
-import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import layer_that_added, regularizers_in_float32
-from trainer.step.added_losses import recorded_losses, warn_of_forgotten_losses
+from trainer.base.keras_private import regularizers_in_float32
+from trainer.step.added_losses import added_entries, recorded_losses, warn_of_forgotten_losses
 from trainer.step.checks import check_not_assigned_in_half
 from trainer.step.held_back import HoldBack
 from trainer.step.ids import ids_unrounded
@@ -64,8 +63,9 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     ):
         result = call_user(plan.compute_loss, batch, training=True)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
-        added = added_losses(plan.model, scope.losses)
-        warn_of_forgotten_losses(plan.model, recorded)
+        listed = plan.model.losses
+        added = added_entries(plan.model, listed, scope.losses)
+        warn_of_forgotten_losses(recorded, listed)
     scope.check_no_unknown_variables()
     for variable in filter(scope.is_cast, plan.model.trainable_variables):
         check_not_assigned_in_half(plan.model, variable)
@@ -117,31 +117,6 @@ def recomputing(
                 "each random layer a generator of its own, call it once, or do not rematerialize "
                 "it."
             )
-
-
-def added_losses(model: keras.Model, passed: Sequence[Any] = ()) -> list[tf.Tensor]:
-    """Returns `model.losses` after a call of the model: see `added_losses.added_loss`.
-
-    An entry that no layer has added is that of a weight's regularizer. If it is several numbers,
-    none of them belongs to an example, and they are summed, as in Keras.
-
-    Args:
-        model: the model.
-        passed: what layers have passed to `add_loss` in a `keras.StatelessScope`. If two layers
-            pass the same tensor, Keras lists it twice for each of them.
-    """
-    left = collections.Counter(map(id, passed))
-    found = []
-    for loss in model.losses:
-        if id(loss) in left:
-            left[id(loss)] -= 1
-            if left[id(loss)] < 0:
-                continue
-        entry = tf.convert_to_tensor(loss)
-        if entry.shape.rank != 0 and layer_that_added(model, loss) is None:
-            entry = tf.reduce_sum(tf.cast(entry, tf.float32))
-        found.append(entry)
-    return found
 
 
 def written_by(before: Values, after: Values) -> Values:
