@@ -53,9 +53,10 @@ def replace_file(path: pathlib.Path, content: bytes) -> None:
     """
     temporary = unfinished(path)
     temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:  # "x" refuses a link that has appeared since
-        file.write(content)
+    file = temporary.open("xb")  # "x" refuses a link that has appeared since
     try:
+        with file:
+            file.write(content)
         temporary.replace(path)
     except OSError:
         temporary.unlink()

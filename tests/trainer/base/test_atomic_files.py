@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import resource
+import signal
 import sys
 
 import pytest
@@ -57,7 +59,24 @@ def test_a_file_whose_writing_fails_keeps_its_old_text(tmp_path, monkeypatch):
             patch.setattr(pathlib.Path, method, fail)
             with pytest.raises(OSError, match="No space left"):
                 write_atomically(path, "new")
-        assert path.read_text() == "old"
+        assert contents(tmp_path) == {"notes.txt": "old"}
+
+
+def test_what_did_not_fit_on_the_disk_is_removed(tmp_path):
+    """It would take the last room."""
+    path = tmp_path / "notes.txt"
+    write_atomically(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_atomically(path, "new" * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+    assert contents(tmp_path) == {"notes.txt": "old"}
 
 
 def fail(*args):
