@@ -1,16 +1,17 @@
 """Checks the order in which a `LossScaler` is called: scale, unscale, update.
 
-Calls are tracked separately for each place: one replica in one graph, or in eager mode. Tracing
-runs Python code once per graph and replica, so a wrong order is detected when a function is
-traced, and the check costs nothing when the function runs.
+Calls are tracked separately for each place: one replica in one function, in one branch of a
+condition, or in eager mode. Tracing runs Python code once per graph and replica, so a wrong order
+is detected when a function is traced, and the check costs nothing when the function runs.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from scaling.base.traced_graphs import BRANCH, FUNCTION, LOOP, current_graph, graphs_around, kind_of
 from scaling.base.types import RuleState
 
 
@@ -46,19 +47,36 @@ class Token:
 
 
 class Place:
-    """Counts the calls since the last update, in one function and on one replica.
+    """Counts the calls since the last update, in one function or branch and on one replica.
 
     Attributes:
         scaled: number of calls of `scale`.
         unscaled: number of calls of `unscale`.
-        graph: the graph of the last call of `unscale` since the last update; None eagerly.
     """
 
     def __init__(self) -> None:
         """Sets both counts to zero, as after an update."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the calls."""
         self.scaled = 0
         self.unscaled = 0
-        self.graph: Any = None
+        # Weak: a place is kept as long as the graph of its function lives.
+        self._around: list[weakref.ref[Any]] = []
+
+    def note_unscale(self) -> None:
+        """Counts a call of `unscale`, and remembers in which loops it is."""
+        self.unscaled += 1
+        self._around = [weakref.ref(graph) for graph in graphs_around(current_graph())]
+
+    def unscaled_in(self, graph: Any) -> bool:
+        """Returns whether the last `unscale` was called in a graph, or in a loop of it.
+
+        Args:
+            graph: a graph of the same function; None in eager mode.
+        """
+        return graph is None or any(around() is graph for around in self._around)
 
 
 class CallOrder:
@@ -73,7 +91,7 @@ class CallOrder:
 
     def record_scale(self, state: RuleState) -> Token:
         """Records a call of `scale` and returns its token."""
-        place = self._places("scale").setdefault(replica_id(), Place())
+        place = self._by_replica().setdefault(replica_id(), Place())
         place.scaled += 1
         return Token(state, self, place, current_graph())
 
@@ -97,11 +115,11 @@ class CallOrder:
                 "may have different scales. Call `unscale` on the scaler whose `scale` returned "
                 "the token."
             )
-        if token.place is not self._places("unscale").get(replica_id()):
+        if token.place is not self._by_replica().get(replica_id()):
             raise ValueError(
                 "`token` must be used in the function that called `scale`; got one from another "
                 "graph or replica, or from before `reset`. The loss scale may have moved since. "
-                "Call `scale` and `unscale` in the same function."
+                "Call `scale` and `unscale` in the same function, and in the same branch of it."
             )
         if token.used:
             raise ValueError(
@@ -115,8 +133,7 @@ class CallOrder:
                 "and `unscale` together, both inside the loop or both outside."
             )
         token.used = True
-        token.place.unscaled += 1
-        token.place.graph = token.graph
+        token.place.note_unscale()
         return token.state
 
     def check_complete(self) -> None:
@@ -124,29 +141,34 @@ class CallOrder:
 
         Raises:
             RuntimeError: if nothing was unscaled since the last update, if a scaled loss has not
-                been unscaled, or in a loop that `unscale` was called outside of.
+                been unscaled, or in a loop or branch that `unscale` was called outside of.
         """
-        place = self._places("update").get(replica_id())
-        if place and place.scaled > place.unscaled:
-            raise RuntimeError(
-                f"`update` must come after every `unscale`; got {place.scaled} calls of `scale` "
-                f"and {place.unscaled} of `unscale` since the last update. The scale must not move "
-                "before all gradients are unscaled. Call `unscale` once for each `scale`, or call "
-                "`reset` after a step that was abandoned."
-            )
+        graph, places = current_graph(), self._own_places()
+        for place in places:
+            if place.scaled > place.unscaled:
+                raise RuntimeError(
+                    f"`update` must come after every `unscale`; got {place.scaled} calls of "
+                    f"`scale` and {place.unscaled} of `unscale` since the last update. The scale "
+                    "must not move before all gradients are unscaled. Call `unscale` once for each "
+                    "`scale`, or call `reset` after a step that was abandoned."
+                )
+        if self._has_calls_in_branches(graph):
+            raise RuntimeError(IN_A_BRANCH.format("calls of these inside a branch before it"))
         # Do not raise an error in a function without any recorded calls: an inner function may
         # have called both `scale` and `unscale`. In eager mode, every call outside functions is
         # recorded.
-        if place is None and not tf.executing_eagerly():
+        if graph is not None and not places:
+            if any(kind_of(each) == BRANCH for each in graphs_around(graph)):
+                raise RuntimeError(IN_A_BRANCH.format("a call inside a branch without these"))
             return
-        if place is None or not place.unscaled:
+        last = [place for place in places if place.unscaled]
+        if not last:
             raise RuntimeError(
                 "`update` must come after `scale` and `unscale`; got neither since the last update "
                 "in this graph and on this replica. Each step moves the scale once. Call `scale`, "
                 "`unscale` and `update` in this order, in the same function."
             )
-
-        if not encloses(current_graph(), place.graph):
+        if not all(place.unscaled_in(graph) for place in last):
             raise RuntimeError(
                 "`update` must not be called in a loop if `unscale` was called outside; got such a "
                 "call. It would move the scale in every turn, for one step. Call `update` after "
@@ -155,26 +177,51 @@ class CallOrder:
 
     def record_update(self) -> None:
         """Records a call of `update`: the counts start again from zero."""
-        places = self._places("update")
-        place = places.get(replica_id())
-        if place:
-            place.scaled = place.unscaled = 0
-            place.graph = None  # it would keep its own key in `_graphs` alive
+        for place in self._own_places():
+            place.clear()
 
     def reset(self) -> None:
         """Forgets the calls in this graph and on this replica; their tokens become invalid."""
-        self._places("reset").pop(replica_id(), None)
+        places = self._by_replica()
+        for number in self._own_replicas():
+            places.pop(number, None)
 
-    def _places(self, call: str) -> dict[int | None, Place]:
-        """Returns the places of the graph that is being traced, or of eager mode, by replica.
+    def _by_replica(self) -> dict[int | None, Place]:
+        """Returns the places of what is being traced, or of eager mode, by replica."""
+        graph = current_graph()
+        return self._eager if graph is None else self._graphs.setdefault(around_loops(graph), {})
+
+    def _own_replicas(self) -> list[int | None]:
+        """Returns the replicas that a call is about: the calling one, or all outside of them."""
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
+            return [replica_id()]
+        return [*self._by_replica()]
+
+    def _own_places(self) -> list[Place]:
+        """Returns the places that a call of `update` is about."""
+        places = self._by_replica()
+        return [places[number] for number in self._own_replicas() if number in places]
+
+    def _has_calls_in_branches(self, graph: Any) -> bool:
+        """Returns whether branches inside a graph have calls that no `update` there has followed.
 
         Args:
-            call: the name of the method that was called, for errors.
+            graph: a graph that is being traced; None in eager mode.
         """
-        if tf.executing_eagerly():
-            return self._eager
-        graph = function_graph(tf.compat.v1.get_default_graph(), call)
-        return self._graphs.setdefault(graph, {})
+        return graph is not None and any(
+            place.scaled
+            for inner, places in self._graphs.items()
+            if kind_of(inner) == BRANCH and graph in graphs_in_function(inner.outer_graph)
+            for place in places.values()
+        )
+
+
+IN_A_BRANCH = (
+    "`update` must be called where `scale` and `unscale` are, all three in the same branch or none "
+    "in any; got {}. A branch is tf.cond, or an `if` on a tensor: both sides are traced, and only "
+    "one runs. Call `update` outside, with the flag as its argument, or move the calls together."
+)
 
 
 def replica_id() -> int | None:
@@ -187,55 +234,20 @@ def replica_id() -> int | None:
     return None if number is None else int(number)
 
 
-LOOPS = "WhileBodyFuncGraph", "WhileCondFuncGraph"  # the classes of a loop's graphs
-BRANCH = "CondBranchFuncGraph"  # the class of a branch's graph
-
-
-def function_graph(graph: Any, call: str) -> Any:
-    """Returns the graph of the innermost function, of which a loop's body is a part.
+def around_loops(graph: Any) -> Any:
+    """Returns the graph of the innermost function or branch, of which a loop's body is a part.
 
     Whether an inner function is traced at its first call or was traced before must make no
-    difference, so its calls are its own. Loops and branches can be recognized only by the names of
-    their graphs' classes.
-
-    Args:
-        graph: the graph that is being traced.
-        call: the name of the method that was called, for errors.
-
-    Raises:
-        RuntimeError: inside a branch.
+    difference, so its calls are its own.
     """
-    function = graph
-    while type(function).__name__ in LOOPS:
-        function = function.outer_graph
-    for outer in graphs_around(graph):
-        if type(outer).__name__ == BRANCH:
-            raise RuntimeError(
-                f"`{call}` must be called outside a branch; got a call inside tf.cond, or inside "
-                "an `if` on a tensor. Both branches are traced, but only one runs. Call it before "
-                "or after the branch; `update` takes the flag as its argument. In a Keras model, "
-                "leave steps_per_execution at 1: otherwise Keras calls train_step in a branch."
-            )
-    return function
+    return next(each for each in graphs_around(graph) if kind_of(each) != LOOP)
 
 
-def current_graph() -> Any:
-    """Returns the graph that is being traced; None in eager mode."""
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def encloses(graph: Any, inner: Any) -> bool:
-    """Returns whether a graph is another one, or a loop in the former has the latter as its body.
-
-    Args:
-        graph: the graph in which `update` is called; None in eager mode.
-        inner: the graph in which `unscale` was called, in the same function.
-    """
-    return inner is graph or (graph is not None and any(g is graph for g in graphs_around(inner)))
-
-
-def graphs_around(graph: Any) -> Iterator[Any]:
-    """Yields a graph, and the graphs around it. Only graphs of functions have an `outer_graph`."""
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)
+def graphs_in_function(graph: Any) -> Sequence[Any]:
+    """Returns a graph, and those around it up to that of the innermost function."""
+    found = []
+    for each in graphs_around(graph):
+        found.append(each)
+        if kind_of(each) == FUNCTION:
+            break
+    return found

@@ -1,6 +1,6 @@
 """`LossScaler`: a rule with its state in variables, for custom training loops."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ class LossScaler(tf.Module):
     `scale` and `unscale` once for each loss, `update` once per step. Several optimizers can
     share one scaler if one `update` covers them all. Calls in the wrong order raise an error
     that says which call is missing. The order is checked while the function is traced,
-    separately for each replica. All three calls, or just the first two, may be inside a loop,
-    but none may be inside a branch.
+    separately for each replica. All three calls, or just the first two, may be inside a loop.
+    In a branch (`tf.cond`, or an `if` on a tensor) there must be all three, or none.
 
     Create the scaler inside the strategy's scope, so that every replica gets a copy. To save
     it, add it to the `tf.train.Checkpoint` of the model and the optimizer, or save
@@ -151,15 +151,9 @@ class LossScaler(tf.Module):
                 replicas, if the scaler was created outside the strategy's scope, or `update` is
                 called inside a loop.
         """
-        verdict = as_verdict(verdict)
-        self._order.check_complete()
-        context = tf.distribute.get_replica_context()
-        if context is not None and context.num_replicas_in_sync > 1:
-            self._check_scope(context.strategy)
-            verdict = agree_on_verdict(verdict, context)
-        self.assign(self.rule.advance(self.state, verdict))
-        self._order.record_update()
-        return verdict.grads_finite
+        finite, move = self.prepare_update(verdict)
+        move()
+        return finite
 
     def reset(self) -> None:
         """Discards the recorded calls, so that a new step can begin after an abandoned one.
@@ -168,9 +162,33 @@ class LossScaler(tf.Module):
         """
         self._order.reset()
 
-    def check_complete(self) -> None:
-        """Raises RuntimeError if `update` cannot be called yet; changes nothing."""
+    def prepare_update(self, verdict: VerdictLike) -> tuple[tf.Tensor, Callable[[], None]]:
+        """Does what `update` does, up to the point where the scale moves.
+
+        Args:
+            verdict: as for `update`.
+
+        Returns:
+            What `update` returns, and a function that moves the scale and ends the step. It cannot
+            fail, so that `update_together` moves all scales or none.
+
+        Raises:
+            RuntimeError: as for `update`.
+        """
+        verdict = as_verdict(verdict)
         self._order.check_complete()
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
+            self._check_scope(context.strategy)
+            verdict = agree_on_verdict(verdict, context)
+        state = self.rule.advance(self.state, verdict)
+        check_state(state, self._state_type)
+
+        def move() -> None:
+            self._write(state)
+            self._order.record_update()
+
+        return verdict.grads_finite, move
 
     def _check_scope(self, strategy: tf.distribute.Strategy) -> None:
         """Rejects variables that all replicas share, because every replica would update them."""
@@ -399,11 +417,12 @@ def update_together(scalers: Sequence[LossScaler], verdicts: Sequence[VerdictLik
             "`scalers` must be different; got the same LossScaler more than once. Its scale would "
             "move once for each loss. With one scaler for several losses, call its `update` once."
         )
-    verdicts = [as_verdict(verdict) for verdict in verdicts]  # check all before any scale moves
-    for scaler in scalers:
-        scaler.check_complete()
+    verdicts = [as_verdict(verdict) for verdict in verdicts]
     pairs = zip(scalers, verdicts, strict=True)
-    return tf.reduce_all([scaler.update(verdict) for scaler, verdict in pairs])
+    prepared = [scaler.prepare_update(verdict) for scaler, verdict in pairs]
+    for _, move in prepared:
+        move()
+    return tf.reduce_all([finite for finite, _ in prepared])
 
 
 def agree_on_verdict(verdict: Verdict, context: tf.distribute.ReplicaContext) -> Verdict:

@@ -36,7 +36,7 @@ RULES = flags.DEFINE_list(
     "rules",
     ["dynamic", "headroom", "logmax"],
     "Comma-separated loss-scale rules to simulate, such as dynamic, pytorch or 2^16; see "
-    "scaling.parse_rule.",
+    "scaling.parse_rule. A rule with commas of its own goes into double quotes.",
 )
 FLOAT8_RULES = flags.DEFINE_list(
     "float8_rules",

@@ -4,7 +4,6 @@ To add a strategy, write a function here and list it in `registry.py`.
 """
 
 import os
-import re
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -49,8 +48,9 @@ def mirrored(devices: Sequence[str] | None) -> tf.distribute.Strategy:
     numbers of replicas. The alternative, TensorFlow's hierarchical copy, returned 2 for the sum of
     three ones.
     """
-    chosen = _names_of(devices) if devices is not None else _all_devices()
-    if not chosen or len({_canonical(device) for device in chosen}) != len(chosen):
+    named = _names_of(devices) if devices is not None else _all_devices()
+    chosen = [_canonical(device) for device in named]
+    if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(
             f"`devices` must name at least one device, and each only once; got {shown(devices)}. "
             'Each replica needs its own device. Pass for instance ["GPU:0", "GPU:1"], or None for '
@@ -208,11 +208,13 @@ def _canonical(device: str) -> str:
     """Returns one spelling of a device's name.
 
     Example:
-        >>> _canonical("/device:cpu:0"), _canonical("CPU")
-        ('CPU:0', 'CPU:0')
+        >>> _canonical("/job:localhost/device:cpu:0"), _canonical("CPU"), _canonical("cpu:00")
+        ('CPU:0', 'CPU:0', 'CPU:0')
     """
-    name = re.sub("^/?(device:)?", "", device, flags=re.IGNORECASE).upper()
-    return name if ":" in name else f"{name}:0"
+    spec = tf.DeviceSpec.from_string(device)
+    if spec.device_type is None or spec.job not in (None, "localhost"):
+        return device
+    return f"{spec.device_type.upper()}:{spec.device_index or 0}"
 
 
 def _all_devices() -> list[str]:

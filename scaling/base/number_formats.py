@@ -11,6 +11,7 @@ from scaling.base.argument_checks import is_number, shown
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
+SMALLEST_NORMAL = 2.0**-126  # of float32
 HALF_MAX = 65504.0  # the largest finite float16
 # The largest magnitude that float16 rounds to 0: half the smallest positive float16,
 # because ties round to even.

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from scaling.base.argument_checks import as_tensor, loss_scale_of, map_leaves
+from scaling.base.traced_graphs import compiled_by_xla
 from scaling.base.types import Gradient, RuleState, Structure
 from scaling.rules.constant import NoLossScaleState
 
@@ -62,7 +63,7 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
 
     Returns:
         The same structure; float32 (float64 stays float64). None stays None, and
-        `tf.IndexedSlices` stay sparse, with each index once.
+        `tf.IndexedSlices` stay sparse, with each index once; for an exception see `coalesce`.
 
     Raises:
         TypeError: if a gradient does not have a float dtype, or the state has no `loss_scale`.
@@ -80,9 +81,10 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
     def unscale(gradient: Gradient) -> Gradient:
         if gradient is None:
             return None
+        gradient = coalesce(gradient)
         if isinstance(gradient, tf.IndexedSlices):
-            sparse: tf.IndexedSlices = coalesce(gradient)
-            return tf.IndexedSlices(unscale(sparse.values), sparse.indices, sparse.dense_shape)
+            values = unscale(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         gradient = at_least_float32(as_tensor("gradients", gradient))
         if isinstance(state, NoLossScaleState):
             return gradient
@@ -94,13 +96,17 @@ def unscale_gradients(gradients: Structure, state: RuleState) -> Structure:
 def coalesce(gradient: Gradient) -> Gradient:
     """Sums the rows of a sparse gradient that share an index; returns anything else unchanged.
 
+    XLA's `tf.unique` is wrong for indices of which only values tell how many there are, as of
+    `tf.boolean_mask`. In a function with jit_compile=True such a gradient becomes dense. Call
+    nothing there that was traced outside of it before: it is not traced again.
+
     Args:
         gradient: `tf.IndexedSlices` with values of shape (rows, ...), any float dtype; or
             a tensor or None, which is returned unchanged.
 
     Returns:
-        `tf.IndexedSlices` in which each index occurs once. The values are at least float32,
-        because a sum in half precision can overflow.
+        `tf.IndexedSlices` in which each index occurs once, or a dense tensor: see above. The values
+        are at least float32, because a sum in half precision can overflow.
 
     Raises:
         TypeError: if the values do not have a float dtype.
@@ -112,13 +118,14 @@ def coalesce(gradient: Gradient) -> Gradient:
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
+    values = at_least_float32(gradient.values)
+    gradient = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     if are_unique(gradient.indices):
-        values = at_least_float32(gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient
+    if gradient.indices.shape.num_elements() is None and compiled_by_xla():
+        return tf.convert_to_tensor(gradient)
     indices, row_of = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(
-        at_least_float32(gradient.values), row_of, tf.size(indices)
-    )
+    values = tf.math.unsorted_segment_sum(values, row_of, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
@@ -130,10 +137,10 @@ def are_unique(indices: tf.Tensor) -> bool:
     """
     if not tf.is_symbolic_tensor(indices):  # it has a value, also in a function that reads it
         return False
-    operation = indices.op
-    while operation.type in ("Identity", "Reshape"):
-        operation = operation.inputs[0].op
-    return str(operation.type) in ("Unique", "UniqueV2")
+    while indices.op.type in ("Identity", "Reshape"):
+        indices = indices.op.inputs[0]
+    # The second output says where each element is among the different ones, and repeats itself.
+    return indices.op.type in ("Unique", "UniqueV2") and indices.value_index == 0
 
 
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import tensorflow as tf
 
 from scaling.base.argument_checks import check_state, is_number, shown
-from scaling.base.number_formats import HALF_MAX, two_to_the
+from scaling.base.number_formats import HALF_MAX, SMALLEST_NORMAL, two_to_the
 from scaling.base.verdict import VerdictLike, as_verdict
 from scaling.rules.rule import (
     MAX_COUNT,
@@ -147,7 +147,9 @@ class LogMaxLossScale:
             loss_scale=tf.where(overflowed, tf.minimum(fitting, self._clip(scale * 0.5)), fitting)
         )
         doubled = state._replace(loss_scale=self._clip(scale * 2.0))
-        moved = select_state(overflowed | (magnitude > 0), updated, doubled)
+        # Some kernels take a subnormal magnitude for 0, whose logarithm would stay in the mean.
+        measured = magnitude >= SMALLEST_NORMAL
+        moved = select_state(overflowed | measured, updated, doubled)
         return select_state(moves_by_magnitude(verdict, magnitude), moved, state)
 
     def _update_statistics(self, state: LogMaxLossScaleState, x: tf.Tensor) -> LogMaxLossScaleState:

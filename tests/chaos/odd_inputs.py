@@ -62,6 +62,8 @@ CALLS = {
         "LossScaler.merge": "scaler.merge(state, state, verdict=True)",
         "LossScaler.scale": "scaler.scale(1.0)",
         "LossScaler.unscale": "scaler.unscale(gradients, token)",
+        "LossScaler.prepare_update": "(scaler.unscale(gradients, token), "
+        "scaler.prepare_update(True))",
         "LossScaler.update": "(scaler.unscale(gradients, token), scaler.update(True))",
         "NoLossScale.advance": "scaling.NoLossScale().advance("
         "scaling.NoLossScale().initial_state(), True)",

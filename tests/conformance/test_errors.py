@@ -169,6 +169,7 @@ SCALING = {
         ("update", "scaling.LossScaler(rule).update(True)"),
         ("update", "scaler.scale(1.0); scaler.update(True)"),
     ],
+    "LossScaler.prepare_update": [("verdict", "scaler.prepare_update(gradients)")],
     "LossScaler.assign": [("state", 'scaler.assign({"loss_scale": 8.0})')],
     "LossScaler.merge": [
         ("before", 'scaler.merge({"loss_scale": 8.0}, scaler.state)', "state"),

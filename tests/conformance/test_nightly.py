@@ -218,4 +218,4 @@ def test_an_unknown_part():
     )
 
     assert ended.returncode == 1
-    assert ended.stderr.startswith("no part is called law; there are laws, step, ")
+    assert ended.stderr.startswith("no part is called law; there are laws, processes, ")

@@ -1,5 +1,8 @@
 """The order of a scaler's calls: which orders are errors, and which are not."""
 
+import gc
+import weakref
+
 import pytest
 import tensorflow as tf
 
@@ -86,6 +89,38 @@ def updated_twice(scaler):
     scaler.update(True)
 
 
+def before_a_branch(scaler):
+    """Calls `update` in a branch, after the other two."""
+    scaled, token = scaler.scale(tf.constant(1.0))
+    scaler.unscale(scaled, token)
+    tf.cond(tf.constant(True), lambda: scaler.update(True), lambda: False)
+
+
+def only_update_outside(scaler):
+    """Calls `scale` and `unscale` in a branch, within a loop, and `update` after it."""
+
+    def gradient():
+        scaled, token = scaler.scale(tf.constant(1.0))
+        return scaler.unscale(scaled, token)
+
+    def turn(i, total):
+        return i + 1, total + tf.cond(i > 0, gradient, lambda: 0.0)
+
+    tf.while_loop(lambda i, _: i < 2, turn, [0, 0.0])
+    scaler.update(True)
+
+
+def scaled_before_a_branch(scaler):
+    """Calls `unscale` in a branch, after `scale`."""
+    scaled, token = scaler.scale(tf.constant(1.0))
+    tf.cond(tf.constant(True), lambda: scaler.unscale(scaled, token), lambda: 1.0)
+
+
+IN_A_BRANCH = (
+    "`update` must be called where `scale` and `unscale` are, all three in the same branch or none "
+    "in any; got {}. A branch is tf.cond, or an `if` on a tensor: both sides are traced, and only "
+    "one runs. Call `update` outside, with the flag as its argument, or move the calls together."
+)
 NEITHER = (
     "`update` must come after `scale` and `unscale`; got neither since the last update in this "
     "graph and on this replica. Each step moves the scale once. Call `scale`, `unscale` and "
@@ -112,7 +147,7 @@ MISTAKES = [
         token_from_outside,
         "`token` must be used in the function that called `scale`; got one from another graph or "
         "replica, or from before `reset`. The loss scale may have moved since. Call `scale` and "
-        "`unscale` in the same function.",
+        "`unscale` in the same function, and in the same branch of it.",
     ),
     (
         not_unscaled,
@@ -123,19 +158,20 @@ MISTAKES = [
     (token_from_before_reset, "got one from another graph or replica, or from before `reset`."),
     (nothing_scaled, NEITHER),
     (updated_twice, NEITHER),
-    (
-        in_a_branch,
-        "`update` must be called outside a branch; got a call inside tf.cond, or inside an `if` on "
-        "a tensor. Both branches are traced, but only one runs. Call it before or after the "
-        "branch; `update` takes the flag as its argument. In a Keras model, leave "
-        "steps_per_execution at 1: otherwise Keras calls train_step in a branch.",
-    ),
+    (in_a_branch, IN_A_BRANCH.format("a call inside a branch without these")),
+    (before_a_branch, IN_A_BRANCH.format("a call inside a branch without these")),
+    (only_update_outside, IN_A_BRANCH.format("calls of these inside a branch before it")),
+    (scaled_before_a_branch, "`token` must be used in the function that called `scale`; got one"),
 ]
 
 
 VALID = {
     ("nothing_scaled", True),  # an inner function that was traced before may have scaled
-    ("in_a_branch", False),  # in eager mode only one branch runs
+    # In eager mode only one branch runs.
+    ("in_a_branch", False),
+    ("before_a_branch", False),
+    ("only_update_outside", False),
+    ("scaled_before_a_branch", False),
 }
 
 
@@ -155,26 +191,87 @@ def test_calls_out_of_order_are_errors(mistake, message, traced):
     assert float(scaler.loss_scale) == 2.0**15
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("scale", lambda scaler, _: scaler.scale(1.0)),
-        ("unscale", lambda scaler, token: scaler.unscale(1.0, token)),
-        ("update", lambda scaler, _: scaler.update(True)),
-        ("reset", lambda scaler, _: scaler.reset()),
-    ],
-)
-def test_no_call_may_be_inside_a_branch(name, call):
-    """The error names the call that is inside a branch."""
-    scaler = LossScaler(DynamicLossScale())
+def of_an_iterator(step, values):
+    """Takes a step with each element of an iterator: AutoGraph puts the steps into a branch."""
+    for value in iter(values):
+        step(value)
 
-    @tf.function
-    def branching(finite):
-        _, token = scaler.scale(tf.constant(1.0))
-        tf.cond(finite, lambda: call(scaler, token) and None, lambda: None)
 
-    with pytest.raises(RuntimeError, match=f"`{name}` must be called outside a branch"):
-        branching(tf.constant(True))
+def until_negative(step, values):
+    """Takes a step with each element up to a negative one. What follows `break` is a branch."""
+    for value in values:
+        if value < 0:
+            break
+        step(value)
+
+
+@pytest.mark.parametrize("loop", [of_an_iterator, until_negative])
+def test_all_calls_may_be_in_the_same_branch(loop):
+    """Loops that AutoGraph makes have branches which nobody has written."""
+    scaler, weight = LossScaler(DynamicLossScale(8.0, growth_interval=2)), tf.Variable(0.0)
+
+    def step(value):
+        scaled, token = scaler.scale(value)
+        gradient = scaler.unscale(scaled, token)
+        if scaler.update(scaling.all_finite(gradient)):
+            weight.assign_add(gradient)
+
+    values = tf.data.Dataset.from_tensor_slices([1.0, float("inf"), 2.0, 4.0, 8.0])
+    tf.function(loop)(step, values)
+
+    assert float(weight) == 15.0
+    assert scaler.state_dict() == {"loss_scale": 8.0, "finite_steps": 1, "overflows_left": 1}
+
+
+@pytest.mark.parametrize("loop", [of_an_iterator, until_negative])
+def test_a_wrong_order_is_an_error_in_the_branch_of_a_loop(loop):
+    """A forgotten `unscale` is noticed there, too."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+
+    def step(value):
+        scaler.scale(value)
+        scaler.update(True)
+
+    values = tf.data.Dataset.from_tensor_slices([1.0])
+    with pytest.raises(RuntimeError, match=r"got 1 calls of `scale` and 0 of `unscale`"):
+        tf.function(loop)(step, values)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_update_outside_of_the_replicas_is_about_all_of_them(mirrored, unscaled, traced):
+    """In cross-replica context, in the strategy's scope, each replica's calls count."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        scaler = LossScaler(DynamicLossScale(8.0, growth_interval=1))
+
+        def replica():
+            scaled, token = scaler.scale(tf.constant(1.0))
+            return scaler.unscale(scaled, token) if unscaled else scaled
+
+        def step():
+            strategy.run(replica)
+            return scaler.update(True)
+
+        step = tf.function(step) if traced else step
+        if unscaled:
+            assert [bool(step()) for _ in range(3)] == [True] * 3
+            assert float(scaler.loss_scale) == 64.0
+        else:
+            with pytest.raises(RuntimeError, match="got 1 calls of `scale` and 0 of `unscale`"):
+                step()
+
+
+def test_functions_are_not_kept_alive():
+    """A scaler outlives the functions that were traced with it, also if `update` is elsewhere."""
+    scaler = LossScaler(DynamicLossScale(8.0))
+    function = gradient_function(scaler)
+    graph = weakref.ref(function.get_concrete_function(tf.constant(1.0)).graph)
+    assert graph() is not None
+    del function
+    gc.collect()
+
+    assert graph() is None
 
 
 @pytest.mark.parametrize("call", ["unscale", "update"])

@@ -584,6 +584,63 @@ def test_a_wrong_verdict_moves_no_scale():
     assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 8.0]
 
 
+def test_a_verdict_that_one_rule_refuses_moves_no_scale():
+    """The rule of the second scaler needs a magnitude; the corrected call still counts the step."""
+    rules = DynamicLossScale(8.0, growth_interval=1), scaling.LogMaxLossScale()
+    scalers = [LossScaler(rule_) for rule_ in rules]
+    for scaler in scalers:
+        scaled, token = scaler.scale(tf.constant(1.0))
+        scaler.unscale(scaled, token)
+
+    with pytest.raises(ValueError, match="max_magnitude"):
+        scaling.update_together(scalers, [True, True])
+    assert float(scalers[0].loss_scale) == 8.0
+    measured = scaling.Verdict(True, max_magnitude=tf.constant(1.0))
+    assert scaling.update_together(scalers, [True, measured])
+    assert float(scalers[0].loss_scale) == 16.0
+
+
+class OwnStep(keras.Sequential):
+    """A Keras model with a scaler in its `train_step`."""
+
+    def train_step(self, data):
+        """Skips a batch that overflows."""
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            scaled, token = self.scaler.scale(loss)
+        gradients = self.scaler.unscale(tape.gradient(scaled, self.trainable_variables), token)
+
+        def apply():
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return True
+
+        tf.cond(self.scaler.update(scaling.all_finite(gradients)), apply, lambda: False)
+        return {"loss": loss}
+
+    def kernel_and_bias(self):
+        """Returns the weights in one vector."""
+        return tf.concat([tf.reshape(weight, [-1]) for weight in self.trainable_variables], axis=0)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_steps_of_keras_in_one_call_are_those_of_several(steps, jit_compile):
+    """Keras calls `train_step` in a branch if steps_per_execution is greater than 1."""
+    model = OwnStep([keras.Input([2]), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.scaler = LossScaler(DynamicLossScale(8.0, growth_interval=3))
+    optimizer = keras.optimizers.SGD(0.125)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, steps_per_execution=steps, jit_compile=jit_compile)
+    x = np.ones([8, 2], np.float32)
+    x[2] = np.inf
+    model.fit(x, np.ones([8, 1]), batch_size=1, shuffle=False, verbose=0)
+
+    # Each of seven steps leaves a quarter of the error, 1: its derivative is (2, 2, 2).
+    assert float(tf.reduce_sum(model.kernel_and_bias())) == pytest.approx(1.0 + 0.25**7, rel=1e-6)
+    assert model.scaler.state_dict() == {"loss_scale": 8.0, "finite_steps": 2, "overflows_left": 1}
+
+
 class Counts(NamedTuple):
     """A state with a counter of its own, in whatever numbers a rule finds convenient."""
 

@@ -58,6 +58,12 @@ ONCE_EACH = (
             'operations are placed on that device. Name one device, or use "mirrored" for several.',
         ),
         ("mirrored", ["CPU:0", "CPU:0"], ONCE_EACH.format("['CPU:0', 'CPU:0']")),
+        ("mirrored", ["CPU:0", "cpu:00"], ONCE_EACH.format("['CPU:0', 'cpu:00']")),
+        (
+            "mirrored",
+            ["CPU:0", "/job:localhost/device:CPU:0"],
+            ONCE_EACH.format("['CPU:0', '/job:localhost/device:CPU:0']"),
+        ),
         ("mirrored", ["CPU:0", "/device:cpu:0"], ONCE_EACH.format("['CPU:0', '/device:cpu:0']")),
         ("mirrored", ["CPU", "CPU:0"], ONCE_EACH.format("['CPU', 'CPU:0']")),
         ("mirrored", [], ONCE_EACH.format("[]")),

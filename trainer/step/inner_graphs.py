@@ -1,15 +1,10 @@
-"""Tells loops, conditions and functions of the graph apart, while they are traced.
-
-TensorFlow has no public way to tell. It traces each body of a loop, branch of a condition and
-`tf.function` in a graph of its own, and the class of the first two says which they are. The tests
-of this file fail if that moves.
-"""
+"""Says in which loops, conditions and functions of the step something is being traced."""
 
 from typing import Any
 
 import tensorflow as tf
 
-KINDS = {"While": "loop", "Cond": "condition"}  # keyed by how the name of a graph's class begins
+from scaling.base.traced_graphs import FUNCTION, LOOP, kind_of
 
 
 def inner_graphs(outer: tf.Graph) -> set[str]:
@@ -28,17 +23,11 @@ def graph_around_loops(outer: tf.Graph) -> tf.Graph | None:
     in `outer` or is `outer`. What is computed there is computed once, and the loops can read it.
     """
     graph, found = tf.compat.v1.get_default_graph(), None
-    while graph is not outer and kind_of(graph) in KINDS.values():
-        if kind_of(graph) == "loop":
+    while graph is not outer and kind_of(graph) != FUNCTION:
+        if kind_of(graph) == LOOP:
             found = graph.outer_graph
         graph = graph.outer_graph
     return found
-
-
-def kind_of(graph: tf.Graph) -> str:
-    """Returns what a graph was traced for."""
-    name = type(graph).__name__
-    return next((kind for start, kind in KINDS.items() if name.startswith(start)), "function")
 
 
 def called_functions(attributes: Any) -> list[str]:

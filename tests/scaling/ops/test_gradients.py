@@ -104,6 +104,46 @@ def test_rows_may_be_coalesced_again(compiled):
     assert read.shape == (7, 2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_places_among_unique_values_are_coalesced(compiled):
+    """The second output of `tf.unique` repeats itself: here it reads row 0 three times."""
+    table = tf.Variable(tf.ones([3, 2]))
+
+    @tf.function(jit_compile=compiled)
+    def step(ids):
+        with tf.GradientTape() as tape:
+            _, places = tf.unique(ids)
+            loss = scaling.scale_loss(tf.reduce_sum(tf.gather(table, places)), fixed(8.0))
+        gradients = scaling.unscale_gradients(tape.gradient(loss, [table]), fixed(8.0))
+        overflowing = tf.IndexedSlices(tf.fill([4], 3e38), places)
+        finite = scaling.all_finite(scaling.unscale_gradients([overflowing], fixed(1.0)))
+        return gradients[0].indices, gradients[0].values, finite
+
+    indices, values, finite = step(tf.constant([70, 90, 70, 70]))
+
+    assert indices.numpy().tolist() == [0, 1]
+    assert values.numpy().tolist() == [[3.0, 3.0], [1.0, 1.0]]
+    assert not finite
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_were_left_out_have_no_gradient(compiled):
+    """Under XLA, whose `tf.unique` takes all that `tf.boolean_mask` was given for its result."""
+    table = tf.Variable(tf.reshape(tf.range(6.0), [3, 2]))
+
+    @tf.function(jit_compile=compiled)
+    def step(ids):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, tf.boolean_mask(ids, ids > 1))
+            loss = scaling.scale_loss(tf.reduce_sum(rows * rows), fixed(8.0))
+        return scaling.unscale_gradients(tape.gradient(loss, [table]), fixed(8.0))
+
+    [gradient] = step(tf.constant([1, 2, 1, 2, 1]))
+
+    assert isinstance(gradient, tf.IndexedSlices) != compiled
+    assert tf.convert_to_tensor(gradient).numpy().tolist() == [[0, 0], [0, 0], [16, 20]]
+
+
 def test_rows_from_outside_of_a_function_are_coalesced():
     """A function may read slices that have values already."""
     slices = tf.IndexedSlices(tf.constant([3.0, 4.0]), tf.constant([1, 1]))

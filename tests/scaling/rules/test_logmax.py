@@ -180,6 +180,19 @@ def test_the_count_of_steps_stops_before_it_wraps():
     assert float(state.mean) - 0.2 < float(after.mean) < float(state.mean)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_subnormal_magnitude_counts_as_zero(compiled):
+    """Its logarithm is -inf in kernels that take it for 0, and would stay in the statistics."""
+    rule = LogMaxLossScale(initial_scale=8.0)
+
+    @tf.function(jit_compile=compiled)
+    def advance(magnitude):
+        verdict = Verdict(tf.constant(True), max_magnitude=magnitude)
+        return rule.advance(rule.initial_state(), verdict)
+
+    assert [float(each) for each in advance(tf.constant(1e-40))] == [16.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_all_zero_gradients_double_the_scale_and_leave_the_statistics():
     """L11: all-zero gradients never make the scale NaN, and doubling finds flushed gradients."""
     rule = LogMaxLossScale(initial_scale=2.0**-14)
