@@ -21,10 +21,8 @@ from trainer.base.trace_apart import apart
 from trainer.base.warn_once import warn_once
 from trainer.losses.loss_fn import product, without_last_ones
 from trainer.losses.output_losses import only_one
+from trainer.step.dependence import operations_before, values_read
 from trainer.step.types import Model
-
-# Operations whose results do not depend on the values that they are given.
-OF_SHAPES = ("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike")
 
 
 def makes_masks(model: Model) -> bool:
@@ -168,7 +166,7 @@ def check_mask_in_training(model: Model, x: Any) -> None:
 
 def computation(traced: Any) -> list[tuple[Any, ...]]:
     """Returns the operations that the result of a traced function needs, in the graph's order."""
-    needed = operations_before(traced.outputs[0])
+    needed = operations_before([traced.outputs[0]])
     order = [each for each in traced.graph.get_operations() if each in needed]
     numbers = {operation: number for number, operation in enumerate(order)}
     places = {tensor.op: place for place, tensor in enumerate(arguments_of(traced))}
@@ -238,27 +236,8 @@ def check_not_random(masks: Sequence[tf.Tensor]) -> None:
 
 def is_random(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor of a graph depends on random numbers that are drawn in the graph."""
-    needed = () if tf.executing_eagerly() else operations_before(tensor)
+    needed = () if tf.executing_eagerly() else operations_before([tensor])
     return any("Random" in operation.type for operation in needed)
-
-
-def values_read(operation: tf.Operation) -> Sequence[tf.Tensor]:
-    """Returns the inputs of an operation, but none if it looks at their shapes alone.
-
-    Keras's `Concatenate` makes a mask of ones of the shape of an input that has none.
-    """
-    return () if operation.type in OF_SHAPES else operation.inputs
-
-
-def operations_before(tensor: tf.Tensor) -> set[tf.Operation]:
-    """Returns the operations of a graph on whose values a tensor depends."""
-    todo, found = [tensor.op], set()
-    while todo:
-        operation = todo.pop()
-        if operation not in found:
-            found.add(operation)
-            todo += [each.op for each in values_read(operation)]
-    return found
 
 
 def warn_of_lost_mask(model: Model, outputs: Any) -> None:

@@ -51,7 +51,7 @@ class Outputs(NamedTuple):
     written: Values  # what the forward pass would have assigned
     added: list[tf.Tensor]  # the scalars in `model.losses`
     adders: list[keras.Layer | None]  # the layers that added them; None if not known
-    draws: list[int]  # how often each generator in `plan.seeds` was drawn from
+    random: bool  # whether it drew from a generator in `plan.seeds`
 
 
 def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
@@ -132,7 +132,7 @@ def check_global_loss(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> 
     try:
         whole = inputs_of(share, plan, scale_state)
         outputs = outputs_of(whole, plan, training=False)
-        if any(outputs.draws):
+        if outputs.random:
             return
         divided = restoring(
             [*plan.undo, *plan.seeds],
@@ -215,7 +215,8 @@ def outputs_of(inputs: PassInputs, plan: StepPlan, *, training: bool) -> Outputs
     ]
     adders = [layer_that_added(plan.model, entry) for entry in scalars]
     written = written_by(inputs.values, passed.after)
-    return Outputs(losses, written, scalars, adders, passed.draws)
+    random = any(passed.assigned[len(plan.held_back) :])
+    return Outputs(losses, written, scalars, adders, random)
 
 
 def constants_of(plan: StepPlan, *, training: bool) -> MicrobatchPlan:

@@ -173,8 +173,9 @@ def compared(
     result: Microbatch = restoring(assigned, plan.strategy, step)
     assigned += plan.held_back
     outside = trainable_outside(plan)
+    read = [tensorflow_variable(variable) for variable in outside]
     plain, others = restoring(
-        assigned, plan.strategy, lambda: plain_gradients(group, inputs, plan, outside)
+        assigned, plan.strategy, lambda: plain_gradients(group, inputs, plan, read)
     )
     pairs = zip(group.positions, result.contribution.gradients, plain, strict=True)
     found = [
@@ -219,7 +220,7 @@ def restoring(
 
 @differentiable_moments()  # Keras's own second derivatives are wrong: see docs/keras_faults.md
 def plain_gradients(
-    group: UpdateGroup, inputs: PassInputs, plan: StepPlan, outside: list[Variable]
+    group: UpdateGroup, inputs: PassInputs, plan: StepPlan, outside: list[tf.Variable]
 ) -> tuple[list[Gradient], list[Gradient]]:
     """Returns the gradients of a plain loop, in which the model reads and assigns its variables.
 
@@ -252,10 +253,12 @@ def plain_gradients(
         }
     gradients: list[Gradient] = []
     for objective in group.objectives:
-        variables = [plan.model.trainable_variables[at] for at in objective.positions]
-        # Rematerialized layers draw the same random numbers again, as in the step.
-        given = zip(plan.seeds, tf.unstack(inputs.keys, num=len(plan.seeds)), strict=True)
-        with HoldBack([*plan.held_back, *plan.seeds], list(given)):
+        # Not `keras.Variable`: its value is what the scope below holds.
+        variables = [tensorflow_variable(plan.weights[at]) for at in objective.positions]
+        # Rematerialized layers read and draw the same numbers again, as in the step.
+        given = [(plan.held_back[int(at)], value) for at, value in inputs.values.items()]
+        given += zip(plan.seeds, tf.unstack(inputs.keys, num=len(plan.seeds)), strict=True)
+        with HoldBack([*plan.held_back, *plan.seeds], given):
             gradients += tape.gradient(scaled[objective.name], variables)
             others = tape.gradient(list(scaled.values()), outside)
     return [scaling.coalesce(gradient) for gradient in gradients], others
@@ -291,7 +294,7 @@ def moved_by_rounding(
     repeated += [Compared(one.name, one.plain, other.plain) for one, other in both]
     if different(repeated, tolerance):
         return [0.0] * len(pairs)
-    weights = [tensorflow_variable(variable) for variable in plan.model.trainable_variables]
+    weights = [tensorflow_variable(variable) for variable in plan.weights]
     before = read_copies(weights, plan.strategy)
     moved = [0.0] * len(pairs)
     try:

@@ -16,7 +16,7 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,14 @@ from trainer.base.keras_private import all_layers, layer_that_added, replaced_ca
 from trainer.base.trace_apart import is_apart
 from trainer.base.warn_once import warn_once
 from trainer.step.microbatch import GlobalBatchSize
+
+
+class Recorded(NamedTuple):
+    """A loss that a layer has added in a forward pass."""
+
+    layer: keras.Layer
+    loss: Any
+    on_tape: bool  # whether gradient tapes recorded what it was computed from
 
 
 class AddedLossKind(enum.Enum):
@@ -146,15 +154,15 @@ def warn_of_losses_per_example(
 
 
 @contextlib.contextmanager
-def recorded_losses(model: keras.Model) -> Iterator[list[tuple[keras.Layer, Any]]]:
+def recorded_losses(model: keras.Model) -> Iterator[list[Recorded]]:
     """Context manager for a forward pass: records what layers add, also what Keras then forgets.
 
     A call of a model forgets what its layers have added in the call before.
 
     Yields:
-        A layer and a loss for each loss that this thread's calls add.
+        What this thread's calls add.
     """
-    recorded: list[tuple[keras.Layer, Any]] = []
+    recorded: list[Recorded] = []
     thread = threading.get_ident()
     # Replicas share the layers, and one of them may wait in its pass while another one runs.
     layers = [layer for layer in all_layers(model) if "add_loss" not in vars(layer)]
@@ -164,7 +172,8 @@ def recorded_losses(model: keras.Model) -> Iterator[list[tuple[keras.Layer, Any]
 
         def run(loss: Any, **others: Any) -> None:
             if threading.get_ident() == thread and not is_apart():
-                recorded.extend((layer, each) for each in tf.nest.flatten(loss))
+                on_tape = tapes_record()
+                recorded.extend(Recorded(layer, each, on_tape) for each in tf.nest.flatten(loss))
             add(loss, **others)
 
         return run
@@ -173,9 +182,28 @@ def recorded_losses(model: keras.Model) -> Iterator[list[tuple[keras.Layer, Any]
         yield recorded
 
 
-def warn_of_forgotten_losses(
-    recorded: Sequence[tuple[keras.Layer, Any]], listed: Sequence[Any]
-) -> None:
+def tapes_record() -> bool:
+    """Returns whether gradient tapes record here. `tf.recompute_grad` stops them all."""
+    x = tf.constant(1.0)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x + x
+    return tape.gradient(y, x) is not None
+
+
+def check_on_tape(recorded: Sequence[Recorded]) -> None:
+    """Raises ValueError if a loss was added where no tape records: it would have no gradient."""
+    if names := {name_of(each.layer) for each in recorded if not each.on_tape}:
+        raise ValueError(
+            "`model` must not add losses inside of keras.remat or tf.recompute_grad; got one of "
+            f"{min(names)} (add_loss or an activity regularizer). No tape records there, so the "
+            "loss would be reported but have no gradient, as in Keras. Add it outside, from what "
+            "the rematerialized layer returns, or create the layer in "
+            'keras.RematScope("activations").'
+        )
+
+
+def warn_of_forgotten_losses(recorded: Sequence[Recorded], listed: Sequence[Any]) -> None:
     """Warns once of layers whose losses Keras has forgotten, as of a call before the last one.
 
     Args:
@@ -183,7 +211,7 @@ def warn_of_forgotten_losses(
         listed: `model.losses`.
     """
     known = {id(loss) for loss in listed}
-    if names := {name_of(layer) for layer, loss in recorded if id(loss) not in known}:
+    if names := {name_of(each.layer) for each in recorded if id(each.loss) not in known}:
         warn_once(
             f"{min(names)} adds a loss (add_loss or an activity regularizer) in a call that is not "
             "the model's last one in compute_loss. As in Keras, model.losses holds what the last "

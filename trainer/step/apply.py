@@ -67,7 +67,7 @@ def optimizers_prepared(group: UpdateGroup, plan: StepPlan) -> Iterator[None]:
     update = atomic_update_count if asynchronous else fused_updates
     with contextlib.ExitStack() as stack:
         for objective in group.objectives:
-            trained = [plan.model.trainable_variables[at] for at in objective.positions]
+            trained = [plan.weights[at] for at in objective.positions]
             for optimizer in optimizers_in(objective.optimizer):
                 own = {id(variable) for variable in built_for(optimizer)}
                 missed = [pair for pair in plan.missed if id(pair[0]) in own]
@@ -110,9 +110,7 @@ def apply_gradients(gradients: list[Gradient], group: UpdateGroup, plan: StepPla
     """Updates each objective's variables with its optimizer. Call it in replica context."""
     remaining = iter(gradients)
     for objective in group.objectives:
-        pairs = [
-            (next(remaining), plan.model.trainable_variables[at]) for at in objective.positions
-        ]
+        pairs = [(next(remaining), plan.weights[at]) for at in objective.positions]
         reached = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         apply_reached(reached, objective.optimizer)
 

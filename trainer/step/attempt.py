@@ -21,7 +21,7 @@ from trainer.step.apply import apply_on_all
 from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
-from trainer.step.held_back import name_of_variable
+from trainer.step.held_back import frozen_or_unfrozen
 from trainer.step.one_attempt import note_attempt
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
@@ -161,11 +161,7 @@ def check_call(batch: Batch, plan: StepPlan) -> None:
             "dataset yields them. Each replica takes its share of a global batch. Iterate over the "
             "tf.data.Dataset itself."
         )
-    planned = {id(variable): variable for variable in plan.weights}
-    trained = {id(variable): variable for variable in plan.model.trainable_variables}
-    if [*planned] != [*trained]:
-        moved = [(planned | trained)[each] for each in planned.keys() ^ trained.keys()]
-        names = sorted(name_of_variable(variable) for variable in moved)
+    if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
         raise ValueError(
             "`plan` must be made for the variables that are trained now; got one from before these "
             f"were frozen or unfrozen: {shown(names)}. A step updates the variables that it was "

@@ -211,7 +211,8 @@ def check_variables(model: Model, strategy: tf.distribute.Strategy) -> None:
             raise ValueError(
                 f"`model` must be created in the strategy's scope; got variable {name!r}, created "
                 "outside it. Each replica needs its own copy. Create the model in build_model(), "
-                "in a function passed as model=, or under strategy.scope()."
+                "in a function passed as model=, or under strategy.scope(); call enable_lora "
+                "there, too."
             )
 
 

@@ -48,7 +48,7 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         plan: the constants of the pass.
     """
     share, size = inputs.share, inputs.global_batch
-    weights = [tensorflow_variable(variable) for variable in plan.model.trainable_variables]
+    weights = [tensorflow_variable(variable) for variable in plan.weights]
     probes = probes_of(plan.float8)
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
         # A layer may have been created frozen, so watch its weights explicitly.
@@ -169,7 +169,7 @@ def split_replaced(
     gradients: list[Gradient] = []
     replaced: Values = {}
     for position, gradient in found.items():
-        variable = plan.model.trainable_variables[position]
+        variable = plan.weights[position]
         if getattr(variable, "overwrite_with_gradient", False):
             gradients.append(None)
             if gradient is not None:
@@ -228,7 +228,7 @@ def check_given_weights(
     """
     for position, gradient in zip(positions, gradients, strict=True):
         if gradient is None and str(position) in values:
-            variable = plan.model.trainable_variables[position]
+            variable = plan.weights[position]
             name = name_of_variable(variable)
             raise ValueError(
                 "`jit_compile` must not be True under parameter servers if a trainable variable "

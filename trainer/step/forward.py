@@ -2,16 +2,23 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import regularizers_in_float32
-from trainer.step.added_losses import added_entries, recorded_losses, warn_of_forgotten_losses
+from trainer.step.added_losses import (
+    added_entries,
+    check_on_tape,
+    recorded_losses,
+    warn_of_forgotten_losses,
+)
 from trainer.step.checks import check_not_assigned_in_half
-from trainer.step.held_back import HoldBack
+from trainer.step.dependence import any_depends
+from trainer.step.held_back import HoldBack, frozen_or_unfrozen, is_seed_state
 from trainer.step.ids import ids_unrounded
 from trainer.step.losses import losses_and_aux, shared_with
 from trainer.step.microbatch import MicrobatchPlan
@@ -28,9 +35,9 @@ class ForwardPass(NamedTuple):
     added: list[tf.Tensor]  # `model.losses`: regularizers, and what the layers added
     after: Values  # values of the given and the assigned variables when the pass ended; empty for a
     # `tf.Module`, which assigns its variables itself
-    draws: list[
-        int
-    ]  # how often each generator in `plan.seeds` was drawn from; [] for a `tf.Module`
+    # What each variable in `plan.held_back`, and each generator in `plan.seeds`, was assigned in
+    # turn; [] for a `tf.Module`.
+    assigned: Sequence[Sequence[tf.Tensor]]
     reported: set[str]  # names of objectives whose loss an earlier update group has reported
 
 
@@ -50,7 +57,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
     if not isinstance(plan.model, keras.Model):
         for seed, key in zip(plan.seeds, keys, strict=True):
             seed.assign(key)
-        result = call_user(plan.compute_loss, batch, training=True)
+        result = call_loss(batch, plan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         reported = shared_with(result, plan.earlier, plan.objectives)
         return ForwardPass(losses, aux, [], {}, [], reported)
@@ -61,19 +68,33 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         recorded_losses(plan.model) as recorded,
         scope_of(values, keys, plan) as scope,
     ):
-        result = call_user(plan.compute_loss, batch, training=True)
+        result = call_loss(batch, plan)
         losses, aux = losses_and_aux(result, batch, plan.objectives, global_loss=plan.global_loss)
         listed = plan.model.losses
         added = added_entries(plan.model, listed, scope.losses)
         warn_of_forgotten_losses(recorded, listed)
+    check_on_tape(recorded)
     scope.check_no_unknown_variables()
-    for variable in filter(scope.is_cast, plan.model.trainable_variables):
+    for variable in filter(scope.is_cast, plan.weights):
         check_not_assigned_in_half(plan.model, variable)
     found = [scope.held_value(variable) for variable in plan.held_back]
     after = {str(position): value for position, value in enumerate(found) if value is not None}
-    draws = [scope.draws_from(seed) for seed in plan.seeds]
+    assigned = [scope.assigned(each) for each in (*plan.held_back, *plan.seeds)]
     reported = shared_with(result, plan.earlier, plan.objectives)
-    return ForwardPass(losses, aux, added, after, draws, reported)
+    return ForwardPass(losses, aux, added, after, assigned, reported)
+
+
+def call_loss(batch: Batch, plan: MicrobatchPlan) -> Any:
+    """Returns what `compute_loss` returns; raises ValueError if it freezes or unfreezes layers."""
+    result = call_user(plan.compute_loss, batch, training=True)
+    if (names := frozen_or_unfrozen(plan.weights, plan.model)) is not None:
+        raise ValueError(
+            "`compute_loss` must leave `trainable` of the layers as it is; got another value for "
+            f"{shown(names)}. A step updates the variables that were trainable before it. Freeze "
+            "or unfreeze layers between two calls of train. To train parts of a model by losses of "
+            "their own, as in a GAN, return a dict of losses, and build a dict of optimizers."
+        )
+    return result
 
 
 def scope_of(values: Values, keys: Sequence[tf.Tensor], plan: MicrobatchPlan) -> HoldBack:
@@ -100,7 +121,7 @@ def recomputing(
         plan: the constants of the pass.
 
     Raises:
-        ValueError: if a generator would not repeat the numbers of the forward pass.
+        ValueError: if a layer would not see, or draw, the numbers of the forward pass again.
     """
     if not isinstance(plan.model, keras.Model):
         yield
@@ -108,14 +129,25 @@ def recomputing(
     with scope_of(values, tf.unstack(keys, num=len(plan.seeds)), plan) as scope:
         yield
     scope.check_no_unknown_variables()
-    for seed, draws in zip(plan.seeds, passed.draws, strict=True):
-        if scope.draws_from(seed) and (draws, scope.draws_from(seed)) != (1, 1):
+    for variable, before in zip((*plan.held_back, *plan.seeds), passed.assigned, strict=True):
+        once = (len(before), len(scope.assigned(variable))) == (1, 1)
+        if not before or once or not scope.uses(variable):
+            continue
+        if is_seed_state(variable):
             raise ValueError(
                 "`model` must draw only once from a random generator that a rematerialized layer "
-                f"uses; got {draws} draws from {seed.path!r}. When the layer is computed again in "
-                "the backward pass, it would draw other numbers than in the forward pass. Give "
-                "each random layer a generator of its own, call it once, or do not rematerialize "
-                "it."
+                f"uses; got {len(before)} draws from {variable.path!r}. When the layer is computed "
+                "again in the backward pass, it would draw other numbers than in the forward pass. "
+                "Give each random layer a generator of its own, call it once, or do not "
+                "rematerialize it."
+            )
+        if any_depends([*passed.losses.values(), *passed.added], before):
+            raise ValueError(
+                "`model` must assign a variable that a rematerialized layer reads only once, and "
+                f"in that layer; got {len(before)} assignments of {variable.path!r} in a forward "
+                "pass. When the layer is computed again in the backward pass, it would read "
+                "another value than in the forward pass. Call it once, with all inputs in one "
+                "batch, or do not rematerialize it."
             )
 
 

@@ -35,7 +35,9 @@ class HoldBack(keras.StatelessScope):
         self._sources = {id(variable): value for variable, value in given}
         self._unknown: list[keras.Variable] = []
         self._cast: set[int] = set()  # assigned by a layer that reads in half precision
-        self._draws: dict[int, int] = {}  # number of assignments, keyed by the variable's id
+        # By the variable's id: what it was assigned, in order; and which variables were used.
+        self._assigned: dict[int, list[tf.Tensor]] = {}
+        self._used: set[int] = set()
         self._graph = tf.compat.v1.get_default_graph()
         self._casts = LoopCasts(self._graph)
 
@@ -46,6 +48,7 @@ class HoldBack(keras.StatelessScope):
         would compute the loss of a weight's regularizer from None. In a loop of the graph it is the
         value in the compute dtype: see `LoopCasts`.
         """
+        self._used.add(id(variable))
         held = self.held_value(variable)
         source = self._read.get(id(variable)) if held is None else held
         if source is None or not casts_variables():
@@ -64,19 +67,24 @@ class HoldBack(keras.StatelessScope):
             self._unknown.append(variable)
         if casts_variables() and variable.dtype in ("float16", "bfloat16"):
             self._cast.add(id(variable))
-        self._draws[id(variable)] = self.draws_from(variable) + 1
         if value.dtype.is_floating:
             source = self._sources.get(id(variable), tensorflow_variable(variable))
             value = in_place_of(value, source) if variable.trainable else tf.stop_gradient(value)
+        self._used.add(id(variable))
+        self._assigned.setdefault(id(variable), []).append(value)
         super().add_update((variable, value))
 
     def is_cast(self, variable: keras.Variable) -> bool:
         """Returns whether a variable was assigned by a layer that reads in half precision."""
         return id(variable) in self._cast
 
-    def draws_from(self, seed: keras.Variable) -> int:
-        """Returns how often a seed generator was drawn from, given its state."""
-        return self._draws.get(id(seed), 0)
+    def assigned(self, variable: keras.Variable) -> Sequence[tf.Tensor]:
+        """Returns what a variable was assigned in the scope, in order."""
+        return self._assigned.get(id(variable), ())
+
+    def uses(self, variable: keras.Variable) -> bool:
+        """Returns whether a variable was read or assigned in the scope."""
+        return id(variable) in self._used
 
     def check_no_unknown_variables(self) -> None:
         """Raises ValueError if other variables were assigned: their values would be lost."""
@@ -162,6 +170,20 @@ def tensorflow_variable(variable: Variable) -> tf.Variable:
 def name_of_variable(variable: Variable) -> str:
     """Returns the name of a variable, with the path of its layer if it has one."""
     return str(getattr(variable, "path", variable.name))
+
+
+def frozen_or_unfrozen(planned: Sequence[Variable], model: Model) -> list[str] | None:
+    """Returns the names of variables that a model no longer trains as planned; None if it does.
+
+    Args:
+        planned: the variables that were trainable when the step was planned.
+        model: the model.
+    """
+    before = {id(variable): variable for variable in planned}
+    now = {id(variable): variable for variable in model.trainable_variables}
+    if [*before] == [*now]:
+        return None
+    return sorted(name_of_variable((before | now)[each]) for each in before.keys() ^ now.keys())
 
 
 def is_seed_state(variable: keras.Variable) -> bool:

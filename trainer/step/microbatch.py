@@ -11,7 +11,7 @@ import strategies
 from strategies.division import count_examples
 from trainer.step.float8 import Float8Tensor
 from trainer.step.objective import Objective
-from trainer.step.types import Aux, Gradient, Model, ScaleState, Values
+from trainer.step.types import Aux, Gradient, Model, ScaleState, Values, Variable
 
 # The user's (batch, training) -> losses, or (losses, aux); see `Task.compute_loss`.
 ComputeLoss: TypeAlias = Callable[..., Any]
@@ -76,6 +76,7 @@ class MicrobatchPlan:
     """The constants of a forward and backward pass."""
 
     model: Model
+    weights: Sequence[Variable]  # the variables that are trained: see `StepPlan`
     held_back: Sequence[keras.Variable]  # variables the pass reads and may assign, weights first
     seeds: Sequence[keras.Variable]  # states of the seed generators the pass may draw from
     compute_loss: ComputeLoss

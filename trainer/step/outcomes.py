@@ -21,10 +21,7 @@ def diagnosed(
     result: ReplicaResult, group: UpdateGroup, scale_state: ScaleState, plan: StepPlan
 ) -> Outcome:
     """Returns a skipped step's outcome, with the cause of the skip and its place filled in."""
-    weights = [
-        tf.convert_to_tensor(plan.model.trainable_variables[position])
-        for position in group.positions
-    ]
+    weights = [tf.convert_to_tensor(plan.weights[position]) for position in group.positions]
     evidence = taking_sums_alone(result, scale_state, plan).evidence
     finding = diagnose(evidence, weights, scale_state, plan.rule, single_pass=plan.single_pass)
     known = finding.bad_variable >= 0

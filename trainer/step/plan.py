@@ -142,12 +142,12 @@ class StepPlan:
     @property
     def recorded(self) -> int:
         """Number of variables whose gradients' magnitudes are counted; 0 if they are not."""
-        return len(self.model.trainable_variables) if self.record_gradients else 0
+        return len(self.weights) if self.record_gradients else 0
 
     @property
     def variable_names(self) -> list[str]:
         """Names of `model.trainable_variables`, for messages about skipped steps."""
-        return [name_of_variable(v) for v in self.model.trainable_variables]
+        return [name_of_variable(v) for v in self.weights]
 
 
 def plan_step(
@@ -402,6 +402,7 @@ def microbatch_plan(
     """
     return MicrobatchPlan(
         model=plan.model,
+        weights=plan.weights,
         held_back=plan.held_back,
         seeds=plan.seeds,
         compute_loss=plan.compute_loss,

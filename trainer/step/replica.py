@@ -187,7 +187,7 @@ def given_positions(plan: StepPlan) -> list[str]:
     cannot read from another process.
     """
     remote = strategies.capabilities(plan.strategy).asynchronous
-    first = 0 if remote and plan.jit_compile is True else len(plan.model.trainable_variables)
+    first = 0 if remote and plan.jit_compile is True else len(plan.weights)
     return [str(position) for position in range(first, len(plan.held_back))]
 
 

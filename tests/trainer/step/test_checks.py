@@ -244,7 +244,7 @@ def test_variables_of_another_strategy_are_refused(mirrored):
     message = (
         r"^`model` must be created in the strategy's scope; got variable '[a-z_\d]+/[a-z_\d]+/kernel', "
         r"created outside it\. Each replica needs its own copy\. Create the model in build_model\(\), "
-        r"in a function passed as model=, or under strategy\.scope\(\)\.$"
+        r"in a function passed as model=, or under strategy\.scope\(\); call enable_lora there, too\.$"
     )
     with pytest.raises(ValueError, match=message):
         train(make(model=linear_model(), strategy=mirrored(2)))

@@ -130,9 +130,7 @@ def test_as_dense():
 def test_a_gradient_has_the_shape_of_its_variable():
     """Also where the trace has lost it, as after a reshape of the model's input."""
     variable = tf.Variable(tf.zeros([2, 3]))
-    plan = types.SimpleNamespace(
-        model=types.SimpleNamespace(trainable_variables=[variable]), dense=False
-    )
+    plan = types.SimpleNamespace(weights=[variable], dense=False)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec(None)])
     def shape_of(gradient):

@@ -1,5 +1,8 @@
 """The forward pass computes with given values and assigns nothing."""
 
+import functools
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -170,3 +173,154 @@ def test_a_weight_that_is_not_rounded_is_assigned():
 
     assert kernel.tolist() == [[np.float32(1.0) + third]] * 2
     assert bias.tolist() == [third]
+
+
+class Freezing(Trainer):
+    """Sets `trainable` of its model's layers in the loss."""
+
+    inside = ()
+
+    def build_model(self):
+        """Two layers of the same shape."""
+        layers = [keras.layers.Dense(2, name=name) for name in "ab"]
+        return keras.Sequential([keras.Input([2]), *layers])
+
+    def compute_loss(self, batch, training):
+        """Sets what `inside` says, before the model is called."""
+        for layer, on in zip(self.model.layers, self.inside, strict=False):
+            layer.trainable = on
+        return tf.reduce_sum((self.model(batch, training=training) - batch) ** 2, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "names"),
+    [
+        ((True, True), (False, True), ["a/bias", "a/kernel"]),
+        ((False, True), (True, True), ["a/bias", "a/kernel"]),
+        ((False, True), (True, False), ["a/bias", "a/kernel", "b/bias", "b/kernel"]),
+    ],
+)
+def test_a_loss_that_freezes_or_unfreezes_is_refused(outside, inside, names):
+    """Otherwise the gradient of one layer would be applied to another one."""
+    trainer = Freezing(optimizer="sgd", jit_compile=False, verbose=False)
+    trainer.train(np.ones([4, 2], np.float32), steps=1, global_batch=4)
+    for layer, on in zip(trainer.model.layers, outside, strict=True):
+        layer.trainable = on
+    trainer.inside = inside
+    before = [variable.numpy().tolist() for variable in trainer.model.variables]
+    with pytest.raises(ValueError, match="must leave `trainable`") as error:
+        trainer.train(np.ones([4, 2], np.float32), steps=2, global_batch=4)
+
+    found = str(error.value)
+    assert re.sub(r"sequential(_\d+)?/", "", found) == (
+        "`compute_loss` must leave `trainable` of the layers as it is; got another value for "
+        f"{names}. A step updates the variables that were trainable before it. Freeze or unfreeze "
+        "layers between two calls of train. To train parts of a model by losses of their own, as "
+        "in a GAN, return a dict of losses, and build a dict of optimizers."
+    )
+    assert [variable.numpy().tolist() for variable in trainer.model.variables] == before
+
+
+class Doubling(keras.layers.Layer):
+    """Doubles a variable and multiplies by it."""
+
+    def build(self, shape):
+        """Creates the variable and a weight."""
+        self.gain = self.add_weight(shape=[], initializer="ones", trainable=False, name="gain")
+        self.weight = self.add_weight(shape=shape[1:], initializer="ones", name="weight")
+
+    def call(self, inputs):
+        """Returns inputs times the weight's square and the variable."""
+        self.gain.assign(self.gain * 2.0)
+        return inputs * self.weight**2 * self.gain
+
+
+class Normalizing(keras.layers.BatchNormalization):
+    """Assigns statistics in every call, and reads them in none."""
+
+    def call(self, inputs):
+        """Runs in training mode."""
+        return super().call(inputs, training=True)
+
+
+class Rematerialized(keras.layers.Layer):
+    """Computes a layer again in the backward pass."""
+
+    def __init__(self, inner, on):
+        """Takes the layer, and whether to do so."""
+        super().__init__()
+        self.inner = inner
+        self.on = on
+
+    def build(self, shape):
+        """Builds the layer."""
+        self.inner.build(shape)
+
+    def call(self, inputs):
+        """Calls the layer."""
+        return keras.remat(self.inner)(inputs) if self.on else self.inner(inputs)
+
+
+def weights_after_a_step(inner, calls, *, rematerialized, check_gradients=True):
+    """The weights of a model whose only layer is called a number of times, each on its outputs."""
+
+    class Chain(Trainer):
+        def build_model(self):
+            return keras.Sequential([keras.Input([2]), Rematerialized(inner(), rematerialized)])
+
+        def compute_loss(self, batch, training):
+            outputs = batch
+            for _ in range(calls):
+                outputs = self.model(outputs, training=training)
+            return tf.reduce_sum((outputs - tf.reverse(batch, [0])) ** 2, axis=1)
+
+    trainer = Chain(
+        optimizer=lambda: keras.optimizers.SGD(2.0**-10),
+        jit_compile=False,
+        check_gradients=check_gradients,
+        verbose=False,
+    )
+    trainer.train(np.array(BATCH), steps=1, global_batch=3)
+    return [variable.numpy() for variable in trainer.model.variables]
+
+
+@pytest.mark.parametrize("check_gradients", [False, True])
+@pytest.mark.parametrize(("inner", "calls"), [(Doubling, 1), (Normalizing, 1), (Normalizing, 2)])
+def test_a_rematerialized_layer_reads_what_it_has_read(inner, calls, check_gradients):
+    """L19: the same weights and statistics, also with variables that the layer assigns."""
+    plain, again = (
+        weights_after_a_step(inner, calls, rematerialized=on, check_gradients=check_gradients)
+        for on in (False, True)
+    )
+
+    for one, other in zip(plain, again, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_gradients", [False, True])
+def test_a_rematerialized_layer_that_could_not_is_refused(check_gradients):
+    """The second call's result depends on what the first one has assigned."""
+    with pytest.raises(ValueError, match="rematerialized layer reads") as error:
+        weights_after_a_step(Doubling, 2, rematerialized=True, check_gradients=check_gradients)
+
+    assert re.sub(r"'sequential.*gain'", "'gain'", str(error.value)) == (
+        "`model` must assign a variable that a rematerialized layer reads only once, and in that "
+        "layer; got 2 assignments of 'gain' in a forward pass. When the layer is computed again in "
+        "the backward pass, it would read another value than in the forward pass. Call it once, "
+        "with all inputs in one batch, or do not rematerialize it."
+    )
+
+
+def test_a_loss_that_is_added_in_a_rematerialized_layer_is_refused():
+    """It would have no gradient. Added outside, it has one."""
+    penalized = functools.partial(keras.layers.Dense, 2, activity_regularizer="l2", name="inner")
+    assert weights_after_a_step(penalized, 1, rematerialized=False)
+    with pytest.raises(ValueError, match="must not add losses inside") as error:
+        weights_after_a_step(penalized, 1, rematerialized=True)
+
+    assert str(error.value) == (
+        "`model` must not add losses inside of keras.remat or tf.recompute_grad; got one of Layer "
+        "'inner' (add_loss or an activity regularizer). No tape records there, so the loss would "
+        "be reported but have no gradient, as in Keras. Add it outside, from what the "
+        'rematerialized layer returns, or create the layer in keras.RematScope("activations").'
+    )
