@@ -130,10 +130,10 @@ def recomputing(
         yield
     scope.check_no_unknown_variables()
     for variable, before in zip((*plan.held_back, *plan.seeds), passed.assigned, strict=True):
-        once = (len(before), len(scope.assigned(variable))) == (1, 1)
-        if not before or once or not scope.uses(variable):
+        again = scope.assigned(variable)
+        if (len(before), len(again)) == (1, 1) or not scope.uses(variable):
             continue
-        if is_seed_state(variable):
+        if is_seed_state(variable) and again:
             raise ValueError(
                 "`model` must draw only once from a random generator that a rematerialized layer "
                 f"uses; got {len(before)} draws from {variable.path!r}. When the layer is computed "
