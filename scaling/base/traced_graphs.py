@@ -39,7 +39,7 @@ def compiled_by_xla() -> bool:
     again, and does not know.
 
     Example:
-        >>> tf.function(lambda: tf.constant(compiled_by_xla()), jit_compile=True)().numpy()
+        >>> bool(tf.function(compiled_by_xla, autograph=False, jit_compile=True)())
         True
         >>> compiled_by_xla()
         False

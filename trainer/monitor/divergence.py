@@ -23,6 +23,8 @@ class Divergence:
 
     The run goes back to the newest checkpoint from before the divergence. From there, it draws new
     random numbers, and `Task.on_recovery` can change settings, for example lower a learning rate.
+    It never goes back to other data than those of the present call of `train`, whose losses are
+    compared with each other only.
 
     Args:
         loss_above: a loss above this bound counts as a divergence; None sets no bound.
@@ -130,6 +132,10 @@ class LossWatch:
             return Detection(first, step, what)
         self._lowest = mean if self._lowest is None else min(self._lowest, mean)
         return None
+
+    def forget_losses(self) -> None:
+        """Begins with an empty window again: losses of other data are not comparable."""
+        self._recent, self._lowest = [], None
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the watch as JSON types, for checkpoints."""

@@ -104,7 +104,8 @@ class OuterLoop:
         self._resumed = parts.checkpoints.latest is not None
         self._saver = RunSaver(trainer, parts, position, watch, log)
         self._reporter = Reporter(trainer, parts, log, watch, request.target, self._call_user)
-        self._recovery = None
+        self._watch, self._recovery = watch, None
+        self._went_on_at: int | None = None  # where this call went on after another one
         if watch and trainer.divergence:
             self._recovery = Recovery(trainer, parts, position, log, watch, trainer.divergence)
         self._profile = None
@@ -136,7 +137,12 @@ class OuterLoop:
             ValueError: as for `resume`, `check` and `check_monitored`.
         """
         self._tell_callbacks()
+        checkpoints = self._parts.checkpoints
+        if self._step and (checkpoints.resumed or checkpoints.latest is None):
+            self._went_on_at = self._step
         self.resume()
+        if self._watch and self._position.began == self._step < self._request.target:
+            self._watch.forget_losses()
         self._tell_where_epochs_begin()
         if first and not (self._step or self._resumed):
             self._log.set_aside()
@@ -523,7 +529,7 @@ class OuterLoop:
         if divergence is None or self._recovery is None:
             return False
         self._step = self._recovery.roll_back(
-            divergence, self._reporter, self._saver, self._best.roll_back
+            divergence, self._reporter, self._saver, self._best.roll_back, self._went_on_at
         )
         self._tell_where_epochs_begin()
         return True

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from absl import logging
+
 from trainer.data.iterator_state import DataPosition
 from trainer.log.run_log import RunLog
 from trainer.log.summary import Totals
@@ -46,6 +48,7 @@ class Recovery:
         reporter: Reporter,
         saver: RunSaver,
         roll_back_best: Callable[[int], None],
+        went_on_at: int | None,
     ) -> int:
         """Restores the newest checkpoint from before a divergence; returns its step.
 
@@ -54,20 +57,31 @@ class Recovery:
             reporter: writes the log of the steps up to the divergence.
             saver: restores actions and callbacks, and saves the run after the rollback.
             roll_back_best: leaves the models that were the best at the step that it is given.
+            went_on_at: the step at which this call of `train` went on after another one; None if
+                it began the run or restored it.
 
         Raises:
-            DivergedError: if there is no such checkpoint, or the run has already been rolled back
-                `max_recoveries` times.
+            DivergedError: if there is no such checkpoint with these data, or the run has already
+                been rolled back `max_recoveries` times.
         """
         reporter.write()
         tries = self._watch.recoveries + 1
         checkpoints = self._parts.checkpoints
         with self._trainer.strategy.scope():
             path = checkpoints.restore(before=detection.first)
-        if tries > self._divergence.max_recoveries or path is None:
+        step = Totals.from_state(self._parts.state).attempted
+        of_other_data = step < self._position.began
+        if tries > self._divergence.max_recoveries or path is None or of_other_data:
             checkpoints.resumed = False  # so that another call of `train` restores the rest, too
             raise diverged_error(detection, self._watch.recoveries, path)
-        step = Totals.from_state(self._parts.state).attempted
+        if went_on_at is not None and step <= went_on_at:
+            logging.warning(
+                "The run goes back to step %d, and this call of train went on at step %d. Weights "
+                "and learning rates that were assigned before the call are again as in the "
+                "checkpoint. Assign them in on_recovery.",
+                step,
+                went_on_at,
+            )
         if "data" in checkpoints.facts:
             self._position.go_back(path, checkpoints.facts)
         batches_left_out = detection.last - step if self._divergence.skip_data else 0
@@ -75,6 +89,8 @@ class Recovery:
         # A checkpoint of a run without a watch has no state of one; its window is empty.
         known = checkpoints.facts["divergence"] or LossWatch(self._divergence).state()
         self._watch.set_state(known)
+        if step == self._position.began:
+            self._watch.forget_losses()
         self._watch.recoveries = tries
         # Change the seed: with the same batches and random numbers, the run would diverge again.
         self._parts.state.random_seed.assign_add(1)

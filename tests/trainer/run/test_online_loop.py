@@ -468,6 +468,7 @@ def test_what_waits_for_an_epoch_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_what_nothing_was_counted_for_is_no_number():
     """Skipped steps have no metrics, and a batch without weight has no mean: 0 would be the best."""
     trainer = network(precision="mixed_float16", loss_scale="fixed:loss_scale=2^24")

@@ -273,6 +273,7 @@ def test_the_record_is_the_same_in_every_process():
     assert found[0]["names"] == {"0": "'a'", "1": "'b'", "2": "'c'"}
 
 
+@pytest.mark.thorough
 def test_a_record_of_an_older_version_is_not_compared(tmp_path, monkeypatch):
     """It does not have these entries."""
 

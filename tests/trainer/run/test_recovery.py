@@ -374,3 +374,48 @@ def test_after_the_error_another_call_goes_on_as_another_process_does(tmp_path):
     assert_same_bits(*map(all_copies, runs))
     assert [trainer.callbacks[0].steps for trainer in runs] == [20, 20]
     assert [trained_at(tmp_path / name) for name in ("here", "copy")] == [[*range(2, 21, 2)]] * 2
+
+
+def test_other_data_begin_a_window_of_their_own(tmp_path):
+    """A loss that is larger there is no divergence: the run takes all its steps in each phase."""
+    divergence = Divergence(rise=3.0, window=3)
+    trainer = run(tmp_path, divergence, 6, [1] * 6)
+    trainer.train(data(*[100] * 6), steps=12)
+
+    assert recoveries(tmp_path) == []
+    assert trained_at(tmp_path) == [*range(1, 13)]
+
+
+def test_a_rollback_ends_where_the_data_of_the_call_begin(tmp_path, caplog):
+    """It goes back to the checkpoint that the earlier call has ended with, and says what that undoes."""
+    divergence = Divergence(rise=3.0, window=3, skip_data=True)
+    trainer = run(tmp_path, divergence, 6, [1] * 6, checkpoint_interval=3)
+    trainer.train(data(1, 1, 1, 50, 50, 50, 1, 1, 1, 1), steps=12)
+
+    assert trainer.recovered == [(10, 6)]
+    assert (
+        "The run goes back to step 6, and this call of train went on at step 6. Weights and "
+        "learning rates that were assigned before the call are again as in the checkpoint. Assign "
+        "them in on_recovery." in caplog.text
+    )
+
+
+def test_without_a_checkpoint_of_these_data_the_run_ends(tmp_path):
+    """The steps between an older checkpoint and these data would be taken with the wrong ones."""
+    divergence = Divergence(rise=3.0, window=3)
+    trainer = run(tmp_path, divergence, 6, [1] * 6, checkpoint_interval=3)
+    shutil.rmtree(tmp_path / "ckpt-6")
+
+    with pytest.raises(DivergedError, match=r"The last good checkpoint, .*ckpt-3, was restored"):
+        trainer.train(data(1, 1, 1, 50, 50, 50), steps=12)
+
+
+def test_a_rollback_within_a_call_undoes_nothing_that_was_assigned_before(tmp_path, caplog):
+    """So nothing is said: neither in the run's first call, nor in that of a restarted program."""
+    divergence = Divergence(loss_above=10.0, skip_data=True)
+    slopes = [1, 1, 50, 1, 1, 1, 50, 1, 1, 1, 1, 1]
+    run(tmp_path, divergence, 4, slopes)
+    trainer = run(tmp_path, divergence, 8, slopes)
+
+    assert trainer.recovered == [(6, 4)]
+    assert "went on at step" not in caplog.text

@@ -211,6 +211,7 @@ def test_a_run_that_was_stopped_before_its_first_step(tmp_path, caplog):
     assert "holds no checkpoint" not in caplog.text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kept", [0, 1, 3, None])
 def test_lost_lines_of_the_log_are_warned_of(tmp_path, caplog, kept):
     """A history without them has another best result. A run that is stopped in an interval, and

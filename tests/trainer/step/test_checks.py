@@ -326,7 +326,8 @@ def test_synchronized_layers_are_refused_on_several_replicas(mirrored):
         train(make(model=synchronized, strategy=mirrored(2)))
 
 
-@pytest.mark.parametrize("kind", ["LSTM", pytest.param("GRU", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_layers_that_cudnn_computes_in_bfloat16_are_refused(kind):
     """On a GPU their gradients are wrong there (test_on_card.py). Keras says by `supports_jit` which
     those are; here they are marked by hand.

@@ -531,6 +531,7 @@ def test_a_rematerialized_layer_is_called_once():
     assert float(model.layers[0].inner.inputs_amax_history[0]) == np.abs(ROWS).max()
 
 
+@pytest.mark.thorough
 def test_the_check_of_masks_is_no_call_of_a_layer():
     """The model is traced to compare its masks. Where nothing is padded, all is as without a mask."""
     ids = np.tile([[1, 2, 3]], [4, 1])

@@ -284,6 +284,7 @@ def weights_after_a_step(inner, calls, *, rematerialized, check_gradients=True):
     return [variable.numpy() for variable in trainer.model.variables]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check_gradients", [False, True])
 @pytest.mark.parametrize(("inner", "calls"), [(Doubling, 1), (Normalizing, 1), (Normalizing, 2)])
 def test_a_rematerialized_layer_reads_what_it_has_read(inner, calls, check_gradients):
