@@ -25,8 +25,10 @@ def preset(name: str, dtype: str = "float8_e4m3fn") -> DelayedScaling:
 
     The bits are those of the systems' functions, one operation after the other. XLA may round the
     last bit of such a scale differently, in theirs as in ours; and on a CPU its maximum leaves NaN
-    out, so that Flax's scale moves on where this one waits until a NaN has left the history. One
-    thing is different by intent: where a magnitude is so small that another system's scale becomes
+    out, so that Flax's scale moves on where this one waits until a NaN has left the history.
+    "transformer_engine" is the rule of its documentation. Newer kernels of it leave a magnitude of
+    0 out of the history, and a NaN out of the maximum, which this preset does not. One thing is
+    different by intent: where a magnitude is so small that another system's scale becomes
     0, and the tensor NaN, the scale is kept at 2^-126.
 
     Args:

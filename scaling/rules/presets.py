@@ -73,14 +73,16 @@ def preset(name: str, version: str | None = None, **overrides: Any) -> LossScale
                            inf after 113 growths; the preset stops at 2^-126 and 2^126.
     tf_keras               Floor 1. An initial scale below 1 is an error; tf_keras
                            raises it to 1 at the first overflow.
-    pytorch     2.13       No bounds, like keras3. Factors must be powers of two.
+    pytorch     2.13       No lower bound, and it stops at 2^127. Factors must be powers
+                           of two.
     deepspeed   0.16       ZeRO's `DynamicLossScaler`: hysteresis 2, refilled by growth;
                            floor 1, where DeepSpeed raises an error.
     deepspeed   0.19       Like 0.16, but the first step and the step after an overflow
                            do not count: growth on step N + 1 (since 0.17.1).
     megatron               Starts at 2^32; hysteresis 2, refilled by growth; floor 1.
-    fairseq                `tolerance` 0; floor 2^-13, where fairseq, with a floor of
-                           1e-4, raises an error.
+    fairseq                Its `DynamicLossScaler`; its command line starts at 2^7, and
+                           divides its interval by the devices. `tolerance` 0; floor
+                           2^-13, where fairseq, with a floor of 1e-4, raises an error.
     metaseq                The interval doubles and halves with the scale; floor 2^-5.
     flax        0.12       `growth_interval` N grows on every (N + 1)-th step. Flax's
                            ceiling is the largest float32, which is no power of two.
