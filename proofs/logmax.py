@@ -147,9 +147,14 @@ LIMITS = {
 }
 
 
+def is_negligible(step: Transition) -> Any:
+    """Returns whether the largest magnitude is 0, or subnormal: processors may take that for 0."""
+    return z3.Or(z3.fpIsZero(step.magnitude), z3.fpIsSubnormal(step.magnitude))
+
+
 def enters(step: Transition) -> Any:
     """Returns whether a step enters the statistics."""
-    measured = z3.And(step.finite, is_finite(step.magnitude), step.magnitude > number(0.0))
+    measured = z3.And(step.finite, is_finite(step.magnitude), z3.Not(is_negligible(step)))
     return z3.Or(step.overflowed, measured)
 
 
@@ -198,8 +203,10 @@ def contradiction_moves_nothing(step: Transition) -> Any:
 
 
 def zeros_double(step: Transition) -> Any:
-    """If all gradients are 0, the scale doubles, to its upper bound, and nothing else moves."""
-    zeros = z3.And(step.finite, z3.fpIsZero(step.magnitude), in_bounds(step))
+    """If all gradients are 0 or subnormal, the scale doubles, to its upper bound, and nothing else
+    moves.
+    """
+    zeros = z3.And(step.finite, is_negligible(step), in_bounds(step))
     two = z3.FPVal(2.0, FLOAT)
     doubled = shared.raised(step.state["loss_scale"], two, step.constants["max_scale"])
     others = [name for name in STATE if name != "loss_scale"]

@@ -265,8 +265,8 @@ MUTANTS = {  # the claim that notices a change, and the change
             "tf.minimum(state.steps, MAX_COUNT - 1) + 1",
             "state.steps + 1",
         ),
-        "takes the logarithm of 0": ("zeros_double", "| (magnitude > 0)", "| (magnitude >= 0)"),
-        "leaves out overflows": ("counts_steps", "overflowed | (magnitude > 0)", "(magnitude > 0)"),
+        "takes the logarithm of 0": ("zeros_double", "| measured", "| (magnitude >= 0)"),
+        "leaves out overflows": ("counts_steps", "overflowed | measured", "measured"),
         "does not clip the exponent": (
             "bounded",
             "tf.clip_by_value(tf.floor(LOG2_FITS - x), lowest, highest)",
