@@ -153,13 +153,13 @@ class CallOrder:
                     "`scale`, or call `reset` after a step that was abandoned."
                 )
         if self._has_calls_in_branches(graph):
-            raise RuntimeError(IN_A_BRANCH.format("calls of these inside a branch before it"))
+            raise RuntimeError(IN_A_BRANCH.format("`scale` in a branch that `update` comes after"))
         # Do not raise an error in a function without any recorded calls: an inner function may
         # have called both `scale` and `unscale`. In eager mode, every call outside functions is
         # recorded.
         if graph is not None and not places:
             if any(kind_of(each) == BRANCH for each in graphs_around(graph)):
-                raise RuntimeError(IN_A_BRANCH.format("a call inside a branch without these"))
+                raise RuntimeError(IN_A_BRANCH.format("`update` alone in a branch"))
             return
         last = [place for place in places if place.unscaled]
         if not last:
@@ -218,9 +218,10 @@ class CallOrder:
 
 
 IN_A_BRANCH = (
-    "`update` must be called where `scale` and `unscale` are, all three in the same branch or none "
-    "in any; got {}. A branch is tf.cond, or an `if` on a tensor: both sides are traced, and only "
-    "one runs. Call `update` outside, with the flag as its argument, or move the calls together."
+    "`update` must be in the same branch as `scale` and `unscale`, or all three outside of "
+    "branches; got {}. A branch is tf.cond, or an `if` on a tensor: both sides are traced, and "
+    "only one runs. Move the calls together; `update` takes the verdict as its argument, so it "
+    "needs no branch."
 )
 
 

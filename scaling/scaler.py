@@ -169,8 +169,8 @@ class LossScaler(tf.Module):
             verdict: as for `update`.
 
         Returns:
-            What `update` returns, and a function that moves the scale and ends the step. It cannot
-            fail, so that `update_together` moves all scales or none.
+            What `update` returns, and a function that moves the scale and ends the step. All that
+            may raise an error is done before, so that `update_together` moves all scales or none.
 
         Raises:
             RuntimeError: as for `update`.
@@ -181,11 +181,10 @@ class LossScaler(tf.Module):
         if context is not None and context.num_replicas_in_sync > 1:
             self._check_scope(context.strategy)
             verdict = agree_on_verdict(verdict, context)
-        state = self.rule.advance(self.state, verdict)
-        check_state(state, self._state_type)
+        values = self._values(self.rule.advance(self.state, verdict))
 
         def move() -> None:
-            self._write(state)
+            self._write(values)
             self._order.record_update()
 
         return verdict.grads_finite, move
@@ -206,8 +205,7 @@ class LossScaler(tf.Module):
         Raises:
             TypeError: if `state` is not a state of the scaler's rule.
         """
-        check_state(state, self._state_type)
-        self._write(state)
+        self._write(self._values(state))
 
     def merge(
         self, before: RuleState, after: RuleState, verdict: VerdictLike | None = None
@@ -259,12 +257,21 @@ class LossScaler(tf.Module):
 
     def _assign_and_wait(self, state: RuleState) -> tf.Tensor:
         """Replaces the state; returns True once that is done, which ends the transaction."""
-        with tf.control_dependencies(self._write(state)):
+        with tf.control_dependencies(self._write(self._values(state))):
             return tf.constant(True)
 
-    def _write(self, state: RuleState) -> list[Any]:
-        """Assigns every field, or none if one has another dtype; returns the assignments."""
-        values = {field: self._stored(field, value) for field, value in state._asdict().items()}
+    def _values(self, state: RuleState) -> dict[str, tf.Tensor]:
+        """Returns the fields of a state as the variables hold them.
+
+        Raises:
+            TypeError: if `state` is not a state of the scaler's rule.
+            ValueError: if a field has another dtype.
+        """
+        check_state(state, self._state_type)
+        return {field: self._stored(field, value) for field, value in state._asdict().items()}
+
+    def _write(self, values: Mapping[str, tf.Tensor]) -> list[Any]:
+        """Assigns every field; returns the assignments."""
         return [self._variables[field].assign(value) for field, value in values.items()]
 
     def _stored(self, field: str, value: Any) -> tf.Tensor:

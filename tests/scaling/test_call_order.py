@@ -117,9 +117,10 @@ def scaled_before_a_branch(scaler):
 
 
 IN_A_BRANCH = (
-    "`update` must be called where `scale` and `unscale` are, all three in the same branch or none "
-    "in any; got {}. A branch is tf.cond, or an `if` on a tensor: both sides are traced, and only "
-    "one runs. Call `update` outside, with the flag as its argument, or move the calls together."
+    "`update` must be in the same branch as `scale` and `unscale`, or all three outside of "
+    "branches; got {}. A branch is tf.cond, or an `if` on a tensor: both sides are traced, and "
+    "only one runs. Move the calls together; `update` takes the verdict as its argument, so it "
+    "needs no branch."
 )
 NEITHER = (
     "`update` must come after `scale` and `unscale`; got neither since the last update in this "
@@ -158,9 +159,9 @@ MISTAKES = [
     (token_from_before_reset, "got one from another graph or replica, or from before `reset`."),
     (nothing_scaled, NEITHER),
     (updated_twice, NEITHER),
-    (in_a_branch, IN_A_BRANCH.format("a call inside a branch without these")),
-    (before_a_branch, IN_A_BRANCH.format("a call inside a branch without these")),
-    (only_update_outside, IN_A_BRANCH.format("calls of these inside a branch before it")),
+    (in_a_branch, IN_A_BRANCH.format("`update` alone in a branch")),
+    (before_a_branch, IN_A_BRANCH.format("`update` alone in a branch")),
+    (only_update_outside, IN_A_BRANCH.format("`scale` in a branch that `update` comes after")),
     (scaled_before_a_branch, "`token` must be used in the function that called `scale`; got one"),
 ]
 

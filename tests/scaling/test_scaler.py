@@ -600,6 +600,19 @@ def test_a_verdict_that_one_rule_refuses_moves_no_scale():
     assert float(scalers[0].loss_scale) == 16.0
 
 
+def test_a_state_of_another_dtype_moves_no_scale(monkeypatch):
+    """A rule of one's own may return one only after some steps, when no trial has seen it."""
+    scalers = [LossScaler(DynamicLossScale(8.0, growth_interval=1)), LossScaler(Counting())]
+    for scaler in scalers:
+        scaled, token = scaler.scale(tf.constant(1.0))
+        scaler.unscale(scaled, token)
+    monkeypatch.setattr(Counting, "advance", lambda *_: Counts(4.0, tf.constant(0.5)))
+
+    with pytest.raises(ValueError, match="dtype"):
+        scaling.update_together(scalers, [True, True])
+    assert [float(scaler.loss_scale) for scaler in scalers] == [8.0, 4.0]
+
+
 class OwnStep(keras.Sequential):
     """A Keras model with a scaler in its `train_step`."""
 

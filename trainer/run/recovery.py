@@ -76,9 +76,9 @@ class Recovery:
             raise diverged_error(detection, self._watch.recoveries, path)
         if went_on_at is not None and step <= went_on_at:
             logging.warning(
-                "The run goes back to step %d, and this call of train went on at step %d. Weights "
-                "and learning rates that were assigned before the call are again as in the "
-                "checkpoint. Assign them in on_recovery.",
+                "The run goes back to step %d, and this call of train began at step %d. What was "
+                "assigned before the call, such as weights or a learning rate, is again as in the "
+                "checkpoint. Assign it again in on_recovery.",
                 step,
                 went_on_at,
             )

@@ -143,11 +143,11 @@ def recomputing(
             )
         if any_depends([*passed.losses.values(), *passed.added], before):
             raise ValueError(
-                "`model` must assign a variable that a rematerialized layer reads only once, and "
-                f"in that layer; got {len(before)} assignments of {variable.path!r} in a forward "
-                "pass. When the layer is computed again in the backward pass, it would read "
-                "another value than in the forward pass. Call it once, with all inputs in one "
-                "batch, or do not rematerialize it."
+                "`model` must assign a variable at most once in a forward pass, and in the layer "
+                f"itself, if a rematerialized layer reads it; got {len(before)} assignments of "
+                f"{variable.path!r}. When the layer is computed again in the backward pass, it "
+                "would read another value than in the forward pass. Call it once, with all inputs "
+                "in one batch, or do not rematerialize it."
             )
 
 

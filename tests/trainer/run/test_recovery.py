@@ -394,9 +394,9 @@ def test_a_rollback_ends_where_the_data_of_the_call_begin(tmp_path, caplog):
 
     assert trainer.recovered == [(10, 6)]
     assert (
-        "The run goes back to step 6, and this call of train went on at step 6. Weights and "
-        "learning rates that were assigned before the call are again as in the checkpoint. Assign "
-        "them in on_recovery." in caplog.text
+        "The run goes back to step 6, and this call of train began at step 6. What was assigned "
+        "before the call, such as weights or a learning rate, is again as in the checkpoint. "
+        "Assign it again in on_recovery." in caplog.text
     )
 
 
@@ -418,4 +418,4 @@ def test_a_rollback_within_a_call_undoes_nothing_that_was_assigned_before(tmp_pa
     trainer = run(tmp_path, divergence, 8, slopes)
 
     assert trainer.recovered == [(6, 4)]
-    assert "went on at step" not in caplog.text
+    assert "this call of train began" not in caplog.text
