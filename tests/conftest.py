@@ -37,7 +37,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--regenerate",
         action="store_true",
-        help="write docs/errors.md instead of comparing it",
+        help="write generated pages instead of comparing them",
     )
 
 

@@ -1,15 +1,13 @@
-"""Every public argument with a value that it refuses, and docs/errors.md, which is generated from
-them.
+"""Every public argument with a value that it refuses, by an error that names the argument.
 
-A new argument needs a case here, or a reason in `EXEMPT`.
+A new argument needs a case here, or a reason in `EXEMPT`. The words of an error stand where it is
+raised, and nowhere else.
 """
 
-import ast
 import contextlib
 import functools
 import inspect
 import pathlib
-import re
 import tempfile
 from unittest import mock
 
@@ -48,27 +46,6 @@ MODULES = {
     "trainer.report": public(trainer.report),
     "trainer.step": public(trainer.step),
 }
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
-
-INTRODUCTION = """\
-# Errors
-
-Values that public arguments refuse, with the errors they raise. This page is generated from the
-tests by `pytest tests/conformance/test_errors.py --regenerate`. In the examples, `rule`, `state`,
-`scaler`, `token`, `gradients`, `stats`, `finite`, `share`, `mirrored`, `model`, `batch`, `plan`,
-`run`, `data`, `started`, `callback`, `flag_values` and `parsed` are valid, and so are all arguments
-that are not shown. `float8` is `scaling.float8`. `notes.txt` is a file, and no folder `runs` exists.
-"""
-
-FLAGS_INTRODUCTION = """
-## Flags
-
-Values that the flags of `define_flags` refuse. absl checks some of them while it parses the command
-line; the others raise when `make_trainer` builds the trainer, or when the trainer runs.
-
-| flag | example | error |
-|---|---|---|
-"""
 
 # Cases by public name (`Class.method` for a method): the argument and an example. If the call itself
 # is the mistake, the name of the function arguments_by_name the argument's place. The optional third item is
@@ -1166,9 +1143,7 @@ ALL_CASES = [
     ("code", "word"), [case[2:] for case in ALL_CASES], ids=[case[2] for case in ALL_CASES]
 )
 def test_bad_input_is_refused(code, word):
-    """An error names the argument, its rule and the value, says why, and says what to do, each in a
-    sentence.
-    """
+    """A value that an argument refuses raises an error that names the argument."""
     check_form(refusal(code), word)
 
 
@@ -1178,87 +1153,22 @@ def test_bad_input_is_refused(code, word):
     ids=[line for _, line, *_ in FLAGS],
 )
 def test_a_bad_flag_is_refused(flag, line, word):
-    """A bad flag is refused by absl in its own words, or by this project in the form of
-    all errors.
-    """
+    """A bad flag is refused by absl, or by an error that names the argument."""
     refused = refusal_of_flags(line)
     if flag == UNKNOWN:
-        assert refused == (
-            "UnrecognizedFlagError: Unknown command line flag 'precison'. Did you mean: precision ?"
-        )
+        assert refused.startswith("UnrecognizedFlagError: ")
     elif refused.startswith("IllegalFlagValueError: "):
         assert refused.startswith(f"IllegalFlagValueError: flag --{flag}=")
     else:
         check_form(refused, word)
 
 
-# A literal, or a call of a name in `scaling`, behind "Use", "Pass" or "Did you mean".
-VALUE = r"""("[^"]*"|'[^']*'|\([^()]*\)|\[[^\[\]]*\]|scaling\.\w+\([^()]*\)|-?\d[\d.e*-]*\d|\d)"""
-SUGGESTION = re.compile(rf"(?:Use|Pass|Did you mean|Choose)(?: for (?:example|instance))? {VALUE}")
-WORDS = {"Pass True or False": "False", "Pass a positive integer": "1", "Pass 0 or a positive": "0"}
-# Arguments that a constructor needs beside the one that is tried.
-OTHERS = {"Trainer": {"model_dir": '"runs/new"'}, "Action": {"call": "print"}}
-SIMPLE = re.compile(r"^(?:Trainer|Action|Divergence|trainer\.\w+)\((\w+)=(.*)\)$", re.DOTALL)
-
-
-def suggested(message):
-    """The value that an error suggests, as code; None if it suggests none."""
-    found = SUGGESTION.search(message.rpartition("; got ")[2])
-    if found:
-        return found[1]
-    return next((value for words, value in WORDS.items() if words in message), None)
-
-
-def cases():
-    """(code, argument) of every example that passes a single bad argument to a constructor."""
-    for _, _, code, _ in ALL_CASES:
-        match = SIMPLE.match(code)
-        if match and match[1] != "los_scale" and one_argument(code):  # which is no argument
-            yield pytest.param(code, match[1], id=code)
-
-
-def one_argument(code):
-    """Whether an example is one call with one keyword argument."""
-    try:
-        call = ast.parse(code, mode="eval").body
-    except SyntaxError:
-        return False
-    return isinstance(call, ast.Call) and not call.args and len(call.keywords) == 1
-
-
-TRIED = []
-
-
-@pytest.mark.parametrize(("code", "argument"), list(cases()))
-def test_a_suggested_value_is_accepted(code, argument):
-    """If you follow an error's suggestion, the same argument is not refused again."""
-    value = suggested(refusal(code))
-    if value is None:
-        pytest.skip("suggests no value")
-    TRIED.append(code)
-    constructor = code.partition("(")[0]
-    names = names_in_examples() | {"call": print}
-    arguments = OTHERS.get(constructor, {}) | {argument: value}
-    retried = f"{constructor}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
-    again = error_of(lambda: eval(retried, names))  # noqa: S307  # the suggestion of our own error
-
-    assert again == "accepted", f"{retried}: {again}"
-
-
-def test_suggestions_were_found():
-    """Most errors of the constructor suggest a value that can be tried."""
-    assert len(TRIED) >= 20, TRIED
-
-
 def check_form(refused, word):
-    """Raises unless an error has the form of this project."""
+    """Raises unless an error is of a type of Python's, and begins with the argument's name."""
     kind, _, message = refused.partition(": ")
-    rule, _, found = message.partition("; got ")
 
-    assert kind in {"TypeError", "ValueError", "RuntimeError"}, message
-    assert rule.startswith(f"`{word}` must "), message
-    assert re.search(r"\.$|\. Did you mean '\S+'\?$", found), message
-    assert len(found.split(". ")) >= 3, message
+    assert kind in {"TypeError", "ValueError", "RuntimeError", "AttributeError"}, refused
+    assert message.startswith(f"`{word}` "), message
 
 
 def arguments_of(function):
@@ -1319,57 +1229,3 @@ def test_every_reason_is_needed():
     }
 
     assert EXEMPT.keys() <= taken | {(name, "*") for name, _ in taken}
-
-
-def in_a_cell(message):
-    """A message for a table cell: everything but its backticks is escaped from markup."""
-    parts = message.split("`")
-    parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
-    return "`".join(parts)
-
-
-def row(name, argument, code):
-    """The table row for an argument."""
-    _, _, method = name.partition(".")
-    if argument == name.split(".")[-1]:
-        argument = f"`{argument}()`"
-    else:
-        argument = f"`{argument}` of `{method}`" if method else f"`{argument}`"
-    return table_row(argument, code, refusal(code))
-
-
-def table_row(subject, example, refused):
-    """A table row."""
-    cells = [subject, f"`{example}`", in_a_cell(refused)]
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n"
-
-
-def page():
-    """The text of docs/errors.md, generated from the cases."""
-    text = INTRODUCTION
-    for module, names in MODULES.items():
-        for public_name in names:
-            rows = [
-                row(name, argument, code)
-                for name, cases in CASES[module].items()
-                for argument, code, *_ in cases
-                if name.split(".")[0] == public_name
-            ]
-            if rows:
-                text += f"\n## `{module}.{public_name}`\n\n"
-                text += "| argument | example | error |\n|---|---|---|\n" + "".join(rows)
-    return (
-        text
-        + FLAGS_INTRODUCTION
-        + "".join(
-            table_row(f"`--{flag}`", line, refusal_of_flags(line)) for flag, line, *_ in FLAGS
-        )
-    )
-
-
-def test_the_page_says_what_the_tests_say(request):
-    """docs/errors.md is what these cases generate; `--regenerate` writes it."""
-    if request.config.getoption("--regenerate"):
-        PAGE.write_text(page())
-
-    assert PAGE.read_text() == page()
