@@ -261,10 +261,10 @@ class Task:
         """Returns the weight of each example's loss in the mean over the global batch.
 
         Called on the global batch. The default returns ones, or the third item of
-        (x, y, sample_weight), summed over all dimensions but the first: with weights of shape
-        (examples, tokens) an example weighs as much as its tokens do together, and its loss is
-        their weighted mean. With `ignore_class` it counts the labels of other classes, and with a
-        Keras mask on the model's outputs the elements that are not masked.
+        (x, y, sample_weight). With weights of shape (examples, tokens) an example weighs as much as
+        its tokens do together, by their magnitudes, and its loss is their weighted mean. With
+        `ignore_class` it counts the labels of other classes, and with a Keras mask on the model's
+        outputs the elements that are not masked.
         An overriding method may return shape (examples, tokens), if `compute_loss` returns losses
         of that shape.
         A language model returns token counts; padding has weight 0.
@@ -272,8 +272,8 @@ class Task:
         example. If a loss is inf or NaN, its derivative is NaN whatever the weight.
 
         Returns:
-            The weights: shape (examples,) or (examples, ...), float32. They should not be
-            negative, which is checked with check_data=True only.
+            The weights: shape (examples,) or (examples, ...), float32. They may be negative: the
+            loss is sum(weights * losses) / sum(abs(weights)).
         """
         weights = None
         given = isinstance(batch, tuple) and len(batch) in (2, 3)

@@ -298,7 +298,7 @@ class Trainer(Task):
             no gradient reaches are named in a warning. A few examples are compared, once; later
             steps are not affected.
         check_data: whether to check the values of every training batch before its step: finite
-            numbers, weights of at least 0, and labels that a cross-entropy of Keras can take. A
+            numbers, finite weights, and labels that a cross-entropy of Keras can take. A
             wrong batch ends the run with a DataError that says what it holds; without the check it
             may be a skipped step, or a loss of NaN. This costs a pass over the batch per step.
         divergence: a `trainer.Divergence`, which defines when a run counts as diverged and is
@@ -576,7 +576,8 @@ class Trainer(Task):
             batch: the global batch; each replica takes its share.
 
         Returns:
-            The weighted sum of the losses and the sum of the weights, each of shape (), float32.
+            The weighted sum of the losses, and what to divide the sums of all batches by, such as
+            the sum of the weights' magnitudes: each of shape (), float32.
         """
         return self._parts.evaluator.evaluate_batch(batch)
 

@@ -480,7 +480,7 @@ TRAINER = {
         ("loss_weights", 'Trainer(loss_fn=["mse", "mae"], loss_weights=[2.0])'),
         ("loss_weights", 'Trainer(loss_fn={"a": "mse"}, loss_weights={"a": float("inf")})'),
         ("class_weight", "Trainer(class_weight=[1.0, 5.0])"),
-        ("class_weight", "Trainer(class_weight={0: -1.0})"),
+        ("class_weight", "Trainer(class_weight={0: float('inf')})"),
         ("class_weight", 'Trainer(loss_fn=["mse"], class_weight={0: 2.0})'),
         ("metrics", 'Trainer(loss_fn=["mse"], metrics={"a": ["mae"]})'),
         (

@@ -184,14 +184,15 @@ def test_an_example_of_weight_0_has_no_part():
     assert (report.loss, report.grads_finite) == (2.0, True)
 
 
-def test_a_batch_of_no_weight_moves_nothing():
-    """If all weights are 0, the mean loss is 0 and so is the gradient."""
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_of_no_weight_moves_nothing(microbatches):
+    """L8: if all weights are 0, the mean loss is 0 and so is the gradient."""
 
     class Unweighted(Linear):
         def example_weights(self, batch):
             return 0.0 * batch["slope"]
 
-    trainer = Unweighted()
+    trainer = Unweighted(num_microbatches=microbatches)
     [report] = attempt(
         trainer, [{"x": np.ones([2, 1], np.float32), "slope": np.ones(2, np.float32)}]
     )

@@ -40,8 +40,8 @@ def checked(
 
     @without_autograph
     def check_and_step(batch: Any) -> Any:
-        checks = [*finite(batch), not_negative(call_user(weights, batch))]
-        with tf.control_dependencies([*checks, *map(in_range, ranges(batch))]):
+        own = {"example_weights": tf.convert_to_tensor(call_user(weights, batch))}
+        with tf.control_dependencies([*finite(batch), *finite(own), *map(in_range, ranges(batch))]):
             return step(tf.nest.map_structure(tf.identity, batch, expand_composites=True))
 
     return check_and_step
@@ -56,12 +56,6 @@ def finite(batch: Any) -> list[tf.Operation]:
                 right = tf.reduce_all(tf.math.is_finite(tf.abs(values)))
                 checks.append(check(right, f"finite numbers in {place(path)}; got inf or NaN"))
     return checks
-
-
-def not_negative(weights: tf.Tensor) -> tf.Operation:
-    """Checks that weights are at least 0, and not NaN."""
-    least = tf.reduce_min(tf.cast(weights, tf.float32))
-    return check(least >= 0, "weights of at least 0; got", least)
 
 
 def in_range(labels: LabelRange) -> tf.Operation:
@@ -107,8 +101,8 @@ def found_in(message: str) -> str | None:
         message: of an error that a step raised.
 
     Example:
-        >>> found_in("assertion failed: [check_data: weights of at least 0; got] [-1]")
-        'weights of at least 0; got -1'
+        >>> found_in("assertion failed: [check_data: labels of at least 0; got] [-1]")
+        'labels of at least 0; got -1'
     """
     failed = FAILED.search(message)
     if failed is None:

@@ -171,7 +171,7 @@ class Evaluator:
 
     @without_autograph
     def evaluate_batch(self, batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns a batch's weighted sum of losses and its sum of weights: shape (), float32.
+        """Returns a batch's weighted sum of losses, and what to divide it by: shape (), float32.
 
         See `Trainer.eval_step`.
         """
@@ -180,7 +180,7 @@ class Evaluator:
         arguments = (batch, weights, self._task, self._plan, compiles, source)
         sums = self._strategy.run(replica_evaluate, args=arguments)
         total = self._strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None)
-        return total, tf.reduce_sum(weights)
+        return total, GlobalBatchSize.of(weights).weight
 
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
         """Returns the model's outputs as NumPy arrays, in the order of the data set."""
@@ -259,8 +259,8 @@ def evaluate_all(
         stoppable: shape (), bool: whether `stop` ends the evaluation.
 
     Returns:
-        The weighted sum of losses and the sum of weights over all replicas: shape (), float64; and
-        whether any batch is left: shape (), bool.
+        The weighted sum of losses and the sum of the weights' magnitudes over all replicas: shape
+        (), float64; and whether any batch is left: shape (), bool.
     """
 
     def may_continue(following: tf.experimental.Optional) -> tf.Tensor:
@@ -320,9 +320,7 @@ def nothing_to_read(argument: str) -> ValueError:
 def no_weight(argument: str) -> ValueError:
     """Returns the error for evaluation data whose weights are all 0."""
     return ValueError(
-        f"`{argument}` must have an example whose weight is not 0; got weights whose sum is 0. The "
-        "loss is a weighted mean, which does not exist without weight. Check the sample weights, "
-        "the mask, or `example_weights`."
+        f"`{argument}` must have an example whose weight is not 0; check its weights or mask"
     )
 
 

@@ -35,10 +35,10 @@ def check_class_weight(
     for label, weight in class_weight.items():
         is_class = isinstance(label, (int, np.integer)) and not isinstance(label, bool)
         is_weight = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)
-        if not is_class or label < 0 or not is_weight or not 0.0 <= weight < math.inf:
+        if not is_class or label < 0 or not is_weight or not math.isfinite(weight):
             raise ValueError(
-                "`class_weight` must hold ints of at least 0 and finite weights of at least 0; got "
-                f"{shown(label)}: {weight!r}. The labels are the numbers of the classes. {FORM}"
+                "`class_weight` must map class numbers from 0 to finite weights; got "
+                f"{shown(label)}: {weight!r}. {FORM}"
             )
     if overridden or loss_fn is None or is_several(loss_fn) or loss_reduction != "mean":
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Keras reduces a loss over the whole batch. A replica or a microbatch sees only a share of it, so
 the loss is split into a loss L[i] and a weight W[i] for each example. The step computes
-sum(W * L) / sum(W) over the global batch, and sum(W) is known before the forward pass.
+sum(W * L) / sum(|W|) over the global batch, and sum(|W|) is known before the forward pass.
 """
 
 from collections.abc import Callable
@@ -149,7 +149,7 @@ def example_losses(
     weights = tf.cast(tf.broadcast_to(weights, tf.shape(elements)), elements.dtype)
     inner = list(range(1, weights.shape.rank))
     total = tf.reduce_sum(tf.math.multiply_no_nan(elements, weights), axis=inner)
-    return tf.math.divide_no_nan(total, tf.reduce_sum(weights, axis=inner))
+    return tf.math.divide_no_nan(total, tf.reduce_sum(tf.abs(weights), axis=inner))
 
 
 def global_loss(
@@ -186,13 +186,16 @@ def global_loss(
     elements = tf.reduce_mean(elements, axis=list(range(weights.shape.rank, elements.shape.rank)))
     weights = tf.broadcast_to(weights, tf.shape(elements))
     total = tf.reduce_sum(tf.math.multiply_no_nan(elements, weights))
-    return tf.math.divide_no_nan(total, tf.reduce_sum(weights))
+    return tf.math.divide_no_nan(total, tf.reduce_sum(tf.abs(weights)))
 
 
 def example_weights(
     loss_fn: LossFunction, y: Any, sample_weight: tf.Tensor | None, mask: Any = None
 ) -> tf.Tensor | None:
-    """Returns the sum of each example's weights, or None if every example weighs the same.
+    """Returns each example's weight, or None if every example weighs the same.
+
+    The weight of an example with weights for its elements is the sum of their magnitudes;
+    `example_losses` keeps their signs.
 
     Args:
         loss_fn: the loss. With `ignore_class`, elements of that class weigh nothing.
@@ -206,7 +209,7 @@ def example_weights(
     weights = element_weights(loss_fn, y, sample_weight, mask)
     if weights is None or weights.shape.rank == 1:
         return weights
-    return tf.reduce_sum(weights, axis=list(range(1, weights.shape.rank)))
+    return tf.reduce_sum(tf.abs(weights), axis=list(range(1, weights.shape.rank)))
 
 
 def element_weights(

@@ -80,8 +80,12 @@ def weights_for(
     Raises:
         ValueError: if the metric would change the weights.
     """
-    if sample_weight is not None and sample_weight.dtype.is_floating:
-        check_not_truncated(metric)
+    if sample_weight is not None:
+        if sample_weight.dtype.is_floating:
+            check_not_truncated(metric)
+        else:
+            sample_weight = tf.cast(sample_weight, tf.int32)  # tf.abs takes no bools
+        sample_weight = tf.abs(sample_weight)  # with signs, an accuracy could be any number
     ignores_mask = is_of_keras(type(metric)) and not isinstance(
         metric, keras.metrics.MeanMetricWrapper
     )

@@ -160,10 +160,12 @@ def update_by_output(
     for name, (key, metric) in entries.items():
         if metric is None:
             found = example_losses(losses.losses[key], labels[key], values[key])
-            if sample_weight is not None:  # as in the loss, an example without weight adds nothing
-                weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), tf.float32)
-                found = tf.where(weight == 0, tf.zeros_like(found), found)
-            metrics[name].update_state(found, sample_weight=sample_weight)
+            weight = tf.ones_like(found)
+            if sample_weight is not None:
+                weight = tf.cast(tf.reshape(sample_weight, tf.shape(found)), found.dtype)
+            # As in the loss, the sign counts, and an example without weight adds nothing.
+            found = tf.math.multiply_no_nan(found, tf.sign(weight))
+            metrics[name].update_state(found, sample_weight=tf.abs(weight))
         else:
             check_metric_shapes(metrics[name], labels[key], values[key])
             weights = weights_for(metrics[name], labels[key], sample_weight)

@@ -22,6 +22,7 @@ from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
 from trainer.step.held_back import frozen_or_unfrozen
+from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.one_attempt import note_attempt
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
@@ -114,7 +115,7 @@ def attempt_with(batch: Batch, weights: tf.Tensor, plan: StepPlan, run: TrainSta
         consecutive_skips=run.consecutive_skips.read_value(),
         in_float32=tf.constant(False) if in_float32 is None else in_float32,
         examples=tf.shape(weights, tf.int64)[0],
-        weight=tf.reduce_sum(weights),
+        weight=GlobalBatchSize.of(weights).weight,
         data_wait_secs=tf.constant(0.0),  # set by the loop that reads the data
         **last.outcome._asdict(),
     )

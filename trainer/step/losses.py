@@ -31,7 +31,7 @@ def weighted_mean(losses: tf.Tensor, share: strategies.Share, weight: tf.Tensor)
     Args:
         losses: losses of the share's examples: float32, in the shape of the share's weights.
         share: the examples and their weights.
-        weight: sum of the weights of the global batch: shape (), float32.
+        weight: sum of the magnitudes of the global batch's weights: shape (), float32.
     """
     return tf.math.divide_no_nan(weighted_sum(losses, share), weight)
 

@@ -20,13 +20,13 @@ ComputeLoss: TypeAlias = Callable[..., Any]
 class GlobalBatchSize(NamedTuple):
     """The size of the global batch, by which a share's losses are divided."""
 
-    weight: tf.Tensor  # shape=(), float32: sum of the example weights
+    weight: tf.Tensor  # shape=(), float32: sum of the magnitudes of the example weights
     examples: tf.Tensor  # shape=(), int32: number of examples; a constant if the trace knows it
 
     @classmethod
     def of(cls, weights: tf.Tensor) -> "GlobalBatchSize":
         """Returns the size of the batch with these example weights: shape (global_batch,)."""
-        return cls(tf.reduce_sum(weights), count_examples(weights))
+        return cls(tf.reduce_sum(tf.abs(weights)), count_examples(weights))
 
 
 class PassInputs(NamedTuple):

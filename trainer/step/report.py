@@ -47,7 +47,8 @@ class StepReport(NamedTuple):
     consecutive_skips: tf.Tensor  # shape=(), int64: skips in a row, up to this step; 0 if applied
     in_float32: tf.Tensor  # shape=(), bool: whether float32 was used for it, after many skips
     examples: tf.Tensor  # shape=(), int64: number of examples in the global batch
-    weight: tf.Tensor  # shape=(), float32: sum of their weights, over which `loss` is a mean
+    weight: tf.Tensor  # shape=(), float32: sum of the magnitudes of their weights, which `loss`
+    # is divided by
     data_wait_secs: tf.Tensor  # shape=(), float32: how long the host waited for the batch; 0
     # under `tf.config.experimental.enable_op_determinism()`
     # The remaining fields are those of `Outcome`, from the last attempt.

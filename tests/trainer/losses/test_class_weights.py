@@ -11,7 +11,7 @@ from trainer.losses.class_weights import check_class_weight, class_factors
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=[12, 3]).astype(np.float32)
 LABELS = RNG.integers(0, 3, 12)
-WEIGHTS = {0: 4.0, 2: 0.5}
+WEIGHTS = {0: 4.0, 2: -0.5}
 LABELED = {
     "classes": (3, keras.losses.SparseCategoricalCrossentropy(from_logits=True), LABELS),
     "a column": (3, keras.losses.SparseCategoricalCrossentropy(from_logits=True), LABELS[:, None]),
