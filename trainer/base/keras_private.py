@@ -3,6 +3,7 @@
 The tests of this file fail if one changes. Everything else in this project uses public APIs.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -477,70 +478,64 @@ def added_losses_kept(model: Any) -> Iterator[None]:
         layer._loss_ids = ids
 
 
+# What `replaced_calls` has replaced, by (id of the layer, name): the number of replicas that use it,
+# and what was there before, or None if it was its class's.
+_USES: collections.Counter[tuple[int, str]] = collections.Counter()
+_BEFORE: dict[tuple[int, str], Any] = {}
+_REPLACING = threading.Lock()
+
+
 @contextlib.contextmanager
 def replaced_calls(
-    layers: Sequence[keras.Layer],
-    make: Callable[[keras.Layer], Callable[..., Any]],
-    name: str = "call",
+    layers: Sequence[Any], make: Callable[[Any], Any], name: str = "call"
 ) -> Iterator[None]:
     """Replaces each layer's `call` with `make(layer)` inside the `with` block.
+
+    Replicas of one process share the layers, and one of them may wait in its block while others
+    enter and leave theirs. So the first one to enter replaces, and the last one to leave restores.
 
     `call` is public; that Keras looks it up on the instance, and not on the class, is an
     implementation detail. So is `quantized_call`, the method that a quantized layer runs instead.
     """
-    before = [vars(layer).get(name) for layer in layers]
-    for layer in layers:
-        setattr(layer, name, make(layer))
+    keys = [(id(layer), name) for layer in layers]
+    with _REPLACING:
+        for key, layer in zip(keys, layers, strict=True):
+            if not _USES[key]:
+                _BEFORE[key] = vars(layer).get(name)
+                setattr(layer, name, make(layer))
+            _USES[key] += 1
     try:
         yield
     finally:
-        for layer, call in zip(layers, before, strict=True):
-            delattr(layer, name)
-            if call is not None:
-                setattr(layer, name, call)
+        with _REPLACING:
+            for key, layer in zip(keys, layers, strict=True):
+                _USES[key] -= 1
+                if _USES[key]:
+                    continue
+                if (before := _BEFORE.pop(key)) is None:
+                    delattr(layer, name)
+                else:
+                    setattr(layer, name, before)
 
 
-@contextlib.contextmanager
-def regularizers_in_float32(model: keras.Model) -> Iterator[None]:
-    """Casts activations to float32 for activity regularizers, in half-precision layers too.
+def regularizers_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which activity regularizers get float32 from half-precision layers, too.
 
     A sum of squares overflows float16 at 65504; a hundred activations of 30 are enough. Setting a
     layer's `activity_regularizer` is public; finding all layers is not.
     """
+
+    def in_float32(layer: keras.Layer) -> Callable[[Any], Any]:
+        regularizer = layer.activity_regularizer
+
+        def regularize(activation: Any) -> Any:
+            is_complex = tf.convert_to_tensor(activation).dtype.is_complex
+            return regularizer(activation if is_complex else tf.cast(activation, tf.float32))
+
+        return regularize
+
     layers = [layer for layer in all_layers(model) if layer.activity_regularizer is not None]
-    with InFloat32.lock:
-        for layer in layers:
-            if not isinstance(layer.activity_regularizer, InFloat32):
-                layer.activity_regularizer = InFloat32(layer.activity_regularizer)
-            layer.activity_regularizer.users += 1
-    try:
-        yield
-    finally:
-        with InFloat32.lock:
-            for layer in layers:
-                layer.activity_regularizer.users -= 1
-                if not layer.activity_regularizer.users:
-                    layer.activity_regularizer = layer.activity_regularizer.regularizer
-
-
-class InFloat32:
-    """An activity regularizer that gets the activations in float32.
-
-    Replicas of one process share the layers, and may enter and leave `regularizers_in_float32` in
-    any order, so the last one to leave restores the layer's own regularizer.
-    """
-
-    lock = threading.Lock()
-
-    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
-        """Keeps the layer's own regularizer."""
-        self.regularizer = regularizer
-        self.users = 0
-
-    def __call__(self, activation: Any) -> Any:
-        """Returns the regularizer's loss of the activations."""
-        is_complex = tf.convert_to_tensor(activation).dtype.is_complex
-        return self.regularizer(activation if is_complex else tf.cast(activation, tf.float32))
+    return replaced_calls(layers, in_float32, "activity_regularizer")
 
 
 def computing_in_float32(model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -585,7 +580,6 @@ def layers_under_policy(policy: str, layers: Sequence[keras.Layer]) -> Iterator[
 
 
 HALF = ("float16", "bfloat16")
-CONVERSION = "_convert_inputs_to_tensors"  # the method of a functional model that casts its inputs
 
 
 def functional_part(layer: keras.Layer) -> Functional | None:
@@ -688,13 +682,6 @@ def slot_variables(
 KERAS_MOMENTS: Callable[..., tuple[tf.Tensor, tf.Tensor]] = keras_nn._compute_moments
 
 
-class MomentsInUse:
-    """Counts the traces that need `differentiable_moments` now: each replica has a thread."""
-
-    lock = threading.Lock()
-    traces = 0
-
-
 @contextlib.contextmanager
 def differentiable_moments() -> Iterator[None]:
     """Makes the variance that Keras's normalization layers compute differentiable more than once.
@@ -708,16 +695,8 @@ def differentiable_moments() -> Iterator[None]:
     No public setting changes the formula, and layers differ in how they call it, so the function
     that they all reach is replaced.
     """
-    with MomentsInUse.lock:
-        MomentsInUse.traces += 1
-        keras_nn._compute_moments = centered_moments
-    try:
+    with replaced_calls([keras_nn], lambda _: centered_moments, "_compute_moments"):
         yield
-    finally:
-        with MomentsInUse.lock:
-            MomentsInUse.traces -= 1
-            if not MomentsInUse.traces:
-                keras_nn._compute_moments = KERAS_MOMENTS
 
 
 def centered_moments(

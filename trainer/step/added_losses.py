@@ -164,8 +164,6 @@ def recorded_losses(model: keras.Model) -> Iterator[list[Recorded]]:
     """
     recorded: list[Recorded] = []
     thread = threading.get_ident()
-    # Replicas share the layers, and one of them may wait in its pass while another one runs.
-    layers = [layer for layer in all_layers(model) if "add_loss" not in vars(layer)]
 
     def recording(layer: keras.Layer) -> Callable[..., None]:
         add = layer.add_loss
@@ -178,7 +176,7 @@ def recorded_losses(model: keras.Model) -> Iterator[list[Recorded]]:
 
         return run
 
-    with replaced_calls(layers, recording, "add_loss"):
+    with replaced_calls(all_layers(model), recording, "add_loss"):
         yield recorded
 
 

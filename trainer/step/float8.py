@@ -266,7 +266,7 @@ def called_once(model: Model, product: Product) -> Iterator[None]:
     """
     calls: Calls = collections.Counter()
     outside = tf.compat.v1.get_default_graph()
-    layers = [each for each in trained_float8_layers(model) if CALL not in vars(each)]
+    layers = trained_float8_layers(model)
 
     def counted(layer: keras.Layer) -> Callable[..., tf.Tensor]:
         call = getattr(layer, CALL)

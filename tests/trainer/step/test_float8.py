@@ -589,3 +589,29 @@ def test_a_retried_step_is_as_if_begun_at_its_last_scale():
     assert (again.applied, again.retries) == (1, 0)
     for one, other in zip(retried, at_once, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_replicas_may_wait_for_each_other_in_the_pass(mirrored):
+    """`all_gather` in the loss: the scales and histories of one device, on two replicas."""
+
+    class Contrast(Trainer):
+        def build_model(self):
+            return stack()
+
+        def compute_loss(self, batch, training):
+            rows = self.all_gather(self.model(batch, training=training))
+            return tf.reduce_mean(tf.nn.log_softmax(tf.matmul(rows, rows, transpose_b=True))[:, 0])
+
+    found = []
+    for strategy in ("default", mirrored(2)):
+        trainer = Contrast(
+            optimizer=lambda: keras.optimizers.SGD(2.0**-10),
+            loss_reduction="global",
+            strategy=strategy,
+            seed=0,
+            verbose=False,
+        )
+        trainer.train(ROWS, steps=2, global_batch=len(ROWS))
+        found.append(trainer.model.get_weights())
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
