@@ -111,6 +111,7 @@ from trainer.run.changes import (
     adapted,
     check_unchanged,
     followed,
+    must_look_again,
     restored_again,
     setup_of,
     with_metric_variables,
@@ -430,7 +431,9 @@ class Trainer(Task):
         self._settings = (arguments.keys() & {*vars(self)}) - before - {*CHANGEABLE}
         for callback in self.callbacks:
             callback.set_trainer(self)
+        self.edits = 0  # how often an attribute was set, or `retrace` called, between two calls
         self._started = self._evaluating = False  # from here on, see __setattr__
+        self._own = {*vars(self)} - before | {"data_argument", "_parts", "_setup"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, unless what it stands for is fixed; see `config/attributes.py`."""
@@ -438,6 +441,9 @@ class Trainer(Task):
         super().__setattr__(name, as_python(value) if name in CHANGEABLE else value)
         if name == "optimizer":
             self.has_optimizer = True
+        own = vars(self).get("_own", {name})  # which the constructor has made
+        if name not in own and tf.executing_eagerly() and not (self._running or self._evaluating):
+            self.edits += 1  # traced methods may read the attribute
 
     def _take_run(self, config: RunConfig) -> None:
         self.strategy = config.resolved_strategy
@@ -500,13 +506,13 @@ class Trainer(Task):
         Its weights are new until `train`, `evaluate` or `predict` restores the newest checkpoint.
         """
         seeded = self._seeded.in_use(from_start=True)
-        with seeded, self.strategy.scope(), dtype_policy(self.precision):
+        with tf.init_scope(), seeded, self.strategy.scope(), dtype_policy(self.precision):
             return self.build_model()
 
     @functools.cached_property
     def optimizer(self) -> Any:
         """The optimizer or a dict of several, made by `build_optimizer` on first use."""
-        with self._seeded.in_use(), self.strategy.scope():
+        with tf.init_scope(), self._seeded.in_use(), self.strategy.scope():
             return self.build_optimizer()
 
     def __repr__(self) -> str:
@@ -729,9 +735,11 @@ class Trainer(Task):
         tensors = as_global_batch(batch)
         if self._online is None:
             self.data_argument = "batch"
-        parts, loop = self._start(tensors), self._online
-        if loop is None or loop.parts is not parts:
-            loop = self._begin_online(tensors)
+        loop = self._online
+        if loop is None or must_look_again(loop.parts.plan, self._setup):
+            parts = self._start(tensors)
+            if loop is None or loop.parts is not parts:
+                loop = self._begin_online(tensors)
         try:
             return loop.take(tensors)
         except BaseException:
@@ -815,6 +823,16 @@ class Trainer(Task):
         self._failed = None
         if loop:
             loop.close(save=save)
+
+    def retrace(self) -> None:
+        """Makes the next call trace the step and the evaluation anew, from the code as it is now.
+
+        In a notebook, each executed cell does so by itself, and in a script a call of `train`,
+        `evaluate` or `predict` after an attribute of the trainer was set. Call this after anything
+        else that traced code reads has changed: a function, a container, a layer's attribute.
+        """
+        self._end_online()
+        self.edits += 1
 
     def save_checkpoint(self) -> None:
         """Saves the run after `train_on_batch`, and waits until the checkpoint is written.
@@ -1505,7 +1523,7 @@ class Trainer(Task):
 
     def note_setup(self) -> None:
         """Notes what the step was traced with; see `OuterLoop.note_setup`."""
-        self._setup = setup_of(self._parts.plan, self)
+        self._setup = setup_of(self._parts.plan, self)._replace(code=self._setup.code)
 
     def overrides(self, hook: str) -> bool:
         """Returns whether the trainer or one of its callbacks has a hook such as "on_log"."""

@@ -5,6 +5,7 @@ run is built, before a checkpoint is restored: a learning rate that a hook has l
 belongs to the state of a run, and not to what it is.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -27,8 +28,6 @@ from trainer.base.keras_private import (
 )
 from trainer.checkpoint.folder import Facts
 from trainer.step.types import Model
-
-READ = "read"  # an entry that older records do not have: see `run/recorded_reads.py`
 
 
 class Difference(NamedTuple):
@@ -56,7 +55,7 @@ def model_facts(model: Model, policy: str = "float32") -> Facts:
         >>> model_facts(model)["layers"]
         [{'class': 'Dropout', 'rate': 0.5}]
     """
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         modules = [model, *getattr(model, "submodules", ())]
         return {
             "class": type(model).__name__,
@@ -74,13 +73,16 @@ def is_input(layer: keras.Layer) -> bool:
 
 
 def layer_facts(layer: keras.Layer) -> Facts:
-    """Returns the configuration of a layer or a model, without those of a model's layers."""
-    if isinstance(layer, keras.Sequential):
-        facts: Facts = {"class": type(layer).__name__}
-    elif isinstance(layer, keras.Model) and hasattr(layer, "operations"):
-        facts = {"class": type(layer).__name__, **graph_facts(layer)}
-    else:
-        facts = described(layer, "call")
+    """Returns the configuration of a layer or a model, without those of a model's layers.
+
+    What cannot be described is left out: what is recorded of a run must not be able to end it.
+    """
+    facts: Facts = {"class": type(layer).__name__}
+    with contextlib.suppress(Exception):  # a user's class may return anything as its configuration
+        if isinstance(layer, keras.Model) and hasattr(layer, "operations"):
+            facts |= {} if isinstance(layer, keras.Sequential) else graph_facts(layer)
+        else:
+            facts = described(layer, "call")
     facts.pop("trainable", None)
     if rule := getattr(layer, "float8_rule", None):
         facts = facts | {"float8_rule": repr(rule)}
@@ -104,11 +106,11 @@ def graph_facts(model: keras.Model) -> Facts:
 
     A tensor is written as [position of the operation that computes it, which call of the
     operation, which of its outputs].
+
+    Raises:
+        Exception: of any kind, if a subclass has a `get_config` of its own.
     """
-    try:
-        config = model.get_config()
-    except Exception:  # noqa: BLE001  # a user's layer may have no configuration
-        return {"operations": [type(operation).__name__ for operation in model.operations]}
+    config = model.get_config()
     pairs = list(zip(model.operations, config["layers"], strict=True))
     places = {each["name"]: place for place, (_, each) in enumerate(pairs)}
     calls = [
@@ -227,8 +229,6 @@ def differences(
         if kind == was.get("class"):
             named = f"{place} ({kind})" if kind and place else place
             keys = [key for key in {**now, **was} if key not in ignored]
-            if READ not in was:
-                keys = [key for key in keys if key != READ]
             return [
                 each
                 for key in keys

@@ -32,15 +32,6 @@ GROUPS = (
 )
 FIELDS = {field.name: field for group in GROUPS for field in dataclasses.fields(group)}
 
-TRACED_METHODS = (
-    "compute_loss",
-    "example_weights",
-    "predict_batch",
-    "update_metrics",
-    "train_step",
-    "eval_step",
-)
-
 # Read anew in every call of `train`.
 CHANGEABLE = ("steps_per_loop", "log_interval", "check_gradients", "profile_steps", "actions")
 
@@ -105,9 +96,6 @@ OPTIMIZER = (
 
 
 REPLACEABLE = {"model": MODEL, "optimizer": OPTIMIZER}
-# The same for methods that a step or an evaluation is traced from.
-METHOD = "It has been traced. Assign it before the first call, or override it in a subclass."
-REPLACEABLE |= dict.fromkeys(TRACED_METHODS, METHOD)
 
 
 def check_assignment(trainer: Any, name: str, value: object, base: type) -> None:

@@ -1,23 +1,28 @@
 """Notices what has changed about a model or an optimizer since its step was planned.
 
-A step is planned and traced once. What Python reads while tracing (which variables are trained,
-dtype policies, a dropout rate, a schedule, `clipnorm`) is fixed from then on. If it changes between
-two calls of a trainer's methods, the step is planned and traced again: see `slots` for variables
-that are frozen or unfrozen.
+A step is planned and traced once. What Python reads while tracing is fixed from then on. The step
+is planned and traced again if something changes between two calls that layers and optimizers
+declare (which variables are trained, dtype policies, a dropout rate, a schedule, `clipnorm`), or if
+the user's code may have changed: see `code_version`. For variables that are frozen or unfrozen see
+`slots`.
 """
 
+import contextlib
 import math
+import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
-import tensorflow as tf
 from absl import logging
 
+from trainer.base.describe import Plain, describe, plain_attributes
 from trainer.base.keras_private import (
     all_layers,
     keep_rate_tracked,
+    learning_rate_setting,
     recompute_constants,
+    weight_decay_exclusions,
 )
 from trainer.checkpoint.run_facts import differences, model_facts
 from trainer.checkpoint.warm_start import weights_of
@@ -32,15 +37,6 @@ from trainer.run.build import (
     plan_evaluation,
 )
 from trainer.run.learning_rates import learning_rates
-from trainer.run.names_read import functions_added
-from trainer.run.plain_attributes import (
-    OF_LAYERS,
-    OUTSIDE,
-    attributes_of_layer,
-    attributes_of_trainer,
-    functions_of_trainer,
-    read_outside,
-)
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.slots import (
     check_keeps_variables,
@@ -50,10 +46,10 @@ from trainer.run.slots import (
     slots_now,
     trained_places,
 )
-from trainer.run.update_settings import functions_of_update, penalties_of, settings_of, updating
 from trainer.step import StepPlan
 from trainer.step.checks import check_built_model
-from trainer.step.held_back import name_of_variable
+from trainer.step.held_back import frozen_or_unfrozen, name_of_variable
+from trainer.step.objective import optimizers_in
 from trainer.step.types import Batch, Variable
 
 
@@ -61,57 +57,96 @@ class Setup(NamedTuple):
     """What a step was planned for. Objects are held, so that no other can have their id."""
 
     trained: tuple[Variable, ...]  # `model.trainable_variables`
-    # For each layer, each variable and the trainer: itself, and its settings.
-    layers: tuple[tuple[Any, ...], ...]
-    optimizers: tuple[tuple[Any, ...], ...]  # results of `settings_of`
+    layers: tuple[tuple[object, Plain], ...]  # each layer, and what it declares
+    # Each optimizer, its learning rate (a variable, a schedule or a function), and its settings.
+    optimizers: tuple[tuple[keras.optimizers.Optimizer, object, Plain], ...]
+    code: object  # see `code_version`
+    cell: int | None  # see `executed_cell`
 
     def same_variables(self, other: "Setup") -> bool:
         """Returns whether both train the same variables, in the same order."""
         return list(map(id, self.trained)) == list(map(id, other.trained))
 
     def same_settings(self, other: "Setup") -> bool:
-        """Returns whether everything else is the same, too."""
+        """Returns whether layers and optimizers are the same, and declare the same."""
         mine, theirs = (
-            [(id(one), *settings) for one, *settings in (*each.layers, *each.optimizers)]
+            [
+                *((id(layer), declared) for layer, declared in each.layers),
+                *((id(one), id(rate), declared) for one, rate, declared in each.optimizers),
+            ]
             for each in (self, other)
         )
         return mine == theirs
 
 
 def setup_of(plan: StepPlan, trainer: RunnableTrainer) -> Setup:
-    """Returns what a step is set to now. Reads nothing from a device by itself."""
+    """Returns what a step is set to now. Reads nothing from a device."""
     model = plan.model
-    parts = all_layers(model) if isinstance(model, keras.Model) else [model, *model.submodules]
-    trained, optimizers = model.trainable_variables, updating(plan)
-    outside = read_outside(
-        [
-            *functions_added(parts, keras.Layer, OF_LAYERS),
-            *functions_of_trainer(trainer),
-            *functions_of_update(optimizers, trained),
-        ]
-    )
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
+    optimizers = [one for each in plan.objectives for one in optimizers_in(each.optimizer)]
     return Setup(
-        tuple(trained),
-        (
-            *((part, *policy_of(part), attributes_of_layer(part)) for part in parts),
-            *map(penalties_of, trained),
-            (trainer, attributes_of_trainer(trainer) | outside),
-        ),
+        tuple(model.trainable_variables),
+        tuple((layer, declared_by(layer)) for layer in layers),
         tuple(map(settings_of, optimizers)),
+        code_version(trainer),
+        executed_cell(),
     )
 
 
-def policy_of(part: tf.Module | keras.Layer) -> tuple[Any, ...]:
-    """Returns the dtype policy of a layer and whether it is trained; nothing for a module."""
-    return (part.dtype_policy.name, part.trainable) if isinstance(part, keras.Layer) else ()
+def code_version(trainer: RunnableTrainer) -> object:
+    """Returns another value whenever the code that a step was traced from may have changed.
+
+    That is after `retrace`, after an attribute of the trainer was set, in each executed cell of
+    IPython, and in each call in Python's own shell.
+    """
+    cell = executed_cell()
+    in_shell = cell is None and hasattr(sys, "ps1")
+    return trainer.edits, cell, object() if in_shell else None
+
+
+def executed_cell() -> int | None:
+    """Returns the number of the cell that IPython executes; None outside of IPython."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell.execution_count if shell else None
+
+
+def declared_by(layer: keras.Layer) -> Plain:
+    """Returns the settings that a layer declares; its layers' are left out."""
+    config = None
+    if not isinstance(layer, keras.Model):
+        with contextlib.suppress(Exception):  # a user's layer may have no configuration
+            config = describe(layer.get_config())
+    return layer.dtype_policy.name, layer.trainable, config
+
+
+def settings_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> tuple[keras.optimizers.Optimizer, object, Plain]:
+    """Returns an optimizer, its learning rate, and the settings of both."""
+    rate = learning_rate_setting(optimizer)
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    of_rate = describe(rate) if isinstance(rate, schedule) else None
+    settings = {"learning rate": of_rate, "not decayed": weight_decay_exclusions(optimizer)}
+    return optimizer, rate, plain_attributes(optimizer) | settings
 
 
 def keep_rates_tracked(before: Setup, now: Setup) -> None:
     """Lets optimizers be saved in which a schedule or a function has replaced a number."""
-    rates = {id(one): rate.value for one, rate, *_ in before.optimizers}
+    rates = {id(one): rate for one, rate, _ in before.optimizers}
     for optimizer, *_ in now.optimizers:
         rate = rates.get(id(optimizer))
         keep_rate_tracked(optimizer, rate if isinstance(rate, keras.Variable) else None)
+
+
+def must_look_again(plan: StepPlan, before: Setup) -> bool:
+    """Returns whether `train_on_batch` must ask `adapted` before its next step.
+
+    To keep steps fast, that is only in another cell, or if layers were frozen or unfrozen.
+    """
+    return (
+        before.cell != executed_cell() or frozen_or_unfrozen(plan.weights, plan.model) is not None
+    )
 
 
 def difference(before: Sequence[Variable], now: Sequence[Variable]) -> str:
@@ -146,7 +181,7 @@ def adapted(
     now = setup_of(parts.plan, trainer)
     keep_rates_tracked(before, now)
     same = before.same_variables(now)
-    if same and now.same_settings(before):
+    if same and now.same_settings(before) and now.code == before.code:
         return parts, before
     check_average(before, now)
     if not (same or training):
@@ -282,32 +317,21 @@ def check_unchanged(trainer: RunnableTrainer, parts: Parts, before: Setup) -> No
     now = setup_of(parts.plan, trainer)
     keep_rates_tracked(before, now)
     if not before.same_variables(now):
-        found = difference(before.trained, now.trained)
+        found = f"what is trained ({difference(before.trained, now.trained)})"
     elif not now.same_settings(before):
-        found = f"a change of {changed_settings(before, now)}"
+        found = changed_settings(before, now)
     else:
         return
     raise ValueError(
-        "`train` must not meet a change of what is trained, or of a layer's or an optimizer's "
-        f"settings, while it runs; got {found}, in a hook or an action. The step was traced before "
-        "and would not notice. Change it between two calls of train(): it is then traced again."
+        f"`train` must not meet a change of {found} while it runs: change it between two calls."
     )
 
 
 def changed_settings(before: Setup, now: Setup) -> str:
     """Returns what differs between two setups, for an error."""
-    for old, new in zip(before.layers, now.layers, strict=False):
-        if old[0] is not new[0] or old[1:] != new[1:]:
-            both = {**old[-1], **new[-1]}
-            names = [name for name in both if old[-1].get(name) != new[-1].get(name)]
-            first = [*names, *both][0] if both else ""
-            if first.startswith(OUTSIDE):
-                return f"{first.rpartition(':')[2]!r}, which the step has read"
-            if isinstance(new[0], keras.Variable):
-                return f"the {first} of {new[0].path!r}"
-            if new is not now.layers[-1]:
-                return f"layer {new[0].name!r}"
-            return "loss_fn" if first.startswith("loss_fn ") else f"trainer.{first}"
     if len(before.layers) != len(now.layers):
         return "the layers"
+    for (old, was), (new, declared) in zip(before.layers, now.layers, strict=True):
+        if old is not new or was != declared:
+            return f"layer {getattr(new, 'name', new)!r}"
     return "the optimizer"

@@ -12,7 +12,6 @@ from trainer.data.fingerprint import of_arrays
 from trainer.data.structures import as_arrays
 from trainer.evaluation.eval_data import is_named
 from trainer.run.protocol import RunnableTrainer
-from trainer.run.recorded_reads import reads_of_optimizer, reads_of_trainer
 from trainer.step.objective import optimizers_in
 from trainer.step.types import MetricsByName
 
@@ -38,12 +37,7 @@ def identity_of(
         optimizers: its optimizers, keyed by their names in a checkpoint.
         metrics: its training metrics.
     """
-    every = all_optimizers(optimizers)
-    facts = optimizer_facts(every)
-    for name, each in facts.items():
-        known = {*each, *each.get("update_step", ()), *keys_of(each.get("learning_rate"))}
-        if read := reads_of_optimizer(every[name], known):
-            each["read"] = read
+    facts = optimizer_facts(all_optimizers(optimizers))
     if trainer.ema_momentum is not None:  # recorded apart; the trainer sets it in the optimizers
         for each in facts.values():
             each.pop("ema_momentum", None)
@@ -86,16 +80,9 @@ def loss_of(trainer: RunnableTrainer) -> Facts:
     facts = loss_facts(getattr(trainer, "_loss_fn", None), methods)
     if class_weight := getattr(trainer, "_class_weight", None):  # older records do not have it
         facts = facts | {"class_weight": {str(key): class_weight[key] for key in class_weight}}
-    known = {name for each in facts.values() for name in keys_of(each)}
-    facts = facts | {"read": reads_of_trainer(trainer, known)}
     if trainer.loss_reduction != "mean":  # older records do not have it
         facts = facts | {"reduction": trainer.loss_reduction}
     return facts
-
-
-def keys_of(description: Any) -> list[str]:
-    """Returns the names in a description; [] if it is not a dict."""
-    return list(description) if isinstance(description, dict) else []
 
 
 def evaluated_of(trainer: RunnableTrainer, data: Any) -> Facts:

@@ -129,6 +129,7 @@ class RunnableTrainer(Protocol):
     trackers: list[Tracker]
     callbacks: list[Callback]
     is_chief: bool
+    edits: int  # how often an attribute was set, or `retrace` called, between two calls
     stop_asked: bool  # whether the run has been asked to stop
 
     @property

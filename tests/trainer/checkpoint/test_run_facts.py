@@ -232,3 +232,34 @@ def test_differences_of_lists():
     """Lists of other lengths differ where one of them ends."""
     assert [tuple(each) for each in differences([1, 2], [1])] == [("[1]", 2, None)]
     assert differences({"code": 1}, {"code": 2}, ignored=("code",)) == []
+
+
+class Head(keras.Model):
+    """A functional model with a constructor of its own, as all of KerasHub's are."""
+
+    def __init__(self, units, config):
+        """Keeps what `get_config` returns."""
+        x = keras.Input([3])
+        super().__init__(inputs=x, outputs=L.Dense(units)(x))
+        self.config = config
+
+    def get_config(self):
+        """Returns what a user likes, or raises."""
+        if self.config is None:
+            raise NotImplementedError
+        return self.config
+
+
+@pytest.mark.parametrize("config", [{"units": 1}, {"layers": 2}, {"layers": [16, 32]}, None, 5])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_configuration_that_says_nothing_is_left_out(config, nested):
+    """The layers of a model are described, whatever its own configuration is."""
+    model = Head(1, config)
+    if nested:
+        model = keras.Sequential([keras.Input([3]), model])
+    facts = model_facts(model)
+
+    assert {"class": "Dense", "units": 1}.items() <= facts["layers"][-1].items()
+    assert differences(facts, model_facts(Head(2, config) if not nested else model)) == (
+        [] if nested else [("layers[0] (Dense).units", 1, 2)]
+    )
