@@ -43,7 +43,7 @@ from trainer.config.groups import (
     RunConfig,
     UpdateConfig,
 )
-from trainer.config.resolve import LossScaleArgument
+from trainer.config.resolve import LossScaleArgument, resolve_precision
 from trainer.config.skip_policy import SkipPolicy
 from trainer.data.batches import needs_batch_size
 from trainer.data.choose_source import is_source
@@ -620,8 +620,8 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
         ValueError: if the flag is neither a known name nor a power of two, or if --initial_scale is
             given and there is no rule that it belongs to.
     """
-    text, precision = flag_values.loss_scale, flag_values.precision
-    unscaled = text == "auto" and not scaling.Precision(precision).needs_loss_scale
+    text, precision = flag_values.loss_scale, resolve_precision(flag_values.precision)
+    unscaled = text == "auto" and not precision.needs_loss_scale
     if text in ("auto", "dynamic") and not unscaled:
         scale = flag_values.initial_scale
         ceiling = max(scale, scaling.DynamicLossScale.max_scale)
@@ -631,7 +631,8 @@ def parse_loss_scale(flag_values: flags.FlagValues) -> LossScaleArgument:
         refused = f"`--initial_scale` must be left out unless {{}}; got {initial.value:g} with "
         if unscaled:
             raise ValueError(
-                refused.format("there is a loss scale") + f"--precision={precision}. Only float16 "
+                refused.format("there is a loss scale")
+                + f"--precision={precision.name}. Only float16 "
                 "has one by default. Pass --precision=mixed_float16 or --loss_scale=dynamic."
             )
         raise ValueError(

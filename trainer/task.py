@@ -18,7 +18,7 @@ from trainer.losses.label_ranges import label_ranges
 from trainer.losses.loss_fn import (
     example_losses,
     example_weights,
-    floats_in_float32,
+    floats_at_least_float32,
     global_loss,
     mask_of,
     takes_one_output,
@@ -199,7 +199,7 @@ class Task:
             losses *= class_factors(y, self._class_weight, loss_fn)
         if not weights_elements(loss_fn, sample_weight):
             warn_of_lost_mask(self.model, outputs)
-        return losses, tf.nest.map_structure(floats_in_float32, outputs)
+        return losses, tf.nest.map_structure(floats_at_least_float32, outputs)
 
     @property
     def _loss(self) -> Any:

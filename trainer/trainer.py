@@ -172,9 +172,10 @@ class Trainer(Task):
 
     Args: Precision and loss scale
         precision: the Keras dtype policy under which the model is built. One of "float32",
-            "mixed_float16" and "mixed_bfloat16"; or "mixed_float8", which is "mixed_bfloat16" with
-            the products of large dense layers in float8: see `convert_to_float8`. Weights are
-            float32 in all of them.
+            "float64", "mixed_float16" and "mixed_bfloat16"; or "mixed_float8", which is
+            "mixed_bfloat16" with the products of large dense layers in float8: see
+            `convert_to_float8`. None takes Keras's global policy. Weights are float64 in
+            "float64", and float32 in all others.
         loss_scale: "auto" (dynamic for float16, otherwise none), a number for a fixed scale, None
             for no scaling, a rule from `scaling`, or the name of a rule or preset that
             `scaling.parse_rule` accepts.
@@ -341,7 +342,7 @@ class Trainer(Task):
         class_weight: Mapping[int, float] | None = None,
         metrics: MetricsArgument = None,
         # Precision and loss scale.
-        precision: str = PrecisionConfig.precision,
+        precision: str | None = PrecisionConfig.precision,
         loss_scale: LossScaleArgument = PrecisionConfig.loss_scale,
         # Update.
         loss_reduction: str = UpdateConfig.loss_reduction,
@@ -1066,8 +1067,8 @@ class Trainer(Task):
             global_batch: the batch size, if `data` is arrays.
             steps: the largest number of batches to evaluate of each data set, counted from its
                 beginning. None evaluates whole data sets.
-            precision: "float32" runs a Keras model in float32 with the same weights; "train" runs
-                it in the training precision, which a `tf.Module` always uses.
+            precision: "float32" runs a Keras model's half-precision layers in float32 with the same
+                weights; "train" runs it in the training precision, which a `tf.Module` always uses.
             averaged: whether to use the moving average of the weights; None uses the average if
                 the run keeps one.
 

@@ -9,6 +9,7 @@ from scaling.base.types import Structure
 
 COMPUTE_DTYPES = {
     "float32": "float32",
+    "float64": "float64",
     "mixed_float16": "float16",
     "mixed_bfloat16": "bfloat16",
     "mixed_float8": "bfloat16",  # of what is not a product in float8
@@ -17,11 +18,11 @@ COMPUTE_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A precision: a compute dtype, and float32 weights.
+    """A precision: a compute dtype, and weights in float32 or, with "float64", in float64.
 
     Attributes:
-        name: "float32", "mixed_float16", "mixed_bfloat16", or "mixed_float8": the products of large
-            layers in float8, all else in bfloat16.
+        name: "float32", "float64", "mixed_float16", "mixed_bfloat16", or "mixed_float8": the
+            products of large layers in float8, all else in bfloat16.
 
     Raises:
         ValueError: for any other name. Pure half precision ("float16") is not supported
@@ -45,9 +46,7 @@ class Precision:
         """Rejects unknown names."""
         if not is_name_in(self.name, COMPUTE_DTYPES):
             raise ValueError(
-                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {shown(self.name)}. "
-                "Weights always stay in float32, so that small updates are not lost. Use "
-                '"mixed_float16" or "mixed_bfloat16" to compute in half precision.'
+                f"`precision` must be one of {', '.join(COMPUTE_DTYPES)}; got {shown(self.name)}."
             )
 
     @property
@@ -62,8 +61,8 @@ class Precision:
 
     @property
     def variable_dtype(self) -> str:
-        """The dtype of the master weights: "float32"."""
-        return "float32"
+        """The dtype of the master weights: "float32", or "float64" for "float64"."""
+        return "float64" if self.name == "float64" else "float32"
 
     @property
     def needs_loss_scale(self) -> bool:

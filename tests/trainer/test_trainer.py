@@ -78,69 +78,23 @@ def test_state_is_unavailable_before_any_data(name, ask):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (
-            {"strategy": "miror"},
-            "`strategy` must be one of default, one_device, mirrored.*; got 'miror'. No other name "
-            "is registered. Did you mean 'mirrored'?",
-        ),
-        (
-            {"precision": "fp16"},
-            "`precision` must be one of float32, mixed_float16, mixed_bfloat16, mixed_float8; got 'fp16'. "
-            "Weights always stay in float32, so that small updates are not lost. Use "
-            '"mixed_float16" or "mixed_bfloat16" to compute in half precision.',
-        ),
-        (
-            {"loss_scale": 1000},
-            "`loss_scale` must be a power of two between 2^-126 and 2^126; got 1000. Only "
-            "powers of two scale and unscale gradients without changing their bits. Use 1024.0.",
-        ),
-        (
-            {"loss_scale": "dynamite"},
-            "`loss_scale` must be a number or one of none, fixed, dynamic, tolerant, logmax, "
-            "headroom, "
-            "keras3, tf_keras, pytorch, deepspeed, megatron, fairseq, metaseq, flax, jmp; got "
-            "'dynamite'. There is no rule with that name. Did you mean 'dynamic'?",
-        ),
-        (
-            {"loss_scale": [1]},
-            "`loss_scale` must be a name, a number, None or a loss-scale rule; got a list. A rule "
-            "has initial_state() and advance(). Use for example "
-            "scaling.DynamicLossScale(growth_interval=500).",
-        ),
-        (
-            {"jit_compile": "yes"},
-            "`jit_compile` must be one of 'auto', False, 'update', 'elementwise', True, 'step'; got "
-            "'yes'. There are no other choices. Pass one of these values.",
-        ),
-        (
-            {"metrics": 1},
-            "`metrics` must be a list or a dict of metrics, or a function that returns a dict; got "
-            "int. Training and evaluation each make their own metrics from it. Pass names and "
-            'metrics as in Keras\'s compile, such as ["accuracy"], or a function that returns a '
-            'dict, such as lambda: {"accuracy": keras.metrics.SparseCategoricalAccuracy()}.',
-        ),
-        (
-            {"num_microbatches": 0},
-            "`num_microbatches` must be an int of at least 1; got 0. This argument is a "
-            "count. Pass a positive integer.",
-        ),
-        (
-            {"global_clipnorm": -1.0},
-            "`global_clipnorm` must be None, or a number from 2^-126 to 2^63; got -1.0. The bound is "
-            "the maximum norm after clipping, in float32. Use 1.0, for example.",
-        ),
+        {"strategy": "miror"},
+        {"precision": "fp16"},
+        {"loss_scale": 1000},
+        {"loss_scale": "dynamite"},
+        {"loss_scale": [1]},
+        {"jit_compile": "yes"},
+        {"metrics": 1},
+        {"num_microbatches": 0},
+        {"global_clipnorm": -1.0},
     ],
 )
-def test_arguments_are_refused_by_the_constructor(arguments, message):
-    """The constructor refuses whatever an argument alone shows to be wrong."""
-    with pytest.raises((ValueError, TypeError)) as error:
+def test_arguments_are_refused_by_the_constructor(arguments):
+    """The constructor refuses whatever an argument alone shows to be wrong, by its name."""
+    with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         make(**arguments)
-
-    text = str(error.value)
-    start, _, end = message.partition(".*")
-    assert text == message or (end and text.startswith(start) and text.endswith(end))
 
 
 def test_evaluation_precision_is_checked():

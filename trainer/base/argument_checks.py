@@ -63,6 +63,21 @@ def as_returned_tensor(name: str, value: Any, what: str) -> tf.Tensor:
     )
 
 
+def as_returned_loss(value: Any, what: str) -> tf.Tensor:
+    """Returns what `compute_loss` has returned as a float32 tensor; see `as_returned_tensor`.
+
+    Raises:
+        TypeError: unless it is in float32 or float64.
+    """
+    loss = as_returned_tensor("compute_loss", value, what)
+    if loss.dtype not in (tf.float32, tf.float64):
+        raise TypeError(
+            f"`compute_loss` must return float32; got {loss.dtype.name}. Cast the model's output "
+            "to float32 before the loss."
+        )
+    return tf.cast(loss, tf.float32)
+
+
 def check_nonnegative(name: str, value: object) -> None:
     """Raises ValueError, naming the argument, unless `value` is an int of at least 0."""
     why = "This argument is a count, and 0 means none."

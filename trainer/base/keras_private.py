@@ -529,8 +529,9 @@ def regularizers_in_float32(model: keras.Model) -> contextlib.AbstractContextMan
         regularizer = layer.activity_regularizer
 
         def regularize(activation: Any) -> Any:
-            is_complex = tf.convert_to_tensor(activation).dtype.is_complex
-            return regularizer(activation if is_complex else tf.cast(activation, tf.float32))
+            dtype = tf.convert_to_tensor(activation).dtype
+            kept = dtype.is_complex or dtype == tf.float64
+            return regularizer(activation if kept else tf.cast(activation, tf.float32))
 
         return regularize
 

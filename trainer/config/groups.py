@@ -22,9 +22,15 @@ from trainer.base.argument_checks import (
     check_seed,
     local_path,
 )
-from trainer.config.fields import check_fields, checked, choice, count, switch
+from trainer.config.fields import CHOICES, check_fields, checked, choice, count, switch
 from trainer.config.hooks import check_callbacks
-from trainer.config.resolve import resolve_rule, resolve_strategy, warn_of_conflicts
+from trainer.config.resolve import (
+    resolve_precision,
+    resolve_rule,
+    resolve_strategy,
+    warn_of_conflicts,
+    warn_of_other_policy,
+)
 from trainer.log.console import resolve_style
 from trainer.log.trackers import Tracker, check_trackers
 from trainer.monitor.actions import Action, check_actions
@@ -41,19 +47,22 @@ from trainer.step.xla import COMPILE_MODES
 class PrecisionConfig:
     """The precision of the computation, and the loss scale."""
 
-    precision: str = choice("float32", tuple(COMPUTE_DTYPES))
+    precision: str | None = dataclasses.field(
+        default=None, metadata={CHOICES: tuple(COMPUTE_DTYPES)}
+    )
     loss_scale: Any = "auto"
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        scaling.Precision(self.precision)
         self.rule  # noqa: B018  # resolves the argument, or raises
         warn_of_conflicts(self.loss_scale, self.resolved)
+        if self.precision is not None:
+            warn_of_other_policy(self.resolved)
 
-    @property
+    @functools.cached_property
     def resolved(self) -> scaling.Precision:
         """The `Precision` that `precision` names."""
-        return scaling.Precision(self.precision)
+        return resolve_precision(self.precision)
 
     @functools.cached_property
     def rule(self) -> scaling.LossScaleRule:

@@ -31,6 +31,15 @@ def resolve_strategy(strategy: str | tf.distribute.Strategy) -> tf.distribute.St
     return strategies.create(strategy)
 
 
+def resolve_precision(name: str | None) -> scaling.Precision:
+    """Returns the precision of a name; None stands for Keras's global dtype policy.
+
+    Raises:
+        ValueError: for any other name, and a global policy that is no `scaling.Precision`.
+    """
+    return scaling.Precision(keras.config.dtype_policy().name if name is None else name)
+
+
 def resolve_rule(
     loss_scale: LossScaleArgument, precision: scaling.Precision
 ) -> scaling.LossScaleRule:
@@ -118,6 +127,27 @@ def warn_of_conflicts(loss_scale: LossScaleArgument, precision: scaling.Precisio
             'loss_scale="dynamic", or "none" if that is what you want.',
             1,
             precision.name,
+        )
+
+
+def warn_of_other_policy(precision: scaling.Precision) -> None:
+    """Warns, once per process, if a chosen precision differs from what Keras was set to."""
+    of_keras = keras.config.dtype_policy().name
+    if of_keras not in ("float32", precision.policy):
+        logging.log_first_n(
+            logging.WARNING,
+            "precision=%r replaces Keras's global dtype policy %r in this trainer.",
+            1,
+            precision.name,
+            of_keras,
+        )
+    if precision.name == "float64" and keras.config.floatx() != "float64":
+        logging.log_first_n(
+            logging.WARNING,
+            'precision="float64": call keras.config.set_floatx("float64") too, or Keras rounds '
+            "inputs, losses and metrics to %s.",
+            1,
+            keras.config.floatx(),
         )
 
 

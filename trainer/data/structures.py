@@ -105,7 +105,8 @@ def from_torch(tensor: Any) -> np.ndarray:
 def as_batch(value: Any) -> Any:
     """Returns a batch that a Python source yielded, in a structure of tuples and dicts.
 
-    A list of numbers, or of lists of numbers, becomes an array: float32, int64, bool or text.
+    A list of numbers, or of lists of numbers, becomes an array: Keras's `floatx`, int64, bool or
+    text.
     Another list becomes a tuple: PyTorch's DataLoader yields `[x, y]`.
 
     Raises:
@@ -116,7 +117,7 @@ def as_batch(value: Any) -> Any:
         return {key: as_batch(item) for key, item in value.items()}
     if isinstance(value, list) and not any(map(is_structure, value)):
         array = np.asarray(value)
-        return array.astype(np.float32) if array.dtype == np.float64 else array
+        return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
     if isinstance(value, list | tuple):
         parts = [as_batch(item) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

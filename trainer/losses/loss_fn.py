@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from scaling.ops.gradients import at_least_float32
 from trainer.base.autograph import call_user
 from trainer.base.keras_private import arguments_of_loss, keras_mask
 from trainer.base.warn_once import warn_once
@@ -100,7 +101,8 @@ def example_losses(
 
     Labels and outputs reach a Keras loss as in Keras: cast to the loss's dtype and, if it is one
     of Keras's own losses, with their ranks aligned. A function gets integer and bool labels as
-    they are, all floats in float32, and all outputs of a model with several.
+    they are, all floats in float32 (float64 if the outputs are), and all outputs of a model with
+    several.
 
     Args:
         loss_fn: a loss that `check_loss_fn` has accepted.
@@ -120,7 +122,7 @@ def example_losses(
     if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
     mask = mask_of(loss_fn, outputs)
-    predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+    predictions = tf.nest.map_structure(at_least_float32, outputs)
     if needs_alignment(y, predictions):
         check_examples_apart(loss_fn, y, predictions)
     elements = element_losses(loss_fn, y, predictions)
@@ -168,7 +170,7 @@ def global_loss(
     """
     if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
-    predictions = tf.nest.map_structure(lambda output: tf.cast(output, tf.float32), outputs)
+    predictions = tf.nest.map_structure(at_least_float32, outputs)
     elements, own_mask = losses_and_mask(loss_fn, y, predictions)
     elements = tf.cast(elements, tf.float32)
     weights = element_weights(loss_fn, y, sample_weight, mask)
@@ -305,7 +307,7 @@ def losses_and_mask(
     Args:
         loss_fn: a Keras loss or a function.
         y: the labels.
-        predictions: the outputs, in float32.
+        predictions: the outputs, in float32 or float64.
     """
     if isinstance(loss_fn, keras.losses.Loss):
         # Loss.__call__ casts; `call` does not. `__call__` itself would reduce over the share.
@@ -317,14 +319,19 @@ def losses_and_mask(
         )
         losses = keras_loss(loss_fn, loss_fn.call, y, predictions)
     elif is_keras_function(loss_fn):
-        pair = aligned(tf.cast(y, tf.float32), predictions)
+        pair = aligned(tf.cast(y, predictions.dtype), predictions)
         losses = keras_loss(loss_fn, loss_fn, *pair)
     else:
-        losses = call_user(loss_fn, tf.nest.map_structure(floats_in_float32, y), predictions)
+        dtype = tf.nest.flatten(predictions)[0].dtype
+        labels = tf.nest.map_structure(
+            lambda each: tf.cast(each, dtype) if each.dtype.is_floating else each, y
+        )
+        losses = call_user(loss_fn, labels, predictions)
     mask = keras_mask(losses)
     losses = tf.convert_to_tensor(losses)
-    is_loss = isinstance(loss_fn, keras.losses.Loss)
-    return (tf.cast(losses, tf.float32) if is_loss else losses), mask
+    if isinstance(loss_fn, keras.losses.Loss) or losses.dtype == tf.float64:
+        losses = tf.cast(losses, tf.float32)
+    return losses, mask
 
 
 def aligned(y: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -439,6 +446,6 @@ def without_last_ones(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def floats_in_float32(tensor: tf.Tensor) -> tf.Tensor:
-    """Casts a floating-point tensor to float32; returns any other unchanged."""
-    return tf.cast(tensor, tf.float32) if tensor.dtype.is_floating else tensor
+def floats_at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
+    """Casts a tensor in half precision to float32; returns any other unchanged."""
+    return at_least_float32(tensor) if tensor.dtype.is_floating else tensor

@@ -160,7 +160,7 @@ def hint_for(cause: scaling.Cause, facts: RunFacts, skips: int = 1) -> str:
             "the gradients, for example with global_clipnorm=1.0."
         )
     hint = template_for(cause, facts.rule)
-    half = HALF_HINTS.get(cause, "") if facts.compute_dtype != "float32" else ""
+    half = HALF_HINTS.get(cause, "") if facts.compute_dtype in LARGEST else ""
     half = half.format(dtype=facts.compute_dtype, largest=LARGEST.get(facts.compute_dtype))
     unscaled = "The loss was not finite"
     if not isinstance(facts.rule, scaling.NoLossScale):

@@ -136,7 +136,7 @@ def check_inputs_declared(model: keras.Model, precision: scaling.Precision) -> N
 
     Sequential models inside other models are checked too.
     """
-    if precision.compute_dtype == "float32":
+    if precision.compute_dtype not in SIGNIFICANT_BITS:
         return
     for layer in all_layers(model):
         if isinstance(layer, keras.Sequential) and not layer.built:

@@ -25,7 +25,7 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import as_tensor
 from strategies.division import first_row
-from trainer.base.argument_checks import as_returned_tensor
+from trainer.base.argument_checks import as_returned_loss
 from trainer.base.keras_private import added_losses_kept
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.types import Model
@@ -350,13 +350,7 @@ def gathering(
 
 def scalar_loss(loss: Any) -> tf.Tensor:
     """Returns a global loss: shape (), float32; raises TypeError or ValueError for another one."""
-    loss = as_returned_tensor("compute_loss", loss, "one number, or (number, aux)")
-    if loss.dtype != tf.float32:
-        raise TypeError(
-            f"`compute_loss` must return a float32 loss; got {loss.dtype.name}. In half precision "
-            "a sum over the batch overflows or rounds. Cast the model's output to float32 before "
-            "the loss."
-        )
+    loss = as_returned_loss(loss, "one number, or (number, aux)")
     if loss.shape.rank != 0:
         raise ValueError(
             '`compute_loss` must return one number with loss_reduction="global", shape (); got '

@@ -9,7 +9,7 @@ import tensorflow as tf
 import strategies
 from scaling.base.argument_checks import shown
 from strategies.division import count_examples, known_examples
-from trainer.base.argument_checks import as_returned_tensor
+from trainer.base.argument_checks import as_returned_loss
 from trainer.base.keras_private import outputs_of_called
 from trainer.step.gather import scalar_loss
 from trainer.step.objective import ONLY, Objective
@@ -217,13 +217,7 @@ def by_objective(
 
 def check_losses(losses: tf.Tensor, batch: Batch) -> tf.Tensor:
     """Returns the losses of a batch, or raises TypeError or ValueError; see `losses_and_aux`."""
-    losses = as_returned_tensor("compute_loss", losses, "one loss per example, or (losses, aux)")
-    if losses.dtype != tf.float32:
-        raise TypeError(
-            f"`compute_loss` must return float32 losses; got {losses.dtype.name}. In half "
-            "precision a sum over the batch overflows or rounds. Cast the model's output to "
-            "float32 before the loss."
-        )
+    losses = as_returned_loss(losses, "one loss per example, or (losses, aux)")
     rows = known_examples(batch)
     wanted = (
         f"`compute_loss` must return one loss per example, shape ({rows or 'examples'},); got shape"
