@@ -478,8 +478,8 @@ def added_losses_kept(model: Any) -> Iterator[None]:
         layer._loss_ids = ids
 
 
-# What `replaced_calls` has replaced, by (id of the layer, name): the number of replicas that use it,
-# and what was there before, or None if it was its class's.
+# What `replaced_calls` has replaced, by (id of the layer, name): the number of replicas that use
+# it, and what was there before, or None if it was its class's.
 _USES: collections.Counter[tuple[int, str]] = collections.Counter()
 _BEFORE: dict[tuple[int, str], Any] = {}
 _REPLACING = threading.Lock()
