@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from trainer.base.argument_checks import as_python
 from trainer.base.autograph import call_user, without_autograph
-from trainer.config.foreign_names import check_no_foreign_methods
 from trainer.config.hooks import check_hooks
 from trainer.config.resolve import check_optimizer_name, resolve_loss
 from trainer.data.value_checks import LabelRange
@@ -103,7 +102,6 @@ class Task:
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
-        check_no_foreign_methods(type(self))
         check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
         check_given(
             "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"

@@ -17,7 +17,6 @@ import strategies
 from trainer.base.argument_checks import (
     as_python,
     check_keep_count,
-    check_no_unknown_arguments,
     check_path,
     check_writable,
     local_path,
@@ -29,16 +28,6 @@ from trainer.checkpoint.best import export_model
 from trainer.config.attributes import CHANGEABLE, assign, check_assignment
 from trainer.config.checkpoint_config import CheckpointConfig
 from trainer.config.fields import take_fields
-from trainer.config.foreign_names import (
-    ARGUMENTS,
-    DATA_ARGUMENTS,
-    METHODS,
-    TRAIN_ARGUMENTS,
-    check_not_inputs_and_labels,
-    check_one_batch,
-    check_one_data_set,
-    no_such_method,
-)
 from trainer.config.groups import (
     MonitorConfig,
     OverflowRecordConfig,
@@ -395,11 +384,9 @@ class Trainer(Task):
         actions: Sequence[Action] = MonitorConfig.actions,
         trackers: Sequence[str | Tracker] = MonitorConfig.trackers,
         callbacks: Sequence[Callback] = (),
-        **unknown: object,
     ) -> None:
         """Checks and stores the arguments. The model is built when it is first used."""
         arguments, before = dict(locals()), {*vars(self)}
-        check_no_unknown_arguments(unknown, Trainer.__init__, ARGUMENTS)
         # First: a strategy may configure the devices, which a metric's variables would initialize.
         self._take_run(take_fields(RunConfig, arguments))
         super().__init__(
@@ -529,12 +516,6 @@ class Trainer(Task):
             "on in another process, make the same trainer there with the same model_dir."
         )
 
-    def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError; for methods of other libraries, it says what to call instead."""
-        if name in METHODS:
-            raise no_such_method(type(self), name)
-        return super().__getattribute__(name)  # an error in a property is raised again
-
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics in use: those of evaluation while it runs, otherwise those of training."""
@@ -599,7 +580,6 @@ class Trainer(Task):
         eval_interval: int | None = None,
         eval_steps: int | None = None,
         evaluate_at_start: bool = False,
-        **unknown: object,
     ) -> TrainSummary:
         """Trains until the run has attempted `steps` steps, counting all calls and restarts.
 
@@ -645,8 +625,6 @@ class Trainer(Task):
                 saved.
         """
         began = time.perf_counter()
-        check_no_unknown_arguments(unknown, Trainer.train, TRAIN_ARGUMENTS, "train")
-        check_not_inputs_and_labels(steps)
         check_not_in_train("train", self._running)
         folder = self.model_dir if self.is_chief else None
         check_writable(folder)
@@ -706,7 +684,7 @@ class Trainer(Task):
         if not self._parts.checkpoints.deferred:
             leaving.call(lambda: self.call_hook(hook, *arguments))
 
-    def train_on_batch(self, batch: Any, *others: Any) -> dict[str, float]:
+    def train_on_batch(self, batch: Any) -> dict[str, float]:
         """Takes one step with a batch: for data that is made during training.
 
         A step and what follows it are as in `train`: skipped steps, loss scale, log lines every
@@ -717,7 +695,6 @@ class Trainer(Task):
         Args:
             batch: arrays or tensors in the structure that a dataset would yield, such as (x, y).
                 The first dimension is the example; its size may differ from call to call.
-            *others: nothing; labels belong into the batch.
 
         Returns:
             The weighted mean loss of the batch as "loss", and the training metrics over the steps
@@ -731,7 +708,6 @@ class Trainer(Task):
             TrainingStuckError, CheckpointError, DivergedError: as for `train`.
             RuntimeError: if it is called while `train` runs, in a hook or an action.
         """
-        check_one_batch(others)
         check_not_in_train("train_on_batch", self._running)
         tensors = as_global_batch(batch)
         if self._online is None:
@@ -1044,12 +1020,11 @@ class Trainer(Task):
     def evaluate(
         self,
         data: Any,
-        *others: Any,
+        *,
         global_batch: int | None = None,
         steps: int | None = None,
         precision: str = "float32",
         averaged: bool | None = None,
-        **unknown: object,
     ) -> dict[str, float]:
         """Returns the weighted mean loss and the metrics over a whole data set.
 
@@ -1063,7 +1038,6 @@ class Trainer(Task):
         Args:
             data: as for `train`, or a dict of several data sets as for `eval_data`; arrays are not
                 shuffled.
-            *others: nothing; labels belong into the data.
             global_batch: the batch size, if `data` is arrays.
             steps: the largest number of batches to evaluate of each data set, counted from its
                 beginning. None evaluates whole data sets.
@@ -1080,8 +1054,6 @@ class Trainer(Task):
             TypeError, ValueError: if the data or the model cannot be used.
             RuntimeError: in another thread while `train` runs, if the average would be used.
         """
-        check_one_data_set(others)
-        check_no_unknown_arguments(unknown, Trainer.evaluate, DATA_ARGUMENTS, "evaluate")
         limit = "steps", steps
         found = self._read_to_evaluate(data, "data", global_batch, limit)
         with self._reading("data"), self._with_workers():
@@ -1159,7 +1131,6 @@ class Trainer(Task):
         global_batch: int | None = None,
         precision: str = "float32",
         averaged: bool | None = None,
-        **unknown: object,
     ) -> Any:
         """Returns the model's outputs for a whole data set, in its order.
 
@@ -1175,7 +1146,6 @@ class Trainer(Task):
             NumPy arrays in the structure that `predict_batch` returns, with one row per example.
             Ragged outputs are a `tf.RaggedTensor`.
         """
-        check_no_unknown_arguments(unknown, Trainer.predict, DATA_ARGUMENTS, "predict")
         found = batches(data, "data", self.strategy, global_batch)
         check_ends(found, "data")
         with self._reading("data"), self._with_workers():

@@ -109,14 +109,6 @@ def test_refused_rules_never_reach_a_step():
         make(loss_scale=scaling.DynamicLossScale(growth_factor=0.5))
 
 
-def test_an_unknown_argument_is_answered_with_the_closest_one():
-    """A misspelled argument would have no effect, so it is refused."""
-    with pytest.raises(TypeError, match=r"^`precison` must be an argument of Trainer") as error:
-        make(precison="float32")
-
-    assert "Did you mean 'precision'?" in str(error.value)
-
-
 def test_nothing_is_built_before_data_comes(tmp_path):
     """Making a trainer calls no user code and writes no file."""
 

@@ -1,13 +1,11 @@
 """Argument checks for several packages. Each error names the argument and says what to pass."""
 
 import contextlib
-import inspect
 import os
 import pathlib
 import re
 import tempfile
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -198,30 +196,6 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
         True
     """
     return pathlib.Path(path).expanduser()
-
-
-def check_no_unknown_arguments(
-    unknown: dict[str, Any],
-    function: Callable[..., Any],
-    answers: Mapping[str, str] = types.MappingProxyType({}),
-    where: str = "Trainer",
-) -> None:
-    """Raises TypeError for arguments that a function does not have, and says what to do instead.
-
-    Args:
-        unknown: the arguments that `function` collected in its `**unknown`.
-        function: the constructor or method whose signature lists the known arguments.
-        answers: what to do instead, keyed by names of other libraries. For any other name, the
-            nearest known one is suggested.
-        where: the function's name, for the error.
-    """
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
-    for name in unknown:
-        remedy = answers.get(name) or did_you_mean(name, known, "Remove it.")
-        raise TypeError(
-            f"`{name}` must be an argument of {where}; got an unknown name. The argument would "
-            f"have no effect. {remedy}"
-        )
 
 
 def check_writable(model_dir: pathlib.Path | None) -> None:

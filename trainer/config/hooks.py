@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from scaling.base.argument_checks import did_you_mean, shown
+from scaling.base.argument_checks import shown
 from trainer.monitor.callback import Callback
 
 # The hooks of `Task` with the arguments that the trainer passes.
@@ -19,24 +19,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "on_loop_end": ("step",),
     "on_recovery": ("step", "restored"),
     "on_train_end": ("summary",),
-}
-
-# The nearest hook for names of Keras and Lightning that are spelled too differently to be found.
-KNOWN_ELSEWHERE = {
-    "on_batch_begin": "on_loop_begin",
-    "on_batch_end": "on_loop_end",
-    "on_fit_end": "on_train_end",
-    "on_fit_start": "on_train_begin",
-    "on_test_begin": "on_evaluate_begin",
-    "on_test_end": "on_evaluate_end",
-    "on_train_batch_begin": "on_loop_begin",
-    "on_train_batch_end": "on_loop_end",
-    "on_train_batch_start": "on_loop_begin",
-    "on_train_epoch_end": "on_epoch_end",
-    "on_train_start": "on_train_begin",
-    "on_validation_start": "on_evaluate_begin",
-    "on_validation_end": "on_evaluate_end",
-    "on_validation_epoch_end": "on_evaluate_end",
 }
 
 
@@ -54,13 +36,9 @@ def check_hooks(cls: type) -> None:
         if not callable(method):
             continue
         if name not in HOOKS:
-            near = KNOWN_ELSEWHERE.get(name)
-            others = f"The hooks are {', '.join(HOOKS)}."
-            remedy = f"Did you mean {near!r}?" if near else did_you_mean(name, HOOKS, others)
             raise TypeError(
-                f"`{name}` must be a hook of Trainer; got a method of {cls.__name__} with an "
-                f"unknown name. The trainer would never call it. {remedy} A method that you call "
-                "yourself needs a name that does not begin with on_."
+                f"`{name}` of {cls.__name__} must be one of the hooks {', '.join(HOOKS)}; nothing "
+                "calls another method whose name begins with on_"
             )
         # Of a plain function, the first argument is the trainer.
         bound = isinstance(inspect.getattr_static(cls, name), (staticmethod, classmethod))
@@ -69,9 +47,8 @@ def check_hooks(cls: type) -> None:
         except TypeError:
             expected = ", ".join(["self", *HOOKS[name]])
             raise TypeError(
-                f"`{name}` must take the arguments ({expected}); got a method of {cls.__name__} "
-                f"with {inspect.signature(method)}. The trainer passes these by position. Define "
-                f"it as def {name}({expected})."
+                f"`{name}` of {cls.__name__} must take the arguments ({expected}); got "
+                f"{inspect.signature(method)}"
             ) from None
 
 

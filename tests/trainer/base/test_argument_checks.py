@@ -12,7 +12,6 @@ from trainer.base.argument_checks import (
     check_count,
     check_ema_momentum,
     check_keep_count,
-    check_no_unknown_arguments,
     check_nonnegative,
     check_path,
     check_seed,
@@ -104,24 +103,6 @@ def test_a_name_that_no_file_can_have_is_refused():
             "`init_from` must have names of at most 255 bytes; got a name of 256. No usual file "
             'system takes a longer one. Pass "runs/digits", for example.'
         )
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("loss_scal", "Did you mean 'loss_scale'?"), ("zzz", "Remove it.")]
-)
-def test_an_unknown_argument_gets_the_nearest_known_name(name, remedy):
-    """Without a similar name, the error says to remove the argument."""
-
-    def function(self, loss_scale, seed): ...
-
-    check_no_unknown_arguments({}, function)
-    with pytest.raises(TypeError) as error:
-        check_no_unknown_arguments({name: 1}, function)
-
-    assert str(error.value) == (
-        f"`{name}` must be an argument of Trainer; got an unknown name. The argument would "
-        f"have no effect. {remedy}"
-    )
 
 
 def test_a_model_dir_is_created_and_written_to(tmp_path):

