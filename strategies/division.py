@@ -42,7 +42,7 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
             and bools are cast.
 
     Raises:
-        ValueError: if the static shapes show that the numbers of examples and weights differ.
+        ValueError: if the weights have no dimension.
 
     Example:
         >>> int(whole({"x": tf.zeros([5, 3])}, tf.ones([5])).examples)
@@ -57,14 +57,6 @@ def whole(batch: Batch, weights: tf.Tensor) -> Share:
             f"`weights` must have a dimension of examples; got shape {tuple(shape)}. Each example "
             "has its own weight. Pass for instance tf.ones([global_batch])."
         )
-    for tensor in tensors_in(batch):
-        found = static_shape(tensor)
-        if not found[:1].is_compatible_with(shape[:1]):
-            raise ValueError(
-                "`batch` must have as many examples as there are `weights`; got shapes "
-                f"{tuple(found)} and {tuple(shape)}. The first dimension counts examples. Make the "
-                "first dimensions equal."
-            )
     rows = shape[:1].num_elements()
     return Share(batch, weights, tf.shape(weights)[0] if rows is None else tf.constant(rows))
 
@@ -75,14 +67,16 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
     Args:
         share: the share to divide.
         index: the part to return, from 0 to parts - 1: an int, or an int32 tensor of shape ().
-        parts: number of parts. With 1, the share is returned unchanged.
+        parts: number of parts. With 1, the share is returned unchanged, and its tensors may have
+            any shapes.
 
     Returns:
         The rows of that part. An empty part holds one row, a real example with weight 0.
 
     Raises:
         TypeError: if `share` is not a `Share`.
-        ValueError: if `parts` is less than 1 or more than 2^30, or `index` is not below `parts`.
+        ValueError: if `parts` is less than 1 or more than 2^30, `index` is not below `parts`, or
+            static shapes show a tensor without a row for each weight.
 
     Example:
         >>> share = whole(tf.range(7), tf.ones([7]))
@@ -111,6 +105,12 @@ def take(share: Share, index: int | tf.Tensor, parts: int) -> Share:
         )
     if parts == 1:
         return share
+    rows = static_shape(share.weights)[:1]
+    if not all(static_shape(each)[:1].is_compatible_with(rows) for each in tensors_in(share.batch)):
+        raise ValueError(
+            f"`batch` must have one row per example in every tensor to be divided; got "
+            f"{shapes_in(share.batch)} and {rows[0]} examples"
+        )
     is_tensor = isinstance(index, tf.Tensor | tf.Variable)
     index = tf.cast(index, tf.int32) if is_tensor else int(index)  # counts of examples are int32
     known = tf.get_static_value(share.examples)
@@ -184,23 +184,41 @@ def cut_rows(tree: Tree, start: int | tf.Tensor, stop: int | tf.Tensor) -> Tree:
     return cut_tree
 
 
+def shapes_in(batch: Batch) -> Any:
+    """Returns a batch's shapes in its structure, for errors.
+
+    Example:
+        >>> shapes_in({"nodes": tf.ones([5, 2]), "temperature": tf.ones([])})
+        {'nodes': (5, 2), 'temperature': ()}
+    """
+    shapes = map(static_shape, tf.nest.flatten(batch))
+    found = [None if shape.rank is None else tuple(shape) for shape in shapes]
+    return tf.nest.pack_sequence_as(batch, found)
+
+
 def tensors_in(batch: Batch) -> list[Any]:
     """Returns the tensors of a batch, in the order of `tf.nest.flatten`, without None."""
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
+def with_rows(batch: Batch) -> list[Any]:
+    """Returns the tensors of a batch that are not scalars."""
+    return [tensor for tensor in tensors_in(batch) if static_shape(tensor).rank != 0]
+
+
 def known_examples(batch: Batch) -> int | None:
     """Returns the number of examples of a batch if a tensor's static shape shows it, or None."""
-    found = (static_shape(tensor)[:1].num_elements() for tensor in tensors_in(batch))
+    found = (static_shape(tensor)[:1].num_elements() for tensor in with_rows(batch))
     return next((examples for examples in found if examples is not None), None)
 
 
 def count_examples(batch: Batch) -> tf.Tensor:
-    """Returns the number of examples of a batch: shape (), int32."""
+    """Returns the number of examples of a batch, 1 if it holds scalars alone: shape (), int32."""
     known = known_examples(batch)
-    if known is not None:
-        return tf.constant(known)
-    first = tensors_in(batch)[0]
+    tensors = with_rows(batch)
+    if known is not None or not tensors:
+        return tf.constant(1 if known is None else known)
+    first = tensors[0]
     if isinstance(first, tf.RaggedTensor):
         return tf.cast(first.nrows(), tf.int32)
     if isinstance(first, tf.SparseTensor):

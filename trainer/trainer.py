@@ -174,7 +174,8 @@ class Trainer(Task):
             trainer takes the weighted mean over the global batch. "global": one number, a function
             of the whole global batch, for losses that compare examples with each other. On several
             replicas `compute_loss` then gets the other replicas' rows from `self.all_gather(x)`.
-            With a `loss_fn`, the trainer gathers labels, outputs and weights itself.
+            With a `loss_fn`, the trainer gathers labels, outputs and weights itself. On one replica
+            the tensors of a batch may have any shapes.
         num_microbatches: number of parts to split each replica's share of a batch into. More parts
             need less memory.
         global_clipnorm: upper bound on the global norm of all gradients; with optimizers that
@@ -709,7 +710,7 @@ class Trainer(Task):
             RuntimeError: if it is called while `train` runs, in a hook or an action.
         """
         check_not_in_train("train_on_batch", self._running)
-        tensors = as_global_batch(batch)
+        tensors = as_global_batch(batch, whole=self._takes_whole_batches())
         if self._online is None:
             self.data_argument = "batch"
         loop = self._online
@@ -743,7 +744,7 @@ class Trainer(Task):
             RuntimeError: if it is called while `train` runs.
         """
         check_not_in_train("restore", self._running)
-        tensors = as_global_batch(batch)
+        tensors = as_global_batch(batch, whole=self._takes_whole_batches())
         self.data_argument = "batch"
         self._start(tensors)
         return self.totals.attempted
@@ -982,12 +983,17 @@ class Trainer(Task):
             self.seed or 0,
             step,
             one_size=self._needs_one_size(),
+            whole=self._takes_whole_batches(),
         )
 
     def _needs_one_size(self) -> bool:
         """Returns whether batches must have one size: their rows are exchanged in one shape."""
         one_shape = strategies.capabilities(self.strategy).one_shape
         return self.loss_reduction == "global" and one_shape
+
+    def _takes_whole_batches(self) -> bool:
+        """Returns whether nothing is divided, so that nothing is required of a batch's shapes."""
+        return self.loss_reduction == "global" and self.strategy.num_replicas_in_sync == 1
 
     def _new_position(self, train_data: Any, data: Batches) -> DataPosition:
         """Returns a position at the beginning of the data."""
@@ -1146,7 +1152,9 @@ class Trainer(Task):
             NumPy arrays in the structure that `predict_batch` returns, with one row per example.
             Ragged outputs are a `tf.RaggedTensor`.
         """
-        found = batches(data, "data", self.strategy, global_batch)
+        found = batches(
+            data, "data", self.strategy, global_batch, whole=self._takes_whole_batches()
+        )
         check_ends(found, "data")
         with self._reading("data"), self._with_workers():
             self._start(
@@ -1336,6 +1344,7 @@ class Trainer(Task):
             limit=limit,
             like=like,
             one_size=self._needs_one_size(),
+            whole=self._takes_whole_batches(),
         )
 
     def _read_eval_data(self, eval_data: Any, data: Batches, steps: int | None) -> EvalData:

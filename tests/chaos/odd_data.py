@@ -17,7 +17,7 @@ from chaos import odd_inputs
 from conformance import test_errors as errors
 
 from trainer.data.errors import DataError
-from trainer.data.reader import BatchError
+from trainer.data.structures import BatchError
 
 NAMES = {"train": "train_data", "evaluate": "data", "predict": "data", "train_on_batch": "batch"}
 OURS = {TypeError, ValueError, RuntimeError, DataError, BatchError}

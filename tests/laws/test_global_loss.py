@@ -299,12 +299,7 @@ def test_metrics_of_gathered_rows_are_those_of_one_device(mirrored, size):
 @pytest.mark.parametrize("size", [7, pytest.param(9, marks=pytest.mark.thorough)])
 def test_gathered_rows_are_refused_as_aux(mirrored, size):
     """They would be cut to the first rows on every replica: a wrong metric without a word."""
-    message = (
-        r"`compute_loss` must return aux with one row per example; got shape \(\S+ for \S+ "
-        "examples. Aux is cut to the real examples of each replica before the metrics see it. "
-        r"Return one value per example: of what all_gather returned, self.own_rows\(x\); of "
-        "tokens, one row of tokens for each example."
-    )
+    message = "`compute_loss` must return aux"
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=message):
         measured(Unranked, mirrored(3), size)
     trainer = Unranked(loss_reduction="global", verbose=False, strategy=mirrored(3))

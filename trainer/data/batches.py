@@ -22,7 +22,7 @@ from trainer.data.errors import pipeline_error, raised_by_halfstep, source_error
 from trainer.data.leaves import check_spec
 from trainer.data.reader import Reader, untuned
 from trainer.data.source import Source
-from trainer.data.structures import as_arrays
+from trainer.data.structures import as_arrays, rows_in
 from trainer.step.types import Batch
 
 OTHER_SIZE = (
@@ -83,6 +83,7 @@ def batches(
     first_pass: int = 0,
     *,
     one_size: bool = False,
+    whole: bool = False,
 ) -> Batches:
     """Makes a dataset of global batches from the data that a user passed.
 
@@ -99,11 +100,14 @@ def batches(
             by its steps, so that arrays which it is given later do not begin with the same order.
         one_size: whether all batches must have the size of the first; see `of_one_size`. Arrays
             that do not divide evenly are left as they are.
+        whole: whether batches are not divided: see `rows_in`.
 
     Raises:
         TypeError, ValueError: if the data has another type, is empty or is not batched.
     """
-    found = batches_of_any_size(data, argument, strategy, global_batch, shuffle_seed, first_pass)
+    found = batches_of_any_size(
+        data, argument, strategy, global_batch, shuffle_seed, first_pass, whole=whole
+    )
     if not one_size or found.arrays:
         return found
     dataset = of_one_size(found.dataset, found.global_batch)
@@ -117,6 +121,8 @@ def batches_of_any_size(
     global_batch: int | None,
     shuffle_seed: int | None,
     first_pass: int,
+    *,
+    whole: bool,
 ) -> Batches:
     """Makes a dataset of global batches, of which the last may be smaller; see `batches`.
 
@@ -131,13 +137,15 @@ def batches_of_any_size(
         global_batch: as for `batches`.
         shuffle_seed: as for `batches`.
         first_pass: as for `batches`.
+        whole: as for `batches`.
     """
     check_not_distributed(data, argument)
     if is_source(data):
         check_batch_size(data, argument, global_batch)
         made = made_pipeline(data)
         if made is None:
-            return read_batches(source_of(data, argument, global_batch, shuffle_seed), argument)
+            source = source_of(data, argument, global_batch, shuffle_seed)
+            return read_batches(source, argument, whole=whole)
         data = made
     arrays = None
     if are_arrays(data):
@@ -157,13 +165,14 @@ def batches_of_any_size(
         dataset = _from_function(cast("DatasetFunction", data), argument, strategy)
     check_spec(dataset.element_spec, argument)
     first = arrays.first_from(first_pass) if arrays else _first(dataset, argument)
+    rows = rows_in(first, argument, whole=whole)
     cardinality = int(dataset.cardinality())
     if are_arrays(data):
-        cardinality = -(-len(present(data)[0]) // _examples(first, argument))
+        cardinality = -(-len(present(data)[0]) // rows)
     return Batches(
         dataset=dataset,
         first=first,
-        global_batch=_examples(first, argument),
+        global_batch=rows,
         steps_per_epoch=cardinality if cardinality >= 0 else None,
         arrays=arrays,
         first_pass=first_pass,
@@ -218,7 +227,7 @@ def made_pipeline(data: Any) -> tf.data.Dataset | None:
     return made if isinstance(made, tf.data.Dataset) else None
 
 
-def read_batches(source: Source, argument: str) -> Batches:
+def read_batches(source: Source, argument: str, *, whole: bool = False) -> Batches:
     """Reads the first two batches of a source, which tell the structure of all.
 
     Raises:
@@ -226,7 +235,7 @@ def read_batches(source: Source, argument: str) -> Batches:
         DataError: if the user's code, or a library that it reads with, raises an error.
     """
     try:
-        reader = Reader(source, argument)
+        reader = Reader(source, argument, whole=whole)
     except Exception as error:
         if raised_by_halfstep(error):
             raise
@@ -239,7 +248,8 @@ def read_batches(source: Source, argument: str) -> Batches:
             tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
         )
     first = tf.nest.map_structure(tf.convert_to_tensor, reader.first)
-    return Batches(dataset, first, _examples(first, argument), source.length, reader)
+    rows = rows_in(first, argument, whole=whole)
+    return Batches(dataset, first, rows, source.length, reader)
 
 
 def same_data(before: Data, now: Data, found: Batches) -> bool:
@@ -361,7 +371,7 @@ def _from_function(
         )
     if replicas == 1:
         return dataset
-    replica_batch = _examples(_first(dataset, argument), argument)
+    replica_batch = rows_in(_first(dataset, argument), argument)
     return dataset.rebatch(replica_batch * replicas)
 
 
@@ -463,29 +473,3 @@ def _empty(argument: str, found: str = "an empty dataset") -> ValueError:
         f"`{argument}` must hold at least one batch; got {found}. A step needs a batch. "
         "Check the source, any filters, and batch(..., drop_remainder=True)."
     )
-
-
-def _examples(batch: Batch, argument: str) -> int:
-    leaves = tf.nest.flatten(batch)
-    if any(leaf is None for leaf in leaves):
-        raise ValueError(
-            f"`{argument}` must yield tensors; got None in a batch. A replica takes its share of "
-            "every tensor. Leave None out of the elements, and override compute_loss(batch, "
-            "training) for data without labels."
-        )
-    shapes = [leaf.shape for leaf in leaves]
-    if not shapes or not all(shape.rank for shape in shapes):
-        raise ValueError(
-            f"`{argument}` must be batched; got elements of shapes "
-            f"{[tuple(shape) for shape in shapes]}. The first dimension of every tensor is the "
-            "example. Call .batch(global_batch) on the dataset."
-        )
-    sizes = sorted({int(shape[0]) for shape in shapes})
-    if sizes == [0]:
-        raise _empty(argument, f"a first batch of shapes {[tuple(shape) for shape in shapes]}")
-    if len(sizes) != 1:
-        raise ValueError(
-            f"`{argument}` must have the same number of examples in every tensor of a batch; got "
-            f"{sizes}. The first dimension is the example. Batch all tensors together."
-        )
-    return sizes[0]

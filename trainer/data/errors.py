@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from trainer.base.describe import HALFSTEP
 from trainer.base.error_origin import raising_package
-from trainer.data.reader import BatchError, Reader
+from trainer.data.reader import Reader
 from trainer.data.source import EmptyPassError
+from trainer.data.structures import BatchError
 from trainer.data.value_checks import found_in
 
 # Matches the lines of a graph's error that say where the error occurred, not what was wrong.

@@ -10,18 +10,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from strategies.division import count_examples
 from trainer.data.batches import Batches
 from trainer.data.iterator_state import BETWEEN_CALLS, DataPosition
-from trainer.data.structures import as_batch
+from trainer.data.structures import as_batch, rows_in
 from trainer.step.types import Batch
 
 
-def as_global_batch(batch: Any) -> Batch:
+def as_global_batch(batch: Any, *, whole: bool = False) -> Batch:
     """Returns a batch that a user passed, as tensors in a structure of tuples and dicts.
 
     Args:
         batch: arrays or tensors in any structure. Lists of numbers become arrays, and lists of
             arrays tuples, as in the batches of a Python source.
+        whole: as for `rows_in`.
 
     Raises:
         TypeError, ValueError: if it is not a batch, or if it has no examples.
@@ -36,19 +38,7 @@ def as_global_batch(batch: Any) -> Batch:
                 f"{type(batch).__name__}: {str(error).rstrip('.')}. The first dimension of each "
                 "array is the example. Pass (x, y), for example."
             ) from error
-    leaves = tf.nest.flatten(batch)
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    if not shapes or not all(shapes):
-        raise ValueError(
-            f"`batch` must hold examples in every array; got shapes {shapes}. The first dimension "
-            "of each array is the example. Pass x[None] for a single example."
-        )
-    if len({shape[0] for shape in shapes}) != 1 or shapes[0][0] == 0:
-        raise ValueError(
-            "`batch` must have the same number of examples in every array, and at least one; got "
-            f"shapes {shapes}. The first dimension of each array is the example. Cut the arrays to "
-            "the same length, and do not call train_on_batch without examples."
-        )
+    rows_in(batch, "batch", whole=whole)
     return batch
 
 
@@ -65,7 +55,7 @@ class OnlinePosition(DataPosition):
 
     def __init__(self, batch: Batch, before: DataPosition | None) -> None:
         """Stores the arguments."""
-        examples = int(tf.nest.flatten(batch)[0].shape[0])
+        examples = int(count_examples(batch))
         self.data = Batches(tf.data.Dataset.from_tensors(batch), batch, examples, None)
         self._before = before
         self.resume_mode = before.resume_mode if before else "restart"

@@ -14,16 +14,12 @@ import tensorflow as tf
 
 from trainer.data.leaves import LeafError
 from trainer.data.source import EmptyPassError, Place, Source, copy_unless_tensorflow_copies
-from trainer.data.structures import as_batch, difference, fingerprint, spec_of
+from trainer.data.structures import BatchError, as_batch, difference, fingerprint, rows_in, spec_of
 
 # At most this many batches have been read, but not used by a step: two that `Batches.endless`
 # prefetches, one on its way, and some to spare.
 AHEAD = 6
 MOST_IN_A_PASS = 100_000  # batches that an evaluation reads from a source of unknown length
-
-
-class BatchError(ValueError):
-    """Raised for a batch that does not fit the batches before it, or is none."""
 
 
 class Remembered(NamedTuple):
@@ -40,6 +36,7 @@ class Reader:
     Args:
         source: the source.
         argument: name of the user's argument, for errors.
+        whole: whether batches are not divided: see `rows_in`.
 
     Attributes:
         first: the first batch: NumPy arrays in a structure; None if there is none.
@@ -48,12 +45,12 @@ class Reader:
         keep: whether to remember places.
     """
 
-    def __init__(self, source: Source, argument: str) -> None:
+    def __init__(self, source: Source, argument: str, *, whole: bool = False) -> None:
         """Reads the first two batches, which the source will read again."""
         self.source = source
         self.keep = False
         self.error: Exception | None = None
-        self._argument = argument
+        self._argument, self._whole = argument, whole
         self._remembered: collections.deque[Remembered] = collections.deque(maxlen=AHEAD)
         self._lock = threading.Lock()
         batches = [self._converted(batch, 1 + place) for place, batch in enumerate(source.peek(2))]
@@ -166,6 +163,7 @@ class Reader:
                 "two batches, may change. Pad or crop where the batches are made, or pass "
                 "tf.data.Dataset.from_generator(..., output_signature=...)."
             )
+        rows_in(converted, self._argument, whole=self._whole)
         return tf.nest.map_structure(copy_unless_tensorflow_copies, converted)
 
     def _other_structure(self, one: Any, other: Any) -> bool:

@@ -12,7 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from strategies.division import shapes_in
 from trainer.data.leaves import check_no_mask, dtype_of
+
+
+class BatchError(ValueError):
+    """Raised for something that is not a batch, or whose structure differs from earlier ones."""
 
 
 def is_array(value: Any) -> bool:
@@ -191,10 +196,37 @@ def difference(batch: Any, spec: Any) -> str | None:
                 f"holds {dtype.name} of shape {tuple(leaf.shape)}, where {expected.dtype.name} of "
                 f"shape {tuple(expected.shape)} was expected"
             )
-    shapes = [tuple(leaf.shape) for leaf in leaves]
-    if len({shape[:1] for shape in shapes}) > 1:
-        return f"holds arrays of shapes {shapes}, where one number of examples was expected"
     return None
+
+
+def rows_in(batch: Any, argument: str, *, whole: bool = False) -> int:
+    """Returns the number of examples in a batch.
+
+    Args:
+        batch: arrays or tensors in any structure.
+        argument: name of the user's argument, for errors.
+        whole: whether the batch is not divided, so that its tensors may have any shapes. The first
+            one that is no scalar counts then.
+
+    Raises:
+        BatchError: if there is no example; or not one row per example in each tensor of a batch
+            that is divided.
+    """
+    leaves = tf.nest.flatten(batch)
+    if any(leaf is None for leaf in leaves):
+        raise BatchError(f"`{argument}` must yield tensors; got None in a batch: leave it out")
+    rows = [leaf.shape[0] if len(leaf.shape) else None for leaf in leaves]
+    examples = next((int(count) for count in rows if count is not None), 1 if rows else 0)
+    if not examples:
+        raise BatchError(
+            f"`{argument}` must hold at least one example; got shapes {shapes_in(batch)}"
+        )
+    if not whole and set(rows) != {examples}:
+        raise BatchError(
+            f"`{argument}` must be batched, with one row per example in every tensor; got shapes "
+            f"{shapes_in(batch)}"
+        )
+    return examples
 
 
 def outline(structure: Any) -> str:

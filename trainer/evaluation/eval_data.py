@@ -28,6 +28,7 @@ def read_eval_data(
     limit: tuple[str, int | None] | None = None,
     like: Any = None,
     one_size: bool = False,
+    whole: bool = False,
 ) -> EvalData:
     """Reads one data set to evaluate on, or a dict of several.
 
@@ -41,6 +42,7 @@ def read_eval_data(
         like: a batch of the training data, which tells a batch that is a dict from a dict of data
             sets; None if there is none.
         one_size: as for `batches`.
+        whole: as for `batches`.
 
     Raises:
         TypeError, ValueError: if the limit is not a count, if a name is not a non-empty string, or
@@ -57,7 +59,7 @@ def read_eval_data(
         # The batch size of training data is for arrays alone; one that a user passed is checked.
         strict = named is not data and like is None
         batch_size = global_batch if strict or needs_batch_size(one) else None
-        read = batches(one, where, strategy, batch_size, one_size=one_size)
+        read = batches(one, where, strategy, batch_size, one_size=one_size, whole=whole)
         if steps is None:
             check_ends(read, where, limit=name)
         else:

@@ -27,7 +27,7 @@ from trainer.evaluation.no_writes import (
 )
 from trainer.evaluation.prediction import joined, predict_batch
 from trainer.losses.metrics import numbers_of
-from trainer.step.accumulate import real_aux, real_rows
+from trainer.step.accumulate import real_examples
 from trainer.step.checks import check_weights
 from trainer.step.gather import gathering, part_of_mean
 from trainer.step.losses import distinct, losses_and_aux, weighted_sum
@@ -356,7 +356,7 @@ def replica_evaluate(
 
     result = compiled_pass(run, plan.strategy) if compiles else run()
     losses, aux = losses_and_aux(result, share.batch, plan.objectives, global_loss=plan.global_loss)
-    call_user(task.update_metrics, real_rows(share.batch, share), real_aux(aux, share))
+    call_user(task.update_metrics, *real_examples(share, aux))
     total = tf.add_n(distinct(losses.values()))
     if plan.global_loss:  # the mean over batches weights each by its number of examples
         return part_of_mean(total, share, size) * size.weight

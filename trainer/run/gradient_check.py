@@ -143,7 +143,8 @@ def first_examples(batch: Batch, plan: StepPlan) -> strategies.Share:
     parts = plan.strategy.num_replicas_in_sync * plan.num_microbatches
     share = strategies.take(strategies.whole(batch, weights), 0, parts)
     sizes = [tensor.shape[0] for tensor in getattr(plan.model, "inputs", None) or []]
-    if not sizes or any(sizes):  # the model may accept a single batch size
+    # The model may accept a single batch size, and a global loss may read rows together.
+    if not sizes or any(sizes) or plan.global_loss:
         return share
     few = min(EXAMPLES, int(share.examples))
     return strategies.Share(cut_rows(share.batch, 0, few), share.weights[:few], tf.constant(few))

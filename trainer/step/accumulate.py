@@ -5,8 +5,9 @@ from typing import TypeVar
 import tensorflow as tf
 
 import strategies
-from strategies.division import count_examples, cut_rows
-from trainer.step.losses import assert_shapes, wrong_rows
+from strategies.checks import static_shape
+from strategies.division import count_examples, cut_rows, known_examples, shapes_in
+from trainer.step.losses import assert_shapes
 from trainer.step.microbatch import (
     Contribution,
     Differentiate,
@@ -14,7 +15,7 @@ from trainer.step.microbatch import (
     NonfiniteFlags,
     PassInputs,
 )
-from trainer.step.types import Aux, Values
+from trainer.step.types import Aux, Batch, Values
 
 Tree = TypeVar("Tree")
 
@@ -127,6 +128,13 @@ def lowest(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.fill(spec.shape, tf.constant(spec.dtype.min, spec.dtype))
 
 
+def real_examples(share: strategies.Share, aux: Aux) -> tuple[Batch, Aux]:
+    """Returns a replica's examples and their aux, without the placeholder row of an empty share."""
+    if tf.distribute.get_replica_context().num_replicas_in_sync == 1:  # nothing was divided
+        return share.batch, aux
+    return real_rows(share.batch, share), real_aux(aux, share)
+
+
 def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     """Cuts a share's tensors to its real examples: an empty share holds one placeholder row."""
     if tf.get_static_value(share.examples):  # known to be above 0: every row is real
@@ -138,17 +146,24 @@ def real_aux(aux: Aux, share: strategies.Share) -> Aux:
     """Cuts aux to its real examples, as `real_rows` does.
 
     Raises:
-        tf.errors.InvalidArgumentError: when the graph runs, if there is not a row per example.
+        ValueError: if there is not a row per example.
+        tf.errors.InvalidArgumentError: the same, when the graph runs.
     """
+    examples = known_examples(share.weights)
+    message = (
+        "`compute_loss` must return aux with one row per example where batches are divided; got "
+        f"shapes {shapes_in(aux)} for {'the' if examples is None else examples} examples"
+    )
+    for leaf in tf.nest.flatten(aux):
+        rows = known_examples(leaf)
+        if static_shape(leaf).rank == 0 or (None not in (rows, examples) and rows != examples):
+            raise ValueError(message)
     if tf.get_static_value(share.examples):
         return aux
     # The placeholder row may be there, or may have been cut from the parts already.
     held, real = tf.shape(share.weights)[0], share.examples
-    counts = [(leaf, count_examples(leaf)) for leaf in tf.nest.flatten(aux)]
-    checks = [
-        assert_shapes((count == held) | (count == real), [wrong_rows(leaf, None)])
-        for leaf, count in counts
-    ]
+    counts = map(count_examples, tf.nest.flatten(aux))
+    checks = [assert_shapes((count == held) | (count == real), [message]) for count in counts]
     with tf.control_dependencies([check for pair in checks for check in pair]):
         return real_rows(aux, share)
 

@@ -448,14 +448,6 @@ def check_weights(weights: Any, batch: Batch) -> tf.Tensor:
 
 
 def check_has_examples(batch: Batch) -> None:
-    """Raises ValueError if a batch has no tensors, or the first one has no example dimension."""
-    wanted = "`batch` must contain tensors whose first dimension is the example; got"
-    why = "Each replica takes its share of the examples."
-    leaves = tensors_in(batch)
-    if not leaves:
-        raise ValueError(f"{wanted} no tensors. {why} Pass a tensor, or a structure of tensors.")
-    if tf.TensorShape(getattr(leaves[0], "shape", ())).rank == 0:
-        raise ValueError(
-            f"{wanted} a tensor of shape (). {why} Add a batch dimension: tensor[None] for a "
-            "single example."
-        )
+    """Raises ValueError if a batch has no tensors."""
+    if not tensors_in(batch):
+        raise ValueError("`batch` must hold a tensor; got no tensors")

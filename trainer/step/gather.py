@@ -85,7 +85,7 @@ class Gathering:
         self._check_allowed()
         x = check_numbers(as_rows(x))
         if self._num_replicas == 1:
-            return self._rows_checked(x)
+            return x
         self._check_one_shape()
         wide = WIDER.get(x.dtype, x.dtype)
         table = self._table(tf.cast(self._rows_checked(x), wide))
@@ -133,7 +133,7 @@ class Gathering:
         )
         if x.shape.rank == 0 or (rows is not None and x.shape[0] not in (None, rows)):
             raise RowsError(message)
-        if self._num_replicas == 1 or None not in (rows, x.shape[0]):
+        if None not in (rows, x.shape[0]):
             return x
         same = tf.shape(x)[0] == tf.shape(self._share.weights)[0]
         with tf.control_dependencies([tf.debugging.Assert(same, [message])]):

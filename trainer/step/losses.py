@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 import strategies
-from scaling.base.argument_checks import shown
 from strategies.division import count_examples, known_examples
 from trainer.base.argument_checks import as_returned_loss
 from trainer.base.keras_private import outputs_of_called
@@ -95,11 +94,10 @@ def losses_and_aux(
 
     Raises:
         TypeError: if the losses are not float32, or an objective's losses are missing.
-        ValueError: if there is not one loss per example, or aux has no example dimension.
+        ValueError: if there is not one loss per example.
     """
     losses, aux = split_result(result)
     losses = by_objective(losses, objectives)
-    check_aux(aux, batch)
     # Objectives that share a loss share the checked one, by which `distinct` recognizes it.
     keys = {name: identity_of(loss) for name, loss in losses.items()}
     checked: dict[tuple[int, ...], tf.Tensor] = {}
@@ -112,35 +110,6 @@ def losses_and_aux(
 def split_result(result: Any) -> tuple[Any, Any]:
     """Returns (losses, aux) of what `compute_loss` returned; aux is () if there is none."""
     return result if isinstance(result, tuple) and len(result) == 2 else (result, ())
-
-
-def check_aux(aux: Aux, batch: Batch) -> None:
-    """Raises ValueError if what a loss returned for the metrics does not have a row per example.
-
-    A number of rows that is not known yet is checked in the graph, where rows are cut:
-    `accumulate.real_rows`.
-    """
-    examples = known_examples(batch)
-    for leaf in tf.nest.flatten(aux):
-        if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
-            raise ValueError(
-                "`compute_loss` must return aux of tensors whose first dimension is the example; "
-                f"got {shown(leaf)}. Aux is cut to each replica's real examples before the metrics "
-                "see it. Return one value per example."
-            )
-        rows = known_examples(leaf)
-        if None not in (rows, examples) and rows != examples:
-            raise ValueError(wrong_rows(leaf, examples))
-
-
-def wrong_rows(leaf: Any, examples: int | None) -> str:
-    """Returns the error for aux whose rows are not the examples of a share."""
-    return (
-        f"`compute_loss` must return aux with one row per example; got shape {leaf.shape} for "
-        f"{'its' if examples is None else examples} examples. Aux is cut to the real "
-        "examples of each replica before the metrics see it. Return one value per example: of what "
-        "all_gather returned, self.own_rows(x); of tokens, one row of tokens for each example."
-    )
 
 
 def identity_of(loss: Any) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import scaling
 import strategies
-from trainer.step.accumulate import accumulate, microbatch_inputs, real_aux, real_rows
+from trainer.step.accumulate import accumulate, microbatch_inputs, real_examples
 from trainer.step.clip import clip
 from trainer.step.diagnose import Evidence, count_by_variable, no_finding
 from trainer.step.float8 import with_own_scales
@@ -81,13 +81,14 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         **measured._asdict(),
         **measure_float8(reduced, before, plan.float8)._asdict(),
     )
+    batch, aux = real_examples(share, local.aux)
     return ReplicaResult(
         outcome=outcome,
         evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients, unscaled),
         gradients=clip(unscaled, gradient_norm, plan.clip),
         written=with_own_scales(reduced.written, before, plan.float8),
-        batch=real_rows(share.batch, share),
-        aux=real_aux(local.aux, share),
+        batch=batch,
+        aux=aux,
     )
 
 

@@ -21,39 +21,15 @@ def test_batches_come_in_the_forms_that_data_have():
 
 
 @pytest.mark.parametrize(
-    ("batch", "kind", "message"),
+    ("batch", "kind"),
     [
-        (
-            (np.zeros([2, 1]), None),
-            TypeError,
-            "`batch` must be an array, or a tuple or dict of arrays; got tuple: a batch must "
-            "consist of arrays; got NoneType. The first dimension of each array is the example. "
-            "Pass (x, y), for example.",
-        ),
-        (
-            (np.zeros([2, 1]), 1.0),
-            ValueError,
-            "`batch` must hold examples in every array; got shapes [(2, 1), ()]. The first "
-            "dimension of each array is the example. Pass x[None] for a single example.",
-        ),
-        (
-            (np.zeros([2, 1]), np.zeros([3])),
-            ValueError,
-            "`batch` must have the same number of examples in every array, and at least one; got "
-            "shapes [(2, 1), (3,)]. The first dimension of each array is the example. Cut the "
-            "arrays to the same length, and do not call train_on_batch without examples.",
-        ),
-        (
-            np.zeros([0, 1]),
-            ValueError,
-            "`batch` must have the same number of examples in every array, and at least one; got "
-            "shapes [(0, 1)]. The first dimension of each array is the example. Cut the arrays to "
-            "the same length, and do not call train_on_batch without examples.",
-        ),
+        ((np.zeros([2, 1]), None), TypeError),
+        ((np.zeros([2, 1]), 1.0), ValueError),
+        ((np.zeros([2, 1]), np.zeros([3])), ValueError),
+        (np.zeros([0, 1]), ValueError),
     ],
 )
-def test_what_is_no_batch_is_an_error(batch, kind, message):
-    """An error says what a batch is."""
-    with pytest.raises(kind) as raised:
+def test_what_is_no_batch_is_an_error(batch, kind):
+    """The error names the argument."""
+    with pytest.raises(kind, match="`batch`"):
         as_global_batch(batch)
-    assert str(raised.value) == message

@@ -7,7 +7,15 @@ import pytest
 import tensorflow as tf
 
 from trainer.data.batches import batches
-from trainer.data.structures import as_arrays, as_batch, difference, fingerprint, spec_of
+from trainer.data.structures import (
+    BatchError,
+    as_arrays,
+    as_batch,
+    difference,
+    fingerprint,
+    rows_in,
+    spec_of,
+)
 
 X = np.arange(8, dtype=np.float32)[:, None]
 
@@ -83,11 +91,12 @@ def test_a_fingerprint_tells_batches_apart():
     assert len({*same, *others}) == 5
 
 
-def test_arrays_of_different_lengths_differ_from_the_batches_before():
-    """A later batch with labels for some of its examples only is noticed as it is read."""
-    spec = spec_of([(X, X)])
+@pytest.mark.parametrize("other", [X[:3], np.float32(1.0)])
+def test_a_batch_has_one_row_per_example_unless_it_is_whole(other):
+    """A batch that is divided is refused by the names of its entries."""
+    batch = {"x": X, "z": other}
 
-    assert difference((X[:3], X[:3]), spec) is None
-    assert difference((X, X[:3]), spec) == (
-        "holds arrays of shapes [(8, 1), (3, 1)], where one number of examples was expected"
-    )
+    assert difference({"x": X[:3], "z": other}, spec_of([batch])) is None
+    assert rows_in({"x": X, "y": X}, "data") == rows_in(batch, "data", whole=True) == 8
+    with pytest.raises(BatchError, match=r"`data`.*'z': \("):
+        rows_in(batch, "data")

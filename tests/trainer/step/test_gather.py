@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import strategies
 from trainer.step.gather import all_gather, gathering, own_rows, part_of_mean, scalar_loss
 from trainer.step.microbatch import GlobalBatchSize
 from trainer.step.replica import my_share
@@ -157,14 +156,6 @@ def test_there_is_one_row_per_example(mirrored):
         "{} for {} examples. The rows of all replicas are put together in the order of the global "
         "batch. Gather each view of the examples by itself, or make the views a second dimension."
     )
-    share = strategies.whole(tf.ones([3]), tf.ones([3]))
-    size = GlobalBatchSize(tf.constant(3.0), tf.constant(3))
-    with (
-        gathering(share, size, tf.Module(), global_loss=True),
-        pytest.raises(ValueError) as error,  # noqa: PT011
-    ):
-        all_gather(tf.ones([6, 2]))
-    assert str(error.value) == message.format("(6, 2)", 3)
     expected = re.escape(message.format("(None, 2)", "its"))
     with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
         on_replicas(mirrored(3), ROWS, lambda share, _: all_gather(tf.repeat(share.batch, 2, 0)))

@@ -78,13 +78,6 @@ def test_losses_may_come_with_aux():
     assert (of_two[ONLY].shape, nothing) == ([2], ())
 
 
-@pytest.mark.parametrize("aux", [{"mean": tf.constant(1.0)}, [3.0], "text"])
-def test_aux_needs_an_example_dimension(aux):
-    """Aux that has no rows, or is not a tensor, is refused."""
-    with pytest.raises(ValueError, match="`compute_loss` must return aux of tensors whose first"):
-        losses_and_aux((tf.ones([3]), aux), BATCH, SINGLE)
-
-
 def test_a_loss_under_two_names_is_recognized():
     """Also behind identities, and as two outputs of a `tf.function`. Two calls give two losses, and an
     objective may have none.
