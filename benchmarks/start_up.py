@@ -51,35 +51,6 @@ def ours(model, dtype):
     return time.perf_counter(), lambda: trainer.train(steps=1 + STEPS, **data)
 
 
-def check(model, dtype):
-    """Returns the seconds that a new process takes to compare gradients with a plain loop's."""
-    from trainer.run.gradient_check import check_gradients
-    from trainer.step import plan_step  # isort: skip
-
-    import keras
-    import tensorflow as tf
-    from models import loss_of, work_of
-
-    import scaling
-
-    keras.config.set_dtype_policy(dtype)
-    work = work_of(model)
-    network = work.build()
-    plan = plan_step(
-        strategy=tf.distribute.get_strategy(),
-        model=network,
-        optimizer=keras.optimizers.Adam(1e-4),
-        compute_loss=lambda batch, training: loss_of(
-            batch[1], network(batch[0], training=training)
-        ),
-        rule=scaling.NoLossScale(),
-    )
-    batch = tf.nest.map_structure(tf.constant, work.batch)
-    began = time.perf_counter()
-    check_gradients(plan, batch, plan.rule.initial_state())
-    return time.perf_counter() - began
-
-
 def fit(model, dtype):
     """Does the same with `model.fit`."""
     import keras
@@ -100,9 +71,6 @@ def main(_):
     """Measures one process, or starts all of them in turn."""
     if FLAGS.one:
         who, model, dtype = FLAGS.one.split(",")
-        if who == "check":
-            print(json.dumps({"seconds": check(model, dtype)}))
-            return
         done, go_on = {"ours": ours, "fit": fit}[who](model, dtype)
         go_on()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -116,27 +84,23 @@ def main(_):
 
 def measured(model, dtype):
     """Returns the seconds and MB of every process, by unit and contender."""
-    found = {unit: {who: [] for who in ("ours", "fit")} for unit in ("seconds", "MB", "check")}
+    found = {unit: {who: [] for who in ("ours", "fit")} for unit in ("seconds", "MB")}
     for _ in range(FLAGS.times):
         for who in random.sample(["ours", "fit"], 2):
             for unit, value in printed_by(f"--one={who},{model},{dtype}").items():
                 found[unit][who].append(value)
-        found["check"]["ours"].append(printed_by(f"--one=check,{model},{dtype}")["seconds"])
     return found
 
 
 def shown(cells):
     """Returns a table of medians and their ratios."""
-    check = "of which the gradients' check"
-    rows = [["model, precision", "ours", "`fit`", "ratio", check, "ours", "`fit`", "ratio"]]
+    rows = [["model, precision", "ours", "`fit`", "ratio", "ours", "`fit`", "ratio"]]
     for title, found in cells.items():
         row = [title]
         for unit, short in (("seconds", "s"), ("MB", "MB")):
             ours_now, others = (statistics.median(found[unit][who]) for who in ("ours", "fit"))
             ratio = statistics.median(ratios_of(found[unit], "ours", "fit"))
             row += [f"{ours_now:.3g} {short}", f"{others:.3g} {short}", f"{ratio:.2f}"]
-            if unit == "seconds":
-                row.append(f"{statistics.median(found['check']['ours']):.2f} s")
         rows.append(row)
     return table(rows)
 

@@ -286,9 +286,8 @@ class Trainer(Task):
             `metrics.jsonl` then holds each step's largest magnitude and counts by exponent, which
             `python -m scaling.simulate` reads. This costs a few passes over the gradients per step.
         check_gradients: whether to compare the step's gradients with those of a plain
-            `tf.GradientTape` before the first step. A difference is an error, and variables that
-            no gradient reaches are named in a warning. A few examples are compared, once; later
-            steps are not affected.
+            `tf.GradientTape` before the first step. A difference is an error. A few examples are
+            compared, once. `dry_run` always does so.
         check_data: whether to check the values of every training batch before its step: finite
             numbers, finite weights, and labels that a cross-entropy of Keras can take. A
             wrong batch ends the run with a DataError that says what it holds; without the check it

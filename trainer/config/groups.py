@@ -155,7 +155,7 @@ class MonitorConfig:
     verbose: bool | str = checked(True, check_verbose)
     profile_steps: Sequence[int] | None = None
     record_gradients: bool = switch(default=False)
-    check_gradients: bool = switch(default=True)
+    check_gradients: bool = switch(default=False)
     check_data: bool = switch(default=False)
     divergence: Divergence | None = None
     actions: Sequence[Action] = ()

@@ -17,13 +17,8 @@ from absl import logging
 import strategies
 from strategies.division import cut_rows
 from trainer.base.keras_private import all_layers, layer_that_added, owners_of
-from trainer.run.gradient_check import (
-    EXAMPLES,
-    computes_in_float32,
-    first_examples,
-    listed,
-    restoring,
-)
+from trainer.base.warn_once import listed
+from trainer.run.gradient_check import EXAMPLES, computes_in_float32, first_examples, restoring
 from trainer.run.gradient_check import pass_inputs as inputs_of
 from trainer.step.added_losses import (
     describe_added_loss,
@@ -67,8 +62,7 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
     """
     found = strategies.capabilities(plan.strategy)
     if plan.gathers:
-        check_global_loss(plan, batch, scale_state)
-        return []
+        return global_loss_differs(plan, batch, scale_state)
     if plan.single_pass or found.asynchronous or found.decides_in_replica:
         return []
     whole = inputs_of(first_examples(batch, plan), plan, scale_state)
@@ -110,19 +104,16 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
     return texts
 
 
-def check_global_loss(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> None:
-    """Checks that a global loss is the same on several replicas as on one device.
+def global_loss_differs(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[str]:
+    """Returns a sentence if a global loss is not the same on several replicas as on one device.
 
     All variables are restored. Nothing is compared if the loss draws random numbers, which differ
-    between replicas.
+    between replicas. The difference is no error: a loss near 0 may be rounding alone.
 
     Args:
         plan: the run's constants; replicas exchange rows.
         batch: the first global batch.
         scale_state: the loss-scale rule's state.
-
-    Raises:
-        ValueError: if the losses differ.
     """
     replicas = plan.strategy.num_replicas_in_sync
     share = strategies.whole(batch, ones(batch))
@@ -133,7 +124,7 @@ def check_global_loss(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> 
         whole = inputs_of(share, plan, scale_state)
         outputs = outputs_of(whole, plan, training=False)
         if outputs.random:
-            return
+            return []
         divided = restoring(
             [*plan.undo, *plan.seeds],
             plan.strategy,
@@ -145,18 +136,13 @@ def check_global_loss(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> 
         raise
     except Exception as error:  # noqa: BLE001  # a check must not end a run
         logging.warning("The loss on replicas was not compared with one device's: %s", error)
-        return
+        return []
     one, several = float(outputs.losses), float(divided)
     tolerance = IN_FLOAT32 if computes_in_float32(plan.model) else IN_HALF
     if abs(one - several) > tolerance * max(abs(one), abs(several)):  # False for NaN
-        raise ValueError(
-            "`compute_loss` must return the same loss on several replicas as on one with "
-            f'loss_reduction="global"; got {several:.6g} on {replicas} replicas, and {one:.6g} on '
-            "one. A replica sees only its share of the batch, and Keras's loss objects divide by "
-            "the number of replicas. Gather all that the loss compares or counts (embeddings, "
-            "labels, weights) with self.all_gather, and call functions of keras.losses; or pass "
-            "check_gradients=False if you want this loss."
-        )
+        text = f"`compute_loss` returns {several:.6g} on {replicas} replicas, and {one:.6g} on one."
+        return [f"{text} Gather what a global loss compares or counts with self.all_gather."]
+    return []
 
 
 def global_loss_of(share: strategies.Share, plan: StepPlan, scale_state: ScaleState) -> tf.Tensor:

@@ -21,7 +21,7 @@ from trainer.log.model_table import frozen_parameters, total_size, variable_rows
 from trainer.log.run_log import format_results
 from trainer.log.summary import format_bytes, power_of_two
 from trainer.run.build import make_checkpoints
-from trainer.run.gradient_check import Untrained, check_gradients, listed
+from trainer.run.gradient_check import check_gradients
 from trainer.run.memory import Memory, memory_of
 from trainer.run.protocol import Parts, RunnableTrainer
 from trainer.run.put_back import put_back
@@ -46,7 +46,7 @@ class DryRun(NamedTuple):
     replicas_equal: bool  # whether all replicas had the same weights after the steps
     memory: Memory
     seconds: float  # duration of the dry run
-    untrained: Untrained = Untrained()  # trainable variables that training does not change
+    gradients: str = ""  # whether they are those of a plain loop, in words
     parameters: int = 0
     frozen: int = 0  # number of parameters in layers with trainable=False
 
@@ -63,16 +63,12 @@ class DryRun(NamedTuple):
         restored = "bit for bit" if self.restored else "BITS LOST"
         equal = "equal to the bit" if self.replicas_equal else "NOT EQUAL"
         retraced = "" if self.traces == 1 else ": TRACED AGAIN, which costs time in every run"
-        without, outside, not_compared = self.untrained
-        untrained = f"; none for {listed(without)}" if without else ""
-        untrained += f"; no optimizer updates {listed(outside)}" if outside else ""
-        compared = f"those of a plain loop{untrained}"
         lines = {
             "parameters": f"{self.parameters:,}, {self.frozen:,} of them frozen",
             "train step": self.step,
             "eval step": evaluation,
             "checkpoint": f"saved and restored {restored}, {format_bytes(self.checkpoint_bytes)}",
-            "gradients": f"not compared: {not_compared}" if not_compared else compared,
+            "gradients": self.gradients,
             "traces": f"{self.traces}{retraced}",
             "replicas": f"{self.replicas}, {equal}",
             "memory": str(self.memory),
@@ -125,7 +121,7 @@ def dry_run(
         evaluation = evaluate() if evaluate else None
         with tempfile.TemporaryDirectory() as scratch:
             size, restored = save_and_restore(trainer, parts, pathlib.Path(scratch))
-        untrained = check_gradients(parts.plan, data.first, parts.state.loss_scaler.state)
+        gradients = check_gradients(parts.plan, data.first, parts.state.loss_scaler.state)
         rows = variable_rows(trainer.model)
         return DryRun(
             step=describe_step(first, parts.plan.variable_names),
@@ -138,7 +134,7 @@ def dry_run(
             replicas_equal=equal,
             memory=memory_of(trainer, data.first),
             seconds=time.perf_counter() - began,
-            untrained=untrained,
+            gradients=gradients,
             parameters=total_size(rows)[0],
             frozen=frozen_parameters(rows),
         )

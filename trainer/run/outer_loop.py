@@ -188,13 +188,13 @@ class OuterLoop:
         """Traces the step and checks it, if there are steps to take.
 
         Args:
-            first: whether the trainer has not been checked before. If so, the step's gradients are
-                compared with those of a plain loop.
+            first: whether the trainer has not been checked before. If so, what couples the examples
+                of a divided batch is named.
 
         Raises:
             ValueError: if a resumed run could not repeat an operation of the step exactly or trains
-                other variables, if the step computes other gradients than a plain loop, or if an
-                evaluation cannot be computed.
+                other variables, if `check_gradients` finds others than those of a plain loop, or if
+                an evaluation cannot be computed.
         """
         if self._step >= self._request.target:
             return
@@ -202,10 +202,12 @@ class OuterLoop:
         self._check_graph()
         if self._request.trace_evaluation:
             self._request.trace_evaluation()
-        if first and self._trainer.check_gradients:
-            batch, state = self._position.data.first, self._parts.state.loss_scaler.state
-            untrained = check_gradients(self._parts.plan, batch, state)
-            for text in (*untrained.warnings(), *what_couples(self._parts.plan, batch, state)):
+        if first:
+            plan, batch = self._parts.plan, self._position.data.first
+            state = self._parts.state.loss_scaler.state
+            if self._trainer.check_gradients:
+                check_gradients(plan, batch, state)
+            for text in what_couples(plan, batch, state):
                 logging.warning("%s", text)
 
     def introduce(self) -> None:

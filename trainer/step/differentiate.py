@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import scaling
 from trainer.base.keras_private import differentiable_moments
+from trainer.base.warn_once import listed, warn_once
 from trainer.step.added_losses import added_loss, warn_of_losses_per_example
 from trainer.step.batch_norm import fused_batch_norm
 from trainer.step.float8 import called_once
@@ -50,9 +51,11 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     share, size = inputs.share, inputs.global_batch
     weights = [tensorflow_variable(variable) for variable in plan.weights]
     probes = probes_of(plan.float8)
+    outside = values_outside(inputs.values, plan)
     with tf.GradientTape(persistent=len(plan.objectives) > 1) as tape:
         # A layer may have been created frozen, so watch its weights explicitly.
-        tape.watch([*weights, *weights_among(inputs.values, len(weights)), *probes])
+        given = weights_among(inputs.values, len(weights))
+        tape.watch([*weights, *given, *probes, *outside.values()])
         with layers_prepared(plan, probes), gathers(inputs, plan):
             passed = forward(share.batch, inputs.values, inputs.keys, plan)
         warn_of_losses_per_example(plan.model, passed.added, share.weights)
@@ -68,15 +71,19 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
     sources = [inputs.values.get(str(at), variable) for at, variable in enumerate(weights)]
     found: dict[int, Gradient] = {}
     counts: Counts = {}
+    outside |= watched_outside(tape, plan)
     for objective in plan.objectives:
         wanted = [sources[position] for position in objective.positions]
         watched = own_probes(objective.positions, plan.float8, probes)
         with recomputing(passed, inputs.values, inputs.keys, plan):
-            each, counted = tape.gradient(scaled[objective.name], (wanted, watched))
+            asked = (wanted, watched, outside)
+            each, counted, others = tape.gradient(scaled[objective.name], asked)
         check_some_gradient(each)
+        warn_of_untrained(others)
         check_given_weights(objective.positions, each, inputs.values, plan)
         found |= dict(zip(objective.positions, each, strict=True))
         counts |= counted
+    warn_without_gradient(found, plan)
     gradients, replaced = split_replaced(found, plan)
     loss, casts = tf.add_n(distinct(losses.values())), gathered_counts(counts, share, plan.float8)
     contribution = Contribution(gradients, loss, regularization_loss, casts)
@@ -210,6 +217,46 @@ def check_some_gradient(gradients: list[Gradient]) -> None:
             "`compute_loss` must depend on a trainable variable; got None for every gradient. "
             "There is nothing to update. Compute the losses from the model's output, without "
             "tf.stop_gradient or NumPy in between."
+        )
+
+
+def values_outside(values: Values, plan: MicrobatchPlan) -> Values:
+    """Returns given values of trainable Keras variables that are not the model's, by name."""
+    known = {id(variable) for variable in plan.model.variables}
+    given = ((plan.held_back[int(position)], value) for position, value in values.items())
+    return {
+        name_of_variable(variable): value
+        for variable, value in given
+        if variable.trainable and value.dtype.is_floating and id(variable) not in known
+    }
+
+
+def watched_outside(tape: tf.GradientTape, plan: MicrobatchPlan) -> dict[str, tf.Variable]:
+    """Returns other trainable variables that the pass has read and that are not the model's."""
+    copies_of = tf.distribute.get_strategy().experimental_local_results
+    own = map(tensorflow_variable, plan.model.variables)
+    known = {id(copy) for variable in own for copy in (variable, *copies_of(variable))}
+    return {each.name: each for each in tape.watched_variables() if id(each) not in known}
+
+
+def warn_of_untrained(gradients: dict[str, Gradient]) -> None:
+    """Names variables that are not the model's and that the loss depends on."""
+    names = [name for name, gradient in gradients.items() if gradient is not None]
+    if names:
+        warn_once(
+            f"The loss depends on {listed(names)}, which no optimizer updates: only variables of "
+            "the model are trained. Make them attributes of the model, or set trainable=False."
+        )
+
+
+def warn_without_gradient(found: dict[int, Gradient], plan: MicrobatchPlan) -> None:
+    """Names trainable variables on which the loss does not depend."""
+    weights = [plan.weights[position] for position in found if found[position] is None]
+    names = [name_of_variable(variable) for variable in weights]
+    if names:
+        warn_once(
+            f"No gradient reaches {listed(names)}, so training does not change it. Set "
+            "trainable=False if that is intended."
         )
 
 

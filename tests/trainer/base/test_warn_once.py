@@ -1,6 +1,6 @@
 """Warnings are not repeated."""
 
-from trainer.base.warn_once import warn_once
+from trainer.base.warn_once import listed, warn_once
 
 
 def test_a_warning_is_logged_once(caplog):
@@ -9,3 +9,10 @@ def test_a_warning_is_logged_once(caplog):
         warn_once(message)
 
     assert [record.getMessage() for record in caplog.records] == ["a: 100% of it", "b"]
+
+
+def test_listed():
+    """A few names are listed, and the others counted."""
+    assert listed(["a"]) == "'a'"
+    assert listed(["a", "b"]) == "'a' and 'b'"
+    assert listed(["a", "b", "c"], shown=2) == "'a', 'b' and 1 more"

@@ -7,9 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import Linear, slopes
 from plans import Pair, pass_inputs_of, plan_of
 
 from trainer import Trainer
+from trainer.base.warn_once import warn_once
 from trainer.step.differentiate import (
     as_dense,
     check_some_gradient,
@@ -179,3 +181,78 @@ def test_a_weight_that_a_pass_is_given_has_a_gradient(monkeypatch, given):
     with pytest.raises(ValueError, match="has no gradient") as error:
         trainer.train((x, x[:, :1]), steps=1, global_batch=4)
     assert "inner/kernel" in str(error.value)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_a_variable_without_a_gradient_is_named(caplog, mirrored, replicas):
+    """L19: a trainable variable that no gradient reaches is named in a warning, once."""
+
+    class Unused(keras.layers.Layer):
+        """Has a weight that its outputs do not depend on."""
+
+        def build(self, shape):
+            """Creates the weight."""
+            self.idle = self.add_weight(name="idle", shape=shape[-1:])
+
+        def call(self, inputs):
+            """Returns its inputs."""
+            return inputs
+
+    class WithUnused(Linear):
+        """A layer without effect before the weight of `Linear`."""
+
+        def build_model(self):
+            """Two layers."""
+            return keras.Sequential([keras.Input([1]), Unused(), keras.layers.Dense(1)])
+
+    warn_once.cache_clear()
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = WithUnused(verbose=False, strategy=strategy)
+    for steps in (1, 2):
+        trainer.train(slopes(1.0, 2.0, 3.0), steps=steps, global_batch=3)
+    found = [each.getMessage() for each in caplog.records if "No gradient" in each.getMessage()]
+    assert "The loss depends" not in caplog.text
+
+    assert len(found) == 1
+    assert "unused" in found[0]
+    assert "none for 'sequential" in str(trainer.dry_run(slopes(1.0, 2.0, 3.0), global_batch=3))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "trained",
+        pytest.param("frozen", marks=pytest.mark.slow),
+        pytest.param("stopped", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_head_that_nobody_trains_is_named(caplog, use):
+    """L19: a layer kept on the trainer, not in the model, is named if the loss gives it a gradient; a
+    frozen one, or one under stop_gradient, is not.
+    """
+
+    class WithHead(Linear):
+        """The loss goes through a layer of the trainer's own."""
+
+        def build_model(self):
+            """The model, and beside it a head."""
+            self.head = keras.layers.Dense(1, use_bias=False, name="head")
+            self.head.build([None, 1])
+            self.head.trainable = use != "frozen"
+            return super().build_model()
+
+        def compute_loss(self, batch, training):
+            """The squared distance of the model's outputs from the head's."""
+            outputs = self.model(batch["x"], training=training)
+            guesses = self.head(outputs)
+            if use == "stopped":
+                guesses = tf.stop_gradient(guesses)
+            return (outputs - guesses)[:, 0] ** 2
+
+    warn_once.cache_clear()
+    trainer = WithHead(verbose=False)
+    trainer.train(slopes(1.0, 2.0), steps=1, global_batch=2)
+    found = [
+        each.getMessage() for each in caplog.records if "The loss depends" in each.getMessage()
+    ]
+    assert ["'head/kernel'" in text for text in found] == ([True] if use == "trained" else [])
