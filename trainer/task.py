@@ -41,6 +41,7 @@ from trainer.losses.output_mask import (
     warn_of_lost_mask,
 )
 from trainer.losses.output_metrics import entries_by_name, update_by_output
+from trainer.step.checks import check_own_steps
 from trainer.step.gather import all_gather, own_rows
 from trainer.step.plan import ones
 from trainer.step.types import Aux, Batch, MetricsByName, Model, Optimizers
@@ -178,6 +179,9 @@ class Task:
         """
         if self._loss_fn is None:
             raise _missing("loss_fn", "compute_loss")
+        if type(self).compute_loss is Task.compute_loss:
+            own_step = "train_step" if training else "test_step"
+            check_own_steps(self.model, ("compute_loss", own_step), "compute_loss")
         loss_fn = self._loss
         x, y, sample_weight = self._unpack(batch)
         if takes_one_output(loss_fn):
@@ -399,6 +403,8 @@ class Task:
         Returns:
             Any structure of tensors with one row per example.
         """
+        if type(self).predict_batch is Task.predict_batch:
+            check_own_steps(self.model, ["predict_step"], "predict_batch")
         return self._call_model(batch[0] if isinstance(batch, tuple) else batch, training=False)
 
     def _call_model(self, x: Batch, training: bool) -> Aux:

@@ -3,7 +3,7 @@
 The checks use static information only and add no operations to a graph.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -34,21 +34,11 @@ from trainer.step.xla import supports_xla
 # small updates: an update smaller than 2^-bits of the weight is rounded away.
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
-# Methods that Keras's own `fit`, `evaluate` and `predict` call, and the trainer's for the same.
-OWN_STEPS = {
-    "train_step": "compute_loss",
-    "compute_loss": "compute_loss",
-    "test_step": "eval_step",
-    "predict_step": "predict_batch",
-    "compute_metrics": "update_metrics",
-}
-
 
 def check_model(model: Model, precision: scaling.Precision) -> None:
     """Raises TypeError or ValueError unless the step can use this model, built or not."""
     check_is_model(model)
     if isinstance(model, keras.Model):
-        check_not_compiled(model)
         check_inputs_declared(model, precision)
 
 
@@ -85,20 +75,19 @@ def check_can_compute_in_float32(model: Model) -> None:
         )
 
 
-def check_not_compiled(model: keras.Model) -> None:
-    """Raises ValueError for models with training logic of their own, which would be ignored."""
-    if model.compiled:
-        raise ValueError(
-            f"`model` must not be compiled; got {shown(model.name)}, on which compile() was "
-            "called. The optimizer and loss given there would be ignored, and under mixed_float16 "
-            "compile() wraps the optimizer in a second loss scaling. Remove the call to compile()."
-        )
-    for name, instead in OWN_STEPS.items():
-        own = name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
-        if own:
+def check_own_steps(model: Model, names: Sequence[str], instead: str) -> None:
+    """Raises ValueError if a model has steps of its own, which a default of the trainer ignores.
+
+    Args:
+        model: the model.
+        names: methods that Keras's `fit`, `evaluate` or `predict` would call.
+        instead: the trainer's method for the same.
+    """
+    for name in names if isinstance(model, keras.Model) else ():
+        if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name):
             raise ValueError(
-                f"`model` must not override {name}; got {type(model).__name__}. The trainer would "
-                f"never call it. Override Trainer.{instead} instead."
+                f"`model` must not override {name} unless the trainer overrides {instead}; got "
+                f"{type(model).__name__}."
             )
 
 

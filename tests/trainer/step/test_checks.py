@@ -2,6 +2,7 @@
 any step.
 """
 
+import contextlib
 import re
 
 import keras
@@ -35,26 +36,6 @@ def half(**arguments):
     return keras.Sequential(
         [keras.Input([1]), keras.layers.Dense(1, dtype="mixed_float16", **arguments)]
     )
-
-
-def compiled():
-    """A compiled model."""
-    model = linear_model()
-    model.compile("sgd", "mse")
-    return model
-
-
-class OwnStep(keras.Model):
-    """A model with its own `train_step`."""
-
-    def train_step(self, data):
-        """Is never called."""
-        return data
-
-
-def with_own(name):
-    """A model whose class has a method of its own in the place of one of Keras's."""
-    return type("Own", (keras.Model,), {name: OwnStep.train_step})
 
 
 def weightless():
@@ -155,37 +136,6 @@ def built():
             "which computes in half precision and keeps float32 weights.",
         ),
         (
-            {"model": compiled},
-            "`model` must not be compiled; got 'sequential', on which compile() was called. The "
-            "optimizer and loss given there would be ignored, and under mixed_float16 compile() "
-            "wraps the optimizer in a second loss scaling. Remove the call to compile().",
-        ),
-        (
-            {"model": OwnStep},
-            "`model` must not override train_step; got OwnStep. The trainer would never call it. "
-            "Override Trainer.compute_loss instead.",
-        ),
-        (
-            {"model": with_own("compute_loss")},
-            "`model` must not override compute_loss; got Own. The trainer would never call it. "
-            "Override Trainer.compute_loss instead.",
-        ),
-        (
-            {"model": with_own("test_step")},
-            "`model` must not override test_step; got Own. The trainer would never call it. "
-            "Override Trainer.eval_step instead.",
-        ),
-        (
-            {"model": with_own("predict_step")},
-            "`model` must not override predict_step; got Own. The trainer would never call it. "
-            "Override Trainer.predict_batch instead.",
-        ),
-        (
-            {"model": with_own("compute_metrics")},
-            "`model` must not override compute_metrics; got Own. The trainer would never call it. "
-            "Override Trainer.update_metrics instead.",
-        ),
-        (
             {"model": weightless},
             "`model` must have trainable variables; got none. There is nothing to update. Create "
             "them in build_model() or when the model is first called.",
@@ -237,6 +187,86 @@ def test_models_and_optimizers_are_refused_before_the_first_step(arguments, mess
         train(make(**arguments))
 
     assert message in str(error.value)
+
+
+class OwnSteps(keras.Model):
+    """Compiles itself, and has a step of its own for everything."""
+
+    def __init__(self):
+        """Creates a layer."""
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.compile("adam", "mae", metrics=["mae"])
+
+    def call(self, x):
+        """Returns a number for each example."""
+        return self.dense(x)
+
+    def train_step(self, *args, **kwargs):
+        """Raises an error."""
+        raise AssertionError
+
+    test_step = predict_step = compute_loss = compute_metrics = train_step
+
+
+class OwnLoss(Trainer):
+    """A squared error, and twice the outputs as predictions."""
+
+    def compute_loss(self, batch, training):
+        """Returns the squared errors."""
+        outputs = tf.cast(self.model(batch[0], training=training), tf.float32)
+        return tf.reduce_sum((outputs - batch[1] * 3.0) ** 2, axis=1)
+
+    def predict_batch(self, batch):
+        """Returns twice the outputs."""
+        return self.model(batch, training=False) * 2.0
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_steps_of_a_model_concern_keras_alone(tmp_path, precision):
+    """A trainer with methods of its own calls none of them; the model may have compiled itself."""
+
+    def trainer(steps):
+        found = OwnLoss(
+            model=OwnSteps,
+            optimizer=lambda: keras.optimizers.SGD(0.25),
+            precision=precision,
+            loss_scale=8.0,
+            model_dir=tmp_path,
+            verbose=False,
+        )
+        assert train(found, steps=steps).totals.applied == steps
+        return found
+
+    # d/dw and d/db of (w + b - 3)^2 are 2 (w + b - 3): from 1 to 3 in one step, where it stays.
+    first = trainer(1)
+    assert [float(v.numpy().item()) for v in first.model.trainable_variables] == [2.0, 1.0]
+    assert trainer(2).evaluate((X, X), global_batch=4)["loss"] == 0.0
+    assert first.predict(X, global_batch=4).tolist() == [[6.0]] * 8
+
+
+def with_own(*names):
+    """A linear model whose class has methods of its own in the place of Keras's."""
+    inputs = keras.Input([1])
+    own = type("Own", (keras.Model,), dict.fromkeys(names, OwnSteps.train_step))
+    return own(inputs, keras.layers.Dense(1)(inputs))
+
+
+@pytest.mark.parametrize("name", ["train_step", "test_step", "compute_loss", "predict_step"])
+def test_steps_that_a_default_would_replace_are_refused(name):
+    """With `loss_fn`, and by the default `predict_batch`; another default is not concerned."""
+    refused = {
+        "train": name in ("train_step", "compute_loss"),
+        "evaluate": name in ("test_step", "compute_loss"),
+        "predict": name == "predict_step",
+    }
+    data = {"train": (X, X), "evaluate": (X, X), "predict": X}
+    for method, wrong in refused.items():
+        trainer = make(model=lambda: with_own(name, "compute_metrics"))
+        arguments = {"steps": 1} if method == "train" else {}
+        expected = pytest.raises(ValueError, match=f"`model`.* {name} ")
+        with expected if wrong else contextlib.nullcontext():
+            getattr(trainer, method)(data[method], global_batch=4, **arguments)
 
 
 def test_variables_of_another_strategy_are_refused(mirrored):
