@@ -284,7 +284,7 @@ def test_an_optimizer_of_another_strategy_is_refused(mirrored):
     """L10: an optimizer built outside the scope would count every replica's update and
     is refused.
     """
-    with pytest.raises(ValueError, match="`optimizer`.*iteration"):
+    with pytest.raises(ValueError, match=r"`optimizer`.*iteration"):
         train(make(optimizer=keras.optimizers.Adam(), strategy=mirrored(2)))
 
 
