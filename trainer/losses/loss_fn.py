@@ -122,7 +122,7 @@ def example_losses(
     if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
     mask = mask_of(loss_fn, outputs)
-    predictions = tf.nest.map_structure(at_least_float32, outputs)
+    predictions = tf.nest.map_structure(as_float, outputs)
     if needs_alignment(y, predictions):
         check_examples_apart(loss_fn, y, predictions)
     elements = element_losses(loss_fn, y, predictions)
@@ -170,7 +170,7 @@ def global_loss(
     """
     if takes_one_output(loss_fn):
         check_single_output(loss_fn, outputs)
-    predictions = tf.nest.map_structure(at_least_float32, outputs)
+    predictions = tf.nest.map_structure(as_float, outputs)
     elements, own_mask = losses_and_mask(loss_fn, y, predictions)
     elements = tf.cast(elements, tf.float32)
     weights = element_weights(loss_fn, y, sample_weight, mask)
@@ -444,6 +444,11 @@ def without_last_ones(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.shape.rank > 1 and tensor.shape[-1] == 1:
         tensor = tf.squeeze(tensor, axis=-1)
     return tensor
+
+
+def as_float(output: tf.Tensor) -> tf.Tensor:
+    """Returns a model's output in float32, or in float64 if it is."""
+    return tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
 
 
 def floats_at_least_float32(tensor: tf.Tensor) -> tf.Tensor:

@@ -119,7 +119,7 @@ GOOD |= {"exponents": {"-1": 3}}
         {"cause": ["forward"], "max_magnitude": []},
         *({"zeros": value} for value in (-1, None, 10**400)),
         *({"exponents": value} for value in ([], {"x": 1}, {"9999": 1}, {"-9999": 1}, {"1": -1})),
-        *({"precision": value} for value in ("\x1b[2J", "float64", None, ["float32"])),
+        *({"precision": value} for value in ("\x1b[2J", "float8", None, ["float32"])),
         *({"shares": value} for value in (-1, "1", 10**400)),
     ],
 )
