@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from trainer.monitor.lost_worker import WorkerLostError
     from trainer.monitor.stuck import TrainingStuckError
     from trainer.run.dry_run import DryRun, Overfit, find_batch_size
+    from trainer.run.online_loop import BatchResult
     from trainer.step.float8 import convert_to_float8
     from trainer.step.report import StepReport
     from trainer.trainer import Trainer
@@ -34,6 +35,7 @@ if typing.TYPE_CHECKING:
 _HOMES = {
     "Action": "trainer.monitor.actions",
     "AimTracker": "trainer.log.tracker_services",
+    "BatchResult": "trainer.run.online_loop",
     "Callback": "trainer.monitor.callback",
     "CheckpointError": "trainer.checkpoint",
     "DataError": "trainer.data.errors",
@@ -58,6 +60,7 @@ _HOMES = {
 __all__ = [
     "Action",
     "AimTracker",
+    "BatchResult",
     "Callback",
     "CheckpointError",
     "DataError",

@@ -92,6 +92,7 @@ from trainer.run.build import (
     Forward,
     build,
     leave_out_xla_or_refuse,
+    parts_of_plan,
     recorded_computation,
     recorded_settings,
 )
@@ -124,6 +125,7 @@ from trainer.run.same_on_workers import check_same_data, check_same_run
 from trainer.step import StepReport, attempt_step
 from trainer.step.checks import check_reduction
 from trainer.step.objective import check_may_alternate
+from trainer.step.plan import keeping_rows
 from trainer.step.types import Batch, MetricsByName, Model
 from trainer.task import LossArgument, MetricsArgument, ModelArgument, OptimizerArgument, Task
 
@@ -684,7 +686,7 @@ class Trainer(Task):
         if not self._parts.checkpoints.deferred:
             leaving.call(lambda: self.call_hook(hook, *arguments))
 
-    def train_on_batch(self, batch: Any) -> dict[str, float]:
+    def train_on_batch(self, batch: Any, *, return_aux: bool = False) -> Any:
         """Takes one step with a batch: for data that is made during training.
 
         A step and what follows it are as in `train`: skipped steps, loss scale, log lines every
@@ -695,12 +697,15 @@ class Trainer(Task):
         Args:
             batch: arrays or tensors in the structure that a dataset would yield, such as (x, y).
                 The first dimension is the example; its size may differ from call to call.
+            return_aux: whether to return the losses and the aux of this batch's examples, too, as
+                for a prioritized replay.
 
         Returns:
-            The weighted mean loss of the batch as "loss", and the training metrics over the steps
-            since the last log line, keyed by name. A skipped step returns the loss that it had.
-            Without weight there is no mean, and without an applied step there are no metrics: they
-            are NaN.
+            A dict of floats: the weighted mean loss of the batch as "loss", and the training
+            metrics over the steps since the last log line, keyed by name. A skipped step returns
+            the loss that it had. Without weight there is no mean, and without an applied step there
+            are no metrics: they are NaN. With `return_aux=True`, a `BatchResult` that has these as
+            `values`, and `applied`, `losses` and `aux` of this batch.
 
         Raises:
             TypeError, ValueError: if the batch, the model or the optimizer cannot be used; with
@@ -713,16 +718,18 @@ class Trainer(Task):
         if self._online is None:
             self.data_argument = "batch"
         loop = self._online
-        if loop is None or must_look_again(loop.parts.plan, self._setup):
+        missing = return_aux and not (loop and loop.parts.plan.kept)
+        if loop is None or missing or must_look_again(loop.parts.plan, self._setup):
             parts = self._start(tensors)
-            if loop is None or loop.parts is not parts:
-                loop = self._begin_online(tensors)
+            if loop is None or missing or loop.parts is not parts:
+                loop = self._begin_online(tensors, return_aux=return_aux)
         try:
-            return loop.take(tensors)
+            result = loop.take(tensors)
         except BaseException:
             self._online, self._failed = None, loop  # the next call begins anew
             loop.release()
             raise
+        return result if return_aux else result.values
 
     def restore(self, batch: Any) -> int:
         """Builds the model and resumes the run from its newest checkpoint, without taking a step.
@@ -748,7 +755,7 @@ class Trainer(Task):
         self._start(tensors)
         return self.totals.attempted
 
-    def _begin_online(self, batch: Batch) -> OnlineLoop:
+    def _begin_online(self, batch: Batch, *, return_aux: bool = False) -> OnlineLoop:
         """Does what comes before the first step of `train_on_batch`."""
         check_online(self)
         if not self._trained_on:
@@ -761,6 +768,10 @@ class Trainer(Task):
         auto = self.compile_mode_open
         if auto:
             settle(self, self._parts, position.data, 0, self._use)  # tries and measures nothing
+        if return_aux:
+            parts, plan = self._parts, keeping_rows(self._parts.plan)
+            own = parts_of_plan(self, plan, parts.state, parts.stop, parts.metrics)
+            self._use(parts._replace(**own))
         self._leave_xla_out_if_needed(
             lambda parts: parts.run_batch.get_concrete_function(batch, tf.constant(0.0)), auto=auto
         )

@@ -27,6 +27,7 @@ WITHOUT_EXAMPLE = {
     "Capabilities": "capabilities",
     "CheckpointError": "Trainer",
     "DataError": "Trainer",
+    "BatchResult": "Trainer",
     "DivergedError": "Trainer",
     "Share": "take",
     "DryRun": "Trainer",

@@ -82,24 +82,23 @@ def run_steps(
 
 def run_batch(
     train_step: Callable[[Any], StepReport],
-    metric_results: Callable[[], dict[str, tf.Tensor]],
+    results: Callable[[], Any],
     batch: Any,
     waited: tf.Tensor,
-) -> tuple[StepReport, dict[str, tf.Tensor]]:
+) -> tuple[StepReport, Any]:
     """Takes one step with a given batch. Trace it in a `tf.function`, in cross-replica context.
 
     Args:
         train_step: as for `run_steps`.
-        metric_results: returns the results of the training metrics, keyed by name.
+        results: called after the step.
         batch: the global batch.
         waited: the seconds spent waiting for the batch: shape (), float32.
 
     Returns:
-        The report of the step, each field with shape (1, ...); and the results of the metrics,
-        keyed by name, each of shape ().
+        The report of the step, each field with shape (1, ...); and what `results` returns.
     """
     report = call_user(train_step, batch)._replace(data_wait_secs=waited)
-    return StepReport(*(tf.expand_dims(field, 0) for field in report)), metric_results()
+    return StepReport(*(tf.expand_dims(field, 0) for field in report)), results()
 
 
 def timed_next(iterator: tf.data.Iterator) -> tuple[Any, tf.Tensor]:

@@ -216,9 +216,14 @@ def parts_of_plan(
         "run_steps": loop,
         "pending": pending,
         "run_batch": tf.function(
-            functools.partial(run_batch, step, lambda: results_of(metrics.train)),
+            functools.partial(
+                run_batch,
+                step,
+                lambda: (results_of(metrics.train), plan.kept.take() if plan.kept else None),
+            ),
             autograph=False,
-            reduce_retracing=True,  # batches of many sizes share a trace
+            # Batches of many sizes share a trace; but XLA keeps rows of a known number only.
+            reduce_retracing=not (plan.kept and plan.jit_compile == "step"),
         ),
         "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop),
         "recorder": make_recorder(trainer, plan, state)

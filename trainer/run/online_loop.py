@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -21,6 +21,8 @@ from trainer.replay.recorder import keep_overflow
 from trainer.run.leaving import Leaving
 from trainer.run.outer_loop import OuterLoop, TrainRequest
 from trainer.run.protocol import Parts, RunnableTrainer
+from trainer.step.microbatch import Rows
+from trainer.step.objective import ONLY
 from trainer.step.randomness import check_no_stateful_ops
 from trainer.step.types import Batch
 
@@ -55,6 +57,28 @@ def check_no_place_is_lost(checkpoints: Checkpoints, data_resume: str | None) ->
             f"Call train(data, steps={saved['step']}) before, with that data: it takes no step and "
             'finds the place. Or pass data_resume="restart", to begin the data anew.'
         )
+
+
+class BatchResult(NamedTuple):
+    """What `Trainer.train_on_batch` returns with `return_aux=True`; all of it about one batch."""
+
+    values: dict[str, float]  # what it returns without: the loss of the batch, and the metrics
+    applied: bool  # whether the step was applied, and not skipped
+    # NumPy arrays with one row per example, computed before the update. If the step was attempted
+    # again, they are of the last attempt.
+    losses: Any = None  # float32, not weighted; with several optimizers, a dict of arrays by name;
+    # None with loss_reduction="global"
+    aux: Any = None  # what `compute_loss` returned along with the losses; the outputs, by default
+
+
+def on_host(rows: Rows | None) -> tuple[Any, Any]:
+    """Returns losses and aux as NumPy arrays, and None for what was not kept."""
+    if rows is None:
+        return None, None
+    aux, losses = tf.nest.map_structure(
+        lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, rows
+    )
+    return losses.get(ONLY, losses) if losses else None, aux
 
 
 class OnlineLoop(OuterLoop):
@@ -123,16 +147,8 @@ class OnlineLoop(OuterLoop):
             traced = self._parts.run_batch.get_concrete_function(batch, tf.constant(0.0))
             check_no_stateful_ops(traced.graph)
 
-    def take(self, batch: Batch) -> dict[str, float]:
-        """Takes one step.
-
-        Args:
-            batch: the global batch, as tensors.
-
-        Returns:
-            The loss of the batch, and the training metrics since the last log line, by name. What
-            nothing was counted for is NaN.
-        """
+    def take(self, batch: Batch) -> BatchResult:
+        """Takes one step with a global batch, as tensors."""
         try:
             return self._take(batch)
         except Exception as error:
@@ -140,7 +156,7 @@ class OnlineLoop(OuterLoop):
             self._log.log_failure(self._step, error)
             raise
 
-    def _take(self, batch: Batch) -> dict[str, float]:
+    def _take(self, batch: Batch) -> BatchResult:
         """Does what `take` says."""
         before, parts = self._step, self._parts
         self._trainer.call_hook("on_loop_begin", before)
@@ -149,7 +165,7 @@ class OnlineLoop(OuterLoop):
             self._profile.before(before)
         waited = time.perf_counter() - self._waiting_since
         try:
-            report, metrics = parts.run_batch(batch, tf.constant(waited, tf.float32))
+            report, (metrics, rows) = parts.run_batch(batch, tf.constant(waited, tf.float32))
         except tf.errors.OpError as error:
             if wrong := found_in(error.message):
                 raise wrong_values(wrong, f"after step {before}") from error
@@ -174,7 +190,7 @@ class OnlineLoop(OuterLoop):
         results |= {name: float(value) if counted else math.nan for name, value in metrics.items()}
         self._after_inner_loop(before)
         self._waiting_since = time.perf_counter()
-        return results
+        return BatchResult(results, bool(report.grads_finite.numpy()[0]), *on_host(rows))
 
     def close(self, *, save: bool) -> None:
         """Logs the steps since the last log line, and waits for checkpoints.

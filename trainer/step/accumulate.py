@@ -14,8 +14,9 @@ from trainer.step.microbatch import (
     Microbatch,
     NonfiniteFlags,
     PassInputs,
+    Rows,
 )
-from trainer.step.types import Aux, Batch, Values
+from trainer.step.types import Batch, Values
 
 Tree = TypeVar("Tree")
 
@@ -34,7 +35,7 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
 
     Returns:
         The sums of contributions, flags and parts of means; the integers that the first microbatch
-        would assign; the maxima of the values that replace variables; and the aux of the whole
+        would assign; the maxima of the values that replace variables; and the rows of the whole
         share.
     """
     num_microbatches = inputs.keys.shape[0]
@@ -43,13 +44,13 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
         return differentiate(first)
 
     # Trace the pass beforehand, to learn which gradients are None, which variables are written,
-    # and the structure of aux.
+    # and the structure of the rows.
     expected = differentiate.get_concrete_function(first).structured_outputs
-    aux_parts = tf.nest.map_structure(
+    parts = tf.nest.map_structure(
         lambda spec: tf.TensorArray(
             spec.dtype, num_microbatches, infer_shape=False, element_shape=any_rows(spec)
         ),
-        expected.aux,
+        expected.rows,
     )
 
     def body(
@@ -57,28 +58,28 @@ def accumulate(differentiate: Differentiate, inputs: PassInputs) -> Microbatch:
         total: tuple[Contribution, NonfiniteFlags],
         written: Values,
         replaced: Values,
-        aux: Aux,
-    ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Values, Values, Aux]:
+        parts: Rows,
+    ) -> tuple[tf.Tensor, tuple[Contribution, NonfiniteFlags], Values, Values, Rows]:
         now = microbatch_inputs(inputs, index)
         result = differentiate(now)
-        rows = real_aux(result.aux, now.share)
+        rows = real_aux(result.rows, now.share)
         return (
             index + 1,
             tf.nest.map_structure(tf.add, total, (present(result.contribution), result.nonfinite)),
             sums_and_first(written, result.written, index),
             maxima(replaced, result.replaced, now.share),
-            tf.nest.map_structure(lambda array, row: array.write(index, row), aux, rows),
+            tf.nest.map_structure(lambda array, row: array.write(index, row), parts, rows),
         )
 
-    start = (tf.constant(0), *nothing_yet(expected), aux_parts)
-    _, (contribution, nonfinite), written, replaced, aux_parts = tf.while_loop(
+    start = (tf.constant(0), *nothing_yet(expected), parts)
+    _, (contribution, nonfinite), written, replaced, parts = tf.while_loop(
         lambda index, *_: index < num_microbatches, body, start, parallel_iterations=1
     )
-    aux = tf.nest.map_structure(
-        lambda array, spec: tf.ensure_shape(array.concat(), any_rows(spec)), aux_parts, expected.aux
+    rows = tf.nest.map_structure(
+        lambda array, spec: tf.ensure_shape(array.concat(), any_rows(spec)), parts, expected.rows
     )
     contribution = with_missing(contribution, expected.contribution)
-    return Microbatch(contribution, nonfinite, written, replaced, aux)
+    return Microbatch(contribution, nonfinite, written, replaced, rows)
 
 
 def nothing_yet(
@@ -128,7 +129,7 @@ def lowest(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.fill(spec.shape, tf.constant(spec.dtype.min, spec.dtype))
 
 
-def real_examples(share: strategies.Share, aux: Aux) -> tuple[Batch, Aux]:
+def real_examples(share: strategies.Share, aux: Tree) -> tuple[Batch, Tree]:
     """Returns a replica's examples and their aux, without the placeholder row of an empty share."""
     if tf.distribute.get_replica_context().num_replicas_in_sync == 1:  # nothing was divided
         return share.batch, aux
@@ -142,8 +143,8 @@ def real_rows(tree: Tree, share: strategies.Share) -> Tree:
     return cut_rows(tree, 0, share.examples)
 
 
-def real_aux(aux: Aux, share: strategies.Share) -> Aux:
-    """Cuts aux to its real examples, as `real_rows` does.
+def real_aux(aux: Tree, share: strategies.Share) -> Tree:
+    """Cuts aux, and losses, to the real examples, as `real_rows` does.
 
     Raises:
         ValueError: if there is not a row per example.

@@ -102,7 +102,7 @@ def apply_in_replica(
 
     compiled_update(apply, plan.jit_compile)(own.gradients)
     if last:
-        call_user(plan.update_metrics, own.batch, own.aux)
+        call_user(plan.update_metrics, own.batch, own.rows.aux)
         average_unsynchronized(before, plan)
 
 

@@ -22,7 +22,7 @@ from trainer.step.attempt_in_replica import attempt_in_replica
 from trainer.step.checks import check_weights
 from trainer.step.diagnose import Evidence, count_by_variable
 from trainer.step.held_back import frozen_or_unfrozen
-from trainer.step.microbatch import GlobalBatchSize
+from trainer.step.microbatch import GlobalBatchSize, Rows
 from trainer.step.one_attempt import note_attempt
 from trainer.step.outcomes import apply_or_skip, combined, diagnosed, on_first_replica
 from trainer.step.plan import StepPlan, UpdateGroup
@@ -302,7 +302,12 @@ def attempt_groups(
     replica = functools.partial(replica_step, group=group, plan=plan)
     source = key_source(inputs.random, first, len(plan.turns))
     result: ReplicaResult = plan.strategy.run(replica, args=(inputs._replace(random=source),))
-    agreed = on_first_replica(result._replace(gradients=[], batch=(), aux=()), plan.strategy)
+    if plan.kept:
+        examples = inputs.weights.shape[0] if plan.jit_compile == "step" else None
+        plan.kept.keep(result.rows, plan.strategy, examples)
+    agreed = on_first_replica(
+        result._replace(gradients=[], batch=(), rows=Rows((), {})), plan.strategy
+    )
 
     def apply() -> Outcome:
         own = taking_sums_alone(result, inputs.scale_state, plan)

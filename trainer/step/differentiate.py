@@ -36,6 +36,7 @@ from trainer.step.microbatch import (
     MicrobatchPlan,
     NonfiniteFlags,
     PassInputs,
+    Rows,
 )
 from trainer.step.types import Gradient, Values
 
@@ -96,7 +97,8 @@ def differentiate(inputs: PassInputs, plan: MicrobatchPlan) -> Microbatch:
         contribution = contribution._replace(loss=tf.add_n([*distinct(own), tf.constant(0.0)]))
     fraction = tf.cast(share.examples / size.examples, tf.float32)
     written = parts_of_mean(written_by(inputs.values, passed.after), fraction)
-    return Microbatch(contribution, nonfinite, written, replaced, passed.aux)
+    rows = Rows(passed.aux, passed.losses if plan.keep_losses else {})
+    return Microbatch(contribution, nonfinite, written, replaced, rows)
 
 
 def gathers(inputs: PassInputs, plan: MicrobatchPlan) -> contextlib.AbstractContextManager[None]:

@@ -59,6 +59,14 @@ class NonfiniteFlags(NamedTuple):
     # all 0 if the loss was not finite, and in a single pass: see `MicrobatchPlan.single_pass`
 
 
+class Rows(NamedTuple):
+    """What a pass has computed for each example; the first dimension of each tensor."""
+
+    aux: Aux  # what `compute_loss` returned along with the losses; () if nothing
+    # By the objective's name, in the shape of the weights; empty if they are not kept.
+    losses: dict[str, tf.Tensor]
+
+
 class Microbatch(NamedTuple):
     """The results of one forward and backward pass."""
 
@@ -68,7 +76,7 @@ class Microbatch(NamedTuple):
     # the examples, so that their sum over all shares is a mean.
     written: Values
     replaced: Values  # values of variables that are replaced: see `differentiate.split_replaced`
-    aux: Aux  # what `compute_loss` returned along with the losses; first dimension: the example
+    rows: Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +99,7 @@ class MicrobatchPlan:
     global_loss: bool = False
     num_microbatches: int = 1  # number of parts that each replica's share is cut into
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors whose casts to count
+    keep_losses: bool = False  # whether the pass returns the losses of the examples
 
 
 class Differentiate(Protocol):

@@ -27,6 +27,7 @@ from trainer.step.gather_checks import (
     check_no_weights,
 )
 from trainer.step.held_back import held_back_variables, name_of_variable
+from trainer.step.kept import Kept
 from trainer.step.microbatch import (
     ComputeLoss,
     Differentiate,
@@ -104,6 +105,7 @@ class StepPlan:
     float8: tuple[Float8Tensor, ...] = ()  # float8 tensors of layers that are trained
     reduce_dtype: str | None = None  # the dtype of gradients in their sum; None: their own
     reduce_bucket_bytes: int | None = None  # the size of a bucket of gradients; None: one for all
+    kept: Kept | None = None  # what keeps losses and aux of each example; None keeps nothing
     # The ids of variables in `undo` that a pass assigns: known as soon as it has been traced.
     assigned: set[int] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
@@ -351,6 +353,13 @@ def compiled_as(plan: StepPlan, jit_compile: bool | str) -> StepPlan:
     return with_groups(plan, [group.objectives for group in plan.groups], jit_compile)
 
 
+def keeping_rows(plan: StepPlan) -> StepPlan:
+    """Returns a plan of the same step that also keeps the losses and the aux of each example."""
+    if strategies.capabilities(plan.strategy).decides_in_replica:
+        raise ValueError("`return_aux` must be False on a TPU, whose steps keep no rows; got True.")
+    return compiled_as(dataclasses.replace(plan, kept=Kept()), plan.jit_compile)
+
+
 def with_groups(
     plan: StepPlan, partition: Sequence[Sequence[Objective]], jit_compile: bool | str
 ) -> StepPlan:
@@ -413,6 +422,7 @@ def microbatch_plan(
         global_loss=plan.global_loss,
         num_microbatches=plan.num_microbatches,
         float8=plan.float8 if plan.record_gradients else (),
+        keep_losses=plan.kept is not None and not plan.global_loss,
     )
 
 

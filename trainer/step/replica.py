@@ -19,24 +19,24 @@ from trainer.step.float8_counts import measure_float8
 from trainer.step.held_back import read_values
 from trainer.step.judge import judge, stay_finite
 from trainer.step.measure import global_norm, measure
-from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs
+from trainer.step.microbatch import GlobalBatchSize, Microbatch, PassInputs, Rows
 from trainer.step.plan import StepPlan, UpdateGroup
 from trainer.step.randomness import make_keys
 from trainer.step.reduce import sum_over_replicas
 from trainer.step.report import Outcome
-from trainer.step.types import Aux, Batch, Gradient, ScaleState, StepInputs, Values
+from trainer.step.types import Batch, Gradient, ScaleState, StepInputs, Values
 from trainer.step.xla import adds_in_rows
 
 
 class ReplicaResult(NamedTuple):
-    """One replica's results. Only `batch`, `aux` and integers in `written` differ by replica."""
+    """One replica's results. Only `batch`, `rows` and integers in `written` differ by replica."""
 
     outcome: Outcome  # cause and place are those of a finite step until `diagnose` fills them in
     evidence: Evidence  # what `diagnose` examines after a skip
     gradients: list[Gradient]  # summed, unscaled, clipped: ready to apply
     written: Values  # what the forward pass would have assigned; floats: mean over replicas
     batch: Batch  # this replica's real examples; none in an empty share
-    aux: Aux  # what `compute_loss` returned for these examples along with the losses
+    rows: Rows  # of these examples
 
 
 def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> ReplicaResult:
@@ -81,14 +81,14 @@ def replica_step(inputs: StepInputs, *, group: UpdateGroup, plan: StepPlan) -> R
         **measured._asdict(),
         **measure_float8(reduced, before, plan.float8)._asdict(),
     )
-    batch, aux = real_examples(share, local.aux)
+    batch, rows = real_examples(share, local.rows)
     return ReplicaResult(
         outcome=outcome,
         evidence=Evidence(reduced.table, statistics_finite, reduced.total.gradients, unscaled),
         gradients=clip(unscaled, gradient_norm, plan.clip),
         written=with_own_scales(reduced.written, before, plan.float8),
         batch=batch,
-        aux=aux,
+        rows=rows,
     )
 
 
@@ -203,10 +203,10 @@ def run_model(inputs: PassInputs, in_float32: tf.Tensor | None, group: UpdateGro
         # branches of the condition must return the same dtypes.
         first = microbatch_inputs(inputs, 0)
         usual = group.differentiate.get_concrete_function(first).structured_outputs
-        aux = tf.nest.map_structure(
-            lambda new, spec: tf.cast(new, spec.dtype), result.aux, usual.aux
+        rows = tf.nest.map_structure(
+            lambda new, spec: tf.cast(new, spec.dtype), result.rows, usual.rows
         )
-        return result._replace(aux=aux)
+        return result._replace(rows=rows)
 
     # The branches contain no collectives: the all-reduce comes later.
     result: Microbatch = tf.cond(

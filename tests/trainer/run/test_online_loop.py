@@ -478,3 +478,74 @@ def test_what_nothing_was_counted_for_is_no_number():
     weightless = trainer.train_on_batch((*BATCHES[0], np.zeros(4, np.float32)))
     assert np.isnan(weightless["loss"])
     assert np.isfinite(trainer.train_on_batch(BATCHES[1])["mae"])
+
+
+class Halved(Linear):
+    """Returns half of each loss as aux."""
+
+    def compute_loss(self, batch, training):
+        """As in `Linear`."""
+        losses = super().compute_loss(batch, training)
+        return losses, {"half": losses / 2}
+
+
+DIVIDED = [
+    {"jit_compile": False},
+    {"jit_compile": False, "replicas": 2, "num_microbatches": 2},
+    {"jit_compile": "step", "on_overflow": "retry"},
+    {"jit_compile": "step"},
+    {"jit_compile": True, "num_microbatches": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [DIVIDED[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in DIVIDED[1:])],
+)
+def test_losses_and_aux_of_this_batch(settings, mirrored):
+    """`return_aux` returns the rows of the batch as the step computed them, also if it is skipped,
+    for any number of examples; the step has the same bits.
+    """
+    settings = {"precision": "mixed_float16", "verbose": False, **settings}
+    strategy = mirrored(settings.pop("replicas", 1))
+    one, other = (Halved(strategy=strategy, **settings) for _ in range(2))
+    weight = 1.0
+    for steps in ([0.5, 2.0], [1e30, 1.0, 0.25, 2.0], [4.0, 1.0]):
+        other.train_on_batch(slopes(*steps))
+        found = one.train_on_batch(slopes(*steps), return_aux=True)
+        assert found.applied == (max(steps) < 1e30)
+        np.testing.assert_allclose(found.losses, weight * np.float32(steps), rtol=2**-10)
+        assert found.aux["half"].tolist() == (found.losses / 2).tolist()
+        assert found.values.keys() == {"loss"}
+        weight = one.weight
+        assert weight == other.weight
+    assert one.totals.skipped == 1
+
+
+def test_losses_by_optimizer():
+    """Optimizers that alternate return the losses of each; `loss_fn` returns the outputs."""
+
+    class Two(Trainer):
+        def build_model(self):
+            inputs = keras.Input([1])
+            parts = {name: keras.layers.Dense(1, use_bias=False) for name in ("critic", "actor")}
+            made = keras.Model(inputs, [part(inputs) for part in parts.values()])
+            made.critic, made.actor = parts.values()
+            return made
+
+        def build_optimizer(self):
+            return {"critic": keras.optimizers.SGD(0.1), "actor": keras.optimizers.SGD(0.1)}
+
+        def compute_loss(self, batch, training):
+            critic, actor = self.model(batch, training=training)
+            return {"critic": critic[:, 0] ** 2, "actor": actor[:, 0] + 7}
+
+    found = Two(verbose=False, alternate_optimizers=True).train_on_batch(X[:5, :1], return_aux=True)
+    assert found.losses["critic"].min() >= 0
+    assert found.losses["actor"].shape == (5,)
+    assert found.aux == ()
+
+    trainer = network()
+    found = trainer.train_on_batch(BATCHES[0], return_aux=True)
+    np.testing.assert_allclose(found.losses, (found.aux - BATCHES[0][1])[:, 0] ** 2, rtol=1e-5)
+    assert trainer.train_on_batch(BATCHES[1]).keys() == {"loss", "mae"}

@@ -84,7 +84,7 @@ def test_aux_is_that_of_the_real_examples(parts, static):
         weights = tf.ones_like(batch)
         inputs = pass_inputs_of(plan, tf.ones([3]), parts=parts)
         inputs = inputs._replace(share=strategies.whole(batch, weights))
-        return accumulate(plan.groups[0].differentiate, inputs).aux
+        return accumulate(plan.groups[0].differentiate, inputs).rows.aux
 
     assert run(tf.constant([1.0, 2.0, 3.0]))["twice"].numpy().tolist() == [2.0, 4.0, 6.0]
 

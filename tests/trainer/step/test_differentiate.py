@@ -38,7 +38,7 @@ def test_gradients_are_scaled_and_losses_are_not(scale):
         5.0 * scale,
     ]
     assert float(result.contribution.loss) == 12.5
-    assert (result.written, result.aux) == ({}, ())
+    assert (result.written, result.rows) == ({}, ((), {}))
 
 
 def test_regularization_counts_by_examples():
