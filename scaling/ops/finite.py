@@ -27,19 +27,22 @@ def all_finite(structure: Structure) -> tf.Tensor:
         >>> bool(all_finite({"kernel": tf.constant(float("nan"), tf.float16)}))
         False
     """
-    flags = [tf.constant(True)]
+    flags = []
     for leaf in tf.nest.flatten(structure):
         if leaf is None:
             continue
         tensor = as_tensor("structure", leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf)
         if tensor.dtype.is_floating or tensor.dtype.is_complex:
             flags.append(is_finite(tensor))
-    return tf.reduce_all(tf.stack(flags))
+    if len(flags) == 1:
+        return flags[0]
+    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 
 
 def is_finite(tensor: tf.Tensor) -> tf.Tensor:
     """Returns whether every element of one float or complex tensor is finite: shape (), bool."""
     if tensor.dtype.size == 1:  # float8, of which TensorFlow has no kernel
         tensor = tf.cast(tensor, tf.float32)
-    parts = [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts])
+    if tensor.dtype.is_complex:
+        return is_finite(tf.math.real(tensor)) & is_finite(tf.math.imag(tensor))
+    return tf.reduce_all(tf.math.is_finite(tensor))

@@ -319,13 +319,25 @@ def attempt_groups(
 
     # The condition is evaluated outside the replicas because its branches contain collectives.
     def skip() -> Outcome:
-        found = diagnosed(agreed, group, inputs.scale_state, plan)
+        found = not_inlined(lambda: diagnosed(agreed, group, inputs.scale_state, plan))()
         return confirmed(found, agreed.evidence, inputs._replace(random=source), group, plan)
 
     if not following:
         return apply_or_skip(agreed.outcome, apply, skip)
     outcome: Outcome = tf.cond(~agreed.outcome.grads_finite, skip, apply)
     return outcome
+
+
+def not_inlined(function: Callable[[], Outcome]) -> Callable[[], Outcome]:
+    """Returns a function that TensorFlow prepares when it is first called.
+
+    So runs that never call it do not wait for it. Collectives fail in such a function.
+    """
+    attributes = {"_noinline": True}
+    apart: Callable[[], Outcome] = tf.function(
+        function, autograph=False, experimental_attributes=attributes
+    )
+    return apart
 
 
 def confirmed(
@@ -370,11 +382,7 @@ def confirmed(
         return outcome._replace(cause=cause)
 
     overflowed = scaling.Verdict(outcome.grads_finite, outcome.cause).overflowed
-    # Not inlined: TensorFlow prepares the function when it is first called, so that runs in which
-    # no step is tested do not pay for it. Collectives fail in such a function.
-    attributes = {"_noinline": True}
-    apart = tf.function(at_min_scale, autograph=False, experimental_attributes=attributes)
-    test = at_min_scale if plan.gathers else apart
+    test = at_min_scale if plan.gathers else not_inlined(at_min_scale)  # it holds collectives
     infs = count_by_variable(evidence.summed)[:, 0]
     tested: Outcome = tf.cond(overflowed & tf.reduce_all(infs == 0), test, lambda: outcome)
     return tested

@@ -41,5 +41,6 @@ def count_nonfinite(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the numbers of inf and NaN elements; integers are neither: shape (2,), int32."""
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return tf.zeros([2], tf.int32)
-    flags = (tf.math.is_inf(tensor), tf.math.is_nan(tensor))
-    return tf.stack([tf.math.count_nonzero(flag, dtype=tf.int32) for flag in flags])
+    # Few operations: a step has them for each variable, and they are traced before its first step.
+    flags = tf.reshape(tf.stack([tf.math.is_inf(tensor), tf.math.is_nan(tensor)]), [2, -1])
+    return tf.reduce_sum(tf.cast(flags, tf.int32), axis=1)

@@ -60,8 +60,8 @@ def stay_finite(written: Values, before: Values) -> tf.Tensor:
         before: the values of the same variables before the step.
     """
     floats = {position: value for position, value in written.items() if value.dtype.is_floating}
-    flags = [
-        scaling.all_finite(value) | ~scaling.all_finite(before[position])
-        for position, value in floats.items()
-    ]
-    return tf.reduce_all(flags) if flags else tf.constant(True)
+    if not floats:
+        return tf.constant(True)
+    now = tf.stack([scaling.all_finite(value) for value in floats.values()])
+    earlier = tf.stack([scaling.all_finite(before[position]) for position in floats])
+    return tf.reduce_all(now | ~earlier)
