@@ -194,25 +194,63 @@ def test_whole_numbers_go_straight_into_batch_norm(dtype):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_stateful_layers_are_refused():
-    """A layer that continues the last batch's rows is refused by name."""
+def recurrent(kind="LSTM"):
+    """A layer that continues the rows of the last batch, in a model for seven rows."""
+    layer = getattr(keras.layers, kind)(2, stateful=True, name="memory")
+    return keras.Sequential([keras.Input(batch_shape=[7, 3, 2]), layer, keras.layers.Dense(1)])
 
-    def build():
-        layer = keras.layers.LSTM(2, stateful=True, name="memory")
-        return keras.Sequential([keras.Input(batch_shape=[7, 3, 2]), layer, keras.layers.Dense(1)])
 
-    trainer = Trainer(model=build, optimizer="sgd", loss_fn="mse", verbose=False)
-    data = tf.data.Dataset.from_tensors((np.ones([7, 3, 2], np.float32), Y))
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
-        trainer.train(data, steps=1)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_stateful_layers_move_as_in_a_plain_loop(kind):
+    """L6: a state goes on from batch to batch, is reset by its owner, and stays if a step is skipped."""
+    random = np.random.default_rng(3)
+    x = random.normal(size=[6, 7, 3, 2]).astype("float32")
+    y = random.normal(size=[6, 7, 1]).astype("float32")
+    y[2] = np.inf  # this step is skipped
 
-    assert str(error.value) == (
-        "`model` must not have layers with stateful=True; got 'memory'. Such a layer continues "
-        "each row of the batch where the last batch ended, but here a batch is divided over "
-        "replicas and microbatches, and may be skipped or computed again. Train with "
-        "stateful=False on whole sequences; for use step by step, build the model again with "
-        "stateful=True and call set_weights(model.get_weights())."
+    class Sequences(Trainer):
+        def on_loop_begin(self, step):
+            if step == 4:
+                self.model.get_layer("memory").reset_state()
+
+    keras.utils.set_random_seed(1)
+    plain = recurrent(kind)
+    for step in (0, 1, 3, 4, 5):
+        if step == 4:
+            plain.get_layer("memory").reset_state()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((plain(x[step], training=True) - y[step]) ** 2)
+        gradients = tape.gradient(loss, plain.trainable_variables)
+        for variable, gradient in zip(plain.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+    keras.utils.set_random_seed(1)
+    trainer = Sequences(
+        model=recurrent(kind),
+        optimizer=keras.optimizers.SGD(0.1),
+        loss_fn="mse",
+        steps_per_loop=1,
+        verbose=False,
     )
+    trainer.train(list(zip(x, y, strict=True)), steps=6)
+
+    assert (trainer.totals.applied, trainer.totals.skipped) == (5, 1)
+    for one, other in zip(trainer.model.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_stateful_layers_are_refused_where_batches_are_divided(mirrored, microbatches):
+    """A row would continue where another row ended."""
+    trainer = Trainer(
+        model=recurrent,
+        optimizer="sgd",
+        loss_fn="mse",
+        verbose=False,
+        num_microbatches=microbatches,
+        strategy=mirrored(2) if microbatches == 1 else "default",
+    )
+    with pytest.raises(ValueError, match=r"`model`.*'memory'"):
+        trainer.train([(np.ones([7, 3, 2], np.float32), Y)], steps=1)
 
 
 @pytest.mark.thorough

@@ -61,7 +61,6 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
         )
     if isinstance(model, keras.Model):
         check_no_synchronized_layers(model, strategy)
-        check_no_stateful_layers(model)
     check_variables(model, strategy)
 
 
@@ -148,16 +147,13 @@ def check_no_synchronized_layers(model: keras.Model, strategy: tf.distribute.Str
             )
 
 
-def check_no_stateful_layers(model: keras.Model) -> None:
-    """Raises ValueError for recurrent layers that keep their state from one batch to the next."""
-    for layer in all_layers(model):
+def check_no_stateful_layers(model: Model) -> None:
+    """Raises ValueError for recurrent layers whose state continues the rows of the last batch."""
+    for layer in all_layers(model) if isinstance(model, keras.Model) else []:
         if getattr(layer, "stateful", False) is True:
             raise ValueError(
-                f"`model` must not have layers with stateful=True; got {shown(layer.name)}. Such a "
-                "layer continues each row of the batch where the last batch ended, but here a "
-                "batch is divided over replicas and microbatches, and may be skipped or computed "
-                "again. Train with stateful=False on whole sequences; for use step by step, build "
-                "the model again with stateful=True and call set_weights(model.get_weights())."
+                f"`model` must not have layers with stateful=True, such as {shown(layer.name)}, if "
+                "batches are divided; use one replica and num_microbatches=1"
             )
 
 

@@ -273,6 +273,8 @@ def plan_step(
         checks.check_counts(reduce_bucket_bytes=reduce_bucket_bytes)
     check_nonnegative("max_retries", max_retries)
     checks.check_built_model(model, strategy)
+    if strategy.num_replicas_in_sync * num_microbatches > 1:
+        checks.check_no_stateful_layers(model)
     if float32_after is not None:
         checks.check_can_compute_in_float32(model)
     check_float8_layers(model, strategy)
