@@ -703,9 +703,9 @@ class Trainer(Task):
         Returns:
             A dict of floats: the weighted mean loss of the batch as "loss", and the training
             metrics over the steps since the last log line, keyed by name. A skipped step returns
-            the loss that it had. Without weight there is no mean, and without an applied step there
-            are no metrics: they are NaN. With `return_aux=True`, a `BatchResult` that has these as
-            `values`, and `applied`, `losses` and `aux` of this batch.
+            the loss that it had. Without weight the loss is 0; without an applied step the metrics
+            are NaN. With `return_aux=True`, a `BatchResult` that has these as `values`, and
+            `applied`, `losses` and `aux` of this batch.
 
         Raises:
             TypeError, ValueError: if the batch, the model or the optimizer cannot be used; with

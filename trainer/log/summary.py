@@ -70,7 +70,7 @@ class Interval:
 
     step: int  # the last step of the interval
     loss: float  # mean over the examples of the applied steps, with their weights; NaN if no step
-    # was applied, or if all weights were 0
+    # was applied, 0 if all weights were 0
     regularization_loss: float  # mean over the examples of the applied steps; NaN as for `loss`
     gradient_norm: float  # mean over the applied steps; NaN as for `loss`
     loss_scale: float  # loss scale of the last step
@@ -120,10 +120,11 @@ def summarize(
     applied = np.asarray(steps.grads_finite)
 
     def mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
-        if weights is None:
-            return float(np.mean(values[applied])) if applied.any() else math.nan
-        own = weights[applied].astype(np.float64)
-        return float(np.average(values[applied], weights=own)) if own.sum() else math.nan
+        if not applied.any():
+            return math.nan
+        weigh = weights is not None and weights[applied].any()  # the loss of no weight is 0
+        own = weights[applied].astype(np.float64) if weigh else None
+        return float(np.average(values[applied], weights=own))
 
     def per_second(amount: float) -> float:
         return float(amount) / seconds

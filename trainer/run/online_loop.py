@@ -184,8 +184,7 @@ class OnlineLoop(OuterLoop):
             with self._reporter.writing():
                 keep_overflow(parts.recorder, report, batch, spec)
         self._reporter.read()
-        weighs = report.weight.numpy()[0] != 0  # otherwise there is no weighted mean
-        results = {"loss": float(report.loss.numpy()[0]) if weighs else math.nan}
+        results = {"loss": float(report.loss.numpy()[0])}
         counted = self._log.any_applied
         results |= {name: float(value) if counted else math.nan for name, value in metrics.items()}
         self._after_inner_loop(before)

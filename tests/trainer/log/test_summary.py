@@ -59,20 +59,19 @@ def test_means_are_over_applied_steps():
 
 def test_means_are_over_examples():
     """The loss counts each step with the weight of its batch, and `model.losses` with its number of
-    examples. The gradient norm counts every step once. Where no batch has weight, there is no mean loss.
+    examples. The gradient norm counts every step once. Where no batch has weight, the loss is the applied 0.
     """
     numbers = {"loss": [1.0, 3.0, 9.0], "regularization_loss": [2.0, 4.0, 9.0]}
     numbers |= {"gradient_norm": [1.0, 2.0, 9.0], "grads_finite": [True, True, False]}
     sizes = {"examples": np.int64([80, 20, 50]), "weight": np.float32([10.0, 30.0, 50.0])}
     interval = summarize(reports(**numbers | sizes), Totals(2, {}), {}, None, 1.0)
-    weightless = summarize(
-        reports(**numbers | sizes | {"weight": np.zeros(3)}), Totals(2, {}), {}, None, 1.0
-    )
+    without = {"loss": [0.0, 0.0, 9.0], "weight": np.float32([0, 0, 50])}
+    weightless = summarize(reports(**numbers | sizes | without), Totals(2, {}), {}, None, 1.0)
 
     assert interval.loss == (10 * 1.0 + 30 * 3.0) / 40
     assert interval.regularization_loss == pytest.approx((80 * 2.0 + 20 * 4.0) / 100)
     assert interval.gradient_norm == 1.5
-    assert math.isnan(weightless.loss)
+    assert weightless.loss == 0.0
 
 
 def test_an_interval_without_an_update_has_no_means():
