@@ -7,6 +7,7 @@ So a few examples are sent through the forward pass together and in two halves, 
 named in a warning.
 """
 
+import collections
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from trainer.step.types import Batch, ScaleState, StepInputs, Values
 
 # The largest accepted difference between two losses, as a fraction of the largest loss.
 IN_FLOAT32, IN_HALF = 1e-4, 0.05
+AMONG_RANDOM = 1e6  # of scalars that random numbers move: only a sum is told from a mean
 
 
 class Outputs(NamedTuple):
@@ -74,8 +76,9 @@ def what_couples(plan: StepPlan, batch: Batch, scale_state: ScaleState) -> list[
     try:
         loss = differs(whole, half, plan, training=False)
         layers = not loss and comparable and differs(whole, half, plan, training=True)
-        added = kinds_of_scalars(whole, plan)
-        written = assigned_by_users(outputs_of(whole, plan, training=True).written, plan)
+        trained = outputs_of(whole, plan, training=True)
+        added = kinds_of_scalars(whole, trained, plan)
+        written = assigned_by_users(trained.written, plan)
     except Exception as error:  # noqa: BLE001  # a check must not end a run
         logging.warning("Whether examples depend on each other was not checked: %s", error)
         return []
@@ -216,18 +219,35 @@ def constants_of(plan: StepPlan, *, training: bool) -> MicrobatchPlan:
     return dataclasses.replace(constants, compute_loss=compute_loss)
 
 
-def kinds_of_scalars(whole: PassInputs, plan: StepPlan) -> list[str]:
-    """Returns a sentence for each scalar in `model.losses` that is not a mean over the examples."""
+def kinds_of_scalars(whole: PassInputs, trained: Outputs, plan: StepPlan) -> list[str]:
+    """Returns a sentence for each scalar in `model.losses` that is not a mean over the examples.
+
+    Scalars are compared without randomness; those that a layer adds only in training, as routers of
+    experts do, in training mode.
+
+    Args:
+        whole: inputs with all examples.
+        trained: what a pass in training mode returned for them.
+        plan: the run's constants.
+    """
     halves = [whole._replace(share=strategies.take(whole.share, index, 2)) for index in (0, 1)]
-    passes = [outputs_of(inputs, plan, training=False) for inputs in (whole, *halves)]
-    all_values, *of_halves = ([float(tf.reduce_sum(e)) for e in each.added] for each in passes)
-    kinds = kinds_of_added_losses(
-        all_values,
-        (of_halves[0], of_halves[1]),
-        (int(halves[0].share.examples), int(halves[1].share.examples)),
-        rtol=1e-3 if computes_in_float32(plan.model) else IN_HALF,
-    )
-    texts = [describe_added_loss(*pair) for pair in zip(kinds, passes[0].adders, strict=True)]
+    first, second = (int(half.share.examples) for half in halves)
+    evaluated = outputs_of(whole, plan, training=False)
+    usual = collections.Counter(map(id, evaluated.adders))
+    often = collections.Counter(map(id, trained.adders))
+    texts: dict[str | None, None] = {}  # as an ordered set
+    for outputs, training in ((evaluated, False), (trained, True)):
+        adders = enumerate(outputs.adders)
+        chosen = [at for at, one in adders if not training or often[id(one)] > usual[id(one)]]
+        if not chosen:
+            continue
+        passes = [outputs, *(outputs_of(half, plan, training=training) for half in halves)]
+        values = [[float(tf.reduce_sum(each.added[at])) for at in chosen] for each in passes]
+        rtol = 1e-3 if computes_in_float32(plan.model) else IN_HALF
+        rtol = AMONG_RANDOM if outputs.random else rtol
+        kinds = kinds_of_added_losses(values[0], (values[1], values[2]), (first, second), rtol=rtol)
+        found = [outputs.adders[at] for at in chosen]
+        texts |= {describe_added_loss(*pair): None for pair in zip(kinds, found, strict=True)}
     return [text for text in texts if text]
 
 

@@ -252,12 +252,13 @@ def kinds_of_added_losses(
     kinds = []
     for value, one, other in zip(whole, *halves, strict=True):
         tolerance = rtol * max(abs(value), abs(one), abs(other))
-        if abs(first * one + second * other - value) <= tolerance:
-            kinds.append(AddedLossKind.MEAN)
-        elif abs(one + other - value) <= tolerance:
-            kinds.append(AddedLossKind.SUM)
-        else:
+        from_mean = abs(first * one + second * other - value)
+        from_sum = abs(one + other - value)
+        if not min(from_mean, from_sum) <= tolerance:  # NaN, too
             kinds.append(AddedLossKind.COUPLED)
+        else:
+            nearer_mean = from_mean <= from_sum
+            kinds.append(AddedLossKind.MEAN if nearer_mean else AddedLossKind.SUM)
     return kinds
 
 

@@ -130,6 +130,43 @@ def test_a_scalar_sum_over_the_batch_is_named(mirrored):
     assert [variable.numpy().tobytes() for variable in model.variables] == before
 
 
+class InTraining(Adding):
+    """Adds its loss in training only, as a router of experts does."""
+
+    def call(self, inputs, training=None):
+        """Returns its inputs."""
+        return super().call(inputs) if training else inputs
+
+
+def balance(x):
+    """A router's loss: the products of how often, and how probably, an expert is chosen."""
+    gates = keras.ops.softmax(x)
+    chosen = keras.ops.one_hot(keras.ops.argmax(gates, axis=-1), 2)
+    return 2.0 * keras.ops.sum(keras.ops.mean(gates, axis=0) * keras.ops.mean(chosen, axis=0))
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_scalar_that_is_added_in_training_only_is_named(dropout):
+    """L8: it is compared in training mode. Where random numbers move it, a sum is still named."""
+    ops = keras.ops
+    model = stacked(
+        Adding(ops.mean, name="usual"),
+        *([keras.layers.Dropout(0.1)] if dropout else []),
+        InTraining(lambda x: 0.1 * ops.sum(ops.square(x)), name="total"),
+        InTraining(lambda x: ops.mean(ops.square(x)), name="mean"),
+        *([] if dropout else [InTraining(balance, name="router")]),
+        keras.layers.Dense(2, kernel_regularizer="l2"),
+    )
+    batch = tf.stack([tf.linspace(1.0, 2.0, 8), tf.linspace(2.0, 1.0, 8)], axis=1)
+    texts = coupled(plan_of(model, num_microbatches=2), tf.tile(batch, [2, 1]))
+    expected = [
+        "Layer 'total' adds a scalar loss that is a sum over the examples",
+        "Layer 'router' adds a scalar loss that is neither a mean nor a sum over the examples",
+    ]
+
+    assert [text.split(".")[0] for text in texts] == expected[: 1 if dropout else 2]
+
+
 def test_a_whole_batch_needs_no_warning():
     """Nothing is said where a batch is one share."""
     model = stacked()
