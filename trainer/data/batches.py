@@ -408,20 +408,7 @@ def _copies_of(
     # No more than all examples are taken, however large the number: TensorFlow counts to 2^63.
     size = min(global_batch, 2**62)
     copies = ArrayCopies(data, size, shuffle_seed, argument, one_shape=one_shape)
-    shapes = [tuple(leaf.shape) for leaf in present(copies.tensors)]
-    if not all(shapes):
-        raise ValueError(
-            f"`{argument}` must have examples in every array; got shapes {shapes}. The first "
-            "dimension is the example. Pass x[None] for a single example."
-        )
-    lengths = [shape[0] for shape in shapes]
-    if len(set(lengths)) != 1:
-        raise ValueError(
-            f"`{argument}` must have the same number of examples in every array; got {lengths}. "
-            "The first dimension is the example. Cut the arrays to the same length."
-        )
-    if lengths[0] == 0:
-        raise _empty(argument, f"arrays of shapes {shapes}")
+    rows_in(present(copies.tensors), argument)
     return copies
 
 
@@ -468,8 +455,8 @@ def _first(dataset: tf.data.Dataset, argument: str) -> Batch:
     raise _empty(argument)
 
 
-def _empty(argument: str, found: str = "an empty dataset") -> ValueError:
+def _empty(argument: str) -> ValueError:
     return ValueError(
-        f"`{argument}` must hold at least one batch; got {found}. A step needs a batch. "
-        "Check the source, any filters, and batch(..., drop_remainder=True)."
+        f"`{argument}` must hold at least one batch; got an empty dataset: check the source, any "
+        "filters, and batch(..., drop_remainder=True)"
     )
