@@ -607,7 +607,7 @@ DATASET = tf.data.Dataset.from_tensor_slices((X, X))
         (
             DATASET.batch(4).filter(lambda x, y: False),  # noqa: ARG005
             {"global_batch": None},
-            "`train_data` must hold at least one batch; got an empty dataset.",
+            "`train_data` must hold at least one batch",
         ),
         (
             (X[:0], X[:0]),
