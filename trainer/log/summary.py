@@ -122,8 +122,9 @@ def summarize(
     def mean(values: np.ndarray, weights: np.ndarray | None = None) -> float:
         if not applied.any():
             return math.nan
-        weigh = weights is not None and weights[applied].any()  # the loss of no weight is 0
-        own = weights[applied].astype(np.float64) if weigh else None
+        own = None if weights is None else weights[applied].astype(np.float64)
+        if own is not None and not own.any():  # without weight, the loss that was applied is 0
+            own = None
         return float(np.average(values[applied], weights=own))
 
     def per_second(amount: float) -> float:
