@@ -411,6 +411,12 @@ def owners_of(model: keras.Model) -> dict[int, keras.Layer]:
     return {id(variable): layer for layer in all_layers(model) for variable in layer.variables}
 
 
+def means_of_compute_loss(model: Any) -> list[keras.Variable]:
+    """Returns the variables in which a compiled model's `compute_loss` counts what `fit` logs."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [v for metric in getattr(compiled, "metrics", ()) for v in metric.variables]
+
+
 def is_metric_built(metric: keras.metrics.Metric) -> bool:
     """Returns whether a metric has its variables. A few classes make them in their first update.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from scaling.base.argument_checks import shown
 from trainer.base.autograph import call_user
-from trainer.base.keras_private import regularizers_in_float32
+from trainer.base.keras_private import means_of_compute_loss, regularizers_in_float32
 from trainer.step.added_losses import (
     added_entries,
     check_on_tape,
@@ -74,7 +74,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         added = added_entries(plan.model, listed, scope.losses)
         warn_of_forgotten_losses(recorded, listed)
     check_on_tape(recorded)
-    scope.check_no_unknown_variables()
+    scope.check_no_unknown_variables(means_of_compute_loss(plan.model))
     for variable in filter(scope.is_cast, plan.weights):
         check_not_assigned_in_half(plan.model, variable)
     found = [scope.held_value(variable) for variable in plan.held_back]
@@ -128,7 +128,7 @@ def recomputing(
         return
     with scope_of(values, tf.unstack(keys, num=len(plan.seeds)), plan) as scope:
         yield
-    scope.check_no_unknown_variables()
+    scope.check_no_unknown_variables(means_of_compute_loss(plan.model))
     for variable, before in zip((*plan.held_back, *plan.seeds), passed.assigned, strict=True):
         again = scope.assigned(variable)
         if (len(before), len(again)) == (1, 1) or not scope.uses(variable):

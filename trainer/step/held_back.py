@@ -86,9 +86,12 @@ class HoldBack(keras.StatelessScope):
         """Returns whether a variable was read or assigned in the scope."""
         return id(variable) in self._used
 
-    def check_no_unknown_variables(self) -> None:
-        """Raises ValueError if other variables were assigned: their values would be lost."""
+    def check_no_unknown_variables(self, dropped: Sequence[keras.Variable] = ()) -> None:
+        """Raises ValueError if variables were assigned that are neither held back nor `dropped`."""
+        may_be_lost = {id(variable) for variable in dropped}
         for variable in self._unknown:
+            if id(variable) in may_be_lost:
+                continue
             raise ValueError(
                 "`compute_loss` must not assign Keras variables other than those of the model and "
                 f"its layers; got an assignment to {variable.path!r}. The new value would be lost, "

@@ -21,6 +21,7 @@ from trainer.base.keras_private import (
     layer_that_added,
     layers_under_policy,
     learning_rate_setting,
+    means_of_compute_loss,
     outputs_of_called,
     policy_with_dtype,
     recompute_constants,
@@ -141,6 +142,19 @@ def test_a_call_leads_to_the_graph_of_its_function():
     outer(tf.ones([2]))
     assert [each.op.type for each in found] == ["Identity", "Identity"]
     assert found[1].op.inputs[0].op.type == "AddV2"
+
+
+def test_the_means_of_a_models_own_loss_are_found():
+    """A compiled model's `compute_loss` updates variables that `fit` logs."""
+    x = np.ones([2, 1], np.float32)
+    inputs = keras.Input([1])
+    model = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+    assert means_of_compute_loss(model) == []
+    model.compile("sgd", ["mse", "mse"])
+    model.compute_loss(x, [x, x], model(x))
+
+    assert len(means_of_compute_loss(model)) == 4
+    assert means_of_compute_loss(tf.Module()) == []
 
 
 def test_a_metric_reads_a_mask():

@@ -175,6 +175,42 @@ def test_a_weight_that_is_not_rounded_is_assigned():
     assert bias.tolist() == [third]
 
 
+class Compiled(Trainer):
+    """Uses the loss that the model computes by itself, as a detector of KerasHub does."""
+
+    def build_model(self):
+        """Two compiled lines."""
+        x = keras.Input([1])
+        lines = {
+            name: keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name=name)(x)
+            for name in "ab"
+        }
+        model = keras.Model(x, lines)
+        model.compile("sgd", {"a": "mse", "b": "mse"})
+        return model
+
+    def build_optimizer(self):
+        """Plain SGD."""
+        return keras.optimizers.SGD(0.25)
+
+    def compute_loss(self, batch, training):
+        """The model's own loss, which also updates means that `fit` logs."""
+        x, y, outputs = self.all_gather((*batch, self.model(batch[0], training=training)))
+        loss = self.model.compute_loss(x, y, outputs)
+        return loss * self.strategy.num_replicas_in_sync  # by which Keras divides it
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_may_be_the_models_own(replicas, mirrored):
+    """The means that a compiled model's `compute_loss` updates concern `fit`: they do not end a run."""
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+    trainer = Compiled(loss_reduction="global", strategy=strategy, verbose=False)
+    x = np.ones([4, 1], np.float32)
+    trainer.train((x, {"a": 3 * x, "b": x}), steps=1, global_batch=4)
+
+    assert [v.numpy() for v in trainer.model.trainable_variables] == [2.0, 1.0]
+
+
 class Freezing(Trainer):
     """Sets `trainable` of its model's layers in the loss."""
 
