@@ -8,6 +8,7 @@ from world.entry import (
     CLASSES,
     EXAMPLES,
     FAULT,
+    SHARES,
     Entry,
     classes,
     cross_entropy,
@@ -164,9 +165,10 @@ RANGE = {
     "expected": {"float16": FAULT},
     "because": "makes a range of float16, which TensorFlow cannot",
 }
+ROUTER = {"replicas": SHARES, "microbatches": SHARES}
 EXPERTS = {
-    "expected": {"float16": FAULT},
-    "because": "its mixture of experts multiplies float16 by float32",
+    "expected": ROUTER | {"float16": FAULT},
+    "because": "a router's loss of all of a share; its experts multiply float16 by float32",
 }
 MASK = {"expected": {"float16": FAULT}, "because": "a mask beyond float16's range makes NaN"}
 ELECTRA = {key.replace("vocabulary", "vocab"): size for key, size in TINY.items()}

@@ -352,7 +352,8 @@ def application(name, size=32, **arguments):
         batch,
         loss_fn=cross_entropy,
         shares=True,
-        optimizer=lambda: keras.optimizers.SGD(1e-3),
+        optimizer=lambda: keras.optimizers.SGD(1e-6),
+        floor=1.0,
     )
 
 
@@ -516,7 +517,15 @@ MANNERS = [
         policy_batch,
         loss=policy_loss,
     ),
-    Entry("complex weights", "a user's", waves, vectors, loss=to_waves()),
+    Entry(
+        "complex weights",
+        "a user's",
+        waves,
+        vectors,
+        loss=to_waves(),
+        expected=dict.fromkeys(("float32", "float16", *DIVIDED), REFUSED),
+        because="train the real and the imaginary part",
+    ),
     Entry(
         "approximator", "bayesflow's manner", built(Approximator, [5, 3]), observed, loss=posterior
     ),

@@ -23,13 +23,15 @@ same weights: on one device in float32 and in mixed_float16 with dynamic loss sc
 
 - **same**: each variable moved as in the plain loop. In float32 the difference is at most
   {float32:g} of the move; in float16 at most {float16:.3f}, which is 64 times the distance from 1 to the
-  next number, or, for models that rounding disturbs more, at most twice the difference between the
-  plain loop's own results in float16 and in float32. Moves under a hundredth of all variables' moves
-  count as that hundredth.
+  next number. Models that rounding disturbs more may differ by more: in float32 by four times what
+  the order of the examples does to the plain loop's own result, but at most 0.1; in float16 by twice
+  the difference between the plain loop's own results in float16 and in float32. Moves under a
+  hundredth of all variables' moves count as that hundredth; in the networks of `keras.applications`,
+  of whose gradients float32 leaves few digits, each difference is compared with all moves.
 - **same on shares**: the model mixes the examples that it sees together, as BatchNorm does, or adds a
   number of the whole batch to the loss. The plain loop computes the same shares of the batch one by one.
-- **trains**: the model draws random numbers of its own, so it was only seen to train: all weights are
-  finite and move.
+- **trains**: the model draws random numbers of its own, or no plain loop does the same division, so
+  it was only seen to train: all weights are finite and move.
 - **refused**: it cannot be divided, because its loss compares all examples of a batch or its state
   belongs to their rows. An error of one line says so before the first step.
 - **fault**: the plain loop fails, too; the last column says how.

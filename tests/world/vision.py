@@ -1,6 +1,6 @@
 """Models of images of KerasHub, in tiny configurations with random weights."""
 
-import functools
+import importlib
 
 import numpy as np
 import tensorflow as tf
@@ -8,6 +8,7 @@ from world.entry import (
     CLASSES,
     EXAMPLES,
     FAULT,
+    TRAINS,
     Entry,
     classes,
     cross_entropy,
@@ -23,6 +24,7 @@ from world.entry import (
 CI = {"in_ci": True}
 NORMALIZED = {"shares": True}  # by BatchNorm
 PROMPTS = "its prompt encoder multiplies float16 by float32"
+BOTH = "its BatchNorm and its loss both mix examples, each in its own way"
 RANGE = "makes a range of float16, which TensorFlow cannot"
 
 
@@ -184,6 +186,12 @@ def with_own_loss(model, batch, training, gather):
     return model.compute_loss(x, y, outputs, None)
 
 
+def with_mean_loss(model, batch, training, gather):
+    """The same for a loss of Keras, which Keras divides by the number of replicas."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return replicas * with_own_loss(model, batch, training, gather)
+
+
 def retinanet():
     """A detector: each anchor is matched with a box."""
 
@@ -208,9 +216,7 @@ def retinanet():
         )
 
     def hub_anchors():
-        return hub_source(
-            "retinanet.anchor_generator",
-            "AnchorGenerator",
+        return importlib.import_module("keras_hub").layers.AnchorGenerator(
             bounding_box_format="yxyx",
             min_level=3,
             max_level=4,
@@ -220,7 +226,13 @@ def retinanet():
         )
 
     return entry(
-        "RetinaNet", model, functools.partial(boxes, size=32), loss=with_own_loss, coupled=True
+        "RetinaNet",
+        model,
+        boxes,
+        loss=with_mean_loss,
+        coupled=True,
+        expected={"replicas": TRAINS},
+        because=BOTH,
     )
 
 
@@ -294,8 +306,8 @@ def d_fine():
         boxes,
         loss=with_own_loss,
         coupled=True,
-        expected={"float16": FAULT},
-        because=RANGE,
+        expected={"float16": FAULT, "replicas": TRAINS},
+        because=f"{BOTH}; {RANGE}",
     )
 
 
