@@ -79,6 +79,7 @@ from trainer.log.run_log import RunLog
 from trainer.log.summary import ENDLESS, Totals, TrainSummary
 from trainer.log.tracker_services import make_tracker
 from trainer.log.trackers import Tracker, Trackers
+from trainer.losses.default_batch import all_inputs
 from trainer.losses.half_probabilities import warn_of_half_probabilities
 from trainer.losses.output_losses import OutputWeights
 from trainer.monitor.actions import Action
@@ -415,6 +416,7 @@ class Trainer(Task):
         self._lent_metrics: MetricsByName = {}
         self._running: int | None = None  # the thread in which `train` takes steps
         self._lent: list[contextlib.ExitStack] = []  # what evaluations have to put back
+        self._averaging = False  # whether the model has averaged weights for the user's program
         self.stop_asked = False
         self._begun = False  # whether a run has begun or was resumed, even without steps to take
         self._introduced = False  # whether the log has the model and the settings
@@ -627,7 +629,7 @@ class Trainer(Task):
                 saved.
         """
         began = time.perf_counter()
-        check_not_in_train("train", self._running)
+        check_not_in_train("train", self._running, averaged=self._averaging)
         folder = self.model_dir if self.is_chief else None
         check_writable(folder)
         self._end_online()
@@ -713,7 +715,7 @@ class Trainer(Task):
             TrainingStuckError, CheckpointError, DivergedError: as for `train`.
             RuntimeError: if it is called while `train` runs, in a hook or an action.
         """
-        check_not_in_train("train_on_batch", self._running)
+        check_not_in_train("train_on_batch", self._running, averaged=self._averaging)
         tensors = as_global_batch(batch, whole=self._takes_whole_batches())
         if self._online is None:
             self.data_argument = "batch"
@@ -749,7 +751,7 @@ class Trainer(Task):
                 the checkpoint is that of another run.
             RuntimeError: if it is called while `train` runs.
         """
-        check_not_in_train("restore", self._running)
+        check_not_in_train("restore", self._running, averaged=self._averaging)
         tensors = as_global_batch(batch, whole=self._takes_whole_batches())
         self.data_argument = "batch"
         self._start(tensors)
@@ -846,6 +848,7 @@ class Trainer(Task):
                 "alone."
             )
         self._check_started("save_checkpoint")
+        check_not_in_train("save_checkpoint", None, averaged=self._averaging)
         if self._failed:
             if self._failed.failure:
                 raise RuntimeError(
@@ -1154,6 +1157,8 @@ class Trainer(Task):
 
         Args:
             data: as for `evaluate`; if it yields tuples, the model is called with the first item.
+                A tuple or list with an array for each of several inputs of a Keras model is its
+                inputs.
             global_batch: the batch size, if `data` is arrays.
             precision: as for `evaluate`.
             averaged: as for `evaluate`.
@@ -1162,6 +1167,8 @@ class Trainer(Task):
             NumPy arrays in the structure that `predict_batch` returns, with one row per example.
             Ragged outputs are a `tf.RaggedTensor`.
         """
+        if type(self).predict_batch is Task.predict_batch:
+            data = all_inputs(data, self.model)
         found = batches(
             data, "data", self.strategy, global_batch, whole=self._takes_whole_batches()
         )
@@ -1182,6 +1189,26 @@ class Trainer(Task):
             reading_explained(found.reader),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Context manager in which the model has the moving average of its weights.
+
+        For programs that call `trainer.model` themselves, such as a sampler. Afterwards the trained
+        weights are restored, to the bit.
+
+        Raises:
+            ValueError: if the run keeps no average; see `ema_momentum`.
+            RuntimeError: before the run has begun, in another thread while `train` runs, and if
+                steps are taken or saved inside.
+        """
+        self._check_started("averaged_weights")
+        with self._lending(self._weights(averaged=True)):
+            self._averaging = True
+            try:
+                yield
+            finally:
+                self._averaging = False
 
     def dry_run(
         self, train_data: Any, *, global_batch: int | None = None, eval_data: Any = None
@@ -1418,6 +1445,8 @@ class Trainer(Task):
                 )
         finally:
             self._evaluating = False
+            if self._online:
+                self._online.leave_out_time()
 
     def _trace_evaluation(self, found: EvalData) -> None:
         """Traces the evaluations of a run; they use the same traces."""

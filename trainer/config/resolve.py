@@ -181,13 +181,16 @@ def check_one_process(name: str, strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def check_not_in_train(name: str, running: int | None) -> None:
-    """Raises RuntimeError if a method that takes steps is called while `train` takes steps.
+def check_not_in_train(name: str, running: int | None, *, averaged: bool = False) -> None:
+    """Raises RuntimeError if a method that takes or saves steps is called at a wrong time.
 
     Args:
         name: of the method.
         running: the thread in which `train` takes steps; None if it does not.
+        averaged: whether the model has averaged weights.
     """
+    if averaged:
+        raise RuntimeError(f"`averaged_weights` must be left before {name}() is called.")
     if running is not None:
         raise RuntimeError(
             f"`{name}` must not be called while train() runs, in a hook, an action or another "

@@ -27,7 +27,7 @@ def pipeline_graph(dataset: tf.data.Dataset) -> tf.compat.v1.GraphDef | None:
     except tf.errors.FailedPreconditionError as error:
         found = re.search(r"(\w+) is stateful", error.message)
         name = found[1] if found else error.message
-        raise not_exact(f"the stateful operation {name}", SOURCES.get(name, "")) from error
+        raise not_exact(f"the stateful operation {name}", SOURCES.get(name, "")) from None
     except tf.errors.OpError:
         return None
 

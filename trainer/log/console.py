@@ -20,7 +20,7 @@ from trainer.log.summary import ENDLESS, Interval, Totals, power_of_two
 
 STYLES = ("quiet", "normal", "detailed")
 CENTURY = 100 * 365 * 86_400  # seconds; of longer waits nothing is shown
-WIDTH = 100  # columns of a table when the output is not a terminal
+WIDTH = 1000  # columns of a table at most when the output is not a terminal: no name is broken
 
 
 class RunConsole:

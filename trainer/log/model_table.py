@@ -18,7 +18,8 @@ class VariableRow(NamedTuple):
     """A variable of the model, as a row of the table."""
 
     name: str
-    layer: str  # name of the innermost layer that holds the variable; "" in a `tf.Module`
+    layer: str  # name of the innermost layer that holds the variable, after those of the layers
+    # around it; "" in a `tf.Module`
     kind: str  # class name of that layer
     shape: list[int]
     dtype: str  # dtype of the variable itself (the master weights)
@@ -44,7 +45,11 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
     owners = owners_of(model)
     return [
         variable_row(
-            each, each.path, layer.name, type(layer).__name__, layer.compute_dtype
+            each,
+            each.path,
+            each.path.rpartition("/")[0].removeprefix(f"{model.name}/") or layer.name,
+            type(layer).__name__,
+            layer.compute_dtype,
         )._replace(frozen=not layer.trainable)
         for each in variables
         for layer in [owners.get(id(each), model)]
@@ -102,16 +107,11 @@ def frozen_cell(row: VariableRow) -> tuple[str, ...]:
 
 
 def by_layer(rows: Sequence[VariableRow]) -> dict[str, list[VariableRow]]:
-    """Returns the rows of each layer, keyed by its name, or its place if others have that name."""
-    places: dict[str, dict[str, list[VariableRow]]] = {}
+    """Returns the rows of each layer."""
+    layers: dict[str, list[VariableRow]] = {}
     for row in rows:
-        place = row.name.rpartition("/")[0] if row.layer else row.name
-        places.setdefault(row.layer or row.name, {}).setdefault(place, []).append(row)
-    return {
-        name if len(of_name) == 1 else place: of_layer
-        for name, of_name in places.items()
-        for place, of_layer in of_name.items()
-    }
+        layers.setdefault(row.layer or row.name, []).append(row)
+    return layers
 
 
 def frozen_parameters(rows: Sequence[VariableRow]) -> int:

@@ -292,7 +292,6 @@ class RunLog:
         """Prints and writes the results of an evaluation during training."""
         self.say(f"validation at step {step}: {format_results(results)}")
         self._write_scalars("validation", step, results)
-        self.restart_clock()
 
     def _write_scalars(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Writes numbers to the history, the files and the trackers."""

@@ -36,6 +36,16 @@ def unpack(batch: Batch, argument: str = "train_data") -> tuple[Batch, Batch, tf
     )
 
 
+def all_inputs(data: Any, model: Any) -> Any:
+    """Returns an array for each of a model's several inputs as one item; other data as it is.
+
+    The second item of a tuple would otherwise be labels.
+    """
+    declared = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
+    arrays = isinstance(data, tuple | list) and all(hasattr(each, "shape") for each in data)
+    return (tuple(data),) if declared and arrays and 1 < len(data) == len(declared) else data
+
+
 def described(batch: Any) -> str:
     """Returns the dtypes and shapes of a batch as text.
 

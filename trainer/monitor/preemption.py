@@ -148,7 +148,10 @@ class StopSignals:
         """
         self.close()  # later signals are handled as if there were no run
         if self.received is signal.SIGINT:
-            raise KeyboardInterrupt
+            interrupt, show = KeyboardInterrupt(), sys.excepthook
+            # A traceback below the run's summary would look like a failure.
+            sys.excepthook = lambda *info: None if info[1] is interrupt else show(*info)
+            raise interrupt
         if self.received or others:
             sys.exit(EXIT_CODE)
 

@@ -191,6 +191,11 @@ class OnlineLoop(OuterLoop):
         self._waiting_since = time.perf_counter()
         return BatchResult(results, bool(report.grads_finite.numpy()[0]), *on_host(rows))
 
+    def leave_out_time(self) -> None:
+        """Leaves the time since the last step out of the reported speed and waiting."""
+        self._log.restart_clock()
+        self._waiting_since = time.perf_counter()
+
     def close(self, *, save: bool) -> None:
         """Logs the steps since the last log line, and waits for checkpoints.
 

@@ -547,6 +547,7 @@ class OuterLoop:
             self._call_user(lambda: self._trainer.call_hook("on_evaluate_begin", self._step))
             with self._log.console.status("evaluating ..."):
                 self._call_user(lambda: self._keep_results(evaluate()))
+            self._log.restart_clock()
 
     def _keep_results(self, results: Results | None) -> None:
         """Logs the results of an evaluation, and keeps the model if it is one of the best."""

@@ -172,3 +172,4 @@ def test_a_pipeline_that_cannot_be_resumed_exactly_is_refused(name):
         description(pipeline_graph(dataset))
 
     assert str(error.value) == not_exact(what, hint)
+    assert error.value.__cause__ is None  # TensorFlow's error says nothing more

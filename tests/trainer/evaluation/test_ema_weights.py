@@ -187,3 +187,49 @@ def test_the_average_is_not_used_beside_a_run():
         "put into the model for the evaluation, and putting the weights back would undo the steps "
         "taken meanwhile. Pass averaged=False, or evaluate in an action or a hook."
     ]
+
+
+def test_a_program_uses_the_average():
+    """Inside `trainer.averaged_weights` the model has the average, steps are refused, and `evaluate`
+    uses it; afterwards the run goes on as if nothing had been.
+    """
+    trainer, other = (Linear(ema_momentum=0.5, verbose=False) for _ in range(2))
+    for one in (trainer, other):
+        one.train(slopes(1.0), steps=3, global_batch=1)
+    calls = [
+        lambda: trainer.train(slopes(1.0), steps=4, global_batch=1),
+        lambda: trainer.train_on_batch(slopes(1.0)),
+        lambda: trainer.restore(slopes(1.0)),
+    ]
+    with trainer.averaged_weights():
+        assert trainer.weight == -1.25
+        assert trainer.evaluate(slopes(1.0), global_batch=1)["loss"] == -1.25
+        for call in calls:
+            with pytest.raises(RuntimeError, match="averaged_weights"):
+                call()
+    for one in (trainer, other):
+        one.train(slopes(1.0), steps=5, global_batch=1)
+    assert list(all_copies(trainer).values()) == list(all_copies(other).values())
+
+
+def test_a_hook_uses_the_average():
+    """A sampler in an action sees the average while the run is trained."""
+    seen = []
+
+    def sample(trainer):
+        with trainer.averaged_weights():
+            seen.append(trainer.weight)
+
+    trainer = Linear(ema_momentum=0.5, verbose=False, actions=[Action(sample, every_steps=3)])
+    trainer.train(slopes(1.0), steps=3, global_batch=1)
+    assert (seen, trainer.weight) == ([-1.25], -2.0)
+
+
+def test_a_program_needs_an_average():
+    """Without `ema_momentum` there is no average, and before the first batch no model."""
+    with pytest.raises(RuntimeError, match="averaged_weights"), Linear().averaged_weights():
+        pass
+    trainer = Linear(verbose=False)
+    trainer.train(slopes(1.0), steps=1, global_batch=1)
+    with pytest.raises(ValueError, match="averaged"), trainer.averaged_weights():
+        pass

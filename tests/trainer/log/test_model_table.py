@@ -62,11 +62,11 @@ def test_the_table_by_variable(rows):
 
 
 def test_a_variable_belongs_to_the_innermost_layer():
-    """A layer inside another one is named, and not the outer one."""
+    """A layer inside another one is named, after the block that it is in."""
     inner = keras.Sequential([keras.Input([2]), keras.layers.Dense(1, name="inner")], name="block")
     model = keras.Sequential([keras.Input([2]), inner], name="outer")
 
-    assert [(row.layer, row.kind) for row in variable_rows(model)] == [("inner", "Dense")] * 2
+    assert [(row.layer, row.kind) for row in variable_rows(model)] == [("block/inner", "Dense")] * 2
 
 
 def test_frozen_layers_and_sublayers_stand_apart():
@@ -79,13 +79,28 @@ def test_frozen_layers_and_sublayers_stand_apart():
     rows = variable_rows(keras.Sequential([keras.Input([2]), *blocks], name="outer"))
     lines = lines_of(rows, detailed=False)
 
-    assert [line[0].split("/")[-2:] for line in lines[1:]] == [
-        ["first", "same"],
-        ["second", "same"],
-    ]
+    assert [line[0] for line in lines[1:]] == ["first/same", "second/same"]
     assert [line[-1] for line in lines[1:]] == ["frozen", "B"]
     assert [line[-1] for line in lines_of(rows, detailed=True)[1:]] == ["frozen"] * 2 + ["B"] * 2
     assert (frozen_parameters(rows), total_size(rows)[0]) == (6, 12)
+
+
+def test_blocks_that_the_model_builds():
+    """A layer's row has its block also if the model has built it, and the model has its own."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__(name="model")
+            self.block = keras.Sequential([keras.layers.Dense(2, name="inner")], name="block")
+            self.own = self.add_weight(shape=[], name="own")
+
+        def call(self, inputs):
+            return self.own * self.block(inputs)
+
+    model = Model()
+    model(tf.ones([1, 2]))
+    lines = lines_of(variable_rows(model), detailed=False)
+    assert [line[:2] for line in lines[1:]] == [["model", "Model"], ["block/inner", "Dense"]]
 
 
 def test_a_module_has_no_layers():

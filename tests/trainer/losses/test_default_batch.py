@@ -165,3 +165,38 @@ def test_who_has_raised_an_error():
     assert reason_in("") == "no message"
     assert not from_library(own.value)
     assert from_library(library.value)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_predict_takes_the_inputs_of_a_model(count):
+    """An array for each of several inputs, in a tuple or a list, is what the model is called with,
+    as in Keras; so are a dict, and a tuple of inputs with labels.
+    """
+
+    def model():
+        inputs = [keras.Input([1], name=f"x{at}") for at in range(count)]
+        weighted = [10.0**at * each for at, each in enumerate(inputs)]
+        return keras.Model(inputs, keras.layers.add(weighted))
+
+    arrays = [np.full([4, 1], at + 1.0, np.float32) for at in range(count)]
+    expected = sum(10.0**at * (at + 1) for at in range(count))
+    named = {f"x{at}": each for at, each in enumerate(arrays)}
+    for data in (tuple(arrays), arrays, (tuple(arrays),), named, (tuple(arrays), ONE)):
+        found = made(model=model, optimizer=None).predict(data, global_batch=2)
+        np.testing.assert_array_equal(found, np.full([4, 1], expected))
+
+
+def test_an_own_predict_batch_gets_the_data_as_it_is():
+    """Two arrays for a model of two inputs reach a method of the user's as they are."""
+
+    class Own(Trainer):
+        def predict_batch(self, batch):
+            first, second = batch
+            return self.model([first, 2 * second])
+
+    def model():
+        inputs = [keras.Input([1]), keras.Input([1])]
+        return keras.Model(inputs, keras.layers.add(inputs))
+
+    found = Own(model=model, verbose=False).predict((ONE, ONE), global_batch=2)
+    np.testing.assert_array_equal(found, 3 * ONE)

@@ -341,6 +341,20 @@ def test_a_signal_at_the_last_moment_is_handled():
     assert stop.received is signal.SIGTERM
 
 
+def test_no_traceback_below_the_summary(monkeypatch):
+    """The interrupt that ends a program after Ctrl-C is not shown; other errors are."""
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *info: shown.append(info[1]))
+    stop = preemption.StopSignals(list)
+    stop.received = signal.SIGINT
+    with pytest.raises(KeyboardInterrupt) as raised:
+        stop.end_process()
+    other = KeyboardInterrupt()
+    for error in (raised.value, other):
+        sys.excepthook(type(error), error, None)
+    assert shown == [other]
+
+
 # Python warns because TensorFlow has threads; the child does not use TensorFlow.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_handles_its_own_signals():

@@ -496,3 +496,37 @@ def test_an_evaluation_that_a_hook_interrupted_is_repeated(hook, saved, tmp_path
         trainer.train((x, x), 4, **arguments)
     summary = trainer.train((x, x), 4, **arguments)
     assert [*summary.history["val_step"]] == [2, 4]
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_evaluations_are_not_timed(monkeypatch, online):
+    """The speed in a log line is that of the steps, without evaluations and what follows them."""
+    clock = [0.0]
+
+    class Slow(Linear):
+        def on_evaluate_end(self, step, results):
+            del step, results
+            clock[0] += 1000
+
+        def eval_step(self, batch):
+            clock[0] += 1000
+            return super().eval_step(batch)
+
+    def tick():
+        clock[0] += 1e-3
+        return clock[0]
+
+    monkeypatch.setattr("time.perf_counter", tick)
+    lines = []
+    trainer = Slow(log_interval=2, verbose=False, jit_compile=False)
+    trainer.on_log = lambda _, values: lines.append(values)
+    if online:
+        for step in range(6):
+            trainer.train_on_batch(slopes(1.0, 1.0))
+            if step % 2:
+                trainer.evaluate(slopes(1.0, 1.0), global_batch=2)
+    else:
+        data = slopes(1.0, 1.0)
+        trainer.train(data, 6, global_batch=2, eval_data=data, eval_interval=2)
+    for values in lines[1:]:
+        assert values["examples_per_second"] > 1
