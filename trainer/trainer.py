@@ -1051,8 +1051,8 @@ class Trainer(Task):
         looks for a newer one in every call. So it may follow a run that another process trains; it
         never writes there. Neither an optimizer nor trainable variables are needed.
 
-        Random numbers, as of a Dropout that is called with training=True, differ in every batch
-        and in every call, and are the same when the program is run again with the same seed.
+        Random numbers, as of a Dropout that is called with training=True, depend on the seed and
+        the batch's number alone: the same weights give the same result each time.
 
         Args:
             data: as for `train`, or a dict of several data sets as for `eval_data`; arrays are not
@@ -1153,7 +1153,8 @@ class Trainer(Task):
     ) -> Any:
         """Returns the model's outputs for a whole data set, in its order.
 
-        For newer checkpoints and random numbers, see `evaluate`. No `loss_fn` is needed.
+        For newer checkpoints, see `evaluate`. Random numbers differ in every batch and in every
+        call, and are the same when the program is run again. No `loss_fn` is needed.
 
         Args:
             data: as for `evaluate`; if it yields tuples, the model is called with the first item.
@@ -1185,7 +1186,7 @@ class Trainer(Task):
         with (
             self._reading("data"),
             self._with_workers(),
-            self._lending(self._model_put_back(asked_for=True), self._weights(averaged)),
+            self._lending(self._model_put_back(predicts=True), self._weights(averaged)),
             reading_explained(found.reader),
         ):
             return self._parts.evaluator.predict(found.dataset, precision)
@@ -1414,11 +1415,11 @@ class Trainer(Task):
         """Whether this thread is another one than that in which `train` takes steps."""
         return self._running not in (None, threading.get_ident())
 
-    def _model_put_back(self, *, asked_for: bool) -> contextlib.AbstractContextManager[None]:
+    def _model_put_back(self, *, predicts: bool = False) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager after which the model's variables are as they were."""
         if self._beside_train:  # `train` moves them meanwhile
             return contextlib.nullcontext()
-        return self._parts.evaluator.model_put_back(asked_for=asked_for)
+        return self._parts.evaluator.model_put_back(predicts=predicts)
 
     def _export_into(self, folder: pathlib.Path) -> None:
         """Writes the model, with the weights that are evaluated, into a folder."""
@@ -1435,14 +1436,15 @@ class Trainer(Task):
         argument: str = "data",
     ) -> Results | None:
         """Returns the results of an evaluation; None if it is stoppable and was stopped."""
+
+        def evaluate(dataset: tf.data.Dataset) -> Results | None:
+            with self._lending(self._model_put_back()):
+                return self._parts.evaluator.evaluate(dataset, precision, stoppable=stoppable)
+
         self._evaluating = True
         try:
-            unchanged = self._model_put_back(asked_for=not stoppable)
-            with self._reading(argument), self._lending(unchanged, self._weights(averaged)):
-                evaluate = self._parts.evaluator.evaluate
-                return evaluate_each(
-                    found, lambda one: evaluate(one, precision, stoppable=stoppable)
-                )
+            with self._reading(argument), self._lending(self._weights(averaged)):
+                return evaluate_each(found, evaluate)
         finally:
             self._evaluating = False
             if self._online:

@@ -5,7 +5,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -18,10 +18,9 @@ from trainer.base.keras_private import differentiable_moments
 from trainer.evaluation.compiled_pass import compiled_pass
 from trainer.evaluation.in_float32 import in_float32
 from trainer.evaluation.no_writes import (
-    advance,
-    generators_in,
     keys_of,
     next_source,
+    place_for_call,
     plain_variables,
     without_writes,
 )
@@ -74,9 +73,10 @@ class Evaluator:
         task: the model, the loss and the metrics.
         plan: the plan of the training step; the evaluated loss is the sum of its objectives'.
         eval_step: evaluates one global batch; see `Trainer.eval_step`.
-        state: the run's seed and step, from which random numbers are computed.
+        state: the run's seed, from which random numbers are computed.
         stop: shape (), bool: whether the run was asked to stop, which ends evaluations during
             training.
+        generators: the generators of TensorFlow that the loss may draw from.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Evaluator:
         eval_step: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
         state: TrainState,
         stop: tf.Variable,
+        generators: Sequence[tf.random.Generator] = (),
     ) -> None:
         """Creates the graph functions, which are traced when they are first called."""
         self._task = task
@@ -95,8 +96,9 @@ class Evaluator:
         # The source of keys for `make_keys`: the call's own number, and the batch's index.
         self._source = tf.Variable([0, 0], trainable=False, dtype=tf.int64, name="draws")
         self._is_keras = isinstance(task.model, keras.Model)
+        self._generators = generators
         self._assignable = plain_variables(task.model, [*plan.held_back, *plan.seeds])
-        self._generators = generators_in(task.model) if self._assignable else []
+        self._assignable += [generator.state for generator in generators]
 
         self._precision = PRECISIONS[0]  # precision of the evaluation that is running
         self._evaluate = {
@@ -140,7 +142,7 @@ class Evaluator:
             metric.reset_state()
         with self._computing_in(precision):
             self._precision = precision
-            self._begin_draws(asked_for=not stoppable)
+            self._begin_draws(call=0)
             iterator = iter(dataset)
             total, weight, left = self._evaluate[precision](iterator, tf.constant(stoppable))
         stopped = stoppable and strategies.any_worker(bool(self._stop), self._strategy)
@@ -185,44 +187,37 @@ class Evaluator:
     def predict(self, dataset: tf.data.Dataset, precision: str) -> Any:
         """Returns the model's outputs as NumPy arrays, in the order of the data set."""
         with self._computing_in(precision):
-            self._begin_draws(asked_for=True)
+            self._state.predictions += 1
+            self._begin_draws(self._state.predictions)
             outputs = [self._predict[precision](batch) for batch in dataset]
         return tf.nest.map_structure(joined, *outputs)
 
     @contextlib.contextmanager
-    def model_put_back(self, *, asked_for: bool) -> Iterator[None]:
+    def model_put_back(self, *, predicts: bool = False) -> Iterator[None]:
         """Context manager: restores what the model assigns by itself, so that no run is changed.
 
         Those are `tf.Variable`s, and the states of `tf.random.Generator`s. What it assigns to Keras
         variables is held back: see `HoldBack`.
 
         Args:
-            asked_for: whether a user asked for the call, so that its generators draw other numbers
-                than in the calls before it.
+            predicts: whether the call is a prediction, which draws other numbers than the ones
+                before it. Every evaluation draws the same numbers.
         """
         before = read_copies(self._assignable, self._strategy)
+        call = self._state.predictions + 1 if predicts else 0
         try:
-            if asked_for:
-                for generator in self._generators:
-                    advance(generator, self._state.calls + 1, self._strategy)
+            for generator in self._generators:
+                place_for_call(generator, call, self._strategy)
             yield
         finally:
             write_copies(self._assignable, before, self._strategy)
 
-    def _begin_draws(self, *, asked_for: bool) -> None:
-        """Chooses the random numbers of a call.
-
-        Args:
-            asked_for: whether a user asked for the call, so that it draws other numbers than the
-                calls before it. An evaluation during training depends on the step alone: a resumed
-                run draws the same.
-        """
-        self._state.calls += asked_for
-        call = self._state.calls if asked_for else 0
+    def _begin_draws(self, call: int) -> None:
+        """Chooses the random numbers of a call, by the run's seed and the call's number alone."""
         number = tf.random.stateless_uniform(
             [],
             # Training's places are below 2^62.
-            seed=[int(self._state.random_seed.numpy()), 2**62 + int(self._state.step)],
+            seed=[int(self._state.random_seed.numpy()), 2**62],
             maxval=2**62,
             dtype=tf.int64,
             alg="philox",

@@ -4,7 +4,7 @@ Without this, an evaluation would advance the generators that training draws fro
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -26,17 +26,21 @@ def plain_variables(model: Any, held_back: Sequence[Variable]) -> list[tf.Variab
     return [variable for variable in found if isinstance(variable, tf.Variable)]
 
 
-def generators_in(model: Any) -> list[tf.random.Generator]:
-    """Returns the random generators of TensorFlow that a model reaches."""
-    found = reach({"model": model})
-    return [item for _, item, _ in found if isinstance(item, tf.random.Generator)]
+def generators_in(roots: Mapping[str, Any]) -> list[tf.random.Generator]:
+    """Returns the random generators of TensorFlow that some objects reach."""
+    return [item for _, item, _ in reach(roots) if isinstance(item, tf.random.Generator)]
 
 
-def advance(generator: tf.random.Generator, call: int, strategy: tf.distribute.Strategy) -> None:
-    """Moves a generator to the numbers of a call, each of which has 2^32 blocks of its own."""
+def place_for_call(
+    generator: tf.random.Generator, call: int, strategy: tf.distribute.Strategy
+) -> None:
+    """Moves a generator to the numbers of a call, which training does not reach.
+
+    Each call has 2^32 blocks of numbers of its own.
+    """
     for copy in strategy.experimental_local_results(generator.state):
-        counter = tf.one_hot(0, copy.shape[0], dtype=copy.dtype)
-        copy.assign_add(tf.cast(call * 2**32, copy.dtype) * counter)
+        counter = tf.constant([2**62 + call * 2**32], copy.dtype)
+        copy.assign(tf.concat([counter, copy[1:]], axis=0))
 
 
 def next_source(counter: tf.Variable) -> tf.Tensor:

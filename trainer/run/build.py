@@ -27,6 +27,7 @@ from trainer.config.attributes import assign
 from trainer.config.resolve import dtype_policy
 from trainer.data.value_checks import checked
 from trainer.evaluation.evaluator import Evaluator
+from trainer.evaluation.no_writes import generators_in
 from trainer.log.summary import check_metric_names
 from trainer.loop.inner import run_batch, run_steps
 from trainer.loop.parameter_server import RemoteSteps
@@ -211,6 +212,7 @@ def parts_of_plan(
     if trainer.check_data:
         step = checked(step, trainer.example_weights, trainer.label_ranges)
     loop, pending = make_loop(trainer, step, plan, state, stop)
+    generators = generators_in({"model": trainer.model} | roots_of(trainer))
     return {
         "plan": plan,
         "run_steps": loop,
@@ -225,7 +227,7 @@ def parts_of_plan(
             # Batches of many sizes share a trace; but XLA keeps rows of a known number only.
             reduce_retracing=not (plan.kept and plan.jit_compile == "step"),
         ),
-        "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop),
+        "evaluator": Evaluator(trainer, plan, trainer.eval_step, state, stop, generators),
         "recorder": make_recorder(trainer, plan, state)
         if trainer.max_overflow_records and plan.groups
         else None,

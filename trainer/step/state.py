@@ -43,7 +43,7 @@ class TrainState(tf.Module):
         self.consecutive_skips = counter("consecutive_skips")
         # Whether the run must stop. The inner loop reads it before each step.
         self.halted = tf.Variable(initial_value=False, trainable=False, name="halted")
-        self.calls = 0  # evaluations and predictions that users have asked for; not saved
+        self.predictions = 0  # calls of `predict`, which draw other numbers each; not saved
 
     @property
     def step(self) -> tf.Tensor:

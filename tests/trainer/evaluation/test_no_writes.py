@@ -118,3 +118,78 @@ def test_calls_draw_other_numbers_and_a_restart_the_same():
     first = calls()
     assert len({*first}) == 3
     assert calls() == first
+
+
+class Noisy(Trainer):
+    """A loss with noise, from a generator of the kind and place that are given."""
+
+    def __init__(self, kind, place, **arguments):
+        """Makes the generator, if it is the trainer's own."""
+        super().__init__(
+            model=linear_model,
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            verbose=False,
+            **arguments,
+        )
+        makes = {
+            "keras": lambda: keras.random.SeedGenerator(5),
+            "tensorflow": lambda: tf.random.Generator.from_seed(5),
+        }
+        self.kind, self.make = kind, makes[kind]
+        with self.strategy.scope():
+            self.own = self.make() if place == "trainer" else None
+
+    def build_model(self):
+        """The model, with the generator if it is the model's."""
+        model = super().build_model()
+        if self.own is None:
+            model.noise = self.make()
+        return model
+
+    def compute_loss(self, batch, training):
+        """The noise of each example, and the error."""
+        source, shape = self.own or self.model.noise, tf.shape(batch[1])
+        of_tensorflow = self.kind == "tensorflow"
+        noise = source.normal(shape) if of_tensorflow else keras.random.normal(shape, seed=source)
+        return (self.model(batch[0], training=training)[:, 0] - batch[1]) ** 2 + noise
+
+
+@pytest.mark.parametrize("place", ["model", "trainer"])
+@pytest.mark.parametrize("kind", ["keras", "tensorflow"])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_the_same_weights_have_the_same_result(mirrored, replicas, kind, place):
+    """What an evaluation draws depends on the seed and the batch's number alone: not on the step, on
+    other evaluations, or on the data sets before it; and training draws as without evaluations.
+    """
+    x = np.ones([8, 1], np.float32)
+    data = x, x[:, 0]
+    strategy = mirrored(replicas) if replicas > 1 else "default"
+
+    def make(**arguments):
+        return Noisy(kind, place, **{"strategy": strategy, "seed": 0} | arguments)
+
+    trainer, other = make(), make()
+    for each in (trainer, other):
+        each.train(data, steps=1, global_batch=4)
+    first = trainer.evaluate(data, global_batch=4)
+    trainer.predict(x, global_batch=4)
+    named = trainer.evaluate({"short": (x[:4], x[:4, 0]), "long": data}, global_batch=4)
+
+    assert trainer.evaluate(data, global_batch=4) == first == other.evaluate(data, global_batch=4)
+    assert named["long/loss"] == first["loss"] != named["short/loss"]  # each batch has its own
+    before = trainer.model.get_weights()
+    during = []
+    for each in (trainer, other):
+        each.optimizer.learning_rate = 0.0
+        watched = {"eval_data": data, "eval_interval": 1} if each is trainer else {}
+        summary = each.train(data, steps=4, global_batch=4, **watched)
+        during += [summary.history["loss"].tolist()]
+        each.optimizer.learning_rate = 0.1
+        each.train(data, steps=6, global_batch=4)
+    assert during[0] == during[1]
+    np.testing.assert_array_equal(trainer.model.get_weights(), other.model.get_weights())
+    evaluated = make()
+    evaluated.model.set_weights(before)
+    assert evaluated.evaluate(data, global_batch=4) == first
+    if kind == "keras":  # a generator of TensorFlow has a seed of its own
+        assert make(seed=1).evaluate(data, global_batch=4) != make().evaluate(data, global_batch=4)
