@@ -205,7 +205,7 @@ def write_lines(folder, *lines):
     """Writes a metrics.jsonl with these lines and returns its folder. A string is written as is."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     folder = pathlib.Path(folder)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(text + "\n" for text in texts))
     return folder
 

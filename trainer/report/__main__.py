@@ -1,8 +1,9 @@
 """The command `python -m trainer.report RUN`, which writes the report of a run.
 
-`--output=DIR` writes it to another folder.
+With several runs it writes a page that compares them. `--output=DIR` writes to another folder.
 """
 
+import pathlib
 import sys
 
 from absl import app, flags
@@ -10,17 +11,24 @@ from absl import app, flags
 from trainer.report.reading import clean
 from trainer.report.writing import write_report
 
-OUTPUT = flags.DEFINE_string("output", None, "Folder to write the report to; default: RUN/report.")
+OUTPUT = flags.DEFINE_string(
+    "output", None, "Folder to write to; default: RUN/report, or with several runs their parent."
+)
 
 
 def main(arguments: list[str]) -> None:
-    """Parses the command line, writes the report, and prints its path."""
-    if len(arguments) != 2:
-        raise app.UsageError(
-            "pass exactly one folder, the run's --model_dir: python -m trainer.report RUN"
-        )
+    """Parses the command line, writes the report or the comparison, and prints its path."""
+    runs = arguments[1:]
+    if not runs:
+        raise app.UsageError("pass the --model_dir of one or more runs: trainer.report RUN ...")
     try:
-        print(f"report in {clean(write_report(arguments[1], OUTPUT.value))}")
+        if len(runs) == 1:
+            print(f"report in {clean(write_report(runs[0], OUTPUT.value))}")
+        else:
+            from trainer.report.comparison import compare_runs  # needs the extra `report`
+
+            output = OUTPUT.value or pathlib.Path(runs[0]).resolve().parent
+            print(f"comparison in {clean(compare_runs(runs, output))}")
     except (TypeError, ValueError, OSError, ModuleNotFoundError) as error:
         sys.exit(str(error))
 

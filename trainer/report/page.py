@@ -27,18 +27,8 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         run: the run.
         pictures: the pictures of the run, keyed by name.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("trainer", "report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["data_url"] = data_url
-    environment.filters["power_of_two"] = power_of_two
-    environment.filters["superscript"] = superscript
     parameters, bytes_ = facts.model_totals(run)
-    return environment.get_template("report.html.jinja").render(
+    return template("report.html.jinja").render(
         run=dataclasses.replace(
             run, skips=run.skips[:MAX_SKIPS], recoveries=run.recoveries[:MAX_RECOVERIES]
         ),
@@ -62,6 +52,21 @@ def render(run: Run, pictures: Mapping[str, Picture]) -> str:
         parameters=parameters,
         bytes=bytes_,
     )
+
+
+def template(name: str) -> jinja2.Template:
+    """Returns a template of this package. It escapes what it is given."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainer", "report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["data_url"] = data_url
+    environment.filters["power_of_two"] = power_of_two
+    environment.filters["superscript"] = superscript
+    return environment.get_template(name)
 
 
 def superscript(text: str) -> markupsafe.Markup:

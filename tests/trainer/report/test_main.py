@@ -36,11 +36,11 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         flags.FLAGS.output = None
         with pytest.raises(SystemExit, match="`run_dir` must be a folder"):
             main(["report", str(tmp_path)])
-        with pytest.raises(app.UsageError) as usage:
+        with pytest.raises(app.UsageError):
             main(["report"])
-        assert str(usage.value) == (
-            "pass exactly one folder, the run's --model_dir: python -m trainer.report RUN"
-        )
+        write_lines(tmp_path / "other", TRAIN)
+        main(["report", str(tmp_path / "run"), str(tmp_path / "other")])
+        assert capsys.readouterr().out.endswith(f"comparison in {tmp_path / 'comparison.html'}\n")
         monkeypatch.delitem(sys.modules, "trainer.report.page")
         monkeypatch.setitem(sys.modules, "jinja2", None)
         with pytest.raises(SystemExit) as error:

@@ -67,10 +67,12 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
     assert re.findall(r"<h2[^>]*>(.*)</h2>", page) == HEADINGS
     assert page.count("<img ") == 3
     for sentence in (
-        "<code>--eval_interval=N</code> evaluates it every N steps.",
-        "This section needs the largest gradient of each step. <code>--record_gradients</code> records it.",
-        "<code>--record_gradients</code> records it at every log line.",
-        "This section needs the magnitudes of the gradients. <code>--record_gradients</code> records them.",
+        "<code>eval_interval=N</code> (<code>--eval_interval=N</code>) evaluates it every N steps.",
+        "This section needs the largest gradient of each step. "
+        "<code>record_gradients=True</code> (<code>--record_gradients</code>) records it.",
+        "<code>record_gradients=True</code> (<code>--record_gradients</code>) records it at every log line.",
+        "This section needs the magnitudes of the gradients. "
+        "<code>record_gradients=True</code> (<code>--record_gradients</code>) records them.",
         "No learning rate has been recorded.",
         "No step was skipped.",
         "This run recorded its scale only at log lines and skipped steps",
@@ -81,7 +83,7 @@ def test_a_section_without_data_names_the_flag_that_records_it(tmp_path):
     page = page_of(write_lines(tmp_path, TRAIN))
     assert "Skipped steps: 1. Their causes are unknown" in page
     page = page_of(write_lines(tmp_path, SKIP | {"loss_scale": 1.0}))
-    assert "The first one follows after <code>--log_interval</code> steps." in page
+    assert "The first one follows after <code>log_interval</code> steps." in page
     steps = {"cause": ["backward"] * 3, "max_magnitude": [None] * 3}
     page = page_of(write_lines(tmp_path, GRADIENTS | steps))
     assert "No step was applied" in page
