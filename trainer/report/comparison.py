@@ -80,11 +80,19 @@ def compare_runs(run_dirs: Sequence[str | pathlib.Path], output: str | pathlib.P
 
 def row_of(name: str, run: Run) -> Row:
     """Returns what the table of runs says about a run."""
-    skipped = facts.last(run.train.get("skipped"))
-    speed = facts.median(run.train.get("examples_per_second"))
     best = facts.best_tile(run)
-    numbers = ("-" if math.isnan(value) else f"{value:,.0f}" for value in (skipped, speed))
-    return Row(name, f"{run.last_step:,}", *numbers, f"{best.label} {best.value} {best.note}")
+    return Row(
+        name,
+        f"{run.last_step:,}",
+        shown_number(facts.last(run.train.get("skipped"))),
+        shown_number(facts.median(run.train.get("examples_per_second"))),
+        f"{best.label} {best.value} {best.note}",
+    )
+
+
+def shown_number(value: float) -> str:
+    """Returns a number for a table, or "-" for NaN."""
+    return "-" if math.isnan(value) else f"{value:,.0f}"
 
 
 def differing_settings(runs: Runs) -> list[tuple[str, list[str]]]:
