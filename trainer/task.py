@@ -103,7 +103,7 @@ class Task:
     ) -> None:
         """Checks and stores the arguments, which the default methods use."""
         check_hooks(type(self))
-        check_given("model", model, (keras.Model, tf.Module), "a keras.Model or tf.Module")
+        check_given("model", model, (keras.Layer, tf.Module), "a keras.Layer or tf.Module")
         check_given(
             "optimizer", optimizer, (str, keras.optimizers.Optimizer), "a Keras optimizer, its name"
         )
@@ -130,7 +130,7 @@ class Task:
         self.weights_overridden = type(self).example_weights is not Task.example_weights
 
     def build_model(self) -> Model:
-        """Returns a new `keras.Model` or `tf.Module`.
+        """Returns a new `keras.Model`, `keras.Layer` or `tf.Module`.
 
         Called once, in the strategy's scope and under the precision's dtype policy, so layers
         need no dtype argument: each Keras layer casts its inputs and weights to the policy's
@@ -139,7 +139,7 @@ class Task:
         """
         if self._given_model is None:
             raise _missing("model", "build_model")
-        is_model = isinstance(self._given_model, (keras.Model, tf.Module))
+        is_model = isinstance(self._given_model, (keras.Layer, tf.Module))
         return self._given_model if is_model else self._given_model()
 
     def build_optimizer(self) -> Optimizers:
@@ -409,7 +409,7 @@ class Task:
 
     def _call_model(self, x: Batch, training: bool) -> Aux:
         check_inputs(self.model, x, self.data_argument)
-        named = {"training": training} if isinstance(self.model, keras.Model) else {}
+        named = {"training": training} if isinstance(self.model, keras.Layer) else {}
         self._inputs = widened(self._inputs, tf.nest.map_structure(spec_of_any_size, x))
         try:
             return call_user(self.model, x, **named)

@@ -138,8 +138,8 @@ class Trainer(Task):
     the other methods), or pass `model`, `optimizer` and `loss_fn`.
 
     Args: What to train
-        model: a `keras.Model` or `tf.Module`, or a function that returns a new one. Only the
-            default strategy accepts a model object.
+        model: a `keras.Model`, `keras.Layer` or `tf.Module`, or a function that returns a new one.
+            Only the default strategy accepts a model object.
         optimizer: a Keras optimizer, its name, or a function that returns a new one. Only the
             default strategy accepts an optimizer object. The optimizer's own clipping and
             EMA apply to the summed, unscaled gradients of applied steps. A function may return a
@@ -1287,7 +1287,7 @@ class Trainer(Task):
         precision: str = "train",
         compare_on: Any = None,
     ) -> float | None:
-        """Writes the trained Keras model, for use outside the trainer.
+        """Writes the trained Keras model, or a model of the trained layer, for use elsewhere.
 
         Args:
             path: the path of a `.keras` file, or of a folder for a SavedModel.

@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 from helpers import Linear, slopes
 
+from trainer import Trainer
+
 
 class Hooked(Linear):
     """Records the calls of its hooks."""
@@ -159,3 +161,68 @@ def test_epochs_need_a_length():
         ".repeat(), call dataset.apply(tf.data.experimental.assert_cardinality(n)) with the number "
         "of batches, or use an Action(call, every_steps=n) instead."
     )
+
+
+class Block(keras.layers.Layer):
+    """A layer with statistics, random numbers, a regularizer and a loss of its own."""
+
+    def __init__(self, **arguments):
+        """Creates layers."""
+        super().__init__(**arguments)
+        self.norm = keras.layers.BatchNormalization()
+        self.drop = keras.layers.Dropout(0.25, seed=3)
+        ones = {"kernel_initializer": "ones", "kernel_regularizer": keras.regularizers.L2(0.5)}
+        self.dense = keras.layers.Dense(1, **ones)
+
+    def call(self, x, training=False):
+        """Returns one number per example."""
+        x = self.drop(self.norm(x, training=training), training=training)
+        self.add_loss(0.25 * tf.reduce_mean(tf.cast(x, tf.float32) ** 2))
+        return self.dense(x)
+
+
+def as_model():
+    """The same layer in a functional model."""
+    inputs = keras.Input([2])
+    return keras.Model(inputs, Block()(inputs))
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_layer_is_a_model(tmp_path, mirrored, precision, replicas):
+    """Its run, resumed half-way, has the bits of one whose model holds nothing but this layer."""
+    x = np.float32([[1, 2], [3, -1], [0.5, 4], [-2, 1]] * 2)
+    data = (x, x[:, :1])
+    found = []
+    for make in (as_model, Block):
+        for steps in (2, 4):
+            trainer = Trainer(
+                model=make,
+                optimizer=lambda: keras.optimizers.SGD(0.125),
+                loss_fn="mse",
+                precision=precision,
+                strategy=mirrored(2) if replicas == 2 else "default",
+                keep_best=1,
+                model_dir=tmp_path / make.__name__,
+                seed=0,
+                verbose=False,
+            )
+            summary = trainer.train(data, steps=steps, global_batch=8, eval_data=data)
+            assert (summary.steps_run, summary.step) == (2, steps)
+        predicted = trainer.predict(x, global_batch=8)
+        loss = trainer.evaluate(data, global_batch=8)["loss"]
+        found.append([loss, predicted, *(weight.numpy() for weight in trainer.model.weights)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_built_layer_is_a_model():
+    """An instance, as any model may be; a few steps bring its weight where it belongs."""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    x = np.ones([4, 1], np.float32)
+    trainer = Trainer(
+        model=layer, optimizer=lambda: keras.optimizers.SGD(0.5), loss_fn="mse", verbose=False
+    )
+    trainer.train((x, 3 * x), steps=1, global_batch=4)
+    assert layer.get_weights()[0] == trainer.predict(x, global_batch=4)[0] == 3.0

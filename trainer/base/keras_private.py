@@ -477,7 +477,7 @@ def added_losses_kept(model: Any) -> Iterator[None]:
     layers have added, which would lose those of the replica that waits. `model.losses` is public;
     where it remembers them is not.
     """
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     before = [set(layer._loss_ids) for layer in layers]
     yield
     for layer, ids in zip(layers, before, strict=True):
@@ -652,7 +652,7 @@ def recompute_constants(model: Any) -> bool:
     Returns:
         Whether a tensor has changed. A graph that was traced before holds the old one.
     """
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     normalizations = [each for each in layers if isinstance(each, keras.layers.Normalization)]
     found = [layer for layer in normalizations if layer.built]  # others have no statistics yet
     before = [(layer.mean, layer.variance) for layer in found]

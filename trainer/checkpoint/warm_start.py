@@ -144,4 +144,4 @@ def checkpoints_in(model_dir: pathlib.Path) -> dict[int, pathlib.Path]:
 
 def weights_of(model: Model) -> list[Variable]:
     """Returns the weights of a model, trainable or not, without seed states and metrics."""
-    return list(model.weights if isinstance(model, keras.Model) else model.variables)
+    return list(model.weights if isinstance(model, keras.Layer) else model.variables)

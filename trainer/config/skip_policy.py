@@ -32,7 +32,7 @@ class SkipPolicy:
 
     def check_model(self, model: object) -> None:
         """Raises ValueError if `on_stuck` is "float32" and the model is not a Keras model."""
-        if self.on_stuck == "float32" and not isinstance(model, keras.Model):
+        if self.on_stuck == "float32" and not isinstance(model, keras.Layer):
             raise ValueError(
                 '`on_stuck` must be "raise" or "hold" unless the model is a keras.Model; got '
                 f'"float32" with a {type(model).__name__}. A tf.Module casts by itself, so the '

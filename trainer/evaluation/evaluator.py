@@ -35,6 +35,7 @@ from trainer.step.plan import StepPlan
 from trainer.step.replica import my_share
 from trainer.step.rollback import read_copies, write_copies
 from trainer.step.state import TrainState
+from trainer.step.types import Model
 from trainer.step.xla import WITH_PASSES
 
 PRECISIONS = ("float32", "train")
@@ -44,7 +45,7 @@ class EvaluationTask(Protocol):
     """The members of a task that evaluation uses; see `trainer.task.Task`."""
 
     @property
-    def model(self) -> keras.Model | tf.Module:
+    def model(self) -> Model:
         """The model to evaluate."""
 
     @property
@@ -95,7 +96,7 @@ class Evaluator:
         self._stop = stop
         # The source of keys for `make_keys`: the call's own number, and the batch's index.
         self._source = tf.Variable([0, 0], trainable=False, dtype=tf.int64, name="draws")
-        self._is_keras = isinstance(task.model, keras.Model)
+        self._is_keras = isinstance(task.model, keras.Layer)
         self._generators = generators
         self._assignable = plain_variables(task.model, [*plan.held_back, *plan.seeds])
         self._assignable += [generator.state for generator in generators]

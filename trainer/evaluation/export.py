@@ -3,6 +3,7 @@
 import math
 import pathlib
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -21,28 +22,37 @@ MAX_EPS = 32  # largest accepted output difference, in multiples of the coarsest
 
 
 def export(
-    model: keras.Model,
+    model: keras.Layer,
     path: pathlib.Path,
     precision: str,
     compare_on: Any,
     inputs: Any = None,
 ) -> float | None:
-    """Writes a Keras model; see `Trainer.export`.
+    """Writes a Keras model, or a layer as a model of it; see `Trainer.export`.
 
     Args:
-        model: the trained model.
+        model: the trained model or layer.
         path: a file that ends in `.keras`, or a folder for a SavedModel.
         precision: one of `PRECISIONS`.
         compare_on: inputs for which the exported model must return the same outputs as `model`,
             or None.
-        inputs: specs of what the model was called with; None if it is not known. A SavedModel of a
-            subclassed model needs them.
+        inputs: specs of what the model was called with; None if it is not known. A layer, and a
+            SavedModel of a subclassed model, need them.
 
     Returns:
         The largest difference between the outputs, as a fraction of the largest output; None
         without `compare_on`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    declared = getattr(model, "inputs", None)
+    if not declared and inputs is None and not (path.suffix and isinstance(model, keras.Model)):
+        raise ValueError(
+            "`export` must know the model's inputs, which compute_loss did not tell; call predict "
+            "first, or pass a .keras file for a keras.Model."
+        )
+    if not isinstance(model, keras.Model):
+        model = model_of(model, inputs)
+        declared = model.inputs
     warn_of_merged_adapters(model)
     if path.suffix == ".keras":
         # A quantized model is copied, because Keras cannot load everything quantized that it saves.
@@ -50,17 +60,11 @@ def export(
         (copy_of(model, precision) if copied else model).save(path)
     else:
         # A copy, because the variables of `model` may be distributed.
-        declared = getattr(model, "inputs", None)
-        signature = None if declared or inputs is None else [inputs]
-        if signature is None and not declared:
-            raise ValueError(
-                "`path` must be a .keras file for a subclassed model whose inputs are not known; "
-                f"got {str(path)!r}. A SavedModel has a signature, and the trainer knows it if the "
-                "default compute_loss or predict_batch has called the model, and not one that you "
-                'override. Pass "model.keras", or call predict first.'
-            )
         copy_of(model, precision).export(
-            path, format="tf_saved_model", verbose=False, input_signature=signature
+            path,
+            format="tf_saved_model",
+            verbose=False,
+            input_signature=None if declared else [inputs],
         )
     if compare_on is None:
         return None
@@ -69,6 +73,19 @@ def export(
     dtypes = {layer.compute_dtype for layer in all_layers(model)}
     eps = max(EPS[dtype] for dtype in {*dtypes, precision} & EPS.keys())
     return check_same_outputs(expected, found, eps, path)
+
+
+def model_of(layer: keras.Layer, inputs: Any) -> keras.Model:
+    """Returns a model that calls a layer with inputs of these specs; those of a dict get names."""
+
+    def declared(spec: tf.TensorSpec, name: str | None = None) -> Any:
+        return keras.Input(batch_shape=spec.shape, dtype=spec.dtype.name, name=name)
+
+    if isinstance(inputs, Mapping):
+        arguments = {name: declared(spec, name) for name, spec in inputs.items()}
+    else:
+        arguments = tf.nest.map_structure(declared, inputs)
+    return keras.Model(arguments, layer(arguments))
 
 
 def copy_of(model: keras.Model, precision: str) -> keras.Model:
@@ -195,11 +212,10 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def check_export(model: object, path: Any, precision: object) -> None:
     """Raises TypeError or ValueError unless the model can be exported with these arguments."""
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         raise TypeError(
-            f"`export` must be called on a trainer of a keras.Model; got {type(model).__name__}. "
-            "Keras's file formats hold only Keras models. Use tf.saved_model.save, or "
-            "tf.train.Checkpoint(model=trainer.model)."
+            f"`export` must be called on a trainer of a keras.Layer; got {type(model).__name__}: "
+            "use tf.saved_model.save."
         )
     check_path("path", path, "model.keras")
     if pathlib.Path(path).suffix not in {".keras", ""}:

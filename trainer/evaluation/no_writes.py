@@ -82,7 +82,7 @@ def without_writes(plan: StepPlan, keys: tf.Tensor) -> Iterator[None]:
     given = [(variable, variable.value) for variable in plan.held_back]
     given += zip(plan.seeds, tf.unstack(keys, num=len(plan.seeds)), strict=True)
     with contextlib.ExitStack() as stack:
-        if isinstance(plan.model, keras.Model):
+        if isinstance(plan.model, keras.Layer):
             stack.enter_context(functions_of_one_precision(plan.model))
             stack.enter_context(ids_unrounded(plan.model))
         stack.enter_context(HoldBack([*plan.held_back, *plan.seeds], given))

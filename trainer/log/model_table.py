@@ -29,7 +29,7 @@ class VariableRow(NamedTuple):
     frozen: bool = False  # whether the layer has trainable=False
 
 
-def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
+def variable_rows(model: keras.Layer | tf.Module) -> list[VariableRow]:
     """Returns a row for each weight of a model, trained or not; see `is_weight`.
 
     Example:
@@ -40,7 +40,7 @@ def variable_rows(model: keras.Model | tf.Module) -> list[VariableRow]:
         ([3, 2], 'float32', 'float16', 24)
     """
     variables = [variable for variable in model.variables if is_weight(variable)]
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         return [variable_row(each, each.name, "", "", "") for each in variables]
     owners = owners_of(model)
     return [

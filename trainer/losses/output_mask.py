@@ -32,7 +32,7 @@ def makes_masks(model: Model) -> bool:
 
 def mask_makers(model: Model) -> list[keras.Layer]:
     """Returns the layers of a model that make a mask of their inputs."""
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     return [layer for layer in layers if makes_mask(layer)]
 
 

@@ -105,7 +105,7 @@ def first_nonfinite_place(
     Outputs are checked in the order of the forward pass. If all are finite, gradients are checked
     in the order of the backward pass. Microbatches are checked one after the other.
     """
-    if not isinstance(plan.model, keras.Model):
+    if not isinstance(plan.model, keras.Layer):
         return None
     [batch] = dataset
     replica = max(record.bad_replica, 0)

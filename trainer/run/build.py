@@ -430,7 +430,7 @@ def build_model(trainer: RunnableTrainer, batch: Batch, forward: Forward) -> Non
     model = trainer.model
     if not getattr(model, "built", bool(getattr(model, "trainable_variables", ()))):
         call_without_effect(lambda examples: forward(examples, training=False), batch, trainer)
-    if isinstance(model, keras.Model):
+    if isinstance(model, keras.Layer):
         check_mask_values(model)
         if model.trainable_variables:
             check_dtype_policies(model, trainer.precision)

@@ -253,7 +253,7 @@ def kinds_of_scalars(whole: PassInputs, trained: Outputs, plan: StepPlan) -> lis
 
 def assigned_by_users(written: Values, plan: StepPlan) -> list[str]:
     """Returns the names of assigned variables that do not belong to one of Keras's own layers."""
-    if not isinstance(plan.model, keras.Model):
+    if not isinstance(plan.model, keras.Layer):
         return []
     owners = owners_of(plan.model)
     ids = {id(variable) for variable in plan.model.weights}
@@ -268,6 +268,6 @@ def assigned_by_users(written: Values, plan: StepPlan) -> list[str]:
 def coupling_layers(model: Any) -> str:
     """Returns the names of layers that are known to use statistics of a batch, in words."""
     norms = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     names = [layer.name for layer in layers if isinstance(layer, norms)]
     return f"the layers {listed(names)} depend" if names else "a layer depends"

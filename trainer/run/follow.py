@@ -96,7 +96,7 @@ def adopt_compile_mode(trainer: RunnableTrainer, model_dir: pathlib.Path) -> Non
 
     A Keras model is evaluated in float32 without XLA, whatever the run's mode.
     """
-    if not trainer.compile_mode_open or isinstance(trainer.model, keras.Model):
+    if not trainer.compile_mode_open or isinstance(trainer.model, keras.Layer):
         return
     for path in reversed(committed(model_dir, PREFIX).values()):
         facts = read_unchecked(path)

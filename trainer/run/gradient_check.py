@@ -168,7 +168,7 @@ def plain_gradients(group: UpdateGroup, inputs: PassInputs, plan: StepPlan) -> l
             result, share.batch, group.objectives, global_loss=plan.global_loss
         )
         model = plan.model
-        entries = added_entries(model, model.losses) if isinstance(model, keras.Model) else []
+        entries = added_entries(model, model.losses) if isinstance(model, keras.Layer) else []
         added = added_loss(entries, share, size)
         scaled = {
             name: scaling.scale_loss(
@@ -230,6 +230,6 @@ def norm_of_difference(one: Gradient, other: Gradient) -> tf.Tensor:
 
 def computes_in_float32(model: Model) -> bool:
     """Returns whether a model is known to compute in float32; a `tf.Module` is not."""
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         return False
     return not any(layer.compute_dtype in SIGNIFICANT_BITS for layer in all_layers(model))

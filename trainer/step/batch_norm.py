@@ -30,7 +30,7 @@ def fused_batch_norm(model: Model, *, wanted: bool) -> contextlib.AbstractContex
         model: the model whose layers to change; a `tf.Module` has none.
         wanted: whether to use the fused kernel; False makes the context do nothing.
     """
-    wanted &= isinstance(model, keras.Model)
+    wanted &= isinstance(model, keras.Layer)
     layers = [layer for layer in all_layers(model) if can_be_fused(layer)] if wanted else []
     return replaced_calls(layers, lambda layer: functools.partial(fused_call, layer, layer.call))
 

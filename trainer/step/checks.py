@@ -38,16 +38,15 @@ SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 def check_model(model: Model, precision: scaling.Precision) -> None:
     """Raises TypeError or ValueError unless the step can use this model, built or not."""
     check_is_model(model)
-    if isinstance(model, keras.Model):
+    if isinstance(model, keras.Layer):
         check_inputs_declared(model, precision)
 
 
 def check_is_model(model: Model) -> None:
-    """Raises TypeError unless `model` is a `keras.Model` or a `tf.Module`."""
-    if not isinstance(model, (keras.Model, tf.Module)):
+    """Raises TypeError unless `model` is a `keras.Layer` or a `tf.Module`."""
+    if not isinstance(model, (keras.Layer, tf.Module)):
         raise TypeError(
-            f"`model` must be a keras.Model or a tf.Module; got {type(model).__name__}. Both "
-            "classes keep track of their variables. Return one from build_model(), or pass model=."
+            f"`model` must be a keras.Model, keras.Layer or tf.Module; got {type(model).__name__}."
         )
 
 
@@ -59,14 +58,14 @@ def check_built_model(model: Model, strategy: tf.distribute.Strategy) -> None:
             "`model` must have trainable variables; got none. There is nothing to update. Create "
             "them in build_model() or when the model is first called."
         )
-    if isinstance(model, keras.Model):
+    if isinstance(model, keras.Layer):
         check_no_synchronized_layers(model, strategy)
     check_variables(model, strategy)
 
 
 def check_can_compute_in_float32(model: Model) -> None:
     """Raises ValueError for a model whose casts a step cannot turn off."""
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         raise ValueError(
             "`float32_after` must be None unless the model is a keras.Model; got a "
             f"{type(model).__name__}. A tf.Module casts by itself, so the step cannot make it "
@@ -182,7 +181,7 @@ def check_no_bfloat16_in_cudnn(*roots: Any) -> None:
 
 
 def check_variables(model: Model, strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError for weights in half precision, or created under another strategy."""
+    """Raises ValueError for weights that are complex, half, or of another strategy."""
     for variable in model.trainable_variables:
         name = name_of_variable(variable)
         dtype = tf.as_dtype(variable.dtype).name
@@ -191,6 +190,11 @@ def check_variables(model: Model, strategy: tf.distribute.Strategy) -> None:
                 f"`model` must keep its weights in float32; got {shown(name)} in {dtype}. Updates "
                 f"smaller than 2^-{SIGNIFICANT_BITS[dtype]} of a weight would be lost. Use a "
                 "mixed_ dtype policy, which computes in half precision and keeps float32 weights."
+            )
+        if tf.as_dtype(variable.dtype).is_complex:
+            raise ValueError(
+                f"`model` must have real weights; got {shown(name)} in {dtype}: keep its real and "
+                "imaginary parts as two weights."
             )
         if not strategy.extended.variable_created_in_scope(tensorflow_variable(variable)):
             raise ValueError(

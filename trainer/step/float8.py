@@ -136,13 +136,13 @@ def ensure_float8(model: Model, strategy: tf.distribute.Strategy) -> None:
             f"{type(strategy).__name__}. The scales follow the largest magnitude over all workers "
             'in a step, and its workers take no steps together. Pass precision="mixed_bfloat16".'
         )
-    if not isinstance(model, keras.Model) or not any(map(is_float8, all_layers(model))):
+    if not isinstance(model, keras.Layer) or not any(map(is_float8, all_layers(model))):
         convert_to_float8(model)
 
 
 def check_arguments(model: object, layers: object, rule: object) -> None:
     """Raises TypeError or ValueError for arguments that `convert_to_float8` cannot use."""
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         raise TypeError(
             f"`model` must be a keras.Model; got {type(model).__name__}. The layers that can "
             "compute in float8 are those of Keras. In a tf.Module, cast with quantize() and "
@@ -235,7 +235,7 @@ def is_float8(layer: keras.Layer) -> bool:
 
 def check_float8_layers(model: Model, strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError if float8 layers, converted by us or by Keras, cannot be trained right."""
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     layers = [layer for layer in layers if is_float8(layer)]
     trained = [layer.path for layer in layers if layer.trainable]
     if trained and strategies.capabilities(strategy).asynchronous:
@@ -294,7 +294,7 @@ def called_once(model: Model, product: Product) -> Iterator[None]:
 
 def trained_float8_layers(model: Model) -> list[keras.Layer]:
     """Returns the float8 layers whose scales move, converted by us or by Keras."""
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     return [layer for layer in layers if is_float8(layer) and layer.trainable]
 
 

@@ -54,7 +54,7 @@ def forward(batch: Batch, values: Values, keys: tf.Tensor, plan: MicrobatchPlan)
         plan: the constants of the pass.
     """
     keys = tf.unstack(keys, num=len(plan.seeds))
-    if not isinstance(plan.model, keras.Model):
+    if not isinstance(plan.model, keras.Layer):
         for seed, key in zip(plan.seeds, keys, strict=True):
             seed.assign(key)
         result = call_loss(batch, plan)
@@ -123,7 +123,7 @@ def recomputing(
     Raises:
         ValueError: if a layer would not see, or draw, the numbers of the forward pass again.
     """
-    if not isinstance(plan.model, keras.Model):
+    if not isinstance(plan.model, keras.Layer):
         yield
         return
     with scope_of(values, tf.unstack(keys, num=len(plan.seeds)), plan) as scope:

@@ -137,7 +137,7 @@ def held_back_variables(model: Model, others: Sequence[Any] = ()) -> list[keras.
         model: the model.
         others: other objects that the loss may use; see `reach`.
     """
-    if not isinstance(model, keras.Model):
+    if not isinstance(model, keras.Layer):
         return []
     found = [*model.trainable_variables, *model.non_trainable_variables]
     owned: set[int] = set()

@@ -25,7 +25,7 @@ __all__ = [
 # What `compute_loss` returns along with the losses: any structure of tensors; `()` if nothing.
 Aux: TypeAlias = Batch
 
-Model: TypeAlias = keras.Model | tf.Module
+Model: TypeAlias = keras.Layer | tf.Module  # a keras.Model is a layer, too
 Variable: TypeAlias = keras.Variable | tf.Variable
 
 # One optimizer, or a dict of optimizers, keyed by the model's attribute that each one updates.

@@ -69,7 +69,7 @@ def layers_without_xla(model: Model) -> list[keras.Layer]:
     `RandomElasticTransform` has True there, but a shape in it depends on a random number. For LSTM
     and GRU see `supports_xla`.
     """
-    layers = all_layers(model) if isinstance(model, keras.Model) else []
+    layers = all_layers(model) if isinstance(model, keras.Layer) else []
     wrong = keras.layers.RandomElasticTransform
     return [layer for layer in layers if isinstance(layer, wrong) or not supports_xla(layer)]
 

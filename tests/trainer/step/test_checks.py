@@ -92,8 +92,7 @@ def built():
         ),
         (
             {"model": lambda: 3},
-            "`model` must be a keras.Model or a tf.Module; got int. Both classes keep track of "
-            "their variables. Return one from build_model(), or pass model=.",
+            "`model` must be a keras.Model, keras.Layer or tf.Module; got int",
         ),
         (
             {"model": half},
@@ -267,6 +266,49 @@ def test_steps_that_a_default_would_replace_are_refused(name):
         expected = pytest.raises(ValueError, match=f"`model`.* {name} ")
         with expected if wrong else contextlib.nullcontext():
             getattr(trainer, method)(data[method], global_batch=4, **arguments)
+
+
+class Mask(keras.layers.Layer):
+    """Multiplies by complex numbers."""
+
+    def build(self, shape):
+        """Creates them, and a phase that is not trained."""
+        one = {"shape": shape[1:], "dtype": "complex64", "initializer": self.ones}
+        self.mask = self.add_weight(name="mask", trainable=self.trains, **one)
+        self.phase = self.add_weight(name="phase", trainable=False, **one)
+        self.gain = self.add_weight(shape=[], name="gain", initializer="ones")
+
+    trains = True
+
+    def ones(self, shape, dtype):
+        """Returns 1 + i."""
+        return tf.complex(tf.ones(shape), tf.ones(shape))
+
+    def call(self, x):
+        """Returns magnitudes."""
+        return tf.abs(tf.cast(x, tf.complex64) * self.mask * self.phase) * self.gain
+
+
+def test_complex_weights_are_refused_by_name():
+    """In Keras and in a `tf.Module`; a complex number that is not trained may stand in a model."""
+
+    class Phase(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = tf.Variable([[1j]], name="angle")
+
+        def __call__(self, x):
+            return tf.abs(tf.cast(x, tf.complex128) * self.phase)
+
+    with pytest.raises(ValueError, match=r"`model`.*mask"):
+        train(make(model=lambda: keras.Sequential([keras.Input([1]), Mask()])))
+    with pytest.raises(ValueError, match=r"`model`.*angle"):
+        train(make(model=Phase))
+    frozen = type("Frozen", (Mask,), {"trains": False})
+    trainer = make(model=frozen, optimizer=lambda: keras.optimizers.SGD(0.25))
+    train(trainer)
+    # d/dg of (2 g - 1)^2, as |(1 + i)^2| is 2, is 4 (2 g - 1): from 1 to 0.
+    assert float(trainer.model.gain.numpy()) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_variables_of_another_strategy_are_refused(mirrored):
@@ -522,8 +564,7 @@ def test_evaluation_data_is_checked_before_the_first_step(arguments, message):
         (
             lambda p: tf.cast(p, tf.float16),
             TypeError,
-            "`compute_loss` must return float32 losses; got float16. In half precision a sum over "
-            "the batch overflows or rounds. Cast the model's output to float32 before the loss.",
+            "`compute_loss` must return float32",
         ),
         (
             tf.stop_gradient,
@@ -741,12 +782,5 @@ def test_only_a_keras_model_is_exported():
 
     trainer = make(model=Line)
     trainer.predict(X, global_batch=4)
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="`export`"):
         trainer.export("model.keras")
-
-    assert str(error.value) == (
-        "`export` must be called on a trainer of a keras.Model; got Line. Keras's file formats "
-        "hold "
-        "only Keras models. Use tf.saved_model.save, or "
-        "tf.train.Checkpoint(model=trainer.model)."
-    )
